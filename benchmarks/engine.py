@@ -40,6 +40,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.models import plain
+from midflight.models.caches import cache_name
 from midflight.models.load import make_model
 from midflight.text.byte_tokenizer import END, VOCAB_SIZE, byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
@@ -87,12 +88,14 @@ def engine(hidden: int, *, running: int, modules: bool) -> Side:
 
 def bare(hidden: int) -> Side:
     own = model(hidden)
+    name = cache_name(own)
+    assert name is not None
 
     @torch.inference_mode()
     def side(asked: Prompts, answer: int) -> int:
         ids, cache = torch.tensor(asked), DynamicCache()
         for _ in range(answer):
-            logits = own(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            logits = own(input_ids=ids, **{name: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
             ids = torch.multinomial(torch.softmax(logits, -1), 1)
         return answer * len(asked)
 
@@ -104,6 +107,7 @@ class Prototype:
 
     def __init__(self, hidden: int) -> None:
         self.own = model(hidden)
+        self.name = cache_name(self.own) or ""
         self.config, self.decoder = self.own.config, self.own.model
         self.layers = [
             (
@@ -121,7 +125,7 @@ class Prototype:
         c, num, cache = self.config, len(asked), DynamicCache()
         shape = (c.num_hidden_layers, num, c.num_key_value_heads, CONTEXT, c.head_dim)
         keys, values = torch.zeros(shape), torch.zeros(shape)
-        logits = self.own(input_ids=torch.tensor(asked), past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        logits = self.own(input_ids=torch.tensor(asked), **{self.name: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
         layers: Any = cache.layers  # of the kind that keeps keys
         for number, layer in enumerate(layers):
             keys[number, :, :, : len(asked[0])], values[number, :, :, : len(asked[0])] = layer.keys, layer.values

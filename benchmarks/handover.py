@@ -4,7 +4,7 @@ Each handover is the real one: a trainer in a process of its own publishes, `wei
 on meanwhile. Beside it, in the same run, the server's own reload: the trainer saves a model folder to disk, the server is paused, reads
 it, and goes on. Ways alternate from round to round; the first round is not counted.
 
-    python benchmarks/handover.py [--engines embedded vllm sglang] [--hidden-size 256] [--layers 4] [--rounds 5] [--json FILE]
+    python benchmarks/handover.py [--engines embedded vllm sglang] [--hidden-size 256] [--layers 4] [--model FOLDER] [--rounds 5] [--json FILE]
 
 vLLM and SGLang run from `MIDFLIGHT_VLLM_PYTHON` and `MIDFLIGHT_SGLANG_PYTHON`, or from where `make engines` puts them.
 """
@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, default=16, help="streams")
     parser.add_argument("--hidden-size", type=int, default=256, help="multiple of 128")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--model", type=Path, help="folder of a model, instead of a made one")
     parser.add_argument("--context", type=int, default=1024, help="tokens of the longest stream")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to save to; default: the temporary folder")
@@ -101,7 +102,7 @@ def main() -> None:
 
 
 async def measured(kind: str, options: argparse.Namespace, folder: Path) -> list[Sample]:
-    size = Size(options.hidden_size, options.layers, options.context)
+    size = Size(options.hidden_size, options.layers, options.context, options.model)
     trainer = RemoteTrainer(size, folder)
     samples: list[Sample] = []
     async with AsyncExitStack() as stack:

@@ -28,7 +28,7 @@ from gateway import cpu_of, family, free_port, running, wait_for
 from midflight.config.load import load_config
 from midflight.engines.remote import RemoteEngine
 from midflight.engines.servers.server import ServerClient
-from midflight.models.load import make_model
+from midflight.models.load import load_model, make_model
 from midflight.models.names import named_tensors
 from midflight.ports import Engine
 from midflight.run.engine.companion import started
@@ -53,13 +53,33 @@ class Size:
     hidden: int
     layers: int
     context: int
+    folder: Path | None = None
+    """Of a model that is there, instead of a made one."""
+
+    def write(self, folder: Path) -> None:
+        """The model of seed 0 and its tokenizer."""
+        if self.folder is not None:
+            folder.symlink_to(self.folder.absolute())
+            return
+        self.model(seed=0).save_pretrained(folder)
+        write_byte_tokenizer(folder)
 
     def model(self, seed: int) -> PreTrainedModel:
+        if self.folder is not None:
+            return _moved(load_model(self.folder, dtype="float32"), seed)
         heads = max(2, self.hidden // HEAD_DIM)
         return make_model(
             vocab_size=VOCAB_SIZE, hidden_size=self.hidden, intermediate_size=3 * self.hidden, num_layers=self.layers, num_heads=heads,
             num_kv_heads=heads // 2, max_context=self.context, seed=seed, dtype="float32",
         )  # fmt: skip
+
+
+@torch.no_grad()
+def _moved(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """As a step moves all weights, and as little as makes no other model of it; with seed 0 not at all."""
+    for parameter in model.parameters():
+        parameter.mul_(1 + 1e-5 * seed)
+    return model
 
 
 # --- The trainer -----------------------------------------------------------------------------------------------------
@@ -256,8 +276,7 @@ async def engine_side(kind: str, size: Size, folder: Path, *, max_running: int, 
     `straight`: the run's weights come to its workers, so it commits as such an engine does."""
     model = folder / "model"
     disable_progress_bar()
-    size.model(seed=0).save_pretrained(model)
-    write_byte_tokenizer(model)
+    size.write(model)
     async with AsyncExitStack() as stack:
         server, more = None, []
         if kind != "embedded":
@@ -271,7 +290,7 @@ async def engine_side(kind: str, size: Size, folder: Path, *, max_running: int, 
             given |= {"model.path": model, "model.max_context": size.context}
             config = load_config(None, [f"{key}={value}" for key, value in given.items()])
             process = await stack.enter_async_context(started(config, model, name=kind, version=0))
-            server = await stack.enter_async_context(ServerClient(kind, process.url))
+            server = await stack.enter_async_context(ServerClient(kind, process.url, patience_seconds=600))
             more = ["--engine", kind, "--engine-url", process.url, *(["--set", "weights.transport=direct"] if straight else [])]
         port = free_port()
         command = [sys.executable, "-m", "midflight", "engine", "--model", model, "--port", port]

@@ -15,6 +15,7 @@ import itertools
 import os
 import random
 import secrets
+import signal
 import statistics
 import tempfile
 from collections import Counter
@@ -77,11 +78,12 @@ class Site:
         config = self._config
         engine = ScriptedEngine(script=Script(mean_length=4), tokenizer=scripted_tokenizer(), step_seconds=0.02)
         serving = Serving(config, scripted_tokenizer(), [engine], record=unheard, version=0, anonymous=False)
-        crew = Crew(serving.gateway, say=print)
+        crew = Crew(serving.gateway, stall_seconds=config.run.stall_seconds, say=print)
         with listen("127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             serving.gateway.address = url
-            app = build_app(serving.gateway, serving.control, extra_routes=WorkerRoutes(crew, token=self._token).routes())
+            routes = WorkerRoutes(crew, token=self._token, control_token=self._token).routes()
+            app = build_app(serving.gateway, serving.control, extra_routes=routes)
             runner = Agents(config, serving, crew, unheard).runner(serving.gateway, Fates(), tracked=True)
             names = [f"worker{i}" for i in range(config.environment.workers or 1)]
             up = {name: asyncio.Event() for name in names}
@@ -103,7 +105,7 @@ class Site:
                         task.cancel()
             finally:
                 for worker in self._workers.values():
-                    worker.end_group()
+                    worker.signal(signal.SIGKILL)
                     await worker.ended()
         return self.found
 
@@ -122,7 +124,6 @@ class Site:
                 if isinstance(message, parts.Ready):
                     up.set()
             await worker.ended()
-            worker.end_group()
             self.found.workers_lost += 1
 
     def _condemn(self, hung: HungWorker) -> None:

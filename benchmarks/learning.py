@@ -188,7 +188,7 @@ def _result(plan: Plan, folder: Path, cpu: Sequence[tuple[float, float]]) -> Res
     origin = (folder / "metrics.jsonl").stat().st_mtime - history.evaluations[-1].seconds
     times, spent = zip(*cpu, strict=True)
     used = np.interp([origin + began, origin + ended], times, spent)
-    ages = _ages(history.steps)
+    ages = history.trained_ages
     return Result(
         mode=plan.mode,
         correction=plan.correction,
@@ -213,15 +213,6 @@ def _result(plan: Plan, folder: Path, cpu: Sequence[tuple[float, float]]) -> Res
 def _phase(history: PastLines) -> tuple[float, float]:
     """From the end of the evaluation before the first step to the end of the last step, on the journal's clock."""
     return max(line.seconds for line in history.evaluations if line.step == 0), history.steps[-1].seconds
-
-
-def _ages(steps: Sequence[StepLine]) -> dict[int, int]:
-    """Trained tokens by age."""
-    found: dict[int, int] = {}
-    for line in steps:
-        for age, count in (line.staleness or {}).items():
-            found[age] = found.get(age, 0) + count
-    return found
 
 
 def _mean(steps: Sequence[StepLine], key: str) -> float:

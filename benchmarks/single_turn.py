@@ -62,10 +62,13 @@ class AskedDirectly:
         await self._gateway.answers(self._gateway.prepare(opened, call))
         return 0.0
 
-    async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> Sequence[Result]:
+    async def judge(self, task: Task, attempts: Sequence[Unjudged], *, name: str) -> Sequence[Result]:
         raise AssertionError("an answer's score is 0 here, and nothing is left to judge")
 
     def excused(self, session_id: str) -> float:
+        return 0.0
+
+    def tool_seconds(self, session_id: str) -> float:
         return 0.0
 
 

@@ -1,12 +1,13 @@
 """Our trainer against trl's `GRPOTrainer`: the step alone, and the whole way to the same reward. Same model, batch and cores.
 
-    python3 -m venv .venv-trl && .venv-trl/bin/pip install -c constraints.txt -r benchmarks/requirements-trl.txt
+    python3 -m venv .venv-trl && .venv-trl/bin/pip install -c locks/trl.txt -r benchmarks/requirements-trl.txt
     python benchmarks/training.py --trl-python .venv-trl/bin/python --json training.json
 
 **step**: forward, backward and optimiser step on 64 written completions (8 groups of 8, prompts of 32 tokens, 3.2 M parameters with
 a byte vocabulary, float32, DAPO's loss). trl's preparing of inputs is left out; ours is in. The first gradients of both are compared:
 what is timed is the same mathematics. `equal` has only completions of 64 tokens, where padding costs trl nothing; `spread` has 8 to
-64, as answers do; the others the vocabularies of real models, with which memory counts.
+64, as answers do; the others the vocabularies of real models, with which memory counts. With `--model FOLDER` it is that model, and
+completions have 32 to 256 tokens; trl computes 8 rows at a time then, and accumulates their gradients.
 
 **reward**: see `training_reward.py`.
 
@@ -22,7 +23,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,12 @@ def main() -> None:
     options = _options()
     found: dict[str, Any] = {}
     if "step" in options.parts:
-        found["step"] = [_step(options, shape) for shape in SHAPES if shape.name in options.shapes]
+        shapes = (
+            [replace(PRETRAINED, model=options.model, num_groups=options.groups)]
+            if options.model
+            else [shape for shape in SHAPES if shape.name in options.shapes]
+        )
+        found["step"] = [_step(options, shape) for shape in shapes]
         print(_step_table(found["step"]), flush=True)
     if "reward" in options.parts:
         from training_reward import compare, table
@@ -83,6 +89,10 @@ def _options() -> argparse.Namespace:
     names = [shape.name for shape in SHAPES]
     parser.add_argument("--sides", nargs="+", choices=("midflight", "trl"), default=("midflight", "trl"))
     parser.add_argument("--shapes", nargs="+", default=names[:-1], choices=names)
+    parser.add_argument(
+        "--model", type=Path, help="a folder of your own for part `step`: completions of 32 to 256 tokens, in place of the shapes"
+    )
+    parser.add_argument("--groups", type=int, default=8, help="of 8 completions each, with --model")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of part `step`")
     parser.add_argument("--set", nargs="+", default=[], metavar="OPTION", help="of our side in part `step`, such as trainer.compile=true")
     parser.add_argument(
@@ -94,6 +104,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--reward-rounds", type=int, default=1, help="rounds of part `reward`, some minutes each")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each round, part `step`")
+    parser.add_argument("--unmeasured", type=int, default=UNMEASURED, help="steps before those, part `step`")
     parser.add_argument("--trl-threads", type=int, default=1, help="of trl in part `reward`; more made it slower on busy cores")
     parser.add_argument("--folder", type=Path, default=Path("runs/training"))
     parser.add_argument("--json", type=Path, default=None)
@@ -116,6 +127,10 @@ class Shape:
     prompt: int = 32
     longest: int = 64
     shortest: int = 8
+    at_once: int | None = None
+    """Rows of a forward of trl's, where all would not fit into memory; else all."""
+    model: Path | None = None
+    """Instead of a made one."""
 
 
 SHAPES = (
@@ -125,29 +140,44 @@ SHAPES = (
     Shape("spread-150k", spread=True, vocab_size=150_000),
     Shape("smoke", spread=True, num_groups=2, group_size=2),
 )
+PRETRAINED = Shape("pretrained", spread=True, longest=256, shortest=32, at_once=8)
+"""Of `--model`. With 49,152 tokens trl's logits of all rows would take 4 GB, and so would each of their copies."""
 
 
 def write(shape: Shape, folder: Path) -> None:
-    """The model (3.2 M parameters with a byte vocabulary, float32) and the batch of a shape."""
-    from midflight.models.load import make_model, save_model
+    """The model (a given one, or one of 3.2 M parameters with a byte vocabulary; float32) and the batch of a shape."""
+    from midflight.models.load import load_model, make_model, save_model
 
-    write_byte_tokenizer(folder)
-    model = make_model(
-        vocab_size=shape.vocab_size, hidden_size=256, intermediate_size=768, num_layers=4, num_heads=4, num_kv_heads=2,
-        max_context=256, seed=0, dtype="float32",
-    )  # fmt: skip
-    save_model(model, folder)
+    if shape.model is None:
+        write_byte_tokenizer(folder)
+        model = make_model(
+            vocab_size=shape.vocab_size, hidden_size=256, intermediate_size=768, num_layers=4, num_heads=4, num_kv_heads=2,
+            max_context=256, seed=0, dtype="float32",
+        )  # fmt: skip
+        save_model(model, folder)
+    else:
+        model = load_model(shape.model, dtype="float32")
+        _linked(shape.model, folder)
+    known = 256 if shape.model is None else int(model.config.vocab_size)
     draw = np.random.default_rng(0)
     size = shape.num_groups * shape.group_size
     lengths = draw.integers(shape.shortest, shape.longest + 1, size) if shape.spread else np.full(size, shape.longest)
     lengths[0] = shape.longest
-    prompts = draw.integers(0, 256, (shape.num_groups, shape.prompt))
-    completions = draw.integers(0, 256, int(lengths.sum()))
+    prompts = draw.integers(0, known, (shape.num_groups, shape.prompt))
+    completions = draw.integers(0, known, int(lengths.sum()))
     # In the thousands, so that the small constants which the two sides add to a group's deviation don't show.
     rewards = draw.normal(0, 1000, size).astype(np.float32)
     logprobs = _logprobs(model, np.repeat(prompts, shape.group_size, axis=0), completions, lengths)
     np.savez(folder / "batch.npz", prompts=prompts, completions=completions, lengths=lengths, rewards=rewards, logprobs=logprobs)
-    (folder / "shape.json").write_text(json.dumps(asdict(shape)))
+    (folder / "shape.json").write_text(json.dumps(asdict(shape), default=str))
+
+
+def _linked(model: Path, folder: Path) -> None:
+    """The files of a model's folder, in `folder` too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in model.absolute().iterdir():
+        (folder / path.name).unlink(missing_ok=True)
+        (folder / path.name).symlink_to(path)
 
 
 def _logprobs(model: PreTrainedModel, prompts: np.ndarray, completions: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -173,13 +203,16 @@ def _step(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     for _ in range(options.rounds):
         for name, command in commands.items():
             more = options.set if name == "midflight" else []
-            found = _measured([*command, folder, folder / f"{name}.json", UNMEASURED + options.steps, *more], folder / f"{name}.json")
+            found = _measured(
+                [*command, folder, folder / f"{name}.json", options.unmeasured + options.steps, *more], folder / f"{name}.json"
+            )
             runs[name].append(found)
-    sides = {name: _side(found) for name, found in runs.items()}
+    sides = {name: _side(found, unmeasured=options.unmeasured) for name, found in runs.items()}
     if "midflight" in runs:
         cpu = sides["midflight"].cpu
         linear, inside = (
-            statistics.median(statistics.median(run[kind][UNMEASURED:]) for run in runs["midflight"]) for kind in ("floor", "attention")
+            statistics.median(statistics.median(run[kind][options.unmeasured :]) for run in runs["midflight"])
+            for kind in ("floor", "attention")
         )
         words = f"matrix products alone {linear:.3f} s of CPU, {linear / cpu:.0%} of our step's {cpu:.3f}"
         print(f"{shape.name}: {words}; with those inside attention {(linear + inside) / cpu:.0%}", flush=True)
@@ -198,11 +231,11 @@ def _measured(command: Sequence[object], result: Path) -> dict[str, Any]:
     return json.loads(result.read_text())
 
 
-def _side(runs: Sequence[dict[str, Any]]) -> Side:
+def _side(runs: Sequence[dict[str, Any]], *, unmeasured: int) -> Side:
     return Side(
         tokens=runs[0]["tokens"],
-        wall=statistics.median(statistics.median(run["wall"][UNMEASURED:]) for run in runs),
-        cpu=statistics.median(statistics.median(run["cpu"][UNMEASURED:]) for run in runs),
+        wall=statistics.median(statistics.median(run["wall"][unmeasured:]) for run in runs),
+        cpu=statistics.median(statistics.median(run["cpu"][unmeasured:]) for run in runs),
         memory=max(run["peak_mib"] - run["loaded_mib"] for run in runs),
         peak=max(run["peak_mib"] for run in runs),
     )

@@ -110,7 +110,8 @@ def main(folder: Path, out: Path, steps: int, options: list[str]) -> None:
 
 
 def _trainer(folder: Path, options: list[str], *, longest: int) -> PolicyTrainer:
-    config = load_config(None, ["trainer.learning_rate=1e-5", "trainer.warmup_steps=0", f"environment.max_tokens={longest}", *options])
+    defaults = ["trainer.learning_rate=1e-5", "trainer.warmup_steps=0", f"environment.max_tokens={longest}"]
+    config = load_config(None, [*defaults, f"model.max_context={4 * longest}", *options])
     return trainer_of(config, load_model(folder, dtype="float32"))
 
 

@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,8 +203,9 @@ class Watch:
 
         for child in self.ring.children.values():
             if child.running and child.pid is not None:
-                self._peaks[child.name] = max(held_mib(child.pid), self._peaks.get(child.name, 0.0))
-                self._cpu[child.name] = cpu_seconds(child.pid)
+                with suppress(ProcessLookupError, FileNotFoundError):  # it has just ended
+                    self._peaks[child.name] = max(held_mib(child.pid), self._peaks.get(child.name, 0.0))
+                    self._cpu[child.name] = cpu_seconds(child.pid)
 
     def found(self, rewards: list[float], *, steps: int) -> dict[str, Any]:
         """`steps` is how many there would have been without reaching the target."""

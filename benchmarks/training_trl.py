@@ -59,7 +59,8 @@ def step(folder: Path, out: Path, steps: int) -> None:
         reward_funcs=lambda member, **_: [float(data["rewards"][m]) for m in member],
         train_dataset=Dataset.from_dict({"prompt": [str(g) for g in range(shape["num_groups"])]}),
         args=options(
-            output_dir=str(out.with_suffix("")), per_device_train_batch_size=size, num_generations=group, max_steps=steps,
+            output_dir=str(out.with_suffix("")), per_device_train_batch_size=shape["at_once"] or size, num_generations=group, max_steps=steps,
+            gradient_accumulation_steps=size // (shape["at_once"] or size),
             max_completion_length=shape["longest"], learning_rate=1e-5, lr_scheduler_type="constant",
         ),
         rollout_func=written,

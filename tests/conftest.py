@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -9,6 +10,9 @@ from hypothesis import settings
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("explore", print_blob=True, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+# A shell that starts the tests in its background lets them ignore interrupts, and with them every command that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.set_threshold(50_000)  # while all that the tests import is made, which stays
 

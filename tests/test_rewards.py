@@ -24,6 +24,10 @@ def test_exact_match_looks_past_white_space_and_past_case_where_it_is_told() -> 
         ("−3", "-3", 1.0),
         ("1e3", 1000, 1.0),
         ("none", "3", 0.0),
+        ("it is one-2", "-2", 1.0),
+        ("the size3", "3", 1.0),
+        ("e", "3", 0.0),
+        ("about .5", "0.5", 1.0),
     ],
 )
 def test_number_match_compares_the_last_numbers(said: str, answer: object, expected: float) -> None:

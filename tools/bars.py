@@ -7,16 +7,12 @@
 
 | row | what is counted, under `src/midflight` unless said |
 |---|---|
-| import lines | physical lines of import statements, at any depth, as a share of code lines; these are neither blank, comment nor docstring |
 | names with two meanings | class names that more than one module defines; leading underscores do not count |
-| long files, long functions | of more than 400 lines; of more than 40 from `def` to the last one, docstring included |
 | import circles | sets of modules that import each other in a ring; imports for types only and those inside functions count as well |
 | look-up codes | in docstrings and comments: `DECISIONS 13`, `P9` and the like. The invariants I1 to I10 may stay |
-| docs lines | README, AGENTS, CONTRIBUTING, ARCHITECTURE and all below docs without what is generated, without what tests/pages alone reads, and without the pages of the next row |
-| a page aside | the longest of the pages in `ASIDE` |
 | chat: ... | see `journey.py` |
 
-Which way imports may point is in pyproject.toml and checked by import-linter.
+No length is a bar: limits of length were kept once, and were met by squeezing. Which way imports may point is in pyproject.toml and checked by import-linter.
 """
 
 from __future__ import annotations
@@ -35,14 +31,6 @@ from pathlib import Path
 
 CODE = re.compile(r"\bDECISIONS \d+|(?<![-\w])(?!F8|F16|F32|F64|U8)[PGSEWFTOUMA]\d{1,2}\b")
 """Not the names of tensors' types in safetensors, and no part of a longer name."""
-UNSEEN = ("<!-- block: ", "<!-- try: ")
-GENERATED = ("docs/configuration.md", "docs/models.md", "docs/fields.md", "docs/clients.md")
-ASIDE = ("docs/cluster.md", "docs/performance.md", "docs/scale.md", "docs/adapters/")
-"""Pages, or folders of them, for those who do just that. They are not in the sum: each has a bar of its own."""
-MADE = re.compile(r"<!-- made by .*|<!-- learning: begin -->.*?<!-- learning: end -->", re.DOTALL)
-"""The generated part of a page, which goes to its end, or to where the benchmark's table ends."""
-MAX_FILE, MAX_FUNCTION = 400, 40
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
@@ -87,18 +75,9 @@ class Module:
         written = {number for number, line in enumerate(self.lines, 1) if line.strip() and not line.lstrip().startswith("#")}
         return written - documented
 
-    @cached_property
-    def import_lines(self) -> set[int]:
-        imports = [node for node in self.nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-        return {line for node in imports for line in _span(node)} & self.code_lines
-
     @property
     def classes(self) -> set[str]:
         return {node.name for node in self.nodes if isinstance(node, ast.ClassDef)}
-
-    @property
-    def functions(self) -> list[Function]:
-        return [node for node in self.nodes if isinstance(node, Function)]
 
     def imported(self, known: set[str]) -> set[str]:
         """The modules of the tree that this one imports from."""
@@ -136,22 +115,15 @@ def _span(node: ast.expr | ast.stmt) -> range:
 
 def rows(root: Path, *, journey: bool) -> list[Row]:
     modules = [Module(path, sources=root / "src") for path in sorted((root / "src" / "midflight").rglob("*.py"))]
-    found = [*_size_rows(modules), _names_row(modules), _circles_row(modules), _codes_row(modules), *_docs_rows(root)]
+    found = [*_size_rows(modules), _names_row(modules), _circles_row(modules), _codes_row(modules)]
     return found + _journey_rows(root) if journey else found
 
 
 def _size_rows(modules: list[Module]) -> list[Row]:
-    num_code = sum(len(module.code_lines) for module in modules)
-    num_imports = sum(len(module.import_lines) for module in modules)
-    files = [f"{m.name} {len(m.lines)}" for m in modules if len(m.lines) > MAX_FILE]
-    functions = [f"{m.name}.{f.name} {len(_span(f))}" for m in modules for f in m.functions if len(_span(f)) > MAX_FUNCTION]
     return [
         Row("files", len(modules)),
         Row("lines", sum(len(module.lines) for module in modules)),
-        Row("code lines", num_code),
-        Row("import lines", 100 * num_imports / num_code, 9, unit=" %"),
-        Row(f"files over {MAX_FILE} lines", len(files), 0, tuple(files)),
-        Row(f"functions over {MAX_FUNCTION} lines", len(functions), 0, tuple(functions)),
+        Row("code lines", sum(len(module.code_lines) for module in modules)),
     ]
 
 
@@ -192,28 +164,12 @@ def _codes_row(modules: list[Module]) -> Row:
     return Row("look-up codes", len(codes), 0, codes)
 
 
-def _docs_rows(root: Path) -> list[Row]:
-    pages = [root / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "ARCHITECTURE.md")] + sorted(
-        (root / "docs").rglob("*.md")
-    )
-    written = {str(page.relative_to(root)): MADE.sub("", page.read_text()).splitlines() for page in pages}
-    seen = {name: [line for line in lines if not line.startswith(UNSEEN)] for name, lines in written.items() if name not in GENERATED}
-    lengths = {name: len(lines) for name, lines in seen.items() if not name.startswith(ASIDE)}
-    aside = {name: len(lines) for name, lines in seen.items() if name.startswith(ASIDE)}
-    return [
-        Row("docs lines", sum(lengths.values()), 3500, tuple(f"{name} {length}" for name, length in lengths.items())),
-        Row("a page aside", max(aside.values(), default=0), 160, tuple(f"{name} {length}" for name, length in aside.items())),
-        Row("ARCHITECTURE lines", lengths["ARCHITECTURE.md"], 300),
-        Row("options", sum(line.startswith("| `") for line in (root / GENERATED[0]).read_text().splitlines())),
-    ]
-
-
 def _journey_rows(root: Path) -> list[Row]:
     from journey import measure
 
     found = measure(root)
     return [
-        Row("chat: modules", len(found.modules), 42, tuple(f"{name} {number}" for name, number in found.modules.most_common())),
+        Row("chat: modules", len(found.modules), None, tuple(f"{name} {number}" for name, number in found.modules.most_common())),
         Row("chat: functions", len(found.calls)),
         Row("chat: calls a token", found.calls_per_token, 120),
     ]

@@ -40,7 +40,8 @@ QUIET_SECONDS = 0.02
 QUIET_CALLS = 8
 QUIET_TIMES = 5
 """So often in a row there were no more calls in so many seconds: the journey has ended, only watches are left."""
-START_SECONDS = 90.0
+STALL_SECONDS = 120.0
+"""A process that starts and does nothing for so long will not come up. One that is slow is waited for."""
 SOURCES, SOCKET = "MIDFLIGHT_JOURNEY_SOURCES", "MIDFLIGHT_JOURNEY_SOCKET"
 SIZES = {"hidden_size": 512, "intermediate_size": 8192, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_context": 256}
 CONFIG = f"""
@@ -83,7 +84,7 @@ class Journey:
 
 
 def measure(root: Path) -> Journey:
-    """Waits for three processes to start, and for the requests: fifteen seconds. Ended by `START_SECONDS`, or a request's time-out."""
+    """Waits for three processes to start, and for the requests: fifteen seconds. Ended by one that stands still, or a request's time-out."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         counters = stack.enter_context(Counters.listening(folder / "counters"))
@@ -129,12 +130,14 @@ def _running(root: Path, folder: Path) -> Generator[dict[str, str]]:
 
 
 def _endpoint(process: subprocess.Popen[bytes], folder: Path) -> dict[str, str]:
-    """Waits until agents may come."""
-    deadline = time.monotonic() + START_SECONDS
-    while "ready: " not in (folder / "said").read_text():
-        if process.poll() is not None or time.monotonic() > deadline:
+    """Waits until agents may come, as long as the processes move."""
+    from midflight.observe.motion import Motion  # not where calls are counted
+
+    motion = Motion(process.pid)
+    while "ready: " not in (said := (folder / "said").read_text()):
+        if process.poll() is not None or motion.look(said) > STALL_SECONDS:
             raise RuntimeError("midflight rollouts did not start; what it said is above")
-        time.sleep(0.05)
+        time.sleep(0.2)
     return json.loads((folder / "run" / "endpoint.json").read_text())
 
 

@@ -6,6 +6,7 @@ And times that another process tells, as times of this one's clock.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import TracebackType
@@ -13,6 +14,12 @@ from typing import Final
 
 _LOOK_SHARE = 0.01
 """Part of the seconds between two looks at `excused` while it grows. The block may end late by this part at most."""
+
+
+_ROUNDING = 1e-9
+"""Part of the seconds that is no time any more, but what adding up leaves."""
+LOOKS: Final = 10
+"""Whether work moves is looked at so many times in its seconds: it may stand for a tenth longer."""
 
 
 class Expired(Exception):
@@ -30,13 +37,28 @@ class Allowance:
     still from `stop` to `start`, both of which are idempotent.
     """
 
-    def __init__(self, seconds: float, *, excused: Callable[[], float] | None = None) -> None:
-        """`excused`: seconds since some fixed instant that do not count. It is read whenever the time seems to be up."""
+    def __init__(
+        self,
+        seconds: float,
+        *,
+        excused: Callable[[], float] | None = None,
+        left: Callable[[], float] | None = None,
+        moved: Callable[[], bool] | None = None,
+    ) -> None:
+        """All three are read whenever the time seems to be up. `excused`: seconds since some fixed instant that do not count. `left`: what is
+        left, in place of this clock's own count; infinite while nothing is spent, and `look` says that it is spent again.
+
+        `moved`: whether the work has moved since that was asked last. Then the seconds begin anew; it is asked `LOOKS` times in them.
+        """
         self.seconds = seconds
+        self._counted = left
+        self._moved = moved
         self.expired = False
         """Whether the end of the seconds has ended a block. True also where the block caught its cancellation and went on."""
         self._loop = asyncio.get_running_loop()
         self._made = self._loop.time()
+        self._begun = self._made
+        """When the seconds began, which may begin anew."""
         self._excused = excused
         self._excused_before = 0.0 if excused is None else excused()
         self._stood = 0.0
@@ -50,14 +72,21 @@ class Allowance:
 
     @property
     def left(self) -> float:
+        if self._counted is not None:
+            return self._counted()
         excused = 0.0 if self._excused is None else self._excused() - self._excused_before
         now = self._loop.time() if self._stopped is None else self._stopped
-        return self.seconds - (now - self._made - self._stood) + excused
+        return self.seconds - (now - self._begun - self._stood) + excused
 
     @property
     def age(self) -> float:
         """Seconds since it was made, also those in which it stood still."""
         return self._loop.time() - self._made
+
+    def look(self) -> None:
+        """To be called when `left` has become finite, or larger. A look that is planned already is early enough for both."""
+        if self._timer is None:
+            self._set_timer()
 
     def stop(self) -> None:
         if self._stopped is None:
@@ -115,20 +144,86 @@ class Allowance:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._scope is not None and self._stopped is None:
-            self._timer = self._loop.call_later(max(0.0, self.left), self._ring)
+        if self._scope is None or self._stopped is not None:
+            return
+        if (left := self.left) < math.inf:
+            self._timer = self._loop.call_later(min(max(0.0, left), self._longest), self._ring)
 
     def _ring(self) -> None:
-        left = 0.0 if self._excused is None else self.left
-        if left > 0:
-            self._timer = self._loop.call_later(max(left, _LOOK_SHARE * self.seconds), self._ring)
+        self._timer = None
+        if self._moved is not None and self._moved():
+            self._begin_anew()
+        left = self.left if self._is_asked else 0.0
+        if left == math.inf:
+            return
+        if left > _ROUNDING * self.seconds:
+            self._timer = self._loop.call_later(min(max(left, _LOOK_SHARE * self.seconds), self._longest), self._ring)
         else:
             self.expired = True
             self._end_block()
 
+    def _begin_anew(self) -> None:
+        self._begun = self._loop.time()
+        self._stood = 0.0
+        self._excused_before = 0.0 if self._excused is None else self._excused()
+
+    @property
+    def _is_asked(self) -> bool:
+        """Whether somebody else may say that time is left where the clock says that it is up."""
+        return not (self._excused is None and self._counted is None and self._moved is None)
+
+    @property
+    def _longest(self) -> float:
+        """Between two looks."""
+        return math.inf if self._moved is None else self.seconds / LOOKS
+
     def _end_block(self) -> None:
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(self._loop.time())
+
+
+class Stopwatch:
+    """How long something lasted, all its times together. Both verbs are idempotent."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        if self._since is None:
+            self._since = asyncio.get_running_loop().time()
+
+    def stop(self) -> None:
+        if self._since is not None:
+            self._seconds += asyncio.get_running_loop().time() - self._since
+            self._since = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._since is not None
+
+    def seconds(self) -> float:
+        return self._seconds + (0.0 if self._since is None else asyncio.get_running_loop().time() - self._since)
+
+
+class LoopDelay:
+    """How late a loop came to the turns that it should have had at an interval, all together: it was blocked, or had no processor."""
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._seconds = 0.0
+        self._turned: float | None = None
+
+    def turn(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._turned is not None:
+            self._seconds += max(0.0, now - self._turned - self._interval)
+        self._turned = now
+
+    def seconds(self) -> float:
+        """A turn that is due now counts already."""
+        late = 0.0 if self._turned is None else asyncio.get_running_loop().time() - self._turned - self._interval
+        return self._seconds + max(0.0, late)
 
 
 # --- Times of others -------------------------------------------------------------------------------------------------

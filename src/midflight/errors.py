@@ -209,14 +209,14 @@ class SlotBusy(MidflightError):
 
 
 class NoEngine(EngineError):
-    """No healthy engine took the request before its deadline."""
+    """No engine takes the request, and none is known to come."""
 
     code = "no_engine"
     retryable = True
 
 
 class RequestTimeout(EngineError):
-    """An engine took the request and did not finish it before its deadline."""
+    """An engine took the request, and the answer stood still for too long."""
 
     status = 504
     code = "request_timeout"
@@ -266,7 +266,7 @@ class TooManyProcesses(EnvironmentFailed):
 
 
 class RolloutTimeout(EnvironmentFailed):
-    """A rollout outlived its deadline and was ended."""
+    """The agent of a rollout took too long by itself, or the whole rollout did, and it was ended."""
 
 
 class RolloutAbandoned(RolloutTimeout):

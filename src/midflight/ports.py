@@ -4,7 +4,7 @@ And how an engine is paused, for an operator or for a commit: in which mode, and
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -112,6 +112,25 @@ class SessionHandle(Protocol):
     def api_key(self) -> str: ...
 
 
+class RequestWatch(Protocol):
+    """The requests of one rollout, as its limit of time looks at them."""
+
+    on_change: Callable[[], None] | None
+    """Called whenever `waits` has changed, and when its agent begins again."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a request is under way, or its agent waits before another try as it was told."""
+        ...
+
+    @property
+    def num_restarts(self) -> int:
+        """How often its agent has begun again; requests and seconds before that do not count."""
+        ...
+
+    def read(self) -> types.RequestTime: ...
+
+
 class Sessions(Protocol):
     """The gateway, as the environments station sees it."""
 
@@ -125,6 +144,10 @@ class Sessions(Protocol):
 
     def oldest_version(self, session_id: str) -> types.Version | None:
         """The oldest version among the session's generated tokens, `None` before the first."""
+        ...
+
+    def request_watch(self, session_id: str) -> RequestWatch:
+        """Of an open session and all its parts. Who asks first keeps its `on_change`."""
         ...
 
 

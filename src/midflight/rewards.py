@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from midflight.errors import ConfigError, EnvironmentFailed
 
-_NUMBER = re.compile(r"[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(r"[-+−]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def exact_match(completion: str, answer: object, *, ignore_case: bool = False) -> float:
@@ -71,7 +71,7 @@ def length(completion: str, *, most: int, buffer: int = 0) -> float:
 
 
 def _last_number(text: str) -> float | None:
-    found = [part for part in _NUMBER.findall(text) if any(letter.isdigit() for letter in part)]
+    found = _NUMBER.findall(text)
     return float(found[-1].replace(",", "").replace("−", "-")) if found else None
 
 

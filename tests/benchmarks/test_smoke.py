@@ -17,9 +17,18 @@ from tests.real.processes import children, gone
 pytestmark = pytest.mark.timeout(300)
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PARTS = {"delayed_environment", "gateway_sides", "handover_sides", "isolation_agents", "learning_report", "overlap_runs", "smoke"} | {
-    f"training_{name}" for name in ("both", "ours", "reward", "trl")
-}
+PARTS = {
+    "delayed_environment",
+    "gateway_sides",
+    "handover_sides",
+    "isolation_agents",
+    "learning_report",
+    "overlap_runs",
+    "pretrained_model",
+    "pretrained_report",
+    "serving_generate",
+    "smoke",
+} | {f"training_{name}" for name in ("both", "ours", "reward", "trl")}
 """What other benchmarks run or import."""
 
 

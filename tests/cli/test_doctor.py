@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -62,8 +61,7 @@ def test_a_port_that_is_taken_is_a_problem_of_the_configuration(quick: None, cap
 
 
 def test_torch_that_cannot_be_imported_is_a_problem_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nImportError: libcudart.so.12: cannot open\n")
-    monkeypatch.setattr(examination.subprocess, "run", lambda *_, **__: broken)
+    monkeypatch.setattr(examination, "PROBE_TORCH", "raise ImportError('libcudart.so.12: cannot open')")
     (finding,) = examination.torch_and_devices()
     assert finding.mark is Gravity.WRONG and "libcudart.so.12" in finding.found and "install it again" in finding.remedy
 

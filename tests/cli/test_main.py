@@ -98,6 +98,7 @@ def test_a_dry_run_starts_nothing_and_prints_what_follows(launch: Launch, capsys
     assert launch.calls == []
     for words in (
         "worst-case staleness",
+        "whole rollout",
         "4 versions",
         "a version by shared_memory:",
         "effective loss",
@@ -237,6 +238,15 @@ def test_a_run_is_kept_whatever_is_typed_unless_its_end_is_said(launch: Launch, 
     assert main(["train", DEMO, "--overwrite"]) == main(["rollouts", DEMO, "--overwrite"]) == main(["train", DEMO, "--resume"]) == 0
 
 
+def test_a_dry_run_with_overwrite_says_what_would_refuse_it(launch: Launch, sound: None, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("large/version-00000007").mkdir(parents=True)
+    Path("runs/demo").mkdir(parents=True)
+    Path("runs/demo/checkpoints").symlink_to(Path("large").resolve())
+    assert main(["train", DEMO, "--dry-run"]) == 0
+    assert main(["train", DEMO, "--dry-run", "--overwrite"]) == 2
+    assert "checkpoints is a link to the folder" in capsys.readouterr().err
+
+
 def test_a_typing_error_is_said_before_anything_in_the_folder_is_touched(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     version = Path("runs/demo/checkpoints/version-00000007")
     version.mkdir(parents=True)
@@ -247,17 +257,16 @@ def test_a_typing_error_is_said_before_anything_in_the_folder_is_touched(launch:
     assert launch.calls == [] and [path.name for path in Path("runs/demo").iterdir()] == ["checkpoints"] and version.is_dir()
 
 
-def test_a_module_that_ends_the_process_or_hangs_is_named(
-    launch: Launch, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_ends_the_process_or_hangs_is_named(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     Path("ending.py").write_text("import os, sys; print('half way', file=sys.stderr, flush=True); os._exit(3)")
     assert main(["train", DEMO, "--set", "environment.entry=ending:solve"]) == 2
     said = capsys.readouterr().err
     assert "'ending:solve'" in said and "status 3" in said and "half way" in said
-    monkeypatch.setattr("midflight.cli.checked.PREFLIGHT_SECONDS", 3.0)
-    Path("hanging.py").write_text("import time; time.sleep(60)")
-    assert main(["train", DEMO, "--set", "environment.entry=hanging:solve"]) == 2
-    assert "'hanging:solve'" in (said := capsys.readouterr().err) and "did not end within 3 s" in said
+    Path("hanging.py").write_text("import time; time.sleep(1e9)")
+    assert main(["train", DEMO, "--set", "environment.entry=hanging:solve", "--set", "run.stall_seconds=2"]) == 2
+    said = capsys.readouterr().err
+    assert "'hanging:solve'" in said and "did nothing for" in said and "while it imports hanging:solve" in said
+    assert "hanging.py" in said.partition("It stands at:")[2] and "run.stall_seconds" in said
     assert launch.calls == [] and launch.begun == ["demo", "demo"], "what the run would be is said while it is tried"
 
 

@@ -65,6 +65,10 @@ from midflight.errors import ConfigError
         (["trainer.compute_dtype=bfloat16", "model.dtype=bfloat16"], "is for full-precision weights"),
         (["distillation.teacher=x", "objective.kind=gmpo"], "takes one advantage for a whole rollout"),
         (["distillation.teacher=x", "correction.opsm=0.1"], "goes by the sign of a whole rollout's advantage"),
+        (
+            ["model.path=some/folder", "distillation.teacher=some/other/../folder", "distillation.rewards=false"],
+            "distillation.teacher (some/other/../folder) is the model that the run begins with",
+        ),
         (["objective.overlong_buffer=17"], "objective.overlong_buffer (17)"),
         (["lora.alpha=8"], "lora.alpha does nothing without lora.rank"),
         (['lora.targets=["q_proj"]'], "lora.targets does nothing without lora.rank"),
@@ -136,6 +140,20 @@ def test_a_list_of_texts_is_asked_for_where_something_else_is_given() -> None:
 def test_serving_in_another_precision_than_training_is_announced() -> None:
     assert any("serve in bfloat16 what is trained in float32" in note for note in notes(load_config(None, ["engine.dtype=bfloat16"])))
     assert not any("serve in" in note for note in notes(load_config(None)))
+
+
+def test_training_in_numbers_that_lie_farther_apart_than_its_steps_is_announced() -> None:
+    """Above 2**-7 = 0.0078 the numbers of bfloat16 lie at least 2**-14 = 6.1e-5 apart, and adding less than half of that, 3.05e-5, changes none."""
+    given = ["model.dtype=bfloat16", "trainer.learning_rate=3e-5"]
+    (note,) = [note for note in notes(load_config(None, given)) if "3e-05" in note]
+    assert "leave weights above 0.0078 as they are" in note and 'engine.dtype = "bfloat16"' in note
+    assert not any("as they are" in note for note in notes(load_config(None, ["engine.dtype=bfloat16"])))
+
+
+def test_the_model_before_training_may_be_the_teacher_where_something_else_moves_the_student() -> None:
+    same = ["model.path=some/folder", "distillation.teacher=some/folder"]
+    load_config(None, same)
+    load_config(None, [*same, "distillation.rewards=false", "warm_start.target_accuracy=0.5"])
 
 
 def test_a_bypass_objective_has_no_weight_by_default_and_a_decoupled_one_tis() -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from midflight.config import load_config
-from midflight.config.derived import computing_threads, memory_estimate, model_sizes, num_engines, placement
+from midflight.config.derived import computing_threads, model_sizes, num_engines, placement
 from midflight.config.folders import check_teacher
+from midflight.config.memory import memory_estimate
+from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 
@@ -81,5 +83,35 @@ def test_the_teacher_is_one_more_process_and_no_engine(folder: Folder) -> None:
     alone, config = load_config(None), load_config(None, [f"distillation.teacher={folder()}"])
     assert [p.process for p in placement(config)] == ["launcher", "rollout", "engine", "teacher", "trainer"]
     assert computing_threads(config) == computing_threads(alone) + 1 and num_engines(config.engine) == 1
-    (item,) = (item for item in memory_estimate(config, model_sizes(config.model)) if item.where == "teacher")
-    assert item.num_bytes > 320 * 2**20
+    assert teacher_bytes(config) > 320 * 2**20
+
+
+def test_memory_counts_what_a_teacher_scores_with(folder: Folder) -> None:
+    """Of a batch of 128 rows of 256 tokens it takes 2048 tokens at once, with 262 logits each, which are there twice: as logits and as their
+    log-softmax; by another temperature than 1 also as they are divided by it. A vocabulary of 65,536 has at most 2**26 of them at once."""
+    small, large = folder(), folder("large", vocab_size=65_536)
+
+    def logits(teacher: Path, temperature: str) -> int:
+        config = load_config(None, [f"distillation.teacher={teacher}", f"environment.temperature={temperature}"])
+        (item,) = (item for item in memory_estimate(config, model_sizes(config.model)) if item.where == "teacher" and "logits" in item.what)
+        return item.num_bytes
+
+    assert logits(small, "1") == 2 * 4 * 2048 * 262
+    assert logits(small, "0.5") == 3 * 4 * 2048 * 262
+    assert logits(large, "1") == 2 * 4 * 2**26
+
+
+def test_memory_counts_the_tokens_that_the_launcher_compares(folder: Folder) -> None:
+    """Measured: 48 MB for twice 49,152 of them."""
+    teacher = folder(vocab_size=49_152)
+    student = folder("student", vocab_size=49_152)
+
+    def launcher(*overrides: str) -> int:
+        config = load_config(None, [f"model.path={student}", *overrides])
+        return sum(item.num_bytes for item in memory_estimate(config, model_sizes(config.model)) if item.where == "launcher")
+
+    assert launcher(f"distillation.teacher={teacher}") - launcher() == pytest.approx(48e6, rel=0.05)
+
+
+def teacher_bytes(config: Config) -> int:
+    return sum(item.num_bytes for item in memory_estimate(config, model_sizes(config.model)) if item.where == "teacher")

@@ -32,7 +32,7 @@ class Contract:
 
 def long(engine: Engine) -> dict[str, int]:
     """Sampling of an answer that is under way for as long as the context allows, within reason."""
-    return {"max_tokens": min(150, engine.capabilities.max_context - 14)}
+    return {"max_tokens": min(400, engine.capabilities.max_context - 14)}
 
 
 def asked_for_letters(engine: Engine, text: str = "hello", **sampling: object) -> GenerateRequest:

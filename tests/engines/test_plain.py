@@ -1,7 +1,9 @@
 """Plain families, computed without their modules: chosen by itself, right, and never of weights that are not those of the model."""
 
+from collections.abc import Sequence
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from tests.engines.models import MemoryReceiver, ask, make_engine
@@ -14,8 +16,9 @@ from midflight.engines.embedded import probe
 from midflight.engines.embedded import runner as plain
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.probe import Manner
+from midflight.engines.embedded.products import PackedProduct, PlainProduct
 from midflight.engines.embedded.runner import PlainRunner
-from midflight.models.names import as_tensors, named_tensors, put_together, side_by_side
+from midflight.models.names import as_tensors, assign, named_tensors, put_together, side_by_side
 from midflight.models.plain import is_plain
 from midflight.models.proof import Way
 from midflight.run.launcher.proofs import proofs
@@ -57,8 +60,15 @@ def test_what_only_looks_plain_goes_with_its_modules(name: str) -> None:
 
 def test_a_forward_that_is_wrong_is_found_out_and_the_modules_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_found", {})
-    added = plain._added
-    monkeypatch.setattr(plain, "_added", lambda x, inner, weight, bias: 1.01 * added(x, inner, weight, bias))
+    joined = PlainProduct.joined
+
+    def wrong(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> PlainProduct:
+        product = joined(weights, biases)
+        added = product.added
+        product.added = lambda to, x: 1.01 * added(to, x)
+        return product
+
+    monkeypatch.setattr(PlainProduct, "joined", wrong)
     model = tiny("llama")
     assert make_engine(model)._manner == Manner()
     assert_computes(make_engine(model), tiny("llama"))
@@ -85,8 +95,9 @@ def test_weights_that_are_used_as_one_are_the_parameters_themselves(name: str) -
     model = tiny(name)
     engine = make_engine(model)
     layer, attention = runner_of(engine)._layers[1], model.model.layers[1].self_attn
-    assert layer.qkv.data_ptr() == attention.q_proj.weight.data_ptr()
-    assert (layer.qkv_bias is None) == (attention.q_proj.bias is None)
+    product = cast(PlainProduct, layer.qkv)
+    assert product.weight.data_ptr() == attention.q_proj.weight.data_ptr()
+    assert (product.bias is None) == (attention.q_proj.bias is None)
     other = tiny(name, seed=1)
     for tensor, new in zip(named_tensors(model).values(), named_tensors(other).values(), strict=True):
         tensor.copy_(new)
@@ -97,7 +108,7 @@ def test_weights_that_are_used_as_one_are_the_parameters_themselves(name: str) -
 def test_a_version_is_laid_out_when_it_is_staged_and_swapped_without_copying(
     name: str, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain, "_TURNED_BYTES", largest)
+    monkeypatch.setattr(plain, "TURNED_BYTES", largest)
     receiver = MemoryReceiver()
     engine = make_engine(tiny(name), receiver=receiver)
     engine._weights.stage(receiver.publish(1, tiny(name, seed=1)))
@@ -107,8 +118,59 @@ def test_a_version_is_laid_out_when_it_is_staged_and_swapped_without_copying(
     assert_computes(engine, tiny(name, seed=1))
     assert {key: tensor.data_ptr() for key, tensor in named_tensors(engine._model).items()} == before
     layer = runner_of(engine)._layers[0]
-    assert layer.qkv.data_ptr() == before["model.layers.0.self_attn.q_proj.weight"]
-    assert {part.is_contiguous() for part in (layer.qkv, layer.out, layer.gate_up, layer.down)} == {largest > 0}
+    weights = [cast(PlainProduct, product).weight for product in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    assert weights[0].data_ptr() == before["model.layers.0.self_attn.q_proj.weight"]
+    assert {weight.is_contiguous() for weight in weights} == {largest > 0}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_large_model_that_nobody_writes_to_is_multiplied_with_packed_copies_and_each_version_has_its_own(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "TURNED_BYTES", 0)
+    receiver = MemoryReceiver()
+    engine = make_engine(tiny(name), receiver=receiver, owns_model=True)
+    assert isinstance(runner_of(engine)._layers[0].qkv, PackedProduct)
+    assert_computes(engine, tiny(name))
+    for version in (1, 2, 3):
+        engine._weights.stage(receiver.publish(version, tiny(name, seed=version)))
+        assert_computes(engine, tiny(name, seed=version - 1 if version > 1 else 0))
+        engine._commit(version)
+        assert_computes(engine, tiny(name, seed=version))
+
+
+def test_packed_copies_are_those_of_the_version_that_is_served_also_after_one_that_nobody_asked_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The weights of a version may lie where those of the one before the last lay."""
+    monkeypatch.setattr(plain, "TURNED_BYTES", 0)
+    model = tiny("llama")
+    runner = runner_of(make_engine(model, owns_model=True))
+    places = [{n: t.clone() for n, t in named_tensors(tiny("llama", seed=seed)).items()} for seed in (1, 2)]
+    for seed in (3, 4, 5):
+        memory = places[seed % 2]
+        for tensor, new in zip(memory.values(), named_tensors(tiny("llama", seed=seed)).values(), strict=True):
+            tensor.copy_(new)
+        assign(model, runner.laid_out(memory))
+        if seed != 4:
+            logits = runner.forward(probe.step_batch([(0, 0, np.arange(5))]))
+            assert (logits[0] - tiny("llama", seed=seed)(input_ids=torch.arange(5)[None]).logits[0, -1]).abs().max() < 1e-4
+
+
+def test_a_processor_that_packs_wrongly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "TURNED_BYTES", 0)
+    joined = PackedProduct.joined
+
+    def wrong(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> PackedProduct:
+        product = joined(weights, biases)
+        of = product.of
+        product.of = lambda x: 1.01 * of(x)
+        return product
+
+    monkeypatch.setattr(PackedProduct, "joined", wrong)
+    engine = make_engine(tiny("llama"), owns_model=True)
+    assert isinstance(runner_of(engine)._layers[0].qkv, PlainProduct)
+    assert_computes(engine, tiny("llama"))
 
 
 def test_weights_that_were_replaced_in_another_way_are_found_too() -> None:

@@ -31,7 +31,7 @@ from midflight.errors import EngineUnavailable, Overloaded, RequestRejected
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import Chunk, EngineHealth, Finish, FinishReason, GenerateRequest, Segment
+from midflight.types import Chunk, EngineHealth, Finish, FinishReason, GenerateRequest, SamplingParams, Segment
 
 LENGTH = Finish(FinishReason.LENGTH)
 
@@ -51,10 +51,15 @@ class Line:
     def __init__(self) -> None:
         self.frames: list[tuple[float, EngineFrame]] = []
         self.closed: int | None = None
+        self.worked_after: list[int] = []
+        """How many frames had been sent each time that the engine was said to work."""
         self._said: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     def say(self, *frames: ClientFrame | object) -> None:
         self._said.put_nowait(encode(list(frames)))
+
+    def worked(self) -> None:
+        self.worked_after.append(len(self.frames))
 
     def leave(self) -> None:
         self._said.put_nowait(None)
@@ -82,7 +87,7 @@ def on_a_line(engine: Served, test: Callable[[Line], Awaitable[None]]) -> Line:
     async def main() -> Line:
         line = Line()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(relay(engine, line))  # type: ignore[arg-type]
+            tasks.create_task(relay(engine, line, worked=line.worked))  # type: ignore[arg-type]
             await test(line)
             line.leave()
         return line
@@ -113,6 +118,18 @@ def test_what_comes_in_one_moment_travels_in_one_frame() -> None:
     for number in (1, 2, 3):
         got = [row[1] for _, step in line.steps for row in step_rows(step) if row[0] == number]
         assert tuple(got) == engine.answer(asked(number, tokens=3 if number == 2 else 4).request)
+
+
+def test_that_an_engine_works_is_told_before_its_tokens_are_sent_and_not_for_a_request_that_is_refused() -> None:
+    async def test(line: Line) -> None:
+        line.say(Submit(1, GenerateRequest("1", (10**6,), 1, SamplingParams())))
+        await asyncio.sleep(1)
+        line.say(asked(2, tokens=1))
+        await asyncio.sleep(1)
+
+    line = on_a_line(Served(step_seconds=0.01), test)
+    assert [type(frame) for _, frame in line.frames] == [Hello, Rejected, StepFrame]
+    assert line.worked_after == [2]
 
 
 def test_a_frame_says_since_when_its_tokens_were_made_and_among_how_many_requests() -> None:

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 from tests.engines.models import ask, make_engine
@@ -16,6 +18,7 @@ from transformers import (
 
 from midflight.engines.embedded.attention import KvCache, StepPlaces
 from midflight.engines.embedded.engine import Generated
+from midflight.observe.memory import resident_bytes
 from midflight.types import GenerateRequest
 
 
@@ -81,6 +84,29 @@ def test_other_architectures_agree_with_their_plain_forward(name: str) -> None:
     for request, generation in zip(REQUESTS, generations, strict=True):
         difference = reference_logprobs(plain, request, generation) - torch.tensor(generation.logprobs, dtype=torch.float64)
         assert difference.abs().max() < 1e-5
+
+
+def test_room_for_keys_grows_by_doubling_and_ends_at_the_whole_context() -> None:
+    """Old and new room stand beside each other while one is copied: the last growth must not be from almost all to all."""
+    cache = KvCache(max_slots=64, max_context=2112)
+    grown: list[int] = []
+    for length in range(1, 2113):
+        cache.reserve(slots=1, context=length)
+        assert length <= cache.context
+        grown += [cache.context] if cache.context not in grown else []
+    assert grown == [33, 66, 132, 264, 528, 1056, 2112]
+
+
+def test_room_for_keys_takes_memory_when_it_is_written_to() -> None:
+    """Of 256 MB that are set aside one token of one slot is written."""
+    before = resident_bytes(os.getpid())
+    cache = KvCache(max_slots=64, max_context=8192)
+    cache.reserve(slots=64, context=8192)
+    keys, values = (torch.ones(1, 1, 64) for _ in range(2))
+    step = StepPlaces(cache, torch.tensor([63]), torch.tensor([8191]), [], {})
+    step.write((0, 0), keys, values)
+    assert cache.line((0, 0), like=(keys, values))[0].nbytes == 64 * 8192 * 64 * 4
+    assert resident_bytes(os.getpid()) - before < 2**24
 
 
 def test_what_was_kept_of_a_sequence_is_put_back_also_after_another_attention_has_come() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from midflight.engines.embedded import sampler
-from midflight.engines.embedded.sampler import SamplingBatch, gumbel_noise, sample
+from midflight.engines.embedded.sampler import Biases, Masks, Penalties, SamplingBatch, gumbel_noise, sample
 
 MASK = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -106,3 +106,51 @@ def test_truncated_and_plain_rows_of_one_batch_do_not_disturb_each_other() -> No
     for row in range(3):
         alone = sample(logits[row : row + 1], SamplingBatch(**{f: getattr(mixed, f)[row : row + 1] for f in columns}))
         assert (alone.token_ids[0], alone.logprobs[0]) == (all_rows.token_ids[row], all_rows.logprobs[row])
+
+
+def test_rows_that_are_sampled_a_few_at_a_time_have_what_all_at_once_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever rows ask for: penalties, biases, grammars, likeliest ids of several numbers, records of what truncation left."""
+    draw = np.random.default_rng(0)
+    logits = torch.from_numpy(draw.normal(size=(7, 50)) * 3)
+    tokens = draw.integers(0, 50, (2, 9))
+    allowed = np.zeros((1, 50), dtype=np.bool_)
+    allowed[0, :5] = True
+    batch = SamplingBatch(
+        temperature=np.array([1.0, 0.0, 0.7, 1.0, 1.0, 2.0, 1.0]),
+        top_p=np.array([1.0, 1.0, 0.8, 1.0, 0.5, 1.0, 1.0]),
+        top_k=np.array([0, 0, 0, 4, 0, 0, 0]),
+        min_p=np.zeros(7),
+        seeds=np.arange(7),
+        positions=np.arange(7) + 3,
+        suppressed=None,
+        penalties=Penalties(
+            np.array([1, 4]), tokens, np.array([4, 4]), np.array([9, 8]), np.full(2, 1.3), np.full(2, 0.2), np.full(2, 0.1)
+        ),
+        biases=Biases(np.array([0, 6]), np.array([3, 4]), np.array([50.0, 50.0])),
+        masks=Masks(np.array([5]), allowed),
+        num_top=np.array([0, 3, 0, 5, 0, 0, 1]),
+        wants_kept=np.array([False, False, True, True, True, False, False]),
+    )
+    whole = sample(logits, batch)
+    assert whole.token_ids[0] == 3 and whole.token_ids[6] == 4 and whole.token_ids[5] < 5
+    for at_once in (1, 100, 150):
+        monkeypatch.setattr(sampler, "_AT_ONCE", at_once)
+        parts = sample(logits, batch)
+        assert parts.token_ids.tolist() == whole.token_ids.tolist()
+        assert np.allclose(parts.logprobs, whole.logprobs, rtol=0, atol=1e-12)
+        assert parts.top_ids.tolist() == whole.top_ids.tolist()
+        assert np.allclose(parts.top_logprobs, whole.top_logprobs, rtol=0, atol=1e-12)
+        assert parts.kept == whole.kept
+
+
+def test_the_few_ids_that_are_looked_at_closely_have_the_winner_among_them() -> None:
+    """Against the noise of all ids, for peaked and for flat rows."""
+    draw = np.random.default_rng(1)
+    for spread in (0.0, 1.0, 10.0, 100.0):
+        logits = torch.from_numpy(draw.normal(size=(200, 300)) * spread)
+        seeds, positions = np.arange(200), np.arange(200) * 7
+        log_p = logits.log_softmax(-1)
+        noise = gumbel_noise(seeds, positions, vocab_size=300, device=torch.device("cpu"))
+        ones = np.ones(200)
+        batch = SamplingBatch(ones, ones, np.zeros(200, np.int64), np.zeros(200), seeds, positions, None)
+        assert sample(logits, batch).token_ids.tolist() == (log_p + noise).argmax(-1).tolist()

@@ -97,6 +97,20 @@ def test_i7_the_version_that_is_served_may_be_staged_under_another_fingerprint_a
     assert weights.commit(0) == served and model_fingerprint(model) == manifest.fingerprint
 
 
+def test_i7_a_version_of_the_weights_that_are_served_is_not_fetched() -> None:
+    """The first version of a run, and that of a step that changed nothing: half a gigabyte would be copied, hashed and thrown away."""
+    receiver, model = MemoryReceiver(), tiny_model()
+    weights = EngineWeights(model, receiver, version=0)
+    first, same, other = (receiver.publish(n, tiny_model(seed=seed)) for n, seed in ((0, 0), (1, 0), (2, 5)))
+    receiver.published.clear()
+    for manifest in (first, same):
+        weights.stage(manifest)
+        served = weights.commit(manifest.version)
+        assert (served.version, served.fingerprint) == (manifest.version, model_fingerprint(model))
+    with pytest.raises(KeyError):
+        weights.stage(other)
+
+
 def test_replaced_weights_are_given_back_by_the_next_stage_and_not_by_the_commit() -> None:
     """Freeing them takes longer than the swap, for which the decode thread stands still."""
     receiver = MemoryReceiver()

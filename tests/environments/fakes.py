@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -12,6 +12,7 @@ import numpy as np
 from midflight.environments.agents import AgentsHere
 from midflight.environments.rollout import RolloutRunner
 from midflight.errors import Overloaded
+from midflight.gateway.sessions.request_clock import RequestClock
 from midflight.types import Reason, RolloutKey, Row, SamplingParams, SessionRecord, Task
 from midflight.types.facts import Evaluated, Fact, RolloutEnded
 
@@ -48,6 +49,10 @@ class FakeSessions:
     most_open: int = 0
     opened: list[FakeSession] = field(default_factory=list)
     closed: Counter[str] = field(default_factory=Counter)
+    clocks: defaultdict[str, RequestClock] = field(default_factory=lambda: defaultdict(RequestClock))
+
+    def request_watch(self, session_id: str) -> RequestClock:
+        return self.clocks[session_id]
 
     def open(self, key: RolloutKey, *, sampling: SamplingParams, tracked: bool) -> FakeSession:
         if len(self.open_now) >= self.max_open:

@@ -35,6 +35,11 @@ async def shout(text: str) -> str:
     return text.upper()
 
 
+async def rests() -> str:
+    await asyncio.sleep(0.3)
+    return "rested"
+
+
 def breaks(text: str) -> str:
     raise KeyError(text)
 

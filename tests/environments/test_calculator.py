@@ -54,3 +54,24 @@ def test_the_conversations_of_its_warm_start_show_the_call_that_answers(tmp_path
         with pytest.raises(ValueError, match="no single"):
             calculator.calc(refused)
     assert calculator.expression(random.Random(1), num_terms=3).count(" ") == 4
+
+
+def test_a_pretrained_model_starts_from_conversations_that_the_example_writes_and_that_look_like_its_tasks(tmp_path: Path) -> None:
+    written, config = tmp_path / "calls.jsonl", load_config(ROOT / "configs" / "pretrained-calculator.toml")
+    asked = [
+        sys.executable,
+        ROOT / "examples" / "calculator.py",
+        written,
+        "32",
+        "--terms",
+        "3",
+        "--digits",
+        "3",
+        "--system",
+        config.environment.system,
+    ]
+    subprocess.run(asked, check=True, timeout=60)
+    assert config.warm_start.data is not None and (ROOT / config.warm_start.data).read_text() == written.read_text()
+    messages = json.loads(written.read_text().splitlines()[0])["messages"]
+    prompt = config.environment.sources[0].prompt.format(expression="964 + 494 - 876")
+    assert messages[:2] == [{"role": "system", "content": config.environment.system}, {"role": "user", "content": prompt}]

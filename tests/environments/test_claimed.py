@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
-from midflight.environments.claimed import Board, Claimed, Offer, claims
+from midflight.environments.claimed import OUTSIDE, Board, Claimed, Offer, claims
+from midflight.environments.crew import HERE, Whereabouts
 from midflight.environments.registry import load_environment
 from midflight.errors import RewardFixed, SessionClosed, UnknownSession
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import Task
+from midflight.types import Task, Unclaimed
 
 
 class Client:
@@ -43,6 +44,33 @@ def test_a_rollout_waits_for_its_workers_reward() -> None:
         with pytest.raises(RewardFixed):
             environment.board.score("mf-1", 0.5)
         assert (environment.board.num_offered, environment.board.num_claimed) == (0, 0)
+
+    run_virtual(main)
+
+
+def test_what_waits_to_be_claimed_is_known_with_its_ages() -> None:
+    async def main() -> None:
+        environment = Claimed()
+        board = environment.board
+        assert board.unclaimed() is None
+        await asyncio.sleep(100)
+        first = run_of(environment, "mf-1")
+        await asyncio.sleep(5)
+        second = run_of(environment, "mf-2")
+        await asyncio.sleep(2)
+        assert board.unclaimed() == Unclaimed(number=2, seconds=7.0, idle_seconds=7.0, claimed_seconds=None)
+        board.claim(1)
+        await asyncio.sleep(20)
+        assert board.unclaimed() == Unclaimed(number=1, seconds=22.0, idle_seconds=0.0, claimed_seconds=20.0), "a worker is busy"
+        board.score("mf-1", 1.0)
+        await first
+        await asyncio.sleep(3)
+        assert board.unclaimed() == Unclaimed(number=1, seconds=25.0, idle_seconds=3.0, claimed_seconds=23.0)
+        assert board.whereabouts("mf-2") == Whereabouts(OUTSIDE, waits=True)
+        board.claim(1)
+        assert board.unclaimed() is None and board.whereabouts("mf-2") == HERE
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
 
     run_virtual(main)
 

@@ -13,7 +13,7 @@ from midflight.testing.virtual_time import run_virtual
 from midflight.types import Result, Task
 from midflight.wire.client import Answered
 
-from .talking import Gateway, result, says
+from .talking import Gateway, Session, loop_over, result, says
 
 TOOLS = "tests.environments.some_tools"
 TASK = Task("17", "spell", {"question": "What is 2 + 3?", "answer": "5"})
@@ -96,6 +96,23 @@ def test_what_goes_wrong_in_a_call_is_told_to_the_model_and_counted(call, answer
     assert found.metrics["tools/failures"] == 1.0 and found.metrics["tools/unknown"] == float(call[0] == "ad")
 
 
+def test_the_time_in_tools_is_told_as_far_as_their_limits_go():
+    """Two calls of a tool that takes 2 s, at once; then one that hangs, until its limit of 3 s."""
+    gateway = Gateway([says("", ("shout", {"text": "a"}), ("shout", {"text": "b"})), says("", ("waits_for_ever", {})), says("5")])
+
+    async def main():
+        told = []
+        options = {"tools": tools("shout", "waits_for_ever"), "rewards": [{"entry": f"{TOOLS}:correct"}], "tool_seconds": 3.0}
+        async with loop_over(gateway, **options) as loop:
+            loop.on_tools = lambda session_id, limit: told.append((session_id, limit, loop.tool_seconds("s")))
+            await loop.run(TASK, Session())
+            assert loop.tool_seconds("s") == 0.0
+        return told
+
+    begun = ("s", 0.0, 0.0), ("s", None, 0.0)  # servers of tools, of which there are none
+    assert run_virtual(main) == [*begun, ("s", 6.0, 0.0), ("s", None, 2.0), ("s", 3.0, 2.0), ("s", None, 5.0)]
+
+
 def test_i10_plain_tools_that_hang_are_counted_until_they_end_and_too_many_of_them_fail_rollouts(monkeypatch):
     monkeypatch.setattr(tools_module, "MAX_HUNG", 1)
     some_tools.HELD.clear()
@@ -143,6 +160,12 @@ def test_i10_a_first_request_that_is_refused_is_no_reward(refused):
 
 def test_a_busy_gateway_is_asked_again():
     assert run(Gateway([Answered(429, b""), Answered(503, b""), says("5")])).reward == 1.0
+
+
+def test_a_full_gateway_is_asked_until_it_has_room_and_one_without_engines_three_times():
+    assert run(Gateway([Answered(429, b"")] * 50 + [says("5")])).reward == 1.0
+    with pytest.raises(EnvironmentFailed, match="the gateway answered 503"):
+        run(Gateway([Answered(503, b"")] * 3))
 
 
 # --- Environments with state ------------------------------------------------------------------------------------------

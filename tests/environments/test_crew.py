@@ -8,10 +8,25 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from midflight.environments.crew import BLOCKING_SECONDS, GRACE_SECONDS, MAX_LEFT, SILENT_SECONDS, UNSEEN_SECONDS, Assignment, Crew, Seat
+from midflight.environments.crew import (
+    BEAT_SECONDS,
+    GRACE_SECONDS,
+    LOOK_SECONDS,
+    MAX_LEFT,
+    REST_SECONDS,
+    SILENT_BEATS,
+    Assignment,
+    Crew,
+    HungWorker,
+    Seat,
+    Whereabouts,
+)
 from midflight.errors import AgentFailed, EnvironmentFailed
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Task
+
+STALL = 120.0
+SILENT_SECONDS = SILENT_BEATS * BEAT_SECONDS
 
 
 @dataclass(frozen=True)
@@ -56,7 +71,7 @@ class Play:
     said: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.crew = Crew(self.recorder, say=self.said.append)
+        self.crew = Crew(self.recorder, stall_seconds=STALL, names=("w0", "w1"), say=self.said.append)
         self.rollouts: dict[str, asyncio.Task[float | None]] = {}
         self.outlets: dict[str, Worker] = {}
 
@@ -85,6 +100,17 @@ def play(main: Callable[[Play], Coroutine[None, None, None]]) -> None:
         await asyncio.gather(*it.rollouts.values(), return_exceptions=True)
 
     run_virtual(run)
+
+
+async def looking(crew: Crew, *, seconds: float, beating: tuple[Seat, ...] = ()) -> list[HungWorker]:
+    """What is found in that time, with a look each second, while these workers beat."""
+    found: list[HungWorker] = []
+    for _ in range(int(seconds)):
+        await asyncio.sleep(LOOK_SECONDS)
+        for seat in beating:
+            crew.hear(seat)
+        found += crew.look()
+    return found
 
 
 async def beating(crew: Crew, *seats: Seat, seconds: float) -> None:
@@ -185,16 +211,13 @@ def test_a_blocked_loop_costs_the_blocker_its_deadline_and_nobody_else_theirs() 
         await it.rollout("blocks", "innocent")
         await asyncio.sleep(2)
         it.crew.blocked("w0", "blocks", where="sleep (agent.py:3)", seconds=2)
-        await asyncio.sleep(58)
+        assert not await looking(it.crew, seconds=58), "its deadline has not passed"
         assert it.crew.excused("blocks") == 0
         assert it.crew.excused("innocent") == pytest.approx(60, abs=0.1)
-        assert not it.crew.look(), "its deadline has not passed"
         it.rollouts["blocks"].cancel()  # the deadline
-        await asyncio.sleep(GRACE_SECONDS - 1)
-        assert not it.crew.look()
-        await asyncio.sleep(2)
-        (hung,) = it.crew.look()
-        assert hung.name == "w0" and "in sleep (agent.py:3)" in hung.why and not it.crew.look(), "said once"
+        assert not await looking(it.crew, seconds=GRACE_SECONDS)
+        (hung,) = await looking(it.crew, seconds=3)
+        assert hung.name == "w0" and "in sleep (agent.py:3)" in hung.why, "said once"
         it.crew.leave(seat)
         it.worker("w0")
         await asyncio.sleep(0.001)
@@ -212,8 +235,9 @@ def test_a_silence_that_ends_is_nobodys_time_but_the_blockers() -> None:
         await asyncio.sleep(SILENT_SECONDS + 2)
         it.crew.hear(seat)
         assert it.crew.excused("innocent") == pytest.approx(SILENT_SECONDS + 2, abs=0.1) and it.crew.excused("blocks") == 0
+        it.crew.blocked("w0", "blocks", where="", seconds=STALL - 1)
         assert not it.said
-        it.crew.blocked("w0", "blocks", where="", seconds=BLOCKING_SECONDS)
+        it.crew.blocked("w0", "blocks", where="", seconds=STALL)
         assert it.crew.alone
         await it.rollout("next")
         assert it.of("w0") == ["blocks", "innocent"], "it waits for a worker without any"
@@ -224,14 +248,152 @@ def test_a_silence_that_ends_is_nobodys_time_but_the_blockers() -> None:
     play(main)
 
 
-def test_a_worker_of_which_nobody_knows_why_it_is_silent_is_ended_after_a_minute() -> None:
+def test_an_agent_that_holds_up_others_for_the_stall_seconds_goes_on_alone_and_nobody_has_failed() -> None:
+    async def main(it: Play) -> None:
+        seat = it.worker()
+        await it.rollout("blocks", "innocent")
+        it.crew.blocked("w0", "blocks", where="sleep (agent.py:3)", seconds=1)
+        assert not await looking(it.crew, seconds=STALL - 1)
+        (hung,) = await looking(it.crew, seconds=3)
+        assert "blocks the event loop of w0 since 120 s, in sleep (agent.py:3), and holds up 1 others" in hung.why
+        it.crew.leave(seat)
+        await asyncio.sleep(0.001)
+        assert it.recorder.reopened == ["blocks", "innocent"]
+        first, second = it.worker("w0"), it.worker("w1")
+        assert [len(seat.jobs) for seat in (first, second)] == [1, 1], "each is alone"
+        (alone,) = (seat for seat in (first, second) if "blocks" in seat.jobs)
+        it.crew.blocked(alone.name, "blocks", where="", seconds=1)
+        other = second if alone is first else first
+        assert not await looking(it.crew, seconds=3 * STALL, beating=(other,)), "alone it has all of its deadline"
+
+    play(main)
+
+
+def test_words_that_come_late_from_a_busy_machine_are_excused_for_all_but_a_blocker() -> None:
+    """Beats that should come every second come after 1, 2.5 and 2.2 s; before the last the loop is blocked by one agent."""
+
+    async def main(it: Play) -> None:
+        seat = it.worker()
+        await it.rollout("blocks", "innocent")
+        await asyncio.sleep(1)
+        it.crew.hear(seat)
+        assert it.crew.excused("blocks") == pytest.approx(0, abs=0.01)
+        await asyncio.sleep(2.5)
+        it.crew.hear(seat)
+        assert it.crew.excused("blocks") == pytest.approx(1.5, abs=0.01)
+        await asyncio.sleep(2.2)
+        it.crew.blocked("w0", "blocks", where="", seconds=1)
+        it.crew.hear(seat)
+        assert it.crew.excused("blocks") == pytest.approx(1.5, abs=0.01)
+        assert it.crew.excused("innocent") == pytest.approx(2.7, abs=0.01)
+
+    play(main)
+
+
+def test_tools_count_up_to_their_limit_and_are_forgotten_when_the_agent_begins_again() -> None:
+    async def main(it: Play) -> None:
+        it.recorder.waiting.add("a")
+        seat = it.worker()
+        await it.rollout("a")
+        assert it.crew.tool_seconds("a") == it.crew.tool_seconds("nobody") == 0
+        it.crew.in_tools(seat, "a", 30.0)
+        await asyncio.sleep(10)
+        assert it.crew.tool_seconds("a") == pytest.approx(10)
+        it.crew.in_tools(seat, "a", None)
+        await asyncio.sleep(10)
+        it.crew.in_tools(seat, "a", 30.0)
+        await asyncio.sleep(100)
+        assert it.crew.tool_seconds("a") == pytest.approx(40)
+        it.crew.in_tools(seat, "ended long ago", None)
+        it.crew.leave(seat)
+        await asyncio.sleep(0.001)
+        assert it.crew.tool_seconds("a") == 0
+
+    play(main)
+
+
+def test_an_agent_that_blocks_its_loop_while_the_gateway_answers_it_hangs_as_little_as_the_gateway() -> None:
+    async def main(it: Play) -> None:
+        it.worker()
+        await it.rollout("asks", "innocent")
+        it.recorder.waiting = {"asks"}
+        it.crew.blocked("w0", "asks", where="", seconds=1)
+        assert not await looking(it.crew, seconds=10 * STALL)
+
+    play(main)
+
+
+def test_a_worker_of_which_nobody_knows_why_it_is_silent_is_ended_after_the_launcher_would_have() -> None:
     async def main(it: Play) -> None:
         it.worker()
         await it.rollout("a", "b")
-        await asyncio.sleep(UNSEEN_SECONDS - 1)
-        assert not it.crew.look()
-        await asyncio.sleep(2)
-        assert [hung.name for hung in it.crew.look()] == ["w0"]
+        assert not await looking(it.crew, seconds=STALL + REST_SECONDS - 1)
+        (hung,) = await looking(it.crew, seconds=3)
+        assert hung.name == "w0" and "its connection is lost" in hung.why
+
+    play(main)
+
+
+def test_the_only_rollout_of_a_silent_worker_has_no_deadline_until_it_is_known_to_block_it() -> None:
+    async def main(it: Play) -> None:
+        seat = it.worker()
+        await it.rollout("a")
+        await asyncio.sleep(60)
+        assert it.crew.excused("a") == pytest.approx(60, abs=0.1)
+        it.crew.hear(seat)
+        assert it.crew.excused("a") == pytest.approx(60, abs=0.1)
+
+    play(main)
+
+
+def test_of_a_worker_that_was_stopped_nobody_is_to_blame_and_all_begin_again_elsewhere_with_any_others() -> None:
+    async def main(it: Play) -> None:
+        seat, names = it.worker("w0"), ["a", "b", "c"]
+        await it.rollout(*names)
+        for _ in range(4):
+            it.crew.spare("w0")
+            await it.rollout("late")
+            assert it.of("w0")[-1] != "late", "one that is about to end gets nothing"
+            it.crew.leave(seat)
+            await asyncio.sleep(0.001)
+            seat = it.worker("w0")
+            it.rollouts.pop("late").cancel()
+            await asyncio.sleep(0.001)
+            assert set(seat.jobs) == set(names)
+        assert not any(it.rollouts[name].done() for name in names) and not it.crew.alone
+
+    play(main)
+
+
+def test_a_busy_machine_whose_words_come_late_loses_no_worker_for_that() -> None:
+    """The rollout process itself looks late and hears late: first by a little, then by more than the stall seconds."""
+
+    async def main(it: Play) -> None:
+        first, second = it.worker("w0"), it.worker("w1")
+        await it.rollout("a", "b")
+        for pause in (1, 5, 20, 60, 115, 170, 200, 200, 1, 1):
+            await asyncio.sleep(pause)
+            assert not it.crew.look(), f"before what came in {pause} s was heard"
+            it.crew.hear(first)
+            it.crew.hear(second)
+            assert not it.crew.look()
+
+    play(main)
+
+
+def test_a_rollout_in_line_waits_for_the_worker_that_is_missing_and_one_that_runs_is_with_its_own() -> None:
+    async def main(it: Play) -> None:
+        await it.rollout("a")
+        assert it.crew.whereabouts("a") == Whereabouts("w0", waits=True)
+        first = it.worker("w0")
+        assert it.crew.whereabouts("a") == Whereabouts("w0")
+        await asyncio.sleep(SILENT_SECONDS + 1)
+        await it.rollout("b")
+        assert it.crew.whereabouts("b") == Whereabouts("w1", waits=True)
+        it.worker("w1")
+        assert it.crew.whereabouts("b") == Whereabouts("w1")
+        it.crew.leave(first)
+        assert it.crew.whereabouts("nobody") == Whereabouts("")
 
     play(main)
 
@@ -244,12 +406,11 @@ def test_agents_that_do_not_end_with_their_rollouts_are_borne_up_to_a_number() -
         for name in names[:-1]:
             it.rollouts[name].cancel()
         await asyncio.sleep(0.001)
-        await beating(it.crew, seat, seconds=GRACE_SECONDS + 1)
-        assert not it.crew.look()
+        assert not await looking(it.crew, seconds=GRACE_SECONDS + 1, beating=(seat,))
         it.rollouts[names[-1]].cancel()
         await asyncio.sleep(0.001)
-        await beating(it.crew, seat, seconds=GRACE_SECONDS + 1)
-        assert "did not end with their rollouts" in it.crew.look()[0].why
+        (hung,) = await looking(it.crew, seconds=GRACE_SECONDS + 1, beating=(seat,))
+        assert "did not end with their rollouts" in hung.why
         it.crew.ended(seat, names[0])
 
     play(main)

@@ -125,11 +125,14 @@ class OfGroups:
             [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], 1, [], {}, {"letters": len(said)}, {"own": 0.125}
         )
 
-    async def judge(self, task, attempts):
+    async def judge(self, task, attempts, *, name):
         from midflight.environments.conversation import judged
 
         self.judged += 1
         return await judged(self._rewards, task, attempts)
+
+    def tool_seconds(self, session_id):
+        return 0.0
 
     def excused(self, session_id):
         return 0.0

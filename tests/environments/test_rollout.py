@@ -111,47 +111,6 @@ def test_a_hung_environment_is_ended_at_its_deadline_and_counted(own: bool):
     assert rig.sessions.closed == {"s0": 1}
 
 
-class Pauses:
-    """Generation pauses from `start` to `end`."""
-
-    def __init__(self, start: float, end: float) -> None:
-        self._start, self._end = start, end
-
-    def seconds(self) -> float:
-        return min(max(asyncio.get_running_loop().time() - self._start, 0.0), self._end - self._start)
-
-
-@OWN
-@pytest.mark.parametrize(("start", "end"), [(10.0, 40.0), (59.0, 200.0), (59.999, 61.0), (0.0, 500.0)])
-def test_the_deadline_does_not_count_paused_time(start: float, end: float, own: bool):
-    trajectory = run(Rig(hung), rollout_seconds=60.0, paused_seconds=Pauses(start, end).seconds, own=own)
-    due = 60.0 + (end - start)
-    assert due - 1e-6 <= trajectory.seconds <= due + 0.6 + 1e-6
-
-
-def test_pauses_before_the_rollout_do_not_lengthen_it():
-    rig = Rig(hung)
-
-    async def main():
-        await asyncio.sleep(100)
-        return await rig.runner(rollout_seconds=60.0, paused_seconds=Pauses(0.0, 50.0).seconds).run(KEY, task())
-
-    assert run_virtual(main).seconds == 60.0
-
-
-def test_a_long_pause_is_not_polled_in_small_steps():
-    looks = 0
-    pauses = Pauses(60.0 - 1e-6, 120.0)
-
-    def paused_seconds() -> float:
-        nonlocal looks
-        looks += 1
-        return pauses.seconds()
-
-    run(Rig(hung), rollout_seconds=60.0, paused_seconds=paused_seconds)
-    assert looks <= 110
-
-
 def test_an_environment_that_answers_after_its_deadline_gets_no_reward():
     async def stubborn(task, client):
         try:

@@ -400,6 +400,29 @@ def test_a_body_that_trickles_for_ever_is_refused_in_time(monkeypatch: pytest.Mo
     asyncio.run(main())
 
 
+def test_a_body_may_take_as_long_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a slow link, or from a machine that is busy."""
+
+    async def main() -> None:
+        monkeypatch.setattr(server, "HEAD_SECONDS", 0.1)
+        monkeypatch.setattr(server, "BODY_SECONDS", 0.2)
+        monkeypatch.setattr(server, "BODY_BYTES", 2)
+        async with served() as it:
+            reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+            body = json.dumps(GOOD["/v1/completions"]).encode()
+            head, whole = request(body).split(b"\r\n\r\n", 1)
+            writer.write(head + b"\r\n\r\n")
+            for begin in range(0, len(whole), len(whole) // 20):
+                writer.write(whole[begin : begin + len(whole) // 20])
+                await asyncio.sleep(0.05)
+            async with asyncio.timeout(5):
+                status, _ = parsed(await reader.read())
+            writer.close()
+            assert status == 200
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_who_ends_his_side_is_cut_off_cleanly_and_his_request_ends(stream: bool) -> None:
     async def main() -> None:

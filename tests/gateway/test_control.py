@@ -377,23 +377,3 @@ def test_any_order_of_pauses_resumes_and_commits_ends_with_every_request_answere
         assert [ids(t.result()) for t in tasks] == [site.engines[0].answer(site.request(seed)) for seed in range(len(tasks))]
 
     run_virtual(main(), seed=loop_seed)
-
-
-def test_the_time_of_pauses_is_counted_also_of_one_given_up_and_of_one_that_goes_on() -> None:
-    async def main() -> None:
-        site = Site()
-        assert site.control.paused_seconds() == 0
-        await site.control.pause()
-        await asyncio.sleep(7)
-        assert site.control.paused_seconds() == 7
-        await site.control.resume()
-        await site.control.resume()
-        await asyncio.sleep(5)
-        assert site.control.paused_seconds() == 7
-        site.engines[0].fail_next("pause", EngineError("no"))
-        with pytest.raises(EngineError):
-            await site.control.pause()
-        await asyncio.sleep(5)
-        assert site.control.paused_seconds() == 7
-
-    run_virtual(main())

@@ -293,6 +293,39 @@ def test_an_engine_that_hangs_in_its_health_check_delays_no_other() -> None:
     run_virtual(main())
 
 
+def test_an_engine_that_answers_its_health_checks_late_is_sound_and_nobody_asks_it_twice_at_once() -> None:
+    class Late(ScriptedEngine):
+        num_asked = most_asked = 0
+
+        async def health(self) -> EngineHealth:
+            self.num_asked += 1
+            self.most_asked = max(self.most_asked, self.num_asked)
+            try:
+                await asyncio.sleep(3)
+                return await super().health()
+            finally:
+                self.num_asked -= 1
+
+    async def main() -> None:
+        late = Late("late")
+        fleet = fleet_of(late)
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(HealthWatch(fleet, interval_seconds=1, stall_seconds=5).run())
+            for _ in range(60):
+                await asyncio.sleep(1)
+                assert out(fleet) == {}
+            assert late.most_asked == 1
+            late.hang_next("health")
+            found: list[dict[str, bool]] = []
+            for _ in range(10):
+                await asyncio.sleep(1)
+                found.append(out(fleet))
+            assert {"late": True} in found and found[-1] == {}, "it said nothing for five seconds, and then it answered"
+            watch.cancel()
+
+    run_virtual(main())
+
+
 def test_who_falls_out_again_and_again_waits_longer_each_time() -> None:
     async def main() -> list[float]:
         engine = ScriptedEngine("a")

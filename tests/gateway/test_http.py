@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from functools import partial
 
 import httpx2
 import openai
@@ -249,6 +250,46 @@ def test_a_client_who_goes_takes_his_generation_with_him() -> None:
             await asyncio.sleep(0.01)
             assert (it.gateway.num_running, it.generator.running) == (0, 0)
             assert it.seen.of(RequestFailed) == []
+
+    run_virtual(main())
+
+
+def test_a_request_is_under_way_until_its_answer_is_whole_or_its_client_has_gone() -> None:
+    """An answer of 40 s, whole and as a stream that its client reads 100 s later; one that its client leaves after 2.5 s."""
+
+    async def main() -> None:
+        long = "a longer answer than anyone waits for<|end|>"
+        async with offered(ScriptedGenerator(texts=[long, long, long], seconds_per_token=1.0)) as it:
+            handle = it.gateway.open(KEY, sampling=DEFAULTS, tracked=True)
+            clock, sdk = it.gateway.request_watch(handle.session_id), it.sdk(base_url=handle.base_url, api_key=handle.api_key)
+            create = partial(sdk.chat.completions.create, model="policy", messages=CHAT, max_tokens=40)
+            changes: list[bool] = []
+            clock.on_change = lambda: changes.append(clock.waits)
+            await create()
+            assert (clock.read().num_requests, clock.read().num_open) == (1, 0) and clock.read().seconds == pytest.approx(38, abs=0.1)
+            stream = await create(stream=True)
+            await asyncio.sleep(138)
+            assert clock.read().seconds == pytest.approx(2 * 38, abs=0.1) and not clock.waits
+            await stream.close()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(2.5):
+                    await create()
+            await asyncio.sleep(0.01)
+            assert clock.read().seconds == pytest.approx(2 * 38 + 2.5, abs=0.1) and changes == [True, False] * 3
+
+    run_virtual(main())
+
+
+def test_a_client_that_was_told_when_to_try_again_waits_until_then() -> None:
+    async def main() -> None:
+        async with offered(ScriptedGenerator(), max_requests=0) as it:
+            handle = it.gateway.open(KEY, sampling=DEFAULTS, tracked=True)
+            clock, sdk = it.gateway.request_watch(handle.session_id), it.sdk(base_url=handle.base_url, api_key=handle.api_key)
+            with pytest.raises(openai.RateLimitError) as caught:
+                await sdk.chat.completions.create(model="policy", messages=CHAT)
+            assert caught.value.response.headers["retry-after"] == "1" and clock.waits
+            await asyncio.sleep(5)
+            assert clock.read().seconds == pytest.approx(1, abs=0.01) and not clock.waits
 
     run_virtual(main())
 

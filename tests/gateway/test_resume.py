@@ -323,6 +323,30 @@ def test_i5_an_engine_that_sends_too_much_is_cut_at_the_budget() -> None:
 # --- Ends ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("detached", [False, True], ids=["in quarantine", "detached"])
+def test_a_request_waits_as_long_as_it_takes_for_engines_that_are_started_again_and_keeps_its_own_time(*, detached: bool) -> None:
+    async def main() -> None:
+        fleet, engine = Fleet(come_back=True), ScriptedEngine("first", step_seconds=1.0)
+        fleet.attach(engine)
+        generator = Generator(fleet, request_seconds=12)
+        under_way = asyncio.create_task(generated(generator, request(max_tokens=8, ignore_eos=True), affinity="s"))
+        await asyncio.sleep(3.5)
+        if detached:
+            fleet.detach("first")
+        else:
+            fleet.quarantine("first", EngineUnavailable("it has died"))
+        later = asyncio.create_task(generated(generator, request(max_tokens=2, ignore_eos=True), affinity="t"))
+        await asyncio.sleep(1000)
+        assert fleet.num_waiting == 2
+        if detached:
+            fleet.attach(engine)
+        else:
+            fleet.served("first", 0)
+        assert len(ids(await under_way)) == 8 and len(ids(await later)) == 2
+
+    run_virtual(main())
+
+
 def test_a_rejected_request_is_never_retried() -> None:
     engine = ScriptedEngine()
     asked = GenerateRequest("r", (999,), 1, SamplingParams())
@@ -337,19 +361,49 @@ def test_no_engine_before_the_deadline_says_how_long_and_why() -> None:
         generator.fleet.quarantine("first", EngineUnavailable("its cable was cut"))
         with pytest.raises(NoEngine, match=r"in 12 s.*first is in quarantine \(its cable was cut\).*raise gateway.request_seconds"):
             await generated(generator, request(), affinity="s")
-        assert asyncio.get_running_loop().time() == 12
+        assert asyncio.get_running_loop().time() == pytest.approx(12)
         assert generator.fleet.num_waiting == 0
 
     run_virtual(main())
 
 
-def test_a_generation_past_its_deadline_says_how_far_it_came() -> None:
+def test_an_answer_that_grows_is_never_late_however_slowly() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine("slow", script=ENDLESS, step_seconds=5)
+        generator = gateway(engine, request_seconds=5.5)
+        assert len(ids(await generated(generator, request(), affinity="s"))) == 20
+        assert asyncio.get_running_loop().time() == pytest.approx(100)
+
+    run_virtual(main())
+
+
+def test_an_answer_that_stands_still_on_an_engine_that_serves_others_is_ended_and_says_how_far_it_came() -> None:
+    """Its tokens come every second until 5 s, then none: the 20 s are spent at 25 s, seen by a tenth of them later at most."""
+
     async def main() -> None:
         engine = ScriptedEngine("slow", script=ENDLESS, step_seconds=1)
-        generator = gateway(engine, request_seconds=5.5)
-        with pytest.raises(RequestTimeout, match=r"slow: 5 of 20 tokens after 5.5 s"):
-            await generated(generator, request(), affinity="s")
+        generator = gateway(engine, request_seconds=20)
+        running = asyncio.create_task(generated(generator, request(max_tokens=1000), affinity="s"))
+        await asyncio.sleep(5.5)
+        engine.mangle = lambda chunk: ()  # they are lost on their way
+        with pytest.raises(RequestTimeout, match=r"slow: no token in 20 s .*, after 5 of 1000"):
+            await running
+        assert 25 <= asyncio.get_running_loop().time() <= 27.1
         assert (await engine.health()).num_running == 0
+
+    run_virtual(main())
+
+
+def test_an_answer_that_may_wait_inside_a_full_engine_does_not_stand_still() -> None:
+    """The engine makes one answer of 30 s after the other."""
+
+    async def main() -> None:
+        engine = ScriptedEngine("full", script=ENDLESS, step_seconds=1, capabilities=replace(CAPABLE, max_running=1))
+        generator = gateway(engine, request_seconds=10)
+        async with asyncio.TaskGroup() as tasks:
+            answers = [tasks.create_task(generated(generator, request(max_tokens=30, seed=n), affinity=str(n))) for n in range(3)]
+        assert [len(ids(answer.result())) for answer in answers] == [30, 30, 30]
+        assert asyncio.get_running_loop().time() == pytest.approx(90, abs=1)
 
     run_virtual(main())
 
@@ -478,19 +532,19 @@ def test_an_engine_that_is_full_is_asked_again_when_it_said() -> None:
     run_virtual(main())
 
 
-def test_a_wait_for_a_full_engine_ends_with_the_requests_deadline_or_its_cancellation() -> None:
+def test_a_wait_for_a_full_engine_costs_a_request_none_of_its_seconds_and_ends_with_its_cancellation() -> None:
     async def main() -> None:
         engine = ScriptedEngine()
-        for _ in range(2):
+        for _ in range(41):
             engine.fail_next("generate", Overloaded("full", retry_after_seconds=50))
         generator = gateway(engine, request_seconds=10)
-        with pytest.raises(NoEngine, match="in 10 s"):
-            await generated(generator, request(), affinity="s")
-        assert asyncio.get_running_loop().time() == pytest.approx(10)
+        assert_uninterrupted(await generated(generator, request(), affinity="s"), engine, request())
+        assert asyncio.get_running_loop().time() == pytest.approx(41 * 50, abs=1)
+        engine.fail_next("generate", Overloaded("full", retry_after_seconds=50))
         waiting = asyncio.create_task(generated(generator, request(), affinity="s", may_abort=True))
         await asyncio.sleep(1)
         generator.cancel(None)
         assert (await waiting)[-1].finish == Finish(FinishReason.ABORT)
-        assert asyncio.get_running_loop().time() == pytest.approx(11)
+        assert asyncio.get_running_loop().time() == pytest.approx(41 * 50 + 1, abs=1)
 
     run_virtual(main())

@@ -240,3 +240,18 @@ def test_other_tools_in_the_prompt_start_a_branch() -> None:
     assert model.tree.plan_chat(chat, tools=[Tool("f")]).parent is model.tree.nodes[0]
     other = model.tree.plan_chat(chat, tools=[Tool("g")])
     assert other.parent is None and other.rewritten
+
+
+def test_a_turn_that_called_is_gone_on_from_where_the_template_leaves_calls_out() -> None:
+    """As SmolLM2's does. The call and what came of it are one row."""
+    plain = "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content ~ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    model = Model(Tokenizer(scripted_tokenizer().backend, template=ChatTemplate(plain, {}), eos_token_ids=frozenset({256})))
+    first = model.tree.plan_chat([USER])
+    said = '<tool_call>\n{"name": "look", "arguments": {"at":"fox"}}\n</tool_call><|end|>'
+    model.says(first, said)
+    sent_back: Message = {"role": "assistant", "content": None, "tool_calls": [call("look", '{"at": "fox"}')]}
+    second = model.tree.plan_chat([USER, sent_back, result("c1", "the fox")])
+    assert second.parent is model.tree.nodes[0] and not second.rewritten
+    assert second.ids == first.ids + model.tokenizer.encode(f"{said}<|tool|>the fox<|end|><|assistant|>")
+    model.says(second, "Found.<|end|>")
+    assert len(harvest(model.tree.nodes).rows) == 1

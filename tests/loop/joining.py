@@ -18,6 +18,9 @@ from midflight.testing.scripted import ScriptedEngine
 from midflight.types.facts import Record, unheard
 from midflight.version import __version__
 
+STALL_SECONDS = 10.0
+"""After which one that has joined and is out of reach is forgotten."""
+
 
 class Arriving(ScriptedEngine):
     """With the connection that a gateway has to it: when that is closed, its requests are cut off."""
@@ -106,7 +109,7 @@ class Joinable:
         drain_seconds: float = 5.0,
     ) -> Joinable:
         street, connections = Street(model_folder(folder / "model")), Connections(first)
-        terms = Terms(street.model, {}, transport, folder / "weights", drain_seconds)
+        terms = Terms(street.model, {}, transport, folder / "weights", drain_seconds, STALL_SECONDS)
         known = {engine.name: (engine, at(f"http://first/{engine.name}")) for engine in first}
         members = Members(serving, connections, known, terms=terms, ask=street.ask, connect=street.connect, record=record)
         return cls(members, connections, street)

@@ -10,6 +10,10 @@ from midflight.config.sources import SourceSection
 from midflight.environments.claimed import Claimed, claims
 from midflight.environments.tasks import posted_tasks
 from midflight.gateway.sessions.session import CompletionCall, Messages
+from midflight.run.heart import Beat, Doing
+from midflight.run.launcher.watchdog import Watchdog
+from midflight.run.places.vitals import Vitals
+from midflight.run.rollout.standing import RolloutStanding
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Result
 from midflight.types.facts import RolloutEnded
@@ -117,3 +121,36 @@ def test_a_take_that_may_not_wait_looks_once_and_finds_the_batch_that_is_there(t
             await ring.serve(life())
 
     run_virtual(main)
+
+
+def test_a_run_whose_workers_are_all_gone_is_not_ended_and_its_report_says_what_it_waits_for(tmp_path: Path) -> None:
+    """The launcher's part is played by the watchdog itself."""
+
+    async def main() -> tuple[str, str]:
+        environment = Claimed()
+        site = Site(config(steps=2), tmp_path, agents=environment, sdk=True)
+        async with site.opened() as ring:
+            loop = asyncio.get_running_loop()
+            standing = RolloutStanding(ring.serving, clock=loop.time)
+            standing.watch(ring.agents, ring.system.queue, whereabouts=environment.board.whereabouts, board=environment.board)
+            dog = Watchdog(stall_seconds=10, vitals=lambda pid: Vitals("S", 0), clock=loop.time)
+            told: list[tuple[str, str]] = []
+
+            async def launcher() -> None:
+                dog.begin("trainer", 0)
+                dog.begin("rollout", 1)
+                for _ in range(3600):
+                    await asyncio.sleep(1)
+                    found = standing.now()
+                    dog.hear("trainer", Beat(loop.time(), (Doing("waits for groups of version 0", 0.0, whom="rollout"),)))
+                    dog.hear("rollout", Beat(loop.time(), found.doing, found.absences, found.counters))
+                    assert not dog.look(), "nothing hangs, and an hour is no reason"
+                    if dog.due():
+                        told.append((dog.standstill(), dog.report()))
+
+            await ring.serve(launcher())
+            return told[0]
+
+    standstill, report = run_virtual(main, seed=0)
+    assert "trainer waits for rollout, which waits for a worker outside" in standstill
+    assert "rollouts wait to be claimed, the oldest for" in report and "no worker has claimed one so far" in report

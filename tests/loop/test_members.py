@@ -12,13 +12,12 @@ import pytest
 
 from midflight.config.sections import WeightsSection
 from midflight.errors import EngineError, EngineRefused, EngineUnavailable, MemberConflict, UnknownEngine
-from midflight.run.rollout.members import FORGET_SECONDS
 from midflight.testing.script import Script
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import PauseMode
 from midflight.types.facts import EngineJoined, EngineLeft, Fact, Rejoined, RolloutEnded
 
-from .joining import Arriving, Joinable, at
+from .joining import STALL_SECONDS, Arriving, Joinable, at
 from .site import TOKENIZER, Agents, Site, config
 
 NAMES = ["e0", "e1", "e2", "e3", "e4"]
@@ -155,7 +154,7 @@ def test_a_run_with_one_engine_shares_its_load_with_one_that_joins_and_does_with
                 await asyncio.sleep(20)
                 assert joinable.states() == {"e0": "serving", "b": "serving"} and second.requests
                 second.die()
-                await asyncio.sleep(FORGET_SECONDS + 10)
+                await asyncio.sleep(STALL_SECONDS + 11)
                 assert joinable.states() == {"e0": "serving"}
 
         await site.run(beside(), step_seconds=8)

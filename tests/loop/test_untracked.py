@@ -75,6 +75,29 @@ def test_i3_a_judges_tokens_are_not_recorded_and_not_trained(tmp_path: Path) -> 
     assert {len(turns) for turns in site.turns.values()} == {1}
 
 
+def test_a_judge_is_not_late_by_its_engine_and_one_that_sleeps_is_ended(tmp_path: Path) -> None:
+    """A token of the judge's engine takes 10 s, five of them longer than `rollout_seconds`, which is 20."""
+    slept = Counter[str]()
+
+    async def sleeps_once(task: Task, client: Client) -> float:
+        slept[task.id] += 1
+        if slept.total() == 1:
+            await asyncio.sleep(1000)
+        return await judged(task, client)
+
+    async def main() -> Site:
+        both = engines()
+        both[1].step_seconds = 10.0
+        site = Site(with_engines(config(steps=3), 1), tmp_path, engines=both, agents=sleeps_once)
+        await site.run()
+        return site
+
+    site = run_virtual(main)
+    site.check_groups()
+    lost = [ended.error for ended in site.seen.of(RolloutEnded) if ended.error]
+    assert len(lost) == 1 and "its agent took 20 s by itself, and environment.rollout_seconds is 20" in lost[0]
+
+
 def test_engines_apart_keep_their_version_and_answer_nothing_else(tmp_path: Path) -> None:
     seen: dict[str, set[int]] = {}
 

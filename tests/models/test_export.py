@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.folders import mode_of, umask
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from midflight.errors import ConfigError, ModelNotFound
 from midflight.models import load
-from midflight.models.load import export_model
+from midflight.models.load import export_model, save_adapters
 
-from .tiny import tiny_model
+from .tiny import tiny_adapted, tiny_model
 
 IDS = torch.tensor([[257, 104, 105, 256, 258]])
 
@@ -41,6 +42,16 @@ def test_an_export_replaces_the_one_before_it_and_leaves_nothing_beside_it(tmp_p
         export_model(tiny_model(seed=seed), tokenizer_folder, dest)
     assert torch.equal(tiny_model(seed=2)(IDS).logits, AutoModelForCausalLM.from_pretrained(dest)(IDS).logits)
     assert [p.name for p in dest.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077], ids=oct)
+def test_others_may_read_an_export_as_any_new_file(tmp_path: Path, tokenizer_folder: Path, mask: int):
+    with umask(mask):
+        export_model(tiny_adapted(), tokenizer_folder, tmp_path / "model")
+        save_adapters(tiny_adapted(), tmp_path / "adapter")
+    paths = [*tmp_path.glob("model*"), *tmp_path.glob("model/**/*"), *tmp_path.glob("adapter/**/*")]
+    assert {path.name for path in paths} >= {"model", "model.safetensors", "adapter_model.safetensors", "tokenizer.json"}
+    assert {(path.name, mode_of(path)) for path in paths} == {(p.name, (0o777 if p.is_dir() else 0o666) & ~mask) for p in paths}
 
 
 def test_a_failed_export_leaves_the_one_before_it(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch):

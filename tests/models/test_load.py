@@ -111,6 +111,17 @@ def test_an_unknown_architecture_or_an_encoder_is_refused(tmp_path: Path):
         load_model(tmp_path, dtype="float32")
 
 
+def test_a_configuration_that_transformers_does_not_take_is_told_in_a_sentence(tmp_path: Path):
+    save_model(tiny_model(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": ["full_attention"] * 7}))
+    with pytest.raises(ModelNotFound, match=r"transformers \d.* does not take its config\.json \(StrictDataclass"):
+        load_model(tmp_path, dtype="float32")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_act": "none such"}))
+    with pytest.raises(ModelNotFound, match=r"transformers \d.* raises KeyError: 'none such'"):
+        load_model(tmp_path, dtype="float32")
+
+
 def test_pickled_weights_are_never_read(tmp_path: Path):
     save_model(tiny_model(), tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
@@ -141,7 +152,7 @@ def test_sizes_count_the_parameters_of_the_real_model(tmp_path: Path, tied: bool
     save_model(model, tmp_path)
     sizes, planned = sizes_of(tmp_path), ModelSizes(262, 32, 48, 2, 4, 2, 8, 64, tied)
     assert sizes.num_parameters == planned.num_parameters == sum(p.numel() for p in model.parameters())
-    assert sizes == replace(planned, stored=planned.num_parameters)
+    assert sizes == replace(planned, stored=planned.num_parameters, family="qwen3")
     # Two layers, keys and values, two heads of eight, four bytes each.
     assert sizes.kv_bytes_per_token("float32") == 2 * 2 * 2 * 8 * 4
     assert sizes.weight_bytes("bfloat16") == 2 * sizes.num_parameters

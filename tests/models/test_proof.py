@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from midflight.errors import ConfigError
 from midflight.models.load import make_model
-from midflight.models.proof import attention_of, boundaries, eagerly, own_logits, rows_to_try, stand_in
+from midflight.models.proof import attention_of, boundaries, eagerly, looks_ahead, own_logits, rows_to_try, stand_in
 
-from .zoo import tiny, tiny_config
+from .zoo import tiny, tiny_config, tiny_encoder
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,13 @@ def test_a_rows_own_numbers_do_not_depend_on_longer_rows_before_it() -> None:
     assert torch.equal(own_logits(model, row), first)
 
 
+@pytest.mark.parametrize("name", ["cwm", "modernbert-decoder"])
+def test_a_stand_in_of_a_configuration_that_insists_on_its_special_ids_has_ids_of_its_own_vocabulary(name: str) -> None:
+    model = tiny(name, vocab_size=1000)
+    model.config.pad_token_id = model.config.bos_token_id = 999
+    assert stand_in(model).config.pad_token_id in (None, 0)
+
+
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "gpt2"])
 def test_a_stand_in_has_every_kind_of_layer_and_few_token_ids(name: str) -> None:
     model = tiny(name, vocab_size=1000)
@@ -67,3 +75,19 @@ def test_a_stand_in_of_a_model_of_one_layer_has_one() -> None:
         dtype="float64",
     )
     assert stand_in(model).config.num_hidden_layers == 1
+
+
+def test_a_forward_that_raises_is_an_error_with_its_type_its_text_and_the_remedy() -> None:
+    model = tiny("gptj")
+    model.lm_head = torch.nn.Linear(7, 262)
+    with pytest.raises(
+        ConfigError,
+        match=r"GPTJForCausalLM's own forward in transformers \d.* raises RuntimeError: mat1 and mat2.*Correct its config\.json",
+    ):
+        own_logits(model, np.arange(3, 9))
+
+
+@pytest.mark.parametrize(("name", "decodes"), [("llama", True), ("llama-dynamic-rope", True), ("xlstm", True), ("bert", False)])
+def test_a_model_that_looks_at_later_tokens_is_told_from_one_whose_numbers_depend_on_length_alone(name: str, decodes: bool) -> None:
+    model = tiny(name) if decodes else tiny_encoder()
+    assert (looks_ahead(model, rows_to_try(model)[0]) is None) == decodes

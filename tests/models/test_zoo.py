@@ -8,8 +8,8 @@ import torch
 from .zoo import SIX_HYBRIDS, ZOO, tiny, tiny_config
 
 
-def test_the_zoo_has_at_least_85_architectures() -> None:
-    assert len(ZOO) >= 85 and set(SIX_HYBRIDS) <= set(ZOO)
+def test_the_zoo_has_at_least_170_architectures() -> None:
+    assert len(ZOO) >= 170 and set(SIX_HYBRIDS) <= set(ZOO)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from midflight.models.proof import draw_weights
 
@@ -188,6 +189,55 @@ HYBRIDS = {
     "rwkv": Tiny("rwkv", {"attention_hidden_size": 32}),
     "xlstm": Tiny("xlstm", {"num_heads": 2, "num_blocks": 2}),
 }  # fmt: skip
+_ROPE: Options = {"rope_type": "default", "rope_theta": 10000.0}
+LATER = {
+    **{name: Tiny(name) for name in ("apertus1p5_text", "aria_text", "beam", "cohere2_moe", "deepseek_v4", "dory", "exaone", "flint",
+                                     "gemma4_unified_text", "gpt-sw3", "granitemoe_swa", "hrm_text", "hy_v3", "hy_v4", "hyperclovax",
+                                     "inkling_text", "internlm3", "iquestcoder", "kolibri1", "lara_mini", "mellum", "minimax_m3_vl_text",
+                                     "moshi", "sarvam_moe", "trocr")},
+    **{name: Tiny(name, LATENT) for name in ("axk1", "axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "sarvam_mla")},
+    **{name: Tiny(name, {"unpadded_vocab_size": VOCABULARY}) for name in ("inkling2_text", "inkling2_loop_text")},
+    "bailing_hybrid": Tiny("bailing_hybrid", {**LATENT, **RECURRENT}),
+    "cohere_compass_text": Tiny("cohere_compass_text", {**WINDOWED, "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}),
+    "dbrx": Tiny("dbrx", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": CONTEXT,
+                          "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+                          "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}}),
+    "gemma3n_text": Tiny("gemma3n_text", {**WINDOWED, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCABULARY, "intermediate_size": 48,
+                                          "hidden_size_per_layer_input": 8, "activation_sparsity_pattern": [0.0, 0.0]}),
+    "gemma4_text": Tiny("gemma4_text", {**WINDOWED, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCABULARY, "global_head_dim": 8,
+                                        "hidden_size_per_layer_input": 8, "num_global_key_value_heads": 2}),
+    "kimi_linear": Tiny("kimi_linear", {**LATENT, **RECURRENT, "linear_head_dim": 8, "linear_num_heads": 4, "num_experts_per_token": 2}),
+    "lfm3": Tiny("lfm3", _layers("conv", "full", "conv")),
+    "qwen4_exp_text": Tiny("qwen4_exp_text", {"layer_types": ["linear_attention", "indexed_attention", "linear_attention"], "num_hidden_layers": 3,
+                                              "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+                                              "indexer_compress_ratio": 4, "hc_lowrank": 8}),
+    "zamba": Tiny("zamba", {"num_hidden_layers": 3, "attn_layer_period": 2, "attn_layer_offset": 1}),
+    "zaya": Tiny("zaya", {"num_experts_per_tok": 1}),
+}  # fmt: skip
+"""With what came to `transformers` later: of an older one some are missing."""
+_DECODER: Options = {"is_decoder": True}
+ENCODERS = {
+    **{name: Tiny(name, _DECODER) for name in ("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie",
+                                               "megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
+                                               "xlm-roberta", "xlm-roberta-xl")},
+    "xmod": Tiny("xmod", {**_DECODER, "default_language": "en_XX"}),
+    "xlm": Tiny("xlm", {"causal": True}),
+    "reformer": Tiny("reformer", {**_DECODER, "axial_pos_shape": [8, 16], "axial_pos_embds_dim": [16, 16], "attn_layers": ["local", "local"],
+                                  "local_attn_chunk_length": 8}),
+}  # fmt: skip
+"""Families of encoders that may also be decoders."""
+LEFT_OUT = {
+    "bart": "has an encoder", "bigbird_pegasus": "has an encoder", "blenderbot": "has an encoder", "blenderbot-small": "has an encoder",
+    "marian": "has an encoder", "mbart": "has an encoder", "musicgen": "has an encoder", "musicgen_melody": "has an encoder",
+    "mvp": "has an encoder", "pegasus": "has an encoder", "plbart": "has an encoder", "prophetnet": "has an encoder", "whisper": "has an encoder",
+    "cpmant": "is no decoder: a token is seen by those before it", "xlnet": "is no decoder: it permutes its tokens",
+    "gemma4_assistant": "drafts for another model", "gemma4_unified_assistant": "drafts for another model",
+    "dots3_note": "its text is here", "fuyu": "its text is here", "gemma3n": "its text is here", "gemma4": "its text is here",
+    "gemma4_unified": "its text is here", "got_ocr2": "its text is here", "moss_transcribe_diarize": "its text is here",
+    "qwen3_5_moe": "its text is here", "qwen4_exp": "its text is here",
+    "blt": "was not tried", "emu3": "was not tried", "git": "was not tried", "mllama": "was not tried", "phi4_multimodal": "was not tried",
+}  # fmt: skip
+"""Causal models of `transformers` that are not in the zoo, and why."""
 _VISION: Options = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -210,7 +260,11 @@ MULTIMODAL = {
     "llama4": Tiny("llama4", {"image_token_index": 250}, {**_layers("chunked", "full"), "no_rope_layers": [1, 0], "moe_layers": [1], "intermediate_size_mlp": 48},
                    {**_VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "pixel_shuffle_ratio": 0.5}),
 }  # fmt: skip
-ZOO: dict[str, Tiny] = {**DENSE, **MIXTURES, **HYBRIDS, **MULTIMODAL}
+ZOO: dict[str, Tiny] = {
+    name: entry
+    for name, entry in {**DENSE, **MIXTURES, **HYBRIDS, **LATER, **ENCODERS, **MULTIMODAL}.items()
+    if entry.kind in CONFIG_MAPPING
+}
 SIX_HYBRIDS = ("qwen3_5-text", "qwen3_next", "granitemoehybrid", "lfm2", "falcon_h1", "nemotron_h")
 
 
@@ -239,5 +293,21 @@ def tiny(name: str, *, vocab_size: int = VOCABULARY, seed: int = 0, dtype: torch
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(config, dtype=dtype).eval()
+        draw_weights(model)
+    return model
+
+
+def not_here() -> list[str]:
+    """Causal models that the installed `transformers` has, and that are neither in the zoo nor left out for a reason."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - {entry.kind for entry in ZOO.values()} - LEFT_OUT.keys())
+
+
+def tiny_encoder() -> PreTrainedModel:
+    """A BERT that is no decoder: every token sees all others."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            _config("bert", {"vocab_size": VOCABULARY, "is_decoder": False}), dtype=torch.float32
+        ).eval()
         draw_weights(model)
     return model

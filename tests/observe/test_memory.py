@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from midflight.observe.memory import PeakMemory, descendants, process_bytes, resident
+from midflight.observe.memory import QUIET, PeakMemory, descendants, process_bytes, resident
 
 
 def process(proc: Path, pid: int, parent: int, *, pss: int | None = None, rss: int | None = None, name: str = "python") -> None:
@@ -41,6 +41,22 @@ def test_the_sum_is_of_proportional_sizes_and_the_peak_is_kept(tmp_path: Path) -
     elsewhere = PeakMemory(10, elsewhere=lambda: 2**20, proc=tmp_path)
     assert elsewhere.sample() == elsewhere.peak_mb == 2.5, "what other machines tell is added"
     assert memory.peak_mb == 3.0
+
+
+def test_the_pages_of_a_process_are_walked_only_where_there_may_be_a_new_peak(tmp_path: Path) -> None:
+    """The proportional size is read again when the resident size has grown, or has not been for a while."""
+    memory = PeakMemory(10, proc=tmp_path)
+
+    def sampled(*, pss: int, pages: int) -> float:
+        process(tmp_path, 10, 1, pss=1024 * pss)
+        (tmp_path / "10" / "statm").write_text(f"9999 {pages} 1 1 0 1 0")
+        return memory.sample()
+
+    assert sampled(pss=3, pages=1000) == 3.0
+    assert sampled(pss=4, pages=1005) == 3.0, "half a per cent more is no growth"
+    assert sampled(pss=5, pages=1200) == 5.0
+    assert [sampled(pss=6, pages=1100) for _ in range(QUIET)] == [5.0] * (QUIET - 1) + [6.0]
+    assert memory.peak_mb == 6.0
 
 
 def test_resident_size_stands_in_where_the_kernel_gives_no_proportional_one(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.observe.facts import batch, rollout, step
 
 from midflight.errors import ConfigError
 from midflight.observe.journal import Journal, Observers
-from midflight.observe.plot import draw_plot, moving_average
+from midflight.observe.plot import draw_plot, drawn_by_itself, moving_average
 from midflight.observe.progress import RunState
 from midflight.types.facts import Evaluated
 
@@ -61,3 +61,21 @@ def test_without_matplotlib_the_remedy_is_named(journal: Path, tmp_path: Path, m
 
 def test_the_moving_average_starts_with_what_there_is() -> None:
     assert moving_average([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+
+
+def test_a_plot_that_takes_long_is_given_up_by_the_clock_or_by_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is a Python that sleeps or computes."""
+    program, python = tmp_path / "python", sys.executable
+    monkeypatch.setattr(sys, "executable", str(program))
+
+    def draws(body: str) -> None:
+        program.write_text(f"#!{python}\nimport sys, time\n{body}\n")
+        program.chmod(0o755)
+
+    draws("end = time.process_time() + 1.5\nwhile time.process_time() < end: pass")
+    assert drawn_by_itself(tmp_path, title="x", seconds=0.5, patient=True) is None
+    assert "no plot was drawn within 0.5 s" in (drawn_by_itself(tmp_path, title="x", seconds=0.5) or "")
+    draws("time.sleep(1e9)")
+    assert "no plot was drawn within 0.5 s" in (drawn_by_itself(tmp_path, title="x", seconds=0.5, patient=True) or "")
+    draws("sys.exit('matplotlib is not installed')")
+    assert "matplotlib is not installed" in (drawn_by_itself(tmp_path, title="x", seconds=60, patient=True) or "")

@@ -9,6 +9,8 @@ import msgspec
 import pytest
 from tests.observe.facts import Clock, batch, commit, decode, rollout, step
 
+from midflight.config import load_config
+from midflight.config.cores import CoreUse, core_use
 from midflight.observe.progress import RunState
 from midflight.observe.recent import Mean, Rate
 from midflight.observe.status import Bound, Phase, Status, Totals, WarmStartStatus, heldout, judge
@@ -235,6 +237,38 @@ def test_the_side_with_less_idle_time_bounds_the_run(engine: float | None, train
     bound, advice = judge(engine_busy=engine, trainer_busy=trainer)
     assert bound is expected
     assert ("50%" in advice) == (expected in (Bound.GENERATION, Bound.TRAINER))
+
+
+FULL = CoreUse(are_full=True, can_lend=True, can_shift=True)
+
+
+def test_full_cores_are_not_asked_for_more_engines_or_threads() -> None:
+    for used in (None, 0.9):
+        _, advice = judge(engine_busy=1.0, trainer_busy=0.5, slots_used=used, cores=FULL)
+        assert "every core computes already" in advice and "engine.lend = true" in advice and "fewer trainer.threads" in advice
+        assert "more engine.count" not in advice and "more cores" in advice
+        _, bare = judge(engine_busy=1.0, trainer_busy=0.5, slots_used=used, cores=CoreUse(are_full=True))
+        assert "engine.lend" not in bare and "trainer.threads" not in bare and "environment.max_tokens" in bare
+    _, free = judge(engine_busy=1.0, trainer_busy=0.5)
+    assert "more engine.count" in free
+
+
+def test_a_trainer_on_full_cores_gets_threads_of_the_engines() -> None:
+    _, advice = judge(engine_busy=0.5, trainer_busy=1.0, cores=FULL)
+    assert "more trainer.threads for fewer engine.threads or engine.count" in advice
+    _, waiting = judge(engine_busy=0.5, trainer_busy=0.5, slots_used=0.2, cores=FULL)
+    assert "max_in_flight" in waiting, "what waits for agents needs no cores"
+
+
+def test_a_run_knows_whether_engines_and_trainer_have_all_cores() -> None:
+    def use(*overrides: str, cores: int = 2) -> CoreUse:
+        return core_use(load_config(None, overrides), cores)
+
+    assert use() == CoreUse(are_full=True, can_lend=True), "an engine and a trainer with a thread each"
+    assert use(cores=3) == CoreUse()
+    assert use("trainer.threads=2", cores=3) == FULL
+    assert use("engine.lend=true") == CoreUse(are_full=True)
+    assert use("engine.device=cuda") == CoreUse()
 
 
 def test_a_rate_forgets_what_left_its_window() -> None:

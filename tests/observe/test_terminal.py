@@ -13,7 +13,7 @@ from tests.observe.facts import Clock
 from midflight.observe.progress import RunState
 from midflight.observe.status import Bound, IdleTime, LearningStatus, MemberChanges, Phase, SourceStatus, Status, Totals, WarmStartStatus
 from midflight.observe.terminal import PLAIN_SECONDS, Terminal, panel, plain_line
-from midflight.types import facts
+from midflight.types import Unclaimed, facts
 from midflight.types.facts import Shown
 
 TRAINING = Status(
@@ -101,6 +101,14 @@ def test_trouble_is_shown_when_there_is_some() -> None:
     text = drawn(replace(TRAINING, totals=Totals(failed_requests=2, generated_tokens=1), quarantined=("engine1",), dropped={"stale": 4}))
     for words in ("2 requests failed", "in quarantine: engine1", "groups dropped: 4 stale"):
         assert words in text, words
+
+
+def test_what_waits_to_be_claimed_is_shown_while_no_worker_has_any() -> None:
+    waits = replace(TRAINING, unclaimed=Unclaimed(number=4, seconds=130.0, idle_seconds=130.0, claimed_seconds=185.0))
+    words = "4 rollouts wait to be claimed, the oldest for 2 min 10 s; the last claim was 3 min 05 s ago"
+    assert words in plain_line(waits) and "4 rollouts wait to be claimed" in drawn(waits)
+    busy = replace(TRAINING, unclaimed=Unclaimed(number=4, seconds=130.0, idle_seconds=0.0, claimed_seconds=185.0))
+    assert "claimed" not in plain_line(busy)
 
 
 def test_the_warm_start_shows_its_own_numbers_only() -> None:

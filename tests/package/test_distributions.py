@@ -66,7 +66,7 @@ def test_what_the_pages_speak_of_is_where_help_says_and_the_demo_can_be_run_from
     shared = installed / "share" / "midflight"
     assert str(shared) in "".join(run(installed / "bin" / "midflight", "--help", cwd=tmp_path).split())
     assert "effective loss" in run(installed / "bin" / "midflight", "train", shared / "configs" / "demo.toml", "--dry-run", cwd=tmp_path)
-    assert {"README.md", "Makefile", "constraints.txt"} <= {path.name for path in shared.iterdir()}  # `make engines` holds there too
+    assert {"README.md", "Makefile", "locks", "engines"} <= {path.name for path in shared.iterdir()}  # `make engines` holds there too
     for folder in ("configs", "docs", "engines", "examples"):
         theirs = {path.relative_to(shared) for path in (shared / folder).rglob("*") if path.is_file() and path.suffix != ".pyc"}
         assert theirs == {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix != ".pyc"}
@@ -77,5 +77,5 @@ def test_the_source_distribution_is_a_checkout() -> None:
     with tarfile.open(made) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
-    assert {"LICENSE", "Makefile", "constraints.txt", "tests/conftest.py", *tracked} <= names
+    assert {"LICENSE", "Makefile", "locks/midflight.txt", "tests/conftest.py", *tracked} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", "runs/"))]

@@ -31,6 +31,8 @@ from typing import Any
 
 from setproctitle import getproctitle, setproctitle
 
+from midflight.run import guard
+
 PRELOADED = (
     "matplotlib.pyplot",
     "midflight.cli",
@@ -84,12 +86,14 @@ def template() -> Template:
 
 
 class ForkingPopen(subprocess.Popen[Any]):
-    """Forks instead of starting an interpreter, where the command is a module of ours."""
+    """Forks instead of starting an interpreter, where the command is a module of ours, with a guard or without one."""
 
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any, *rest: Any
     ) -> None:
-        if not (isinstance(args, (list, tuple)) and is_ours(args)):
+        words = [str(word) for word in args] if isinstance(args, (list, tuple)) else []
+        beside, words = (words[4:7], words[7:]) if words[3:4] == [guard.__file__] else ([], words)
+        if not is_ours(words):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)  # type: ignore[misc]
             return
         _startup, _flags, _shell, *pipes, _restore, _gid, _gids, _uid, _umask, new_session, _group = rest
@@ -104,16 +108,17 @@ class ForkingPopen(subprocess.Popen[Any]):
                 for number, descriptor in enumerate(given):
                     if descriptor != -1:
                         os.dup2(descriptor, number)
-                become([str(word) for word in args], cwd=cwd, environ=os.environ.copy() if env is None else dict(env), kept=pass_fds)
+                if beside:
+                    guard.stand_beside(int(beside[0]), int(beside[1]), float(beside[2]))
+                become(words, cwd=cwd, environ=os.environ.copy() if env is None else dict(env), kept=pass_fds)
             finally:
                 os._exit(255)
         self.pid, self._child_created = pid, True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def is_ours(command: Sequence[Any]) -> bool:
-    words = [str(word) for word in command[:3]]
-    return words[:2] == [sys.executable, "-m"] and words[2].startswith("midflight") and words[2] != "midflight.run.engine.leash"
+def is_ours(command: Sequence[str]) -> bool:
+    return list(command[:2]) == [sys.executable, "-m"] and command[2].startswith("midflight")
 
 
 def become(command: Sequence[str], *, cwd: str | None, environ: dict[str, str], kept: Sequence[int] = ()) -> None:
@@ -142,6 +147,8 @@ def become(command: Sequence[str], *, cwd: str | None, environ: dict[str, str], 
     sys.argv = list(command[2:])
     sys.path[0] = str(Path.cwd())
     setproctitle(" ".join(command))
+    if (faults := environ.get("PLAYED_FAULTS")) and "midflight.run.launcher.child" in command:
+        runpy.run_path(faults, run_name="__main__")
     os._exit(contextvars.Context().run(run, command[2]))
 
 

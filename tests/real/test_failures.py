@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.models.zoo import tiny
+
+from midflight.text.byte_tokenizer import write_byte_tokenizer
 
 from .processes import CONFIG, Command, alive
 
@@ -135,6 +138,20 @@ def test_a_model_that_is_missing_or_damaged_is_named(train: Callable[..., Comman
     check_one_message(train("model.path=damaged"), 2, "damaged")
 
 
+def test_a_model_whose_own_forward_raises_is_said_with_the_error_and_the_remedy(train: Callable[..., Command], tmp_path: Path) -> None:
+    model = tiny("gptj")
+    model.config.rotary_dim = 64  # heads have 8
+    write_byte_tokenizer(tmp_path / "raises")
+    model.save_pretrained(tmp_path / "raises")
+    check_one_message(train("model.path=raises", "model.max_context=64"), 2, "GPTJForCausalLM's own forward", "raises RuntimeError: The size of tensor",
+                      "Correct its config.json")  # fmt: skip
+    served = Command("serve", "--model", tmp_path / "raises", "--port", "0", folder=tmp_path / "served")
+    try:
+        check_one_message(served, 2, "GPTJForCausalLM's own forward", "raises RuntimeError: The size of tensor", "Correct its config.json")
+    finally:
+        served.end()
+
+
 def test_a_crash_shows_its_traceback_within_a_second_and_a_damaged_checkpoint_is_said_and_gone_back_from(
     train: Callable[..., Command], tmp_path: Path
 ) -> None:
@@ -143,7 +160,8 @@ def test_a_crash_shows_its_traceback_within_a_second_and_a_damaged_checkpoint_is
     latest = tmp_path / "run" / "checkpoints" / "latest"
     command.until(lambda: latest.exists() and len(list(latest.parent.glob("version-*"))) > 1, "two checkpoints")
     parts = [pid for found in command.parts().values() for pid in found]
-    check_refused_beside(command, train(*endless, "--overwrite"), train(*endless, "--resume"))
+    check_refused_beside(command, train(*endless, "--overwrite"))  # one after the other: they write into the same files
+    check_refused_beside(command, train(*endless, "--resume"))
     killed = time.monotonic()
     command.kill("rollout")
     assert command.wait(10) == 1
@@ -161,15 +179,14 @@ def test_a_crash_shows_its_traceback_within_a_second_and_a_damaged_checkpoint_is
     assert (latest.parent / f"abandoned-{weights.parent.name}").is_dir()
 
 
-def check_refused_beside(running: Command, *others: Command) -> None:
+def check_refused_beside(running: Command, other: Command) -> None:
     """Another run in the folder of one that lives."""
-    for other in others:
-        check_one_message(other, 2, f"in use by process {running.process.pid}")
+    check_one_message(other, 2, f"in use by process {running.process.pid}")
     assert running.process.poll() is None
 
 
 def test_a_full_disk_ends_the_run_with_its_message_and_without_restarts(train: Callable[..., Command], tmp_path: Path) -> None:
     """A file may have as many bytes as the model, and not those of its checkpoint or of the store: whichever comes first is named."""
-    command = train("trainer.checkpoint_every=1", "weights.transport=file", largest_file=150_000)
+    command = train("trainer.checkpoint_every=1", "weights.transport=file", largest_file=100_000)
     check_one_message(command, 1, "Writing ")
     assert "restarts are left" not in command.said

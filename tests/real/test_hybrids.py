@@ -47,18 +47,31 @@ max_staleness = 0
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", [name if name == "qwen3_5-text" else pytest.param(name, marks=NIGHTLY) for name in SIX_HYBRIDS])
 def test_a_hybrid_trains_on_what_its_engine_sampled(name: str, tmp_path: Path) -> None:
+    train(name, tmp_path)
+
+
+@pytest.mark.timeout(180)
+def test_a_model_of_which_nothing_can_be_kept_trains_on_what_its_engine_sampled_and_its_start_says_how_slow_that_is(tmp_path: Path) -> None:
+    said = train("recurrent_gemma", tmp_path)
+    assert said.count("engine0: recurrent_gemma is served without keeping anything of a sequence") == 1
+    assert "times as long as at the first (measured here)" in " ".join(said.split())
+
+
+def train(name: str, folder: Path) -> str:
+    """Three steps from a folder of the model. Gives what was said."""
     model = tiny(name)
     model.config.eos_token_id = END
-    write_byte_tokenizer(tmp_path / "tokenizer")
-    export_model(model, tmp_path / "tokenizer", tmp_path / "model")
-    (tmp_path / "odd.py").write_text(ODD)
-    (tmp_path / "hybrid.toml").write_text(CONFIG)
-    command = Command("train", tmp_path / "hybrid.toml", "--folder", tmp_path / "run", folder=tmp_path)
+    write_byte_tokenizer(folder / "tokenizer")
+    export_model(model, folder / "tokenizer", folder / "model")
+    (folder / "odd.py").write_text(ODD)
+    (folder / "hybrid.toml").write_text(CONFIG)
+    command = Command("train", folder / "hybrid.toml", "--folder", folder / "run", folder=folder)
     try:
         assert command.wait(150) == 0, command.said
     finally:
         command.end()
-    found = [line["trainer"] for line in steps(tmp_path / "run")]
+    found = [line["trainer"] for line in steps(folder / "run")]
     assert len(found) == 3 and all(step["grad_norm"] > 0 for step in found)
     # At `max_staleness = 0` every token is of the weights that are trained, those of the second and third step of a version handed over.
     assert all(step["mismatch/max"] < 1e-3 for step in found)
+    return command.said

@@ -24,10 +24,10 @@ from .processes import CONFIG, Command
 pytestmark = pytest.mark.timeout(150)
 
 NUM_UPDATES = 20
-NUM_TOKENS = 3900
+NUM_TOKENS = 8000
 TOKENS_BETWEEN = 20
 """Tokens that the chat must gain before the next version is published, so that each version has some."""
-SIZES = ("hidden_size=32", "intermediate_size=64", "num_layers=1", "num_heads=2", "num_kv_heads=1", "max_context=4096")
+SIZES = ("hidden_size=32", "intermediate_size=64", "num_layers=1", "num_heads=2", "num_kv_heads=1", "max_context=8192")
 
 
 @dataclass
@@ -135,7 +135,7 @@ def test_streams_of_three_dialects_go_on_through_twenty_weight_updates(tmp_path:
     sizes = [word for size in SIZES for word in ("--set", f"model.{size}")]
     made = Command("new-model", model, *sizes, folder=tmp_path / "making")
     assert made.wait() == 0, made.said
-    (tmp_path / "small.toml").write_text(CONFIG.replace("max_context = 64", "max_context = 4096"))
+    (tmp_path / "small.toml").write_text(CONFIG.replace("max_context = 64", "max_context = 8192"))
     sets = (f"model.path={model}", f"rollout.pause_mode={mode}", "engine.count=2")
     command = Command("rollouts", "small.toml", "--folder", run, *(w for s in sets for w in ("--set", s)), folder=tmp_path)
     try:

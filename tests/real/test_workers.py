@@ -160,3 +160,17 @@ def test_i8_random_kills_of_any_part_lose_nothing(run, tmp_path: Path) -> None:
     assert command.wait(120) == 0, command.said
     check_no_step_twice(folder, num_steps=last)
     check_store(folder)
+
+
+def test_an_outage_of_the_only_engine_longer_than_the_agents_own_seconds_loses_no_rollout(run, tmp_path: Path) -> None:
+    """The engine is stopped for three times `rollout_seconds`, then killed, and starts again, all while rollouts ask it."""
+    command = run("two_turns", "environment.rollout_seconds=5", "run.steps=6", "rollout.retries=0", "environment.workers=1", FEW)
+    command.until(lambda: len(steps(tmp_path / "run")) >= 1, "a step")
+    (engine,) = command.parts()["engine"]
+    os.kill(engine, signal.SIGSTOP)
+    time.sleep(15)
+    assert command.process.poll() is None, command.said
+    os.kill(engine, signal.SIGKILL)
+    assert command.wait(150) == 0, command.said
+    assert len(steps(tmp_path / "run")) == 6 and "engine0 is started again" in command.said
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["failed_rollouts"] == 0

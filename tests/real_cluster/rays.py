@@ -35,7 +35,7 @@ except MidflightError as error:
     sys.exit(2)
 """
 """What a run says of its cluster before anything starts, with exit status 2; options follow."""
-START_SECONDS = 240.0
+START_SECONDS = 800.0
 """For a machine's Ray to be up: 10 s where nothing else runs."""
 
 

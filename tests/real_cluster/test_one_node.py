@@ -118,7 +118,7 @@ def parts(folder: Path) -> dict[str, int]:
 
 
 def check(*options: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, "-c", CHECK, *options], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([sys.executable, "-c", CHECK, *options], capture_output=True, text=True, timeout=800, check=False)
     return done.returncode, done.stdout.strip() or done.stderr
 
 

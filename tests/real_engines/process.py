@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from dataclasses import replace
@@ -19,11 +18,11 @@ from midflight.config.devices import ServerSection
 from midflight.config.sections import EngineSection
 from midflight.engines.servers.command import HOST, READY, Served, server_command
 from midflight.models.sizes import adapter_of
-from midflight.run.engine import leash
+from midflight.run.guard import guarded
 
 Kind = Literal["vllm", "sglang"]
 MAX_RUNNING = 8
-MAX_CONTEXT = 256
+MAX_CONTEXT = 512
 _START_SECONDS = 180.0
 """Of a server on a machine that does other things too; 30 to 50 are usual."""
 _STOP_SECONDS = 3.0
@@ -58,7 +57,7 @@ class ServerProcess:
             served = replace(served, num_adapters=num_adapters, rank=adapter.rank, targets=adapter.targets)
         cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if tensor_parallel > 1 else {}  # else it wants a NUMA node for each of its processes
         self._command = server_command(engine, served, python=interpreter(kind), port=self.port, inherited={**os.environ, **cores})
-        self._leash: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServerProcess:
         self.start()
@@ -66,32 +65,35 @@ class ServerProcess:
 
     def __exit__(self, *exc: object) -> None:
         self.thaw()
-        if self._leash is not None and self._leash.stdin is not None:
-            self._leash.stdin.close()
-            self._leash.wait()
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
 
     def start(self) -> None:
-        words = (sys.executable, "-I", "-S", leash.__file__, f"{_STOP_SECONDS}", *self._command.argv)
+        words = guarded(self._command.argv, seconds=_STOP_SECONDS)
         with self.log.open("ab") as log:
-            # In a session of its own: what interrupts the tests must not end the leash before the server.
-            self._leash = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=log, stderr=log, env=dict(self._command.environ), start_new_session=True
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(self._command.environ), start_new_session=True
             )
 
     def wait(self) -> None:
         """Until it takes requests."""
         ends = time.monotonic() + _START_SECONDS
         while not self._answers():
-            assert self._leash is not None
-            if self._leash.poll() is not None or time.monotonic() > ends:
+            assert self._process is not None
+            if self._process.poll() is not None or time.monotonic() > ends:
                 pytest.fail(f"{self.kind} did not come up:\n{self.log.read_text(errors='replace')[-6000:]}")
             time.sleep(0.25)
 
     def kill(self) -> None:
         """All its processes at once, and returns when they have gone."""
         self._signal(signal.SIGKILL)
-        if self._leash is not None:
-            self._leash.wait()
+        if self._process is not None:
+            self._process.wait()
 
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -100,11 +102,8 @@ class ServerProcess:
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._leash is None or self._leash.poll() is not None:
-            return
-        children = Path(f"/proc/{self._leash.pid}/task/{self._leash.pid}/children").read_text().split()
-        for child in children:
-            os.killpg(int(child), number)
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, number)
 
     def _answers(self) -> bool:
         try:

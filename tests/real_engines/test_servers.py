@@ -20,6 +20,7 @@ from tests.real_engines.process import ServerProcess
 from tests.real_engines.sites import attached, untied
 
 from midflight.errors import EngineUnavailable
+from midflight.models.caches import cache_name
 from midflight.models.names import named_tensors
 from midflight.types import PauseMode
 
@@ -50,9 +51,11 @@ def mixed_logprobs(site: ModelSite, prompt: tuple[int, ...], output: tuple[int, 
     """Log-probabilities of the output from `boundary` on, at temperature 1 and under version 1, over keys that version 0 made of all
     before it but the last token, whose keys the first step under version 1 makes."""
     known = torch.tensor([[*prompt, *output[: boundary - 1]]])
+    name = cache_name(site.models(0))
+    assert name is not None
     with torch.no_grad():
-        keys = site.models(0)(known, use_cache=True).past_key_values
-        logits = site.models(1)(torch.tensor([output[boundary - 1 : -1]]), past_key_values=keys).logits[0].double()
+        keys = site.models(0)(known, use_cache=True)[name]
+        logits = site.models(1)(torch.tensor([output[boundary - 1 : -1]]), **{name: keys}).logits[0].double()
     return logits.log_softmax(-1).gather(-1, torch.tensor(output[boundary:])[:, None])[:, 0].tolist()
 
 

@@ -95,7 +95,7 @@ def test_what_holds_up_its_own_limit_is_ended_by_time_while_the_maker_answers(
     kind: str, makers: Makers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sandbox = made(kind, seconds=1.0)
-    monkeypatch.setattr(remote, "HELD_SECONDS", 1.0)
+    monkeypatch.setattr(remote, "HELD_SHARE", 1.0 / 300.0)
     stops = "import os, signal, time; os.kill(os.getppid(), signal.SIGSTOP); time.sleep(9)"
     assert ran(sandbox, stops).ended_by == "time"
 
@@ -120,7 +120,7 @@ def test_each_program_has_a_box_of_its_own_and_a_box_keeps_what_is_left_in_it(ki
 def test_what_is_asked_of_the_maker_bounds_the_box(kind: str, makers: Makers) -> None:
     assert ran(made(kind, memory_mb=512), "").ok
     asked = makers.made[-1].asked
-    life = 300 + 20 + 4 * 60
+    life = 20 + 2 * 300
     if kind == "docker":
         host = asked["HostConfig"]
         assert (asked["User"], asked["Cmd"], host["NetworkMode"], host["ReadonlyRootfs"]) == (
@@ -134,7 +134,7 @@ def test_what_is_asked_of_the_maker_bounds_the_box(kind: str, makers: Makers) ->
     elif kind == "e2b":
         assert (asked["timeout"], asked["allow_internet_access"], asked["templateID"]) == (life, False, "base")
     elif kind == "daytona":
-        assert (asked["autoStopInterval"], asked["autoDeleteInterval"], asked["networkBlockAll"]) == (10, 0, True)
+        assert (asked["autoStopInterval"], asked["autoDeleteInterval"], asked["networkBlockAll"]) == (-(-life // 60), 0, True)
         assert (asked["cpu"], asked["memory"], asked["disk"]) == (1, 1, 1) and "python:3.12-slim" in asked["buildInfo"]["dockerfileContent"]
     else:
         assert asked.timeout_secs == life and asked.network_access.network_access_type == asked.network_access.BLOCKED

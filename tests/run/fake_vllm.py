@@ -1,6 +1,6 @@
 """Stands in for a vLLM server: says what it was started with, answers what attaching asks, ends by SIGTERM. Nothing is generated.
 
-Words of its own, given by `engine.arguments`: `--fail` ends at once, `--hang` never answers, `--child` starts a process that
+Words of its own, given by `engine.arguments`: `--fail` ends at once, `--hang` never answers, `--load=SECONDS` computes for so long before it answers, `--child` starts a process that
 outlives it, `--stubborn` ignores SIGTERM, `--die` ends on GET /die.
 """
 
@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 ROUTES = ["/health", "/version", "/inference/v1/generate", "/pause", "/resume", "/collective_rpc", "/update_weight_version"]
@@ -49,6 +50,10 @@ if "--stubborn" in sys.argv:
 if "--child" in sys.argv:
     print("child:", subprocess.Popen(["sleep", "60"]).pid, flush=True)
 print("process:", os.getpid(), flush=True)
+for word in sys.argv:
+    if word.startswith("--load="):
+        while time.process_time() < float(word.removeprefix("--load=")):
+            pass
 if "--hang" in sys.argv:
     signal.pause()
 ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()

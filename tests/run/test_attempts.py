@@ -45,6 +45,13 @@ def test_a_machine_that_dies_before_anything_runs_there_costs_a_restart_and_not_
     assert "its machine has died" in said and "The run goes on from the beginning; 0 restarts are left." in said
 
 
+def test_what_begins_again_from_nothing_has_what_it_was_given(tmp_path: Path) -> None:
+    for name in ("data.jsonl", "posted.jsonl", "store.sqlite", "start"):
+        (tmp_path / name).mkdir() if name == "start" else (tmp_path / name).write_text("rows")
+    attempted(tmp_path, LOST, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "posted.jsonl"]
+
+
 def test_what_no_restart_mends_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="has waited"):
         attempted(tmp_path, RunFailed("rollout has waited 1800 s for 1 x a machine with CPU: 1"))

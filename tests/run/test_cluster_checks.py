@@ -22,6 +22,7 @@ from midflight.run.places.checks import check_cluster
 from midflight.run.places.ray import connect
 from midflight.run.places.seat import MONITOR_VARIABLE, Greeting, SeatActor
 from midflight.run.places.seated import Machine
+from midflight.testing.virtual_time import run_virtual
 
 from .fake_cluster import ActorDiedError, FakeCluster
 
@@ -222,12 +223,28 @@ def test_a_machine_without_the_package_is_named_and_so_is_one_that_gives_no_seat
     assert "gives no seat (ActorDiedError: worker died)" in said
 
 
-def test_a_machine_that_does_not_answer_is_not_waited_for_longer_than_it_takes_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "HELLO_SECONDS", 0.05)
-    cluster = FakeCluster(HEAD)
-    cluster.room.clear()
-    (said,) = problems(cluster, config())
-    assert said.startswith("127.0.0.1 did not answer within 0 s")
+def test_a_machine_that_is_slow_to_start_a_seat_is_waited_for_as_long_as_for_any_seat_and_that_is_said() -> None:
+    said = list[str]()
+
+    async def main() -> None:
+        cluster = FakeCluster(HEAD)
+        cluster.room.clear()
+        asyncio.get_running_loop().call_later(1700, cluster.room.set)
+        await check_cluster(cluster, config(), say=said.append)
+
+    run_virtual(main())
+    assert said[:2] == [f"127.0.0.1 did not answer in {passed} s, of 1800 s that cluster.wait_seconds gives" for passed in (30, 60)]
+    assert len(said) == 6
+
+
+def test_a_machine_that_never_answers_is_refused_after_the_time_that_an_option_gives() -> None:
+    async def main() -> None:
+        cluster = FakeCluster(HEAD)
+        cluster.room.clear()
+        await check_cluster(cluster, config("cluster.wait_seconds=40"))
+
+    with pytest.raises(ConfigError, match=r"^127\.0\.0\.1 did not answer within 40 s; .* or raise cluster\.wait_seconds\.$"):
+        run_virtual(main())
 
 
 def test_a_token_that_is_not_there_and_ray_that_is_not_installed_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,13 +13,15 @@ import pytest
 
 from midflight.config import Config, load_config
 from midflight.errors import ConfigError
-from midflight.run.launcher import folder as folders
-from midflight.run.launcher.folder import check_kept, clear, held, kept, prepare
+from midflight.run.launcher import holding as holders
+from midflight.run.launcher.folder import clear, kept, prepare
+from midflight.run.launcher.holding import held
+from midflight.run.launcher.starting import check_kept
 
 HOLDING = """
 import sys, time
 from pathlib import Path
-from midflight.run.launcher.folder import held
+from midflight.run.launcher.holding import held
 with held(Path(sys.argv[1]), print) as lock:
     print("held", flush=True)
     if len(sys.argv) > 2:
@@ -77,13 +79,13 @@ def test_what_is_worth_nothing_is_not_kept_and_a_run_without_checkpoints_cannot_
         check_kept(config_of(tmp_path), resume=True, overwrite=False)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError) as refused:
-        check_kept(config_of(tmp_path), resume=False, overwrite=False, resumable=False)
+        check_kept(config_of(tmp_path), resume=False, overwrite=False, trains=False)
     assert "--overwrite" in str(refused.value) and "--resume" not in str(refused.value)
 
 
 def test_a_model_in_the_folder_is_not_deleted_by_the_run_that_begins_with_it(tmp_path: Path) -> None:
     finished(tmp_path)
-    with pytest.raises(ConfigError, match=r"model\.path.*--overwrite would delete"):
+    with pytest.raises(ConfigError, match=r"model\.path.*would delete, with --overwrite or without"):
         check_kept(config_of(tmp_path, f"model.path={tmp_path / 'model'}"), resume=False, overwrite=True)
 
 
@@ -140,14 +142,14 @@ def test_a_later_process_of_the_same_number_is_not_the_holder(tmp_path: Path) ->
 
 
 def test_a_part_that_outlives_its_launcher_still_holds_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "ENDING_SECONDS", 0.2)
+    monkeypatch.setattr(holders, "ENDING_SECONDS", 0.2)
     with holding(tmp_path, "with a part") as other:
         assert other.stdout is not None
         part = int(other.stdout.readline())
         other.kill()
     with pytest.raises(ConfigError, match=rf"process {other.pid} .*left behind when it ended: process {part}"), held(tmp_path, unheard):
         pass
-    monkeypatch.setattr(folders, "ENDING_SECONDS", 5.0)
+    monkeypatch.setattr(holders, "ENDING_SECONDS", 5.0)
     os.kill(part, signal.SIGKILL)
     with held(tmp_path, lambda _: None):
         pass
@@ -161,3 +163,13 @@ def test_a_folder_that_was_made_for_nothing_is_removed_again(tmp_path: Path) -> 
     with held(tmp_path / "old", unheard):
         pass
     assert (tmp_path / "old").exists()
+
+
+@pytest.mark.parametrize("name", ["store.sqlite", "evaluations.sqlite"])
+def test_a_database_goes_with_the_journal_of_a_killed_writer_which_another_database_would_take_for_its_own(
+    tmp_path: Path, name: str
+) -> None:
+    for suffix in ("", "-journal", "-wal", "-shm"):
+        (tmp_path / f"{name}{suffix}").write_text("of the old run")
+    clear(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -14,18 +14,17 @@ import pytest
 from starlette.applications import Starlette
 from tests.facts import Facts
 from tests.gateway.generating import TOKENIZER, generated
-from tests.loop.joining import Arriving, Joinable, at, model_folder
+from tests.loop.joining import STALL_SECONDS, Arriving, Joinable, at, model_folder
 
 from midflight.config.agents import UntrackedSection
 from midflight.config.sections import Config, EnvironmentSection
 from midflight.errors import EngineRefused, MemberConflict, NoEngine, SentAway, UnknownEngine
 from midflight.models.identity import ModelIdentity
 from midflight.run.api.membership import member_routes
-from midflight.run.rollout.members import FORGET_SECONDS
 from midflight.run.rollout.serving import Serving
 from midflight.testing.script import Script
 from midflight.testing.scripted import CAPABLE
-from midflight.testing.virtual_time import run_virtual
+from midflight.testing.virtual_time import VirtualTimeLoop, run_virtual
 from midflight.types import GenerateRequest, LogprobKind, PauseMode, SamplingParams, Version, WeightManifest
 from midflight.types.facts import EngineJoined, EngineLeft, Rejoined
 from midflight.wire.memory import MemoryTransport
@@ -368,9 +367,9 @@ def test_a_joiner_that_dies_while_it_stages_harms_nobody_and_is_forgotten_when_i
         joiner.die()
         await place.serving.handover.publish(manifest(4))
         assert place.serving.fleet.served_version() == 4 and place.states == {"e0": "serving", "b": "joining"}
-        await asyncio.sleep(FORGET_SECONDS + 10)
+        await asyncio.sleep(STALL_SECONDS + 11)
         assert place.states == {"e0": "serving"}
-        assert place.seen.of(EngineLeft) == [EngineLeft("b", "was out of reach for 60 s", 0)]
+        assert place.seen.of(EngineLeft) == [EngineLeft("b", "was out of reach for 10 s (run.stall_seconds)", 0)]
         joiner.revive()
         await place.put("b", "http://b", again=True)
         await place.until("b", "serving")
@@ -379,10 +378,45 @@ def test_a_joiner_that_dies_while_it_stages_harms_nobody_and_is_forgotten_when_i
     in_a_place(tmp_path, main)
 
 
+def test_one_that_says_where_it_is_stays_a_member_however_long_its_connection_takes(tmp_path: Path) -> None:
+    async def main(place: Place) -> None:
+        joiner = place.arrive("http://b")
+        await place.put("b", "http://b")
+        await place.until("b", "serving")
+        joiner.die()
+        for _ in range(60):
+            await asyncio.sleep(5)
+            assert await place.put("b", "http://b", again=True) == "quarantined"
+        joiner.revive()
+        await asyncio.sleep(5)
+        assert place.states["b"] == "serving"
+        assert not place.seen.of(EngineLeft)
+
+    in_a_place(tmp_path, main)
+
+
+def test_time_in_which_the_gateway_stood_still_itself_is_nobodys_absence(tmp_path: Path) -> None:
+    async def main(place: Place) -> None:
+        joiner = place.arrive("http://b")
+        await place.put("b", "http://b")
+        await place.until("b", "serving")
+        joiner.die()
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        loop.block(300)
+        await asyncio.sleep(STALL_SECONDS - 1)
+        joiner.revive()
+        await asyncio.sleep(5)
+        assert place.states["b"] == "serving"
+        assert not place.seen.of(EngineLeft)
+
+    in_a_place(tmp_path, main)
+
+
 def test_one_that_the_run_was_started_with_is_never_forgotten(tmp_path: Path) -> None:
     async def main(place: Place) -> None:
         place.first[1].die()
-        await asyncio.sleep(3 * FORGET_SECONDS)
+        await asyncio.sleep(10 * STALL_SECONDS)
         assert place.states == {"e0": "serving", "e1": "quarantined"}
 
     in_a_place(tmp_path, main, num_first=2)

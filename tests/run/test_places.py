@@ -417,6 +417,23 @@ def test_a_process_that_nobody_hears_any_more_ends_because_its_run_may_go_on_els
     run(main)
 
 
+def test_a_seat_says_that_its_process_is_stopped(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with on_cluster(FakeCluster()) as places, asyncio.TaskGroup() as hearing:
+            place = await places.take(ProcessKind.ENGINE)
+            async with started(place, tmp_path, "stay") as child:
+                heard = hearing.create_task(words(child))
+                while child.state not in "SR":
+                    await asyncio.sleep(0.01)
+                child.signal(signal.SIGSTOP)
+                while child.state != "T":
+                    await asyncio.sleep(0.01)
+                child.signal(signal.SIGKILL)
+                await heard
+
+    run(main)
+
+
 def test_an_engines_seat_that_is_told_to_end_says_so_once_and_goes_on(tmp_path: Path) -> None:
     async def main() -> None:
         async with on_cluster(FakeCluster()) as places:
@@ -502,4 +519,4 @@ def test_a_run_on_this_machine_imports_nothing_of_a_cluster() -> None:
     code = "import sys, midflight.run.launcher.launch; print(*(n for n in sys.modules if n.split('.')[0] == 'ray' or 'places' in n))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     ours = "midflight.run.places"
-    assert set(done.stdout.split()) == {ours, f"{ours}.port", f"{ours}.process", f"{ours}.local"}
+    assert set(done.stdout.split()) == {ours, f"{ours}.port", f"{ours}.process", f"{ours}.local", f"{ours}.vitals"}

@@ -35,6 +35,14 @@ def test_a_signal_does_not_take_the_exit_status_from_whoever_waits_for_it(tmp_pa
     assert asyncio.run(main()) == -signal.SIGKILL
 
 
+def test_a_death_says_whether_somebody_outside_has_killed_the_part(tmp_path: Path) -> None:
+    child = LocalChild(ProcessKind.ENGINE, "engine0", log=tmp_path / "log", environ={})
+    killed = {-signal.SIGKILL: True, -signal.SIGTERM: True, 143: True, -signal.SIGSEGV: False, 1: False}
+    assert {status: child.died(status).was_killed for status in killed} == killed
+    child.condemn("engine0 hangs")
+    assert not child.died(-signal.SIGKILL).was_killed, "the launcher has"
+
+
 def test_a_part_whose_log_is_on_a_full_disk_still_says_why_it_ended() -> None:
     async def main() -> list[Message]:
         child = LocalChild(ProcessKind.ROLLOUT, "rollout", log=Path("/dev/full"), environ={}, arguments=["no_such_module:solve"])

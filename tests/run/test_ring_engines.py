@@ -15,8 +15,10 @@ from midflight.config.load import load_config
 from midflight.errors import RunFailed
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.engines import Access, EnginePart, Engines
-from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, ProcessKind, Restarted, Spec
+from midflight.run.launcher.killed import MAX_KILLED
+from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, ProcessKind, Restarted, Spec, Words
 from midflight.run.places.port import PartFailed, Wants
+from midflight.testing.virtual_time import run_virtual
 
 ACCESS = Access("http://10.0.0.1:80", "control", "engine", "segment")
 
@@ -49,9 +51,9 @@ class Life:
         self.part, self.killed = part, False
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def die(self, *, machine: bool = False) -> None:
+    def die(self, *, machine: bool = False, was_killed: bool = False) -> None:
         self.part.place.lost = machine  # pyright: ignore[reportAttributeAccessIssue]
-        self.end.set_exception(PartFailed(f"{self.part.name} died", part=self.part.name))
+        self.end.set_exception(PartFailed(f"{self.part.name} died", part=self.part.name, was_killed=was_killed))
 
     def signal(self, number: signal.Signals) -> None:
         assert number is signal.SIGKILL
@@ -64,7 +66,7 @@ class Life:
 class Site:
     """Engines on a cluster that has `room` for so many."""
 
-    def __init__(self, *options: str, room: int, access: Access = ACCESS) -> None:
+    def __init__(self, *options: str, room: int, access: Access = ACCESS, holds: bool = False) -> None:
         self.room = asyncio.Semaphore(room)
         self.refusals: list[Exception] = []
         self.spots: list[Spot] = []
@@ -74,6 +76,9 @@ class Site:
         self.said: list[Message] = []
         self.announced: list[str] = []
         self.serving = set[str]()
+        self.loading = set[str]()
+        """Engines that do not come up."""
+        self.budgets = Budgets(1)
         config = load_config(None, ["cluster.kind=ray", *options])
         site = self
 
@@ -83,11 +88,13 @@ class Site:
 
         self.engines = Watched(
             *(config, self, access),  # pyright: ignore[reportArgumentType]
-            budgets=Budgets(1),
+            budgets=self.budgets,
             serving=self.serving,
             say=self.said.append,
             start=self._start,  # pyright: ignore[reportArgumentType]
             follow=self._follow,  # pyright: ignore[reportArgumentType]
+            memory=lambda: "There are 2.0 GB.",
+            holds=holds,
         )
 
     async def take(self, part: ProcessKind, *, for_ever: bool = False, wants: Wants | None = None) -> Spot:
@@ -106,8 +113,13 @@ class Site:
         told = spec(ModelReady("first", 0))
         assert isinstance(told, EngineSpec) and told.name == life.part.name
         self.specs.append(told)
-        self.serving.add(life.part.name)
+        if life.part.name not in self.loading:
+            self.serving.add(life.part.name)
+            self.engines.came_up(life.part.name)
         await life.end
+
+    def newest(self, engine: str) -> Life:
+        return next(life for life in reversed(self.lives) if life.part.name == engine)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -270,7 +282,7 @@ def test_an_engine_that_is_trained_does_not_wait_for_its_restarts_while_only_one
         for _ in range(2):
             await settle()
             site.serving.discard("engine0")
-            next(life for life in reversed(site.lives) if life.part.name == "engine0").die()
+            site.newest("engine0").die()
         with pytest.raises(PartFailed, match="engine0 died"):
             await first
         second.cancel()
@@ -286,7 +298,7 @@ class SpentOnce:
     def of(self, part: str) -> SpentOnce:
         return self
 
-    def spend(self, now: float) -> float | None:
+    def spend(self, now: float, *, counts: bool) -> float | None:
         self.spent, before = True, self.spent
         return 0.0 if before else None
 
@@ -350,3 +362,160 @@ def test_a_teacher_whose_machine_is_lost_ends_the_attempt_for_its_address_is_tol
         tasks[0].cancel()
 
     run(main)
+
+
+def test_the_run_goes_on_while_an_engine_that_may_come_up_is_being_started_and_ends_when_none_is_left() -> None:
+    """The first has spent its restarts while the second loads its model."""
+
+    async def main() -> None:
+        site = Site("engine.count=2", room=2)
+        tasks = [asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True)]
+        await asyncio.sleep(1)
+        site.loading.add("engine1")
+        site.newest("engine1").die()
+        await asyncio.sleep(1)
+        for _ in range(2):
+            site.newest("engine0").die()
+            await asyncio.sleep(1)
+        assert "Its restarts are spent; engine1 is being started, and requests wait for that." in site.said[-1].error  # type: ignore[union-attr]
+        await asyncio.sleep(40)
+        waits = "no engine has served for 30 s: requests wait for engine0, which is being started. Its log is logs/engine0.log in "
+        assert not any(task.done() for task in tasks) and any(isinstance(one, Words) and waits in one.text for one in site.said)
+        site.newest("engine1").die()
+        with pytest.raises(PartFailed, match="engine1 died"):
+            await tasks[1]
+        tasks[0].cancel()
+        await asyncio.wait([tasks[0]])
+
+    run_virtual(main())
+
+
+async def killed_at_each_start(site: Site, *engines: str, number: int) -> None:
+    """They die in turn, each as soon as it is started."""
+    for _ in range(number):
+        await asyncio.sleep(31)
+        for engine in engines:
+            site.newest(engine).die(was_killed=True)
+    await settle()
+
+
+def test_a_run_ends_with_the_remedy_when_no_engine_comes_up_because_each_start_is_killed() -> None:
+    async def main() -> None:
+        site = Site("engine.count=2", room=2)
+        site.loading |= {"engine0", "engine1"}
+        tasks = [asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True)]
+        await killed_at_each_start(site, "engine0", "engine1", number=MAX_KILLED - 1)
+        assert not any(task.done() for task in tasks)
+        await killed_at_each_start(site, "engine0", number=1)
+        assert not any(task.done() for task in tasks), "the other may come up"
+        site.newest("engine1").die(was_killed=True)
+        with pytest.raises(RunFailed, match=r"no engine could be started.*engine0 and engine1.*10 times.*There are 2.0 GB") as failed:
+            await tasks[1]
+        assert not isinstance(failed.value, PartFailed), "what a new ring would do as well"
+        tasks[0].cancel()
+        await asyncio.wait([tasks[0]])
+
+    run_virtual(main())
+
+
+def test_a_run_goes_on_while_one_engine_works_however_often_another_is_killed_as_it_starts() -> None:
+    async def main() -> None:
+        site = Site("engine.count=2", room=2)
+        site.loading.add("engine1")
+        tasks = [asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True)]
+        await killed_at_each_start(site, "engine1", number=3 * MAX_KILLED)
+        assert not any(task.done() for task in tasks)
+        site.loading.add("engine0")
+        site.newest("engine0").die()
+        await killed_at_each_start(site, "engine0", "engine1", number=MAX_KILLED - 1)
+        assert not any(task.done() for task in tasks), "what was killed while another worked does not count"
+        site.loading.clear()
+        await asyncio.sleep(31)
+        assert site.serving == {"engine0", "engine1"}
+        for engine in ("engine0", "engine1"):
+            site.loading.add(engine)
+            site.budgets.of(engine).earn()
+            site.newest(engine).die()
+        await killed_at_each_start(site, "engine0", "engine1", number=MAX_KILLED - 1)
+        for task in tasks:
+            assert not task.done(), "both came up in between"
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    run_virtual(main())
+
+
+def test_a_teacher_that_is_killed_at_each_start_ends_the_run_though_engines_work() -> None:
+    async def main() -> None:
+        site = Site(room=2)
+        site.engines._config = site.engines._config.model_copy(
+            update={"distillation": site.engines._config.distillation.model_copy(update={"teacher": "folder"})}
+        )
+        site.loading.add(TEACHER)
+        engine, teacher = (asyncio.ensure_future(one) for one in await site.engines.take(with_teacher=True))
+        await killed_at_each_start(site, TEACHER, number=MAX_KILLED)
+        with pytest.raises(RunFailed, match="teacher could not be started"):
+            await teacher
+        engine.cancel()
+        await asyncio.wait([engine])
+
+    run_virtual(main())
+
+
+def test_what_serves_holds_its_requests_however_often_an_engine_is_killed_as_it_starts() -> None:
+    async def main() -> None:
+        site = Site(room=1, holds=True)
+        (kept,) = await site.engines.take(with_teacher=True)
+        task = asyncio.ensure_future(kept)
+        site.loading.add("engine0")
+        await killed_at_each_start(site, "engine0", number=MAX_KILLED + 1)
+        site.loading.clear()
+        await asyncio.sleep(31)
+        assert len(site.lives) == MAX_KILLED + 2 and "engine0" in site.serving and not task.done()
+        restarts = [said for said in site.said if isinstance(said, Restarted)]
+        assert [said.seconds for said in restarts] == [0.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 6]
+        told = [number for number, said in enumerate(restarts, start=1) if "There are 2.0 GB" in said.error]
+        assert told == [2, 4, 8] and "engine0 was killed 4 times in a row while it started" in restarts[3].error
+        waits = [said.text.partition(":")[0] for said in site.said if isinstance(said, Words)]
+        assert waits == [f"no engine has served for {since}" for since in ("30 s", "1 min 30 s", "3 min 30 s")]
+        await asyncio.sleep(1000)
+        assert len([said for said in site.said if isinstance(said, Words)]) == len(waits), "it serves, and nothing waits for it"
+        task.cancel()
+        await asyncio.wait([task])
+
+    run_virtual(main())
+
+
+def test_an_engine_that_dies_as_often_as_it_has_worked_is_started_again_and_one_that_never_works_ends_the_run() -> None:
+    async def main() -> None:
+        site = Site(room=1)
+        (kept,) = await site.engines.take(with_teacher=True)
+        task = asyncio.ensure_future(kept)
+        for _ in range(5):
+            await asyncio.sleep(31)
+            site.budgets.of("engine0").earn()
+            site.newest("engine0").die(was_killed=True)
+        await asyncio.sleep(31)
+        site.newest("engine0").die(was_killed=True)
+        with pytest.raises(PartFailed, match="engine0 died"):
+            await task
+        assert len(site.lives) == 6
+
+    run_virtual(main())
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_run_with_its_error() -> None:
+    async def main() -> None:
+        site = Site("engine.count=2", room=2)
+        site.loading |= {"engine0", "engine1"}
+        tasks = [asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True)]
+        await asyncio.sleep(1)
+        for _ in range(2):
+            for engine in ("engine0", "engine1"):
+                site.newest(engine).die()
+            await asyncio.sleep(1)
+        assert tasks[1].done() and str(tasks[1].exception()) == "engine1 died" and len(site.lives) == 4
+        tasks[0].cancel()
+        await asyncio.wait([tasks[0]])
+
+    run_virtual(main())

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from tests.facts import Facts
 from tests.gateway.offered import RecordingControl, ScriptedGenerator, make_gateway
 
+from midflight.config.bounds import rollout_bound
 from midflight.config.sections import Config
 from midflight.environments.agents import hide_secrets
 from midflight.environments.claimed import Claimed
@@ -128,7 +130,9 @@ async def site(
     owned = OwnedSessions(gateway, session_seconds=100.0)
     sessions = SessionRoutes(gateway, owned, token=TOKEN, sampling=SamplingParams(max_tokens=8), served=lambda: 5, board=environment.board)
     trainer = TrainerRoutes(service, token=TOKEN, model=model, start_version=0, served=lambda: 1, finished=finished.set)
-    info = info_route(Config(), purpose="rollouts", model="/model", max_context=256, served=lambda: 1, token=TOKEN)
+    made = Config()
+    bound = partial(rollout_bound, made.environment)
+    info = info_route(made, purpose="rollouts", model="/model", max_context=256, served=lambda: 1, bound=bound, token=TOKEN)
     posting = tasks_route(service.post, token=TOKEN)
     app = build_app(gateway, RecordingControl(), control_token=TOKEN, extra_routes=[info, *sessions.routes(), *trainer.routes(), posting])
     async with asyncio.TaskGroup() as tasks, httpx2.AsyncClient(transport=MemoryTransport(app, tasks), base_url="http://here:1") as http:

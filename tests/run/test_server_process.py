@@ -24,7 +24,9 @@ from midflight.errors import ConfigError, RunFailed
 from midflight.run.engine import companion
 from midflight.run.engine.companion import attached, check_interpreter, reserve_port, started
 from midflight.run.heart import Heart
-from midflight.run.parts import TOKEN_VARIABLE, EngineSpec, ServerLost
+from midflight.run.launcher.child import failure_of
+from midflight.run.parts import TOKEN_VARIABLE, EngineSpec, ServerLost, Verdict
+from midflight.run.places.port import PartFailed, error_of
 from midflight.run.scratch import segment_name
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.weights.transports.files import SHARED
@@ -152,7 +154,15 @@ def test_a_server_that_does_not_start_is_an_error_with_the_end_of_its_log(config
         asyncio.run(main())
 
 
-def test_a_server_that_never_answers_is_an_error_at_the_deadline_and_is_ended(
+def test_a_server_that_loads_for_three_times_the_bound_comes_up(config: Callable[..., Config], model: Path) -> None:
+    async def main() -> None:
+        async with started(config("--load=3", seconds=1), model, name="engine0", version=0):
+            pass
+
+    asyncio.run(main())
+
+
+def test_a_server_that_never_answers_and_does_nothing_is_an_error_and_is_ended(
     config: Callable[..., Config], model: Path, tmp_path: Path
 ) -> None:
     async def main() -> None:
@@ -160,10 +170,34 @@ def test_a_server_that_never_answers_is_an_error_at_the_deadline_and_is_ended(
             raise AssertionError("it came up")
 
     began = time.monotonic()
-    with pytest.raises(ServerLost, match=r"no answer from http://127\.0\.0\.1:\d+/health within 1 s; raise engine\.start_seconds"):
+    with pytest.raises(
+        ServerLost, match=r"no answer from http://127\.0\.0\.1:\d+/health, and it took no processor .* 1 s; raise engine\.start_seconds"
+    ):
         asyncio.run(main())
     assert time.monotonic() - began < 4
     assert gone(told(tmp_path, "process"), seconds=2)
+
+
+def test_a_server_that_is_killed_while_it_starts_is_lost_and_not_to_blame(
+    config: Callable[..., Config], model: Path, tmp_path: Path
+) -> None:
+    async def kill() -> None:
+        log = tmp_path / "run" / "logs" / "engine0.server.log"
+        while not (log.exists() and told(tmp_path, "process")):
+            await asyncio.sleep(0.01)
+        os.kill(told(tmp_path, "process")[0], signal.SIGKILL)
+
+    async def main() -> None:
+        killing = asyncio.create_task(kill())
+        async with started(config("--hang"), model, name="engine0", version=0):
+            raise AssertionError("it came up")
+        await killing
+
+    with pytest.raises(ServerLost, match="engine0's server ended with signal 9") as caught:
+        asyncio.run(main())
+    assert failure_of(caught.value).verdict is Verdict.KILLED
+    failure = error_of("engine0", failure_of(caught.value))
+    assert isinstance(failure, PartFailed) and failure.was_killed
 
 
 def test_the_death_of_a_server_that_has_served_is_told_with_the_log_of_this_start_only(config: Callable[..., Config], model: Path) -> None:

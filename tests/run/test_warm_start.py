@@ -116,6 +116,15 @@ def test_a_model_learns_the_form_of_a_conversation_until_the_accuracy_is_reached
     assert told[-1].accuracy is not None and told[-1].accuracy >= 0.9 and told[-1].step < 200
 
 
+def test_a_step_learns_from_as_many_answers_as_the_option_says(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_context": 64}
+    model = make_model(vocab_size=262, seed=0, dtype="float32", **sizes)
+    config = load_config(None, ["warm_start.data=c.jsonl", "warm_start.max_steps=3", "warm_start.examples_per_step=5"])
+    examples = iter([((i,), (i + 1,)) for i in range(100)])
+    asyncio.run(warm_start(model, Lessons(tokenizer, examples, []), config, lambda told: None))
+    assert next(examples) == ((15,), (16,)), "three steps of five"
+
+
 @pytest.mark.parametrize(("target", "asked"), [(0.9, SCREENED), (0.1, 100)])
 def test_where_the_first_examples_are_far_below_the_target_the_others_are_not_tried(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, target: float, asked: int

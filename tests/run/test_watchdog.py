@@ -6,6 +6,8 @@ import asyncio
 import os
 import time
 
+import msgspec
+
 from midflight.run.heart import ENDLESS, Absence, Beat, Doing, Heart, Situation
 from midflight.run.launcher.budgets import REPLENISH_SECONDS, Budget, Budgets
 from midflight.run.launcher.watchdog import Hung, Vitals, Watchdog, vitals_of
@@ -23,9 +25,13 @@ class Ring:
         self.cpu = dict.fromkeys(parts, 0.0)
         self.beats = {name: Beat(self.now) for name in parts}
         self.silent, self.blocked, self.computing = set[str](), set[str](), set[str]()
+        self.num_bytes = dict.fromkeys(parts, 0)
+        self.reading = set[str]()
         names = list(parts)
         self.dog = Watchdog(
-            stall_seconds=STALL, vitals=lambda pid: Vitals(self.states[names[pid]], self.cpu[names[pid]]), clock=lambda: self.now
+            stall_seconds=STALL,
+            vitals=lambda pid: Vitals(self.states[names[pid]], self.cpu[names[pid]], self.num_bytes[names[pid]]),
+            clock=lambda: self.now,
         )
         for pid, name in enumerate(names):
             self.dog.begin(name, pid)
@@ -40,9 +46,10 @@ class Ring:
             self.now += 1
             for name, beat in self.beats.items():
                 self.cpu[name] += 1.0 if name in self.computing else 0.0
+                self.num_bytes[name] += 1_000_000 if name in self.reading else 500
                 if name not in self.silent:
                     turned = beat.turned if name in self.blocked else self.now
-                    self.dog.hear(name, Beat(turned, beat.doing, beat.absences))
+                    self.dog.hear(name, Beat(turned, beat.doing, beat.absences, cpu_seconds=beat.cpu_seconds))
             found.extend(self.dog.look())
         return found
 
@@ -126,6 +133,95 @@ def test_an_engine_that_stays_in_quarantine_is_named_with_the_reason_and_given_t
     assert not ring.pass_time(9) and ring.pass_time(1)
 
 
+def test_a_gateway_that_is_blocked_or_stopped_knows_nothing_of_engines_any_more() -> None:
+    for fault in ("blocked", "silent"):
+        ring = Ring("rollout", "engine0")
+        ring.dog.ready("engine0")
+        ring.does("rollout", absences=(Absence("engine0", ring.now, "this gateway was started again"),))
+        ring.pass_time(5)
+        ring.beats["rollout"] = Beat(ring.now, (), ring.beats["rollout"].absences)
+        getattr(ring, fault).add("rollout")
+        assert {hung.name for hung in ring.pass_time(30)} == {"rollout"}
+
+
+def test_workers_are_watched_and_who_waits_for_one_says_so() -> None:
+    ring = Ring("trainer", "rollout", "worker0", "engine0")
+    ring.does("trainer", doing("waits for groups of version 3", whom="rollout"))
+    ring.does("rollout", doing("admission waits for trainer", whom="trainer"), doing("rollout 0-0-0 waits for worker0", whom="worker0"))
+    ring.pass_time(int(STALL))
+    assert ring.dog.due() and ring.dog.standstill() == "nothing has moved for 10 s: trainer waits for rollout, which waits for worker0"
+    (hung,) = ring.pass_time(2)
+    assert hung.name == "worker0" and "the others wait for worker0" in hung.why
+
+
+def test_a_part_that_is_not_there_is_in_the_report_too() -> None:
+    ring = Ring("trainer", "worker0")
+    ring.pass_time(1)
+    ring.dog.end("worker0")
+    ring.pass_time(3)
+    assert "worker0: ended 3 s ago, and has not begun again" in ring.dog.report()
+    ring.dog.begin("worker0", 1)
+    assert "ended" not in ring.dog.report()
+
+
+def test_a_loop_that_an_agent_holds_is_not_the_launchers_to_judge_but_one_that_nobody_is_known_to_hold_is() -> None:
+    ring = Ring("worker0")
+    ring.blocked.add("worker0")
+    ring.does("worker0", doing("is blocked by the agent of 0-0-0", holds_loop=True))
+    assert not ring.pass_time(300)
+    ring.silent.add("worker0")
+    assert "was not heard of" in ring.pass_time(int(STALL))[0].why, "of the whole process it is"
+
+
+def test_what_the_rollout_process_asks_for_is_done_and_a_worker_that_is_stopped_is_said_to_be() -> None:
+    ring = Ring("worker0")
+    ring.dog.condemn("worker0", "its connection is lost")
+    assert [hung.why for hung in ring.pass_time(1)] == ["its connection is lost"]
+    ring.states["worker0"] = "T"
+    assert [hung.stopped for hung in ring.pass_time(1)] == [True]
+
+
+def test_a_worker_on_another_machine_is_stopped_when_that_machine_says_so() -> None:
+    ring = Ring()
+    ring.dog.begin("worker0", None)
+    ring.dog.see("worker0", "S")
+    ring.dog.hear("worker0", Beat(5.0, at=5.0))
+    ring.dog.see("worker0", "T")
+    assert not ring.pass_time(9)
+    (hung,) = ring.pass_time(1)
+    assert hung.stopped and "worker0 is stopped (SIGSTOP)" in hung.why
+
+
+def test_beats_that_come_late_because_the_machine_is_busy_move_the_bound_by_as_much() -> None:
+    ring = Ring("trainer", "engine0", "worker0")
+    late = {"trainer": 6, "engine0": 5, "worker0": 4}
+    for second in range(1, 200):
+        ring.now += 1
+        for name, seconds in late.items():
+            if second % (seconds + 1) == 0:
+                ring.dog.hear(name, Beat(ring.now))
+        assert not ring.dog.look()
+    ring.silent.update(late)
+    silences: dict[str, str] = {}
+    for hung in ring.pass_time(40):
+        silences.setdefault(hung.name, hung.why)
+    for name, seconds in late.items():
+        assert f"{name} was not heard of for {STALL + seconds:.0f} s" in silences[name]
+
+
+def test_a_launcher_that_looks_late_all_the_time_still_finds_who_is_stopped() -> None:
+    """An earlier one excused everybody after each late look, and so found nobody for as long as the machine was busy."""
+    ring = Ring("trainer", "worker0")
+    ring.silent.add("worker0")
+    ring.states["worker0"] = "T"
+    found: list[Hung] = []
+    while not found and ring.now < 1100:
+        ring.now += 3
+        ring.dog.hear("trainer", Beat(ring.now))
+        found = [*ring.dog.look()]
+    assert [hung.name for hung in found] == ["worker0"] and ring.now - 1000 <= STALL + 2 + 3
+
+
 def test_when_nothing_moves_the_report_says_who_waits_and_the_last_of_them_is_to_blame() -> None:
     ring = Ring("trainer", "rollout", "engine0")
     ring.does("trainer", doing("waits for the batch of version 3", whom="rollout"))
@@ -154,11 +250,39 @@ def test_a_trainer_of_somebody_else_may_take_its_time() -> None:
     assert ring.dog.due()
 
 
-def test_a_step_for_which_others_compile_is_given_its_limit() -> None:
+def test_a_step_for_which_processes_below_compile_lasts_as_long_as_they_do() -> None:
+    """Only the beat tells of them."""
     ring = Ring("trainer")
-    ring.does("trainer", doing("makes version 1", limit=100.0, computes=True))
-    assert not ring.pass_time(99)
-    assert ring.pass_time(1)
+    ring.does("trainer", doing("makes version 1", computes=True))
+    for second in range(3600):
+        ring.beats["trainer"] = msgspec.structs.replace(ring.beats["trainer"], cpu_seconds=float(second))
+        assert not ring.pass_time(1)
+    (hung,) = ring.pass_time(int(STALL) + 4)[:1]
+    assert "makes version 1 and took no processor time" in hung.why
+
+
+def test_what_may_hold_the_interpreter_may_do_so_for_as_long_as_it_computes_or_reads() -> None:
+    for moving in ("computing", "reading"):
+        ring = Ring("engine0")
+        ring.does("engine0", doing("loads its model", limit=30.0, heavy=True, computes=True))
+        assert not ring.pass_time(1)
+        ring.silent.add("engine0")
+        getattr(ring, moving).add("engine0")
+        assert not ring.pass_time(3600)
+        getattr(ring, moving).clear()
+        (hung,) = ring.pass_time(int(STALL) + 4)[:1]
+        assert hung.name == "engine0"
+
+
+def test_a_model_that_is_read_from_a_slow_disk_is_waited_for_beyond_its_limit_and_one_that_is_not_read_is_found() -> None:
+    ring = Ring("rollout", "engine0")
+    ring.does("rollout", doing("attaches engine0", whom="engine0"))
+    ring.does("engine0", doing("loads its model", limit=100.0, computes=True, heavy=True))
+    ring.reading.add("engine0")
+    assert not ring.pass_time(5000)
+    ring.reading.clear()
+    (found, *_) = ring.pass_time(int(STALL) + 3)
+    assert found.name == "engine0" and "loads its model and took no processor time" in found.why
 
 
 def test_progress_ends_a_standstill() -> None:
@@ -196,6 +320,31 @@ def test_a_restart_that_was_spent_comes_back_and_each_in_a_row_waits_longer() ->
     assert budget.left(REPLENISH_SECONDS) == 1 and budget.spend(REPLENISH_SECONDS) == 4.0
     assert budget.left(10 * REPLENISH_SECONDS) == 3 and budget.spend(10 * REPLENISH_SECONDS) == 0.0
     assert Budget(0).spend(5.0) is None
+
+
+def test_a_part_that_has_worked_since_its_last_start_has_all_its_restarts_again_and_waits_no_less() -> None:
+    budget = Budget(1)
+    waits: list[float | None] = []
+    for second in range(8):
+        waits.append(budget.spend(float(second)))
+        budget.earn()
+    assert waits == [0.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+    assert [budget.spend(8.0), budget.spend(9.0)] == [30.0, None]
+
+
+def test_a_death_that_does_not_count_takes_no_restart_and_has_the_next_one_wait_longer() -> None:
+    budget = Budget(1)
+    assert [budget.spend(float(second), counts=False) for second in range(3)] == [0.0, 2.0, 4.0]
+    assert budget.left(3.0) == 1
+    assert [budget.spend(3.0), budget.spend(4.0)] == [8.0, None]
+    assert budget.spend(5.0, counts=False) == 16.0
+    assert Budget(0).spend(0.0, counts=False) is None, "nothing is to be started again"
+
+
+def test_a_step_is_work_where_the_run_has_never_come_so_far() -> None:
+    """It fails at step 4 again and again, and goes on from step 2 each time."""
+    budgets = Budgets(2)
+    assert [budgets.is_further(step) for step in (0, 1, 2, 3, 3, 2, 3, 2, 3, 4)] == [False, True, True, True, *[False] * 5, True]
 
 
 def test_parts_do_not_spend_each_others_restarts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 import time
@@ -12,22 +13,26 @@ from typing import Any
 
 import pytest
 from starlette.applications import Starlette
+from tests.environments.talking import says
 from tests.environments.test_crew import Recorder, Session
 
+from midflight.config.sections import EnvironmentSection
 from midflight.environments.agents import AgentsHere
+from midflight.environments.conversation import BuiltInLoop
 from midflight.environments.crew import Crew
 from midflight.environments.scoring import Unjudged
 from midflight.errors import AgentFailed, ConfigError, first_error
+from midflight.run.api import worker_wire as wire
 from midflight.run.api.worker_routes import WorkerRoutes
-from midflight.run.heart import Situation
 from midflight.run.parts import PartLost, Ready, WorkerSpec, serve_while
 from midflight.run.worker import worker_process
 from midflight.run.worker.worker_process import LoopWatch, Worker
 from midflight.types import Result, Task
-from midflight.wire.client import HttpClient
+from midflight.wire.client import Answered, HttpClient
 from midflight.wire.server import listen, serve_app
 
 TOKEN = "worker-token-of-the-test"
+CONTROL_TOKEN = "control-token-of-the-test"
 
 
 class Odd(BaseException):
@@ -75,12 +80,17 @@ class Told:
         self.messages.append(message)
 
 
-def with_worker(main: Callable[[Crew], Coroutine[Any, Any, None]], *, token: str = TOKEN, host: Any = None) -> None:
+def with_worker(
+    main: Callable[[Crew], Coroutine[Any, Any, None]], *, token: str = TOKEN, host: Any = None, addresses: list[str] | None = None
+) -> None:
+    """`addresses` gets where the rollout process is reached."""
+
     async def run() -> None:
-        crew = Crew(Recorder())
+        crew = Crew(Recorder(), stall_seconds=120)
         with listen("127.0.0.1", 0) as listener:
             spec = WorkerSpec("worker0", f"http://127.0.0.1:{listener.getsockname()[1]}", token, "{}")
-            app = Starlette(routes=[*WorkerRoutes(crew, token=TOKEN).routes()])
+            (addresses if addresses is not None else []).append(spec.url)
+            app = Starlette(routes=[*WorkerRoutes(crew, token=TOKEN, control_token=CONTROL_TOKEN).routes()])
             agents = host or AgentsHere(agent, client_for=lambda session: None, plain_client_for=lambda session: None)  # type: ignore[arg-type,return-value]
             async with HttpClient(spec.url, lost=PartLost, token=token) as http:
                 worker = Worker(spec.name, agents, http, LoopWatch(spec, asyncio.get_running_loop()), cancels=True)
@@ -166,20 +176,49 @@ def test_a_loop_that_is_busy_with_one_agent_after_the_other_is_not_blocked_by_an
         assert watch._stands(114.5, one) == 0.5
 
 
-def test_an_agent_may_hold_the_loop_for_as_long_as_its_rollout_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_says_which_agents_it_runs_and_that_one_of_them_holds_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "BLOCKED_SECONDS", 0.2)
+    monkeypatch.setattr(worker_process, "LOOK_SECONDS", 0.05)
+    workers, held = list[Worker](), list[str]()
+
     async def main(crew: Crew) -> None:
         (worker,) = workers
-        assert worker.situation(limit=90.0) == Situation()
+        assert worker.situation().doing == () and worker.situation().counters == "0 agents run"
         running = asyncio.ensure_future(outcome(crew, "blocks"))
-        while not worker.situation(limit=90.0).doing:
+        while not worker.situation().doing:
             await asyncio.sleep(0)
-        (doing,) = worker.situation(limit=90.0).doing
-        assert doing.what == "runs agents (1)" and doing.heavy and doing.limit == 90.0 and time.monotonic() - doing.since < 5
-        assert await running == 1.0 and worker.situation(limit=90.0) == Situation()
+        (doing,) = worker.situation().doing
+        assert doing.what == "runs the agent of blocks" and doing.limit is None and time.monotonic() - doing.since < 5
+        assert await running == 1.0 and worker.situation().doing == ()
+        assert held and set(held) == {"is blocked by the agent of blocks"}
+        async with asyncio.timeout(5):
+            while worker._watch.held():
+                await asyncio.sleep(0.01)
 
-    workers: list[Worker] = []
+    def holds(self: LoopWatch, seconds: float, *, made=LoopWatch._holds) -> Any:
+        found = made(self, seconds)
+        held.extend(doing.what for doing in found if doing.holds_loop)
+        return found
+
+    monkeypatch.setattr(LoopWatch, "_holds", holds)
     monkeypatch.setattr(Worker, "__init__", lambda self, *a, made=Worker.__init__, **k: (made(self, *a, **k), workers.append(self))[0])
     with_worker(main)
+
+
+@pytest.mark.parametrize(("token", "status"), [(CONTROL_TOKEN, 200), (TOKEN, 401)])
+def test_that_no_agent_is_to_blame_is_the_launchers_to_say_and_no_agents(token: str, status: int) -> None:
+    async def main(crew: Crew) -> None:
+        running = asyncio.ensure_future(outcome(crew, "swallows"))
+        await outcome(crew, "fine")
+        async with HttpClient(addresses[0], lost=PartLost, token=token) as http:
+            answer = await http.call("POST", wire.SPARED_PATH, wire.encode(wire.WorkerSpared("worker0")))
+        (seat,) = crew._seats.values()
+        assert answer.status == status and seat.spared is (status == 200)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    addresses: list[str] = []
+    with_worker(main, addresses=addresses)
 
 
 def test_without_the_workers_token_nothing_opens() -> None:
@@ -191,6 +230,24 @@ def test_without_the_workers_token_nothing_opens() -> None:
     assert isinstance(first_error(caught.value), PartLost)
 
 
+def test_tools_that_run_in_a_worker_are_told_with_their_limit() -> None:
+    async def post(path: str, body: bytes) -> Answered:
+        asked.append(path)
+        return Answered(200, json.dumps({"choices": [{"message": says("5") if len(asked) > 1 else says("", ("rests", {}))}]}).encode())
+
+    async def main(crew: Crew) -> None:
+        running = asyncio.ensure_future(crew.run(Task("a", "s", {"question": "2 + 3?", "answer": "5"}), Session("a")))
+        async with asyncio.timeout(5):
+            while not crew.tool_seconds("a"):
+                await asyncio.sleep(0.01)
+        ended = await running
+        assert isinstance(ended, Result) and ended.reward == 1.0
+
+    asked: list[str] = []
+    tools, rewards = ["tests.environments.some_tools:rests"], [{"entry": "tests.environments.some_tools:correct"}]
+    with_worker(main, host=BuiltInLoop(EnvironmentSection.model_validate({"tools": tools, "rewards": rewards}), post))
+
+
 class ScoresGroups(AgentsHere):
     """Its agents are scored beside the others of their group."""
 
@@ -200,7 +257,7 @@ class ScoresGroups(AgentsHere):
     async def run(self, task: Task, session: object) -> Unjudged:
         return Unjudged([{"role": "assistant", "content": task.id}], 0, [1], {"f": [1]}, {"m": 2.0}, {"own": None, "short": 0.5})
 
-    async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> list[Result]:
+    async def judge(self, task: Task, attempts: Sequence[Unjudged], *, name: str) -> list[Result]:
         if task.id == "broken":
             raise LookupError("no judge")
         best = max(str(attempt.messages[-1]["content"]) for attempt in attempts)
@@ -214,9 +271,9 @@ def test_attempts_of_a_group_come_back_whole_and_are_scored_together_in_a_worker
     async def main(crew: Crew) -> None:
         attempts = [await crew.run(Task(name, "s", {}), Session(name)) for name in ("a", "b")]
         assert attempts[0] == Unjudged([{"role": "assistant", "content": "a"}], 0, [1], {"f": [1]}, {"m": 2.0}, {"own": None, "short": 0.5})
-        found = await crew.judge(Task("a", "s", {}), attempts)  # type: ignore[arg-type]
+        found = await crew.judge(Task("a", "s", {}), attempts, name="g")  # type: ignore[arg-type]
         assert found == [Result(reward, {"short": 0.5}, {"m": 2.0}, (), {"f": [1]}) for reward in (0.0, 1.0)]
         with pytest.raises(AgentFailed, match="LookupError: no judge"):
-            await crew.judge(Task("broken", "s", {}), attempts)  # type: ignore[arg-type]
+            await crew.judge(Task("broken", "s", {}), attempts, name="h")  # type: ignore[arg-type]
 
     with_worker(main, host=ScoresGroups())

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -307,3 +310,50 @@ def test_the_loop_stops_without_work():
     loop.run_forever()
     assert loop.time() == 0.0
     loop.close()
+
+
+async def in_own_thread(work: Callable[[], object]) -> None:
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def run() -> None:
+        work()
+        with suppress(RuntimeError):  # the loop may have ended meanwhile
+            loop.call_soon_threadsafe(done.set)
+
+    threading.Thread(target=run, daemon=True).start()
+    await done.wait()
+
+
+def test_time_stands_while_a_thread_computes_and_passes_while_one_waits():
+    held = threading.Event()
+
+    def computes() -> None:
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            sum(range(100))
+
+    async def main() -> list[float]:
+        loop, at = asyncio.get_running_loop(), []
+        try:
+            async with asyncio.timeout(3):
+                await in_own_thread(computes)
+            at.append(loop.time())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(3):
+                    await in_own_thread(held.wait)
+            at.append(loop.time())
+            await in_own_thread(computes)
+        finally:
+            held.set()
+        return [*at, loop.time()]
+
+    assert run_virtual(main) == [0.0, 3.0, 3.0]
+
+
+def test_a_run_that_waits_for_a_thread_that_waits_is_a_hang():
+    held = threading.Event()
+    try:
+        with pytest.raises(Hang):
+            run_virtual(lambda: in_own_thread(held.wait))
+    finally:
+        held.set()

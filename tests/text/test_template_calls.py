@@ -114,3 +114,42 @@ def test_conversations_without_tools_are_written_as_plain_turns() -> None:
     expected = "<|system|>s<|end|><|user|>u<|end|><|assistant|>a<|end|><|assistant|>"
     for tools in (None, []):
         assert scripted_tokenizer().render(chat, tools=tools, add_generation_prompt=True) == expected
+
+
+# --- Templates that leave tools and calls out -------------------------------------------------------------------------
+
+CHATML = "{% for m in messages %}{{ '<' ~ m.role ~ '>' ~ m.content ~ '</>' }}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+LISTED = (
+    'Tools, one JSON object a line:\n<tools>\n{"type": "function", "function": {"name": "clock", "description": "", "parameters": {}}}\n</tools>\n'
+    'To call one, write:\n<tool_call>\n{"name": its name, "arguments": an object}\n</tool_call>'
+)
+USER: Message = {"role": "user", "content": "u"}
+
+
+def test_calls_that_a_template_would_leave_out_stand_in_the_content_as_they_are_read() -> None:
+    tokenizer = model(CHATML)
+    said = 'I see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslö", "days": 2}}\n</tool_call>\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    chat: list[Message] = [USER, asked(OSLO, call("clock", "{}"), content="I see."), ANSWER]
+    assert tokenizer.render(chat, add_generation_prompt=True) == f"<user>u</><assistant>{said}</><tool>rain</><assistant>"
+    read = MessageFormat(tokenizer).parse(said, None, calls=True)
+    assert [(c.name, json.loads(c.arguments)) for c in read.tool_calls] == [("weather", {"city": "Oslö", "days": 2}), ("clock", {})]
+
+
+def test_tools_that_a_template_would_leave_out_are_listed_in_the_system_message() -> None:
+    tokenizer, tools = model(CHATML), [CLOCK.as_json()]
+    assert tokenizer.render([USER], tools=tools) == f"<system>{LISTED}</><user>u</>"
+    assert tokenizer.render([{"role": "system", "content": "s"}, USER], tools=tools) == f"<system>s\n\n{LISTED}</><user>u</>"
+    assert tokenizer.render([USER], tools=tools, options={"list_tools": False}) == "<user>u</>"
+    assert tokenizer.render([USER]) == tokenizer.render([USER], tools=[]) == "<user>u</>"
+
+
+@pytest.mark.parametrize("template", [LLAMA, MISTRAL, CODER, QWEN])
+def test_a_template_that_writes_calls_itself_is_left_alone(template: str) -> None:
+    assert "Tools, one JSON object a line" not in model(template).render([USER], tools=[CLOCK.as_json()])
+    assert model(template).render([asked(OSLO)]).count("weather") == 1
+
+
+@pytest.mark.parametrize("sent", [[7], [{"function": "f"}], [{"function": {"name": "f", "arguments": "no JSON"}}], "f", None])
+def test_calls_of_any_shape_can_be_written(sent: object) -> None:
+    message: Message = {"role": "assistant", "content": None, "tool_calls": sent}  # pyright: ignore[reportAssignmentType]
+    assert model(CHATML).render([message]).startswith("<assistant>")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -59,6 +60,21 @@ def test_a_run_is_followed_and_neither_a_failing_nor_a_hanging_tracker_hurts_ano
     assert len([words for words in said if "Fails failed: ConnectionError: no route to the service at step 1" in words]) == 1
     assert len([words for words in said if "Leaves" in words]) == 1 and "Hangs" in said[-1] and "were ended" in said[-1] and len(said) == 3
     assert (tmp_path / "logs" / "trackers.log").read_text().count("ConnectionError: no route") == 4, "all of them are in the log"
+
+
+def test_i9_trackers_that_are_stopped_hold_nobody_up_and_are_named_at_the_end(tmp_path: Path) -> None:
+    configure(tmp_path, f"{OWN}:Notes")
+    write(tmp_path, step(1))
+    run = tracking(tmp_path, said := [])
+    run.start()
+    until(lambda: [call[1] for call in notes(tmp_path) if call[0] == "scalars"] == [1])
+    assert run._process is not None
+    run._process.send_signal(signal.SIGSTOP)
+    append(tmp_path, step(2))
+    run.hear()
+    assert not said
+    run.end(seconds=0.5)
+    assert said == [f"trackers that were not done within 0.5 s were ended: {OWN}:Notes; metrics.jsonl has every number."]
 
 
 def test_the_death_of_the_trackers_is_said_once_and_of_a_run_without_any_nothing(tmp_path: Path) -> None:

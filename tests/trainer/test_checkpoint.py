@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.folders import mode_of, umask
 
 from midflight.errors import CheckpointCorrupt, ConfigError
 from midflight.trainer.checkpoint import load_checkpoint, stage
@@ -48,6 +49,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -
     for v in range(3, 5):
         second.step(batch(seed=v, version=v))
     assert torch.equal(weights(second.model), weights(straight.model))
+
+
+def test_the_files_of_a_checkpoint_may_be_read_as_any_new_file(tmp_path: Path) -> None:
+    with umask(0o022):
+        save_checkpoint(tmp_path, fresh(), cursor="", keep=1)
+    assert {(path.suffix, mode_of(path)) for path in tmp_path.glob("version-*/*")} == {(".json", 0o644), (".safetensors", 0o644)}
 
 
 def test_i8_only_the_newest_are_kept_and_latest_names_the_last(tmp_path: Path) -> None:

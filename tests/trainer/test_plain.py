@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from midflight.models.proof import Way
+from midflight.models.sizes import ModelSizes
 from midflight.trainer.model import plain, probe
 from midflight.trainer.model.microbatch import Layout, predictions_of, split
 from midflight.trainer.model.plain import PlainDecoder, can_be_plain
@@ -84,3 +85,43 @@ def test_a_second_backward_of_one_forward_is_refused_because_the_first_overwrite
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_what_is_kept_for_the_backward_is_what_the_dry_run_counts() -> None:
+    """Of a token and layer, and of a layer's weights with the norm's scale in them."""
+    model = tiny("llama")
+    policy, config = Policy(model), model.config
+    sizes = ModelSizes(
+        262, config.hidden_size, config.intermediate_size, 2, config.num_attention_heads, config.num_key_value_heads, config.head_dim, 256
+    )
+    assert policy._plain is not None
+
+    def kept(length: int) -> int:
+        """Numbers, each memory once, without what is there anyway."""
+        rows = np.random.default_rng(0).integers(3, 250, 4 * length).astype(np.int32)
+        rows[::length] = range(4)
+        predictions = predictions_of(rows, np.arange(0, 4 * length + 1, length, dtype=np.int32), mask=np.ones(len(rows), np.bool_))
+        (micro,) = split(predictions, np.arange(4 * (length - 1)), budget=10**6, device=torch.device("cpu"))
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        found: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in own:
+                found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 4
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            hidden = policy._plain.hidden(micro)  # type: ignore[union-attr]
+        tokens.append(micro.input_ids.numel())
+        del hidden
+        return sum(found.values())
+
+    tokens: list[int] = []
+    few, many = kept(20), kept(120)
+    of_a_token = (many - few) / (tokens[1] - tokens[0])
+    counted = sizes.num_layers * (
+        sizes.activations_per_layer(by_hand=True) - 2 * sizes.num_kv_heads * sizes.head_dim
+    )  # nothing is shared here
+    joined = sizes.num_layers * sizes.num_joined_parameters
+    assert of_a_token == pytest.approx(counted, rel=0.1)
+    assert few - of_a_token * tokens[0] == pytest.approx(joined, rel=0.1)

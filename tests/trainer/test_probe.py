@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.models.zoo import SIX_HYBRIDS, tiny
+from tests.models.zoo import SIX_HYBRIDS, tiny, tiny_encoder
 from transformers import PreTrainedModel
 
 from midflight.errors import ConfigError
@@ -20,9 +20,9 @@ from midflight.trainer.model.policy import Policy
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", [*SIX_HYBRIDS, "gemma2", "gpt_oss", "llama4-text"])
+@pytest.mark.parametrize("name", [*SIX_HYBRIDS, "gemma2", "gpt_oss", "llama4-text", "electra"])
 def test_these_train_packed(name: str) -> None:
-    """Recurrences, convolutions, capped scores, sinks, and attention within chunks."""
+    """Recurrences, convolutions, capped scores, sinks, attention within chunks, and an output layer narrower than what stands before it."""
     found = probe.prove(tiny(name))
     assert (found.way, found.layout) == (Way.PACKED, Layout.PACKED)
     assert max(found.logprob_error, found.gradient_error) < 1e-4  # type: ignore[type-var]
@@ -45,6 +45,32 @@ def test_a_model_that_no_layout_fits_is_refused_by_name(monkeypatch: pytest.Monk
     monkeypatch.setattr(probe, "TOLERANCE", 0.0)
     with pytest.raises(ConfigError, match=r"training LlamaForCausalLM: .*packed: off by .*padded.*equal.*docs/models\.md"):
         probe.proven_layout(tiny("llama"))
+
+
+def test_a_model_that_is_no_decoder_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"bert is no decoder.*is_decoder = true"):
+        probe.proven_layout(tiny_encoder())
+
+
+def test_a_model_whose_backward_raises_is_refused_with_what_it_raised() -> None:
+    model = tiny("llama")
+    model.lm_head = NoBackward()
+    found = probe.prove(model)
+    assert (
+        not found.is_right
+        and "raises RuntimeError" in found.reason
+        and found.reason.startswith("the backward of LlamaForCausalLM's own forward")
+    )
+
+
+class NoBackward(torch.nn.Linear):
+    """The backward of exp needs what it gave, which is written over."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 262, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).exp().add_(1)
 
 
 def test_the_model_that_is_proven_stays_as_it_is() -> None:

@@ -17,7 +17,18 @@ from midflight.errors import ConfigError, StoreFailed
 from midflight.trainer.folders import CheckpointState, draft_of, finish, latest_checkpoint
 from midflight.trainer.folders import begin as begin_checkpoint
 from midflight.trajectories import pairs
-from midflight.trajectories.pairs import check_local, copied_at, copy_name, copy_store, drafted, file_system, go_on, newest_copy, store_path
+from midflight.trajectories.pairs import (
+    check_local,
+    copied_at,
+    copy_name,
+    copy_store,
+    drafted,
+    file_system,
+    go_on,
+    newest_copy,
+    shelve,
+    store_path,
+)
 from midflight.trajectories.store import Store
 from midflight.types import Batch, GroupKey
 from midflight.types.facts import Admitted, Checkpointed, GroupFinished, Leased, Stepped, TrajectoryKept
@@ -162,6 +173,21 @@ def test_a_store_of_an_earlier_run_in_the_same_folder_is_not_taken_for_this_ones
     assert other.save(1) and (copied_at(run.path), newest_copy(run.folder) is not None) == (3, True)
     said = go_on(run.folder, run.disk)
     assert said is not None and "an earlier run's" in said and run.groups() == [1]
+
+
+def test_a_store_that_a_new_run_has_moved_away_comes_back_with_the_run_that_it_is_of(run: Run) -> None:
+    for version in (1, 2):
+        run.step(version)
+    assert run.save(2)
+    run.step(3)
+    shelve(run.path)
+    assert not run.path.exists()
+    shelve(run.path)  # of nothing
+    run.step(1)  # by a new run, which makes no checkpoint
+    said = go_on(run.folder, run.disk)
+    assert said is not None and "is its own again" in said
+    assert run.groups() == [1, 2, 3], "with what came after the copy"
+    assert go_on(run.folder, run.disk) is None
 
 
 def test_the_store_moves_off_the_runs_folder_and_back(run: Run) -> None:

@@ -120,12 +120,12 @@ def test_before_the_first_version_too_a_frozen_engine_is_given_up_by_its_deadlin
     run_virtual(main())
 
 
-def test_the_watch_reads_a_frozen_engine_for_one_interval_and_no_longer() -> None:
+def test_the_watch_reads_a_frozen_engine_for_as_long_as_one_may_stall_and_no_longer() -> None:
     async def main() -> None:
         site = Site()
         await site.b.pause(PauseMode.KEEP)
         freeze(site.b)
-        watch = HealthWatch(site.fleet, interval_seconds=1.0, stall_seconds=0.5)
+        watch = HealthWatch(site.fleet, interval_seconds=0.5, stall_seconds=1.0)
         for _ in range(2):
             await watch.check()
         assert now() == 2.0 and site.out == ["b"]

@@ -278,6 +278,11 @@ def test_one_that_hangs_up_while_others_gather_is_left_out():
         assert sender.service.num_groups == 1
 
 
+def test_a_bucket_may_take_a_fourth_of_what_the_handover_gives_an_engine(tmp_path: Path):
+    with publisher("collective", name="x", folder=tmp_path, stage_seconds=400) as sender, asking(sender.publish(1, tensors(1))) as slow:
+        assert joined(slow).terms.deadline_seconds == 100
+
+
 def test_one_that_never_comes_to_the_group_costs_the_others_a_deadline(sender: CollectivePublisher):
     manifest = sender.publish(1, tensors(1))
     started = time.monotonic()

@@ -29,7 +29,9 @@ from midflight.weights.transports.receive import Again, Join, Refused, Sent
 sys.path.append(str(INSIDE))
 import midflight_direct
 
-DEADLINE = 0.6
+DEADLINE = 20.0
+"""Seconds: more than a peer needs that is only slow."""
+STOPPED_DEADLINE = 1.0
 """Seconds: what a peer that stopped costs the others."""
 SPECS = (TensorSpec("a", "F32", (3,), 128, 12), TensorSpec("b", "BF16", (2, 2), 192, 8))
 MANIFEST = WeightManifest(7, "ffff", "direct", "tcp://127.0.0.1:5000/secret", SPECS, receivers=2)
@@ -150,8 +152,13 @@ def tensors(version: int, width: int = 2) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def sender() -> Iterator[CollectivePublisher]:
-    with CollectivePublisher(bucket_bytes=20, quiet_seconds=0.02, deadline_seconds=DEADLINE, transport="direct") as made:
+def deadline() -> float:
+    return DEADLINE
+
+
+@pytest.fixture
+def sender(deadline: float) -> Iterator[CollectivePublisher]:
+    with CollectivePublisher(bucket_bytes=20, quiet_seconds=0.02, deadline_seconds=deadline, transport="direct") as made:
         yield made
 
 
@@ -209,6 +216,7 @@ def test_a_worker_that_dies_in_mid_broadcast_holds_up_nobody_and_leaves_what_is_
     assert all(s.serves(1) for s in servers)
 
 
+@pytest.mark.parametrize("deadline", [STOPPED_DEADLINE])
 def test_a_server_that_was_started_again_is_met_in_a_new_group_and_one_of_another_size_is_refused(sender: CollectivePublisher) -> None:
     server, feed = Workers(2), DirectFeed()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from tests.folders import mode_of, umask
 from torch import Tensor
 
 from midflight.errors import ConfigError, NotSupported, RequestRejected, SlotBusy, WeightsCorrupt
@@ -233,6 +234,12 @@ def test_the_files_of_three_versions_are_kept_and_other_files_are_left_alone(tmp
     assert sorted(p.name for p in tmp_path.iterdir()) == [*kept, "model.safetensors"]
     sender.close()
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_an_engine_of_another_account_may_read_a_version_as_any_new_file(tmp_path: Path):
+    with umask(0o022), FilePublisher(tmp_path) as sender:
+        sender.publish(1, tensors(1))
+        assert [mode_of(path) for path in tmp_path.iterdir()] == [0o644]
 
 
 def test_the_version_that_is_live_can_be_fetched_while_one_is_handed_over_and_one_waits(sender: Publisher):

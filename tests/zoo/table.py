@@ -10,14 +10,19 @@ import argparse
 import logging
 import os
 import warnings
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
+from midflight.errors import ConfigError
 from midflight.models.proof import TOLERANCE, Proof, Way
 
 MAX_CONTEXT = 64
 WORKERS = 2
-SAID = {Way.PACKED: "right", Way.FALLBACK: "right, slower", Way.REFUSED: "refused"}
+SAID = {Way.PACKED: "right", Way.FALLBACK: "right, slower", Way.WHOLE: "right, slowest", Way.REFUSED: "refused"}
+PARTS = ("trainer", "engine", "export")
+NAMED = {"trainer": "trainer", "engine": "embedded engine", "export": "export"}
 RANK = {said: rank for rank, said in enumerate(SAID.values())}
 HEAD = f"""# Models
 
@@ -26,13 +31,15 @@ against its own eager forward in `transformers`, row by row, in float32: rows sh
 at temperature 0.7 and the gradient of a step in the trainer, prefill and decoding of several sequences in the embedded engine, and a folder written,
 read and written again. Only text is trained: of a model that also reads images the text tower, while its other parts stay as they are.
 
-`midflight check-model DIR` says the same of a model of yours, and every run proves its model before it begins.
+`midflight check-model DIR` says the same of a model of yours, a folder or a [GGUF file](pretrained.md), and every run proves its model before it begins.
 
 - **right**: trained in packed rows, or served in slots, or exported by its own names.
 - **right, slower**: trained in padded rows, or served one sequence at a time. The same numbers.
+- **right, slowest**: served without keeping anything of a sequence, which is computed whole for each of its tokens. The same numbers.
 - **refused**: the run does not begin, and says why. vLLM or SGLang may serve what the embedded engine refuses ([engines](engines.md)).
 
-The worst error of a log-probability in nats, and of a gradient as a share of its size; none may be above {TOLERANCE:g}.
+The worst error of a log-probability in nats, and of a gradient as a share of its size; none may be above {TOLERANCE:g}. Proven with
+`transformers` {version("transformers")}; behind the table stand the reasons of what is refused.
 
 | model | trainer | nats | gradient | embedded engine | nats | export |
 |---|---|---|---|---|---|---|
@@ -47,13 +54,42 @@ def proven(name: str) -> list[Proof]:
 
     from midflight.run.launcher.proofs import proofs
 
-    return proofs(tiny(name), max_context=MAX_CONTEXT)
+    try:
+        return proofs(tiny(name), max_context=MAX_CONTEXT)
+    except ConfigError as error:  # its own forward raises
+        return [Proof(part, Way.REFUSED, reason=str(error)) for part in PARTS]
 
 
 def row(name: str, found: list[Proof]) -> str:
     trainer, engine, export = found
     cells = [SAID[trainer.way], _error(trainer, trainer.logprob_error), _error(trainer, trainer.gradient_error)]
     return f"| {name} | {' | '.join([*cells, SAID[engine.way], _error(engine, engine.logprob_error), SAID[export.way]])} |"
+
+
+def counted(found: dict[str, list[Proof]]) -> str:
+    """How many architectures each part computes, in which way."""
+    lines = []
+    for number, part in enumerate(PARTS):
+        ways = Counter(SAID[proofs[number].way] for proofs in found.values())
+        lines.append(f"- {NAMED[part]}: {'; '.join(f'{ways[said]} {said}' for said in SAID.values() if ways[said])}.")
+    return "\n".join(lines)
+
+
+def reasons(found: dict[str, list[Proof]]) -> str:
+    """Of what is refused, each distinct reason of a model with the parts that give it. Backticks stand for names of ours alone."""
+    lines = []
+    for name, proofs in found.items():
+        parts: dict[str, list[str]] = {}
+        for proof in proofs:
+            if not proof.is_right:
+                parts.setdefault(proof.reason.replace("`", ""), []).append(NAMED[proof.part])
+        lines += [f"- **{name}**, {', '.join(of)}: {reason}" for reason, of in parts.items()]
+    return "\n".join(lines) or "Nothing is refused."
+
+
+def page(found: dict[str, list[Proof]]) -> str:
+    rows = "\n".join(row(name, proofs) for name, proofs in found.items())
+    return f"{HEAD}{rows}\n\n## Counted\n\n{len(found)} architectures.\n\n{counted(found)}\n\n## Refused, and why\n\n{reasons(found)}\n"
 
 
 def _error(proof: Proof, error: float | None) -> str:
@@ -64,7 +100,7 @@ def _error(proof: Proof, error: float | None) -> str:
 
 
 def states(page: str) -> dict[str, list[str]]:
-    """What each row of a page says of trainer, engine and export."""
+    """What each row of a page's table says of trainer, engine and export."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
     return {cells[0]: [cells[1], cells[4], cells[6]] for cells in lines[1:]}
 
@@ -87,14 +123,16 @@ def main() -> int:
     parser.add_argument("page", type=Path)
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
-    from tests.models.zoo import ZOO
+    from tests.models.zoo import ZOO, not_here
 
     with ProcessPoolExecutor(WORKERS) as pool:
         found = dict(zip(ZOO, pool.map(proven, ZOO, chunksize=4), strict=True))
     before = given.page.read_text() if given.page.exists() else ""
-    given.page.write_text(HEAD + "\n".join(row(name, proofs) for name, proofs in found.items()) + "\n")
+    given.page.write_text(page(found))
     bad = faults(found, before) if given.check else []
     print("\n".join(bad) or f"{len(found)} architectures")
+    if unknown := not_here():
+        print(f"transformers {version('transformers')} also has {', '.join(unknown)}: add them to tests/models/zoo.py.")
     return 1 if bad else 0
 
 

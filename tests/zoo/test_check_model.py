@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.models.zoo import tiny
-from tests.zoo.table import HEAD, faults, row
+from tests.zoo.table import HEAD, faults, page, row
 
 from midflight.cli.commands import main
 from midflight.models.proof import Proof, Way
@@ -20,11 +20,35 @@ def test_check_model_says_what_becomes_of_a_folder(tmp_path: Path, capsys: pytes
     assert engine.startswith("engine: right, slower") and export.startswith("export: right")
 
 
+def test_check_model_says_how_slow_a_model_is_of_which_nothing_can_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny("recurrent_gemma").save_pretrained(tmp_path)
+    assert main(["check-model", str(tmp_path), "--max-context", "64"]) == 0
+    assert "engine: right, slowest" in (said := capsys.readouterr().out) and "times as long as at the first" in said
+
+
 def test_check_model_fails_where_a_part_refuses_and_where_there_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny("xlstm").save_pretrained(tmp_path)
+    tiny("llama-dynamic-rope").save_pretrained(tmp_path)
     assert main(["check-model", str(tmp_path), "--max-context", "64"]) == 1
     assert "engine: refused" in capsys.readouterr().out
     assert main(["check-model", str(tmp_path / "nothing")]) == 2
+
+
+def test_check_model_says_in_a_sentence_that_a_models_own_forward_raises_or_that_it_cannot_be_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny("gptj")
+    model.config.rotary_dim = 64  # heads have 8
+    model.save_pretrained(tmp_path / "raises")
+    capsys.readouterr()
+    assert main(["check-model", str(tmp_path / "raises"), "--max-context", "64"]) == 2
+    said = capsys.readouterr().err
+    assert "GPTJForCausalLM's own forward in transformers" in said and "raises RuntimeError: The size of tensor" in said
+    assert "Correct its config.json" in said and "Traceback" not in said and said.count("\n") == 1
+    model.config.activation_function = "none such"
+    model.config.save_pretrained(tmp_path / "raises")
+    assert main(["check-model", str(tmp_path / "raises"), "--max-context", "64"]) == 2
+    said = capsys.readouterr().err
+    assert "raises KeyError: 'none such'; correct its config.json" in said and "Traceback" not in said
 
 
 def proofs(way: Way = Way.PACKED, error: float = 1e-6) -> list[Proof]:
@@ -38,3 +62,11 @@ def test_the_table_fails_where_a_row_is_worse_or_off_or_gone() -> None:
     assert faults({"llama": proofs(Way.FALLBACK)}, page) == ["llama: trainer was 'right' and is 'right, slower': "]
     assert faults({"llama": proofs(error=2e-3)}, page) == ["llama: trainer is off by 0.002"]
     assert faults({}, page) == ["llama is gone"]
+
+
+def test_the_page_counts_the_ways_and_gives_each_reason_of_a_refusal_once() -> None:
+    refused = [Proof(part, Way.REFUSED, reason="its own forward raises.") for part in ("trainer", "engine", "export")]
+    made = page({"llama": proofs(), "bert": refused})
+    assert "2 architectures.\n\n- trainer: 1 right; 1 refused.\n- embedded engine: 1 right; 1 refused.\n" in made
+    assert made.endswith("- **bert**, trainer, embedded engine, export: its own forward raises.\n")
+    assert faults({"llama": proofs(), "bert": refused}, made) == []

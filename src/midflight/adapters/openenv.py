@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from typing import Any, cast
 from urllib.request import ProxyHandler, build_opener
 
@@ -12,8 +13,6 @@ from midflight.errors import ConfigError, EnvironmentFailed
 from midflight.types import Json, Result, Task
 
 NAME = "openenv"
-CONNECT_SECONDS = 10.0
-"""For a server to answer at all."""
 
 
 def tasks(
@@ -25,12 +24,14 @@ def tasks(
     read: str = "",
     show: str = "",
     seconds: float = 60.0,
+    connect_seconds: float = 120.0,
     max_turns: int = 100,
     unfinished: float | None = None,
 ) -> list[dict[str, Json]]:
     """A task for each of `size` seeds. `action` is the field of the environment's action that takes the answer, or `read` the function that
     makes an action of it (None for none); `observation` is the field that is shown, or `show` the function that makes a text of all.
-    `seconds` bound one step. `ConfigError` where no such server answers.
+    `seconds` bound one step. `connect_seconds` bound the first answer of the server, and the opening of each session; a busy server may take long for
+    both. `ConfigError` where no such server answers.
     """
     if bool(action) == bool(read):
         raise ConfigError(
@@ -39,8 +40,12 @@ def tasks(
         )
     package("openenv.core.generic_client", extra=NAME)
     try:
-        with build_opener(ProxyHandler({})).open(f"{url.rstrip('/')}/health", timeout=CONNECT_SECONDS) as answered:
+        with build_opener(ProxyHandler({})).open(f"{url.rstrip('/')}/health", timeout=connect_seconds) as answered:
             answered.read()
+    except TimeoutError as error:
+        raise ConfigError(
+            f"the server at {url} did not say within options.connect_seconds = {connect_seconds:g} whether it is one of OpenEnv; raise that, or correct url."
+        ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"no environment of OpenEnv answers at {url}: {error}; start its server, or correct url.") from error
     told: dict[str, Json] = {
@@ -50,6 +55,7 @@ def tasks(
         "read": read,
         "show": show,
         "seconds": seconds,
+        "connect_seconds": connect_seconds,
         "max_turns": max_turns,
         "unfinished": unfinished,
     }
@@ -60,7 +66,15 @@ async def play(task: Task, client: Any) -> Result:
     """A rollout. Waits for answers and for the server; ended by its caller, which closes the session."""
     told = settings(task, NAME)
     kind = package("openenv.core.generic_client", extra=NAME).GenericEnvClient
-    async with kind(base_url=told["url"], connect_timeout_s=CONNECT_SECONDS, message_timeout_s=told["seconds"]) as server:
+    session = kind(base_url=told["url"], connect_timeout_s=told["connect_seconds"], message_timeout_s=told["seconds"])
+    async with AsyncExitStack() as stack:
+        try:
+            server = await stack.enter_async_context(session)
+        except ConnectionError as error:
+            raise EnvironmentFailed(
+                f"the environment at {told['url']} opened no session ({error}); where it is only slow, raise options.connect_seconds = "
+                f"{told['connect_seconds']:g}."
+            ) from error
         return await played(task, client, OpenEnvGame(told, server, seed=cast(int, task.data["seed"])), bound=GameBound.of(told))
 
 

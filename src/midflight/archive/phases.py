@@ -13,8 +13,10 @@ from pathlib import Path
 from midflight.archive.times import slots_used
 from midflight.archive.trace import merged
 from midflight.config import derived, load_config
+from midflight.config.cores import CoreUse, core_use
 from midflight.errors import MidflightError
 from midflight.observe import timeline
+from midflight.observe.machine import processors_of
 from midflight.observe.status import Bound, busy_words, judge
 from midflight.types import Kind
 
@@ -54,7 +56,8 @@ class RunPhase:
 
 def phases_of(folder: Path, *, seconds: float | None = None) -> list[RunPhase]:
     """Empty where the run has no timeline. `seconds`: that the run took in all, with what came before its rollout process and after it."""
-    lines, slots = timeline.read_timeline(folder / timeline.TIMELINE), slots_of(folder)
+    lines = timeline.read_timeline(folder / timeline.TIMELINE)
+    room = room_of(folder)
     rollouts = [line for line in lines if isinstance(line, timeline.RolloutTimed)]
     steps = sorted((line for line in lines if isinstance(line, timeline.StepTimed)), key=lambda step: step.ended)
     if not rollouts:
@@ -66,7 +69,7 @@ def phases_of(folder: Path, *, seconds: float | None = None) -> list[RunPhase]:
     if first > begin:
         found.append(RunPhase("evaluation before", begin, first))
     if steps:
-        found += _stretches(lines, steps, first, slots)
+        found += _stretches(lines, steps, first, room)
         last = max((line.at for line in lines if isinstance(line, timeline.ScoreTimed)), default=0.0)
         if last > steps[-1].ended:
             found.append(RunPhase("evaluation after", steps[-1].ended, last))
@@ -74,18 +77,29 @@ def phases_of(folder: Path, *, seconds: float | None = None) -> list[RunPhase]:
     return [RunPhase("start, warm start and end", 0.0, max(begin, (seconds or 0.0) - counted)), *found]
 
 
-def slots_of(folder: Path) -> int | None:
-    """Requests of the run in this folder that may decode together: what engines have room for, or rollouts that may run; none where its configuration cannot be read."""
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The slots and cores that the run had."""
+
+    slots: int | None = None
+    """Requests that may decode together: what engines have room for, or rollouts that may run."""
+    cores: CoreUse = field(default_factory=CoreUse)
+
+
+def room_of(folder: Path) -> Room:
+    """Reads the configuration of the run in this folder. Where that cannot be read, nothing is known."""
     try:
         config = load_config(folder / "config.toml")
     except MidflightError:
-        return None
-    return min(derived.engine_slots(config), derived.in_flight(config))
+        return Room()
+    cores = processors_of(folder)
+    slots = min(derived.engine_slots(config), derived.in_flight(config))
+    return Room(slots, CoreUse() if cores is None else core_use(config, cores))
 
 
-def _stretches(lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float, slots: int | None) -> Iterator[RunPhase]:
+def _stretches(lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float, room: Room) -> Iterator[RunPhase]:
     """The training whole, and its stretches where there are steps enough."""
-    yield _judged("training", lines, steps, began, slots)
+    yield _judged("training", lines, steps, began, room)
     each = len(steps) // STRETCHES
     if each < MIN_STEPS:
         return
@@ -93,10 +107,10 @@ def _stretches(lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTim
     for first, behind in itertools.pairwise(edges):
         since = began if first == 0 else steps[first - 1].ended
         name = f"steps {steps[first].version} to {steps[behind - 1].version}"
-        yield _judged(name, lines, steps[first:behind], since, slots)
+        yield _judged(name, lines, steps[first:behind], since, room)
 
 
-def _judged(name: str, lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float, slots: int | None) -> RunPhase:
+def _judged(name: str, lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float, room: Room) -> RunPhase:
     ended = steps[-1].ended
     turns = [turn for line in lines if isinstance(line, timeline.RolloutTimed) for turn in line.turns if turn.placed]
     engine = _share(((turn.placed[0][1], turn.ended) for turn in turns), began, ended)
@@ -105,8 +119,8 @@ def _judged(name: str, lines: Sequence[timeline.Timed], steps: Sequence[timeline
     for line in lines:
         if isinstance(line, timeline.WaitTimed):
             waits[f"{line.who} for {line.for_whom}"] += max(0.0, min(line.ended, ended) - max(line.began, began))
-    used = slots_used(turns, began, ended, slots=slots)
-    bound, advice = judge(engine_busy=engine, trainer_busy=trainer, slots_used=used)
+    used = slots_used(turns, began, ended, slots=room.slots)
+    bound, advice = judge(engine_busy=engine, trainer_busy=trainer, slots_used=used, cores=room.cores)
     longest = sorted((item for item in waits.items() if item[1] > 0), key=lambda item: -item[1])
     return RunPhase(name, began, ended, len(steps), engine, trainer, used, bound, advice, dict(longest))
 

@@ -38,7 +38,9 @@ def samples(
     from midflight.archive.conversation import conversation_of
     from midflight.archive.samples import SampleChoice, chosen, in_words
     from midflight.archive.stored import copy_in_words, rollout_key
+    from midflight.cli.returned import put_back_at
 
+    put_back_at(run)
     kind = _kind(evaluation)
     choice = SampleChoice(
         number=number, kind=kind, versions=_versions(run, steps, kind), source=source, best=best, worst=worst, failed=failed
@@ -57,7 +59,9 @@ def ledger(run: RunFolder, debug: Debug = False) -> int:
     from midflight.archive.ledger import ledger_of
     from midflight.archive.samples import ledger_table
     from midflight.archive.stored import copy_in_words
+    from midflight.cli.returned import put_back_at
 
+    put_back_at(run)
     found = ledger_of(run)
     Console().print(ledger_table(found))
     if (said := copy_in_words(run)) is not None:
@@ -88,8 +92,10 @@ def export(
 ) -> int:
     """Writes chosen rollouts as a data set that `datasets` loads. Held-out tasks are in it with `--evaluation` alone, and then nothing else."""
     from midflight.archive.export import ExportChoice, ExportFormat, write_export
+    from midflight.cli.returned import put_back_at
     from midflight.errors import ConfigError
 
+    put_back_at(run)
     out = out or Path(f"{run.resolve().name}-{form}.jsonl")
     if out.exists() and not overwrite:
         raise ConfigError(f"{out} is there already; give another file, or --overwrite.")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,24 +9,25 @@ from pathlib import Path
 import msgspec
 
 from midflight import given
+from midflight.cli.returned import put_back_at
 from midflight.config import Config, load_config
 from midflight.config.agent import agent_of
+from midflight.config.cores import own_cores
 from midflight.config.derived import model_sizes
 from midflight.config.folders import check_same_model, check_teacher, check_tokenizer
+from midflight.config.sections import RunSection
 from midflight.errors import ConfigError
+from midflight.models.gguf_folders import model_folder
 from midflight.models.sizes import sizes_of
-from midflight.run.launcher.folder import CONFIG, check_kept
+from midflight.run.launcher.folder import CONFIG
+from midflight.run.launcher.measured import Measured
 from midflight.run.launcher.preflight import Findings
+from midflight.run.launcher.starting import check_kept
+from midflight.run.launcher.trial import Patience, TrialFailed, answer_of, to_terminal
 from midflight.run.parts import TOKEN_VARIABLE
 
 MAX_SERVED_CONTEXT = 4096
 """Unless asked for more: every engine slot reserves keys and values for the longest context."""
-
-
-PREFLIGHT_SECONDS = 120.0
-"""Longer than that no module should take to be imported."""
-PROOF_SECONDS = 600.0
-"""A wide model's small copy has layers of its width, which a processor goes through slowly."""
 
 
 def config_of_run(path: Path, overrides: Sequence[str], folder: Path | None) -> Config:
@@ -45,6 +45,7 @@ def config_of_file(path: Path | None, overrides: Sequence[str], folder: Path | N
 
 def config_of_folder(folder: Path) -> Config:
     """That of the run which is in the folder, wherever the folder has been moved to."""
+    put_back_at(folder)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder} has no {CONFIG}, so there is no run in it; give the folder of a run.")
     return config_of_file(folder / CONFIG, [], folder)
@@ -52,6 +53,7 @@ def config_of_folder(folder: Path) -> Config:
 
 def config_of_evaluation(path: Path, overrides: Sequence[str], folder: Path | None, model: Path) -> Config:
     """It writes into a folder of its own in that of the run, which may be under way, unless told otherwise."""
+    put_back_at(model, path)
     check_tokenizer(model)
     config = config_of_file(path, overrides, folder)
     if not any(source.has_heldout for source in config.environment.sources):
@@ -62,6 +64,8 @@ def config_of_evaluation(path: Path, overrides: Sequence[str], folder: Path | No
 
 def config_of_model(model: Path, given: Mapping[str, object], overrides: Sequence[str]) -> Config:
     """The defaults, the model's own context up to a bound, then the options given; `--set` has the last word."""
+    put_back_at(model)
+    model = model_folder(model)
     check_tokenizer(model)
     context = min(sizes_of(model).max_context, MAX_SERVED_CONTEXT)
     options: dict[str, object] = {"model.path": model, **({"model.max_context": context} if context else {})}
@@ -83,6 +87,15 @@ def check_engine(config: Config) -> None:
         check_interpreter(config.engine)
 
 
+def check_sizes(config: Config, *, trains: bool = True) -> None:
+    """Whether the run fits this machine; of a cluster its machines are looked at, by `check_places`. `trains`: our trainer is a part."""
+    from midflight.run.places.fit import misfits, this_hardware
+
+    is_here = config.cluster.kind == "local" or config.cluster.address == "start"
+    if is_here and (problems := [*misfits(config, this_hardware(), trains=trains)]):
+        raise ConfigError("\n".join(problems))
+
+
 def check_places(config: Config) -> None:
     """Whether the run's places are to be had: of a cluster every machine is asked. Nothing is started, and it is left connected."""
     if config.cluster.kind == "ray":
@@ -91,7 +104,7 @@ def check_places(config: Config) -> None:
         from midflight.run.places.ray import connect
 
         cluster = connect(config)
-        if main_task(check_cluster(cluster, config)) != 0:
+        if main_task(check_cluster(cluster, config, say=to_terminal)) != 0:
             raise KeyboardInterrupt
 
 
@@ -105,59 +118,71 @@ def preflight(config: Config, *, objects: bytes = given.NOTHING, meanwhile: Call
     """What the machine and the user's code say to it; `ConfigError` with all that is wrong.
 
     `objects`: what a Python program gives to its run, packed. They are asked in a process of their own, because this one does without torch
-    and without the user's modules. Waits for that: some seconds, at most `PREFLIGHT_SECONDS`, in which `meanwhile` is done.
+    and without the user's modules. Waits for that as long as it moves, and says what it waits for; `meanwhile` is done beside it.
     """
-    command = [sys.executable, "-m", "midflight.run.launcher.preflight"]
+    agent = agent_of(config.environment)
+    kind = config.objective.kind
+    what = f"trying the configuration (the agent is {agent!r}, objective.kind is {kind!r})"
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environ.pop(TOKEN_VARIABLE, None)
-    trying = f"trying the configuration (the agent is {agent_of(config.environment)!r}, objective.kind is {config.objective.kind!r})"
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ) as trial:
-        try:
-            meanwhile()
-            out, errors = trial.communicate(objects + config.model_dump_json().encode(), timeout=PREFLIGHT_SECONDS)
-        except subprocess.TimeoutExpired as late:
-            said = (late.stderr or b"").decode(errors="replace")
-            raise ConfigError(
-                f"{trying} did not end within {PREFLIGHT_SECONDS:.0f} s; look at what these modules do when imported.{_end(said)}"
-            ) from late
-        finally:
-            trial.kill()  # what has ended by itself keeps its status
-    if trial.returncode != 0:
-        raise ConfigError(f"the process {trying} ended with status {trial.returncode}.{_end(errors.decode(errors='replace'))}")
-    found = msgspec.json.decode(out, type=Findings)
+    answer = _answer(
+        "preflight",
+        Patience(what, config.run.stall_seconds),
+        given=objects + config.model_dump_json().encode(),
+        environ=environ,
+        meanwhile=meanwhile,
+    )
+    found = msgspec.json.decode(answer, type=Findings)
     if found.problems:
         raise ConfigError("\n".join(found.problems))
     return found
 
 
-def proofs(model: Path, max_context: int) -> list[tuple[bool, str]]:
+def proofs(model: Path, max_context: int, *, stall_seconds: float = RunSection().stall_seconds) -> list[tuple[bool, str]]:
     """For trainer, embedded engine and export: whether they compute what the model computes, and a line about it. `ConfigError` where the folder
-    is no model. Waits for a process that tries them: seconds, at most `PROOF_SECONDS`."""
-    command = [sys.executable, "-m", "midflight.run.launcher.proofs", str(model), str(max_context)]
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    try:
-        done = subprocess.run(command, capture_output=True, check=False, env=environ, timeout=PROOF_SECONDS)
-    except subprocess.TimeoutExpired as late:
-        raise ConfigError(
-            f"checking the model in {str(model)!r} did not end within {PROOF_SECONDS:.0f} s; try it on a faster machine."
-        ) from late
-    if done.returncode != 0:
-        raise ConfigError(
-            f"checking the model in {str(model)!r} ended with status {done.returncode}.{_end(done.stderr.decode(errors='replace'))}"
-        )
-    found = msgspec.json.decode(done.stdout, type=list[tuple[bool, str]] | str)
+    is no model. Waits for a process that tries them as long as that moves, and says what it waits for."""
+    put_back_at(model)
+    model = model_folder(model)
+    patience = Patience(f"checking the model in {str(model)!r}", stall_seconds)
+    answer = _answer("proofs", patience, str(model), str(max_context), environ={**os.environ, "HF_HUB_OFFLINE": "1"})
+    found = msgspec.json.decode(answer, type=list[tuple[bool, str]] | str)
     if isinstance(found, str):
         raise ConfigError(found)
     return found
 
 
-def _end(said: str) -> str:
-    lines = said.splitlines()[-5:]
-    return "".join(f"\n{line}" for line in ["The last it said:", *lines]) if lines else ""
+def measured(config: Config) -> Measured:
+    """How the model of a configuration answers its tasks, and how quickly engine and trainer compute here, each with half of the cores.
+    `ConfigError` where it cannot be asked. Waits for a process that tries it as long as that moves, and says what it waits for."""
+    patience = Patience(f"measuring the model in {str(config.model.path)!r}", config.run.stall_seconds)
+    threads = str(max(1, own_cores() // 2))
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": threads}
+    answer = _answer("measure", patience, threads, given=config.model_dump_json().encode(), environ=environ)
+    found = msgspec.json.decode(answer, type=Measured | str)
+    if isinstance(found, str):
+        raise ConfigError(found)
+    return found
 
 
-def check_folder(config: Config, *, resume: bool = False, overwrite: bool, resumable: bool = True) -> None:
-    """Whether the command may use the folder as it is; reads only."""
-    check_kept(config, resume=resume, overwrite=overwrite, resumable=resumable)
+def _answer(
+    module: str,
+    patience: Patience,
+    *words: str,
+    environ: Mapping[str, str],
+    given: bytes = b"",
+    meanwhile: Callable[[], None] = lambda: None,
+) -> bytes:
+    """Runs a module of the launcher in a process of its own, and returns what that answers."""
+    command = [sys.executable, "-m", f"midflight.run.launcher.{module}", *words]
+    try:
+        return answer_of(command, patience, given=given, environ=environ, meanwhile=meanwhile)
+    except TrialFailed as failed:
+        raise ConfigError(f"{patience.what} {failed}") from failed
+
+
+def check_folder(config: Config, *, resume: bool = False, overwrite: bool, trains: bool = True, gives_rows: bool = False) -> None:
+    """Whether the command may use the folder. Changes nothing but that a run that is aside there is put back; see `check_kept`."""
+    put_back_at(Path(config.run.folder), resume=resume)
+    check_kept(config, resume=resume, overwrite=overwrite, trains=trains, gives_rows=gives_rows)
     if resume:
         check_same_model(config)

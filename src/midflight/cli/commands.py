@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.main import get_command
 
-from midflight.cli import archived, completion, doctor, joining, runs_there, shown, view
+from midflight.cli import archived, completion, doctor, fetch, joining, runs_there, shown, view
 from midflight.errors import Blame, ConfigError, MidflightError, disk_full
 from midflight.version import described
 
@@ -40,9 +40,11 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override an option, such as rollout.max_staleness=2.")
 ]
 Folder = Annotated[Path | None, typer.Option(help="Where the run writes; overrides run.folder.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete the run that the folder holds, and start anew.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the run that the folder holds: it is deleted after the first step of the new one.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Model = Annotated[Path, typer.Option(help="Hugging Face model folder to serve.", metavar="DIR")]
+Model = Annotated[Path, typer.Option(help="Hugging Face model folder to serve, or a GGUF file.", metavar="DIR")]
 Host = Annotated[str, typer.Option(help="Address to listen on; anything but loopback exposes the endpoint.")]
 Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)]
 MaxRunning = Annotated[int | None, typer.Option(help="Requests one engine decodes together.", min=1)]
@@ -96,10 +98,15 @@ def train(
 ) -> int:
     """Trains a model: engines generate while the trainer takes steps."""
     from midflight.cli import checked
+    from midflight.cli.returned import put_back_at
 
+    put_back_at(config, resume=resume)
     checked_config = checked.config_of_run(config, [*(overrides or []), *_observed(log_format, samples=samples)], folder)
     checked.check_engine(checked_config)
-    if not dry_run:
+    checked.check_sizes(checked_config)
+    if dry_run and not overwrite:
+        put_back_at(Path(checked_config.run.folder))
+    else:
         checked.check_folder(checked_config, resume=resume, overwrite=overwrite)
     findings = checked.preflight(checked_config) if dry_run else checked.preflight(checked_config, meanwhile=lambda: _begin(checked_config))
     checked.check_places(checked_config)
@@ -107,7 +114,9 @@ def train(
         from midflight.cli.dry_run import print_report
 
         path = checked_config.model.path
-        print_report(checked_config, findings, proofs=[] if path is None else checked.proofs(path, checked_config.model.max_context))
+        stall_seconds = checked_config.run.stall_seconds
+        found = [] if path is None else checked.proofs(path, checked_config.model.max_context, stall_seconds=stall_seconds)
+        print_report(checked_config, findings, proofs=found)
         return 0
     from midflight.observe.logs import json_line
 
@@ -130,10 +139,13 @@ def rollouts(
 ) -> int:
     """Runs engines and rollouts for a trainer of your own, which draws batches and publishes weights over HTTP."""
     from midflight.cli import checked
+    from midflight.cli.returned import put_back_at
 
+    put_back_at(config)
     checked_config = checked.config_of_run(config, [*(overrides or []), *_observed(log_format)], folder)
     checked.check_engine(checked_config)
-    checked.check_folder(checked_config, overwrite=overwrite, resumable=False)
+    checked.check_sizes(checked_config, trains=False)
+    checked.check_folder(checked_config, overwrite=overwrite, trains=False)
     checked.preflight(checked_config, meanwhile=lambda: _begin(checked_config))
     checked.check_places(checked_config)
     from midflight.run.launcher import launch
@@ -167,6 +179,7 @@ def serve(
     given = {"run.folder": folder, "engine.count": engines, "engine.threads": threads, "gateway.port": port, "gateway.host": host, **given}
     config = checked.config_of_model(model, given, [*(overrides or []), *_observed(log_format)])
     checked.check_engine(config)
+    checked.check_sizes(config, trains=False)
     checked.check_places(config)
     from midflight.run.launcher import launch
 
@@ -194,6 +207,7 @@ def engine(
     given = _given(max_running, max_context, device, name, kind, [] if engine_url is None else [engine_url])
     config = checked.config_of_model(model, given, overrides or [])
     checked.check_engine(config)
+    checked.check_sizes(config, trains=False)
     from midflight.run.launcher import launch
 
     return launch.engine(config, host=host, port=port, token=control_token)
@@ -226,7 +240,7 @@ def _given(
 
 @app.command()
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="Hugging Face model folder.", metavar="MODEL_DIR")],
+    model: Annotated[Path, typer.Argument(help="Hugging Face model folder, or a GGUF file.", metavar="MODEL_DIR")],
     config: Annotated[Path, typer.Option("--config", help="TOML file whose held-out tasks are asked.", metavar="CONFIG")],
     overrides: Overrides = None,
     folder: Folder = None,
@@ -234,9 +248,12 @@ def evaluate(
 ) -> int:
     """Scores a model folder on the held-out tasks of a configuration."""
     from midflight.cli import checked
+    from midflight.models.gguf_folders import model_folder
 
+    model = model_folder(model)
     checked_config = checked.config_of_evaluation(config, overrides or [], folder, model)
     checked.check_engine(checked_config)
+    checked.check_sizes(checked_config, trains=False)
     checked.check_places(checked_config)
     from midflight.run.launcher import launch
 
@@ -268,6 +285,7 @@ def new_model(
     from midflight.cli import checked
 
     config = checked.config_of_file(None, overrides or [], None)
+    checked.check_sizes(config, trains=False)
     checked.check_new(folder)
     from midflight.run.launcher import launch
 
@@ -279,7 +297,7 @@ def new_model(
 
 @app.command("check-model")
 def check_model(
-    folder: Annotated[Path, typer.Argument(help="Hugging Face model folder.", metavar="DIR")],
+    folder: Annotated[Path, typer.Argument(help="Hugging Face model folder, or a GGUF file.", metavar="DIR")],
     max_context: Annotated[int, typer.Option(help="Longest row of a run, in tokens.", min=2)] = 4096,
     debug: Debug = False,
 ) -> int:
@@ -295,18 +313,37 @@ def check_model(
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(help="Folder to make.", metavar="DIR")],
+    model: Annotated[
+        Path | None, typer.Option(help="Your own model, a Hugging Face folder or a GGUF file: it is measured, and the numbers fit it.")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="With --model: a file of tasks, or a dataset of reasoning-gym, in place of the project's own.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="With --model: what is asked of a task, as environment.sources.prompt.", metavar="FORMAT")
+    ] = None,
+    answer: Annotated[str, typer.Option(help="With --tasks FILE: the column with the expected answer.", metavar="COLUMN")] = "answer",
+    lora: Annotated[int | None, typer.Option(help="With --model: train adapters of this rank in place of all weights.", min=1)] = None,
     debug: Debug = False,
 ) -> int:
     """Makes a project to start one's own from: data, rewards, an environment, a test, and a configuration that trains as it is."""
     from midflight.cli import checked
+    from midflight.cli.own_model import Request, write_fitted
     from midflight.cli.project import write_project
 
     checked.check_new(folder, making="a project")
+    if model is not None:
+        files = write_fitted(Request(folder, model, tasks, prompt, answer, lora), say=typer.echo)
+        typer.echo(f"made {folder} with {', '.join(files)}; what it means: cd {folder} && midflight train run.toml --dry-run")
+        return 0
+    if tasks is not None or prompt is not None or lora is not None:
+        raise ConfigError("--tasks, --prompt and --lora say what a model of yours is trained on; give it too: --model DIR")
     files = write_project(folder)
     typer.echo(f"made {folder} with {', '.join(files)}; train it: cd {folder} && midflight train run.toml")
     return 0
 
 
+app.command("fetch-model")(fetch.fetch_model)
 app.command("join")(joining.join)
 app.command("runs")(runs_there.runs)
 app.command("compare")(runs_there.compare)

@@ -13,13 +13,18 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    asked: Annotated[Path | None, typer.Argument(help="TOML file of a run, or folder of a model or a run.", metavar="[CONFIG]")] = None,
+    asked: Annotated[
+        Path | None, typer.Argument(help="TOML file of a run, or folder of a model or a run, or GGUF file.", metavar="[CONFIG]")
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override an option.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> int:
     """Looks at machine, engines, packages, limits, and a configuration or model: what there is, what is wrong, what to do about it."""
     from midflight.cli.examination import Gravity, examine
+    from midflight.cli.returned import put_back_at
 
+    if asked is not None:
+        put_back_at(asked)
     found = list(examine(asked, overrides or []))
     _show(found)
     wrong = sum(finding.mark is Gravity.WRONG for finding in found)

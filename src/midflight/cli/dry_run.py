@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from rich import box
@@ -11,14 +12,18 @@ from rich.table import Table
 from rich.text import Text
 
 from midflight.config import Config, derived
+from midflight.config.bounds import rollout_bound
 from midflight.config.checks import effective_loss, notes
 from midflight.config.devices import num_present
+from midflight.config.memory import memory_estimate, total_bytes
 from midflight.config.seats import chosen_transport, device_map, version_bytes
+from midflight.config.unset import shown_derived
 from midflight.observe.status import size
 from midflight.run.launcher import opening
 from midflight.run.launcher.folder import kept
 from midflight.run.launcher.preflight import Findings, Prompt
 from midflight.run.launcher.survey import QUANTILES, SourceFindings
+from midflight.run.places.fit import memory_note, this_hardware
 
 SHOWN_TOKENS = 100
 
@@ -42,9 +47,15 @@ def report(config: Config, findings: Findings, *, cores: int) -> RenderableType:
         _loss(config, findings.own_loss),
         _placement(config),
         *_devices(config, num_present(os.environ) or None),
-        _memory(config),
+        _memory(config, longest_prompt(findings.sources)),
     ]
-    remarks = [*notes(config), *filter(None, [derived.core_note(config, cores)]), *findings.notes]
+    remarks = [
+        *notes(config),
+        *filter(
+            None, [derived.core_note(config, cores), memory_note(config, this_hardware(), longest_prompt=longest_prompt(findings.sources))]
+        ),
+        *findings.notes,
+    ]
     if (found := kept(Path(config.run.folder))) is not None:
         remarks.append(f"{config.run.folder} holds {found}: a run into it needs --resume or --overwrite.")
     if remarks:
@@ -110,10 +121,17 @@ def _derived(config: Config) -> Table:
         f"submitted - released <= (served version + {r.max_staleness + 1}) x {r.groups_per_step}: {derived.admission_limit(r, 0)} groups at first",
     )
     table.add_row("worst-case staleness", f"{stale.worst} versions; price: {stale.price}")
+    bound = rollout_bound(config.environment)
+    table.add_row(
+        "agent's own time", f"{config.environment.rollout_seconds:g} s a rollout; requests, tools within their limits and waits left out"
+    )
+    table.add_row("whole rollout", f"{bound.seconds:,.0f} s at most: {bound.words}")
     table.add_row("smallest group", f"{derived.min_group_size(r)} scored rollouts of {r.group_size}")
     (by_itself, why), said = chosen_transport(config), config.weights.transport
     reason = why if said == by_itself else f'as said; "auto" would be {by_itself}: {why}'
     table.add_row("weights", f"{size(version_bytes(config))} a version by {said}: {reason}")
+    for option in shown_derived(config):
+        table.add_row(option.option, f"{option.words}: {option.why}")
     return table
 
 
@@ -141,10 +159,21 @@ def _devices(config: Config, number: int | None) -> list[Table]:
     return [table]
 
 
-def _memory(config: Config) -> Table:
-    items = derived.memory_estimate(config, derived.model_sizes(config.model))
-    table = _table("memory, estimated", "where", "what", "size")
-    for item in items:
-        table.add_row(item.where, item.what, size(item.num_bytes))
-    table.add_row("total", "", size(derived.total_bytes(items)), style="bold")
+def longest_prompt(sources: Sequence[SourceFindings]) -> int | None:
+    """Tokens of the longest prompt that was measured; None where one source was not looked at."""
+    if not sources or not all(source.lengths for source in sources):
+        return None
+    return max(source.lengths[-1] for source in sources)
+
+
+def _memory(config: Config, longest: int | None) -> Table:
+    """Line by line, and what each kind of process takes in all."""
+    items = memory_estimate(config, derived.model_sizes(config.model), longest_prompt=longest)
+    table = _table("memory, estimated", "where", "what", "size", "together")
+    for where, lines in groupby(items, lambda item: item.where):
+        own = list(lines)
+        for number, item in enumerate(own):
+            last = number == len(own) - 1
+            table.add_row("" if number else where, item.what, size(item.num_bytes), size(total_bytes(own)) if last else "")
+    table.add_row("total", "", "", size(total_bytes(items)), style="bold")
     return table

@@ -1,4 +1,5 @@
-"""What `midflight doctor` looks at: can this machine do what it is asked to, and what to do where it can't? Changes nothing.
+"""What `midflight doctor` looks at: can this machine do what it is asked to, and what to do where it can't? Changes nothing, but for the
+folder that a GGUF file is converted into.
 
 Every look is a function that gives findings. What a run's own checks know (`run.launcher.preflight`) is asked there.
 """
@@ -8,7 +9,6 @@ import os
 import platform
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -21,13 +21,16 @@ from typing import cast
 
 from packaging.requirements import Requirement
 
+from midflight.config.sections import RunSection
 from midflight.errors import ConfigError, MidflightError
+from midflight.models.gguf_folders import model_folder
 from midflight.observe.machine import PACKAGES, package_version
 from midflight.observe.status import size
+from midflight.run.launcher.trial import Patience, TrialFailed, answer_of
 from midflight.types import Json
 
-PROBE_SECONDS = 120.0
-"""For a library to be imported, on a slow disk for the first time."""
+STALL_SECONDS = RunSection().stall_seconds
+"""A process that looks at a library and does nothing for so long hangs."""
 MIN_FILES, GOOD_FILES = 256, 4096
 """Open files. A rollout holds two connections, and several hundred may run."""
 MIN_PROCESSES = 512
@@ -76,7 +79,10 @@ def examine(asked: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
 
 def _what(asked: Path | None) -> Path | None:
     """A file of a configuration, or a folder of a model."""
-    if asked is None or asked.is_file():
+    if asked is None:
+        return None
+    asked = model_folder(asked)
+    if asked.is_file():
         return asked
     if not asked.is_dir():
         raise ConfigError(f"{asked} is not there; give the TOML file of a run, or the folder of a model or a run.")
@@ -140,15 +146,12 @@ def _requirements() -> Iterator[tuple[Requirement, str]]:
 def torch_and_devices() -> Iterator[Finding]:
     """In a process of its own: a broken library may take the process along."""
     try:
-        done = subprocess.run([sys.executable, "-c", PROBE_TORCH], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        yield Finding(Gravity.WRONG, "torch", f"was not imported within {PROBE_SECONDS:.0f} s", "look at the disk that its package lies on")
-        return
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]
+        answer = answer_of([sys.executable, "-c", PROBE_TORCH], Patience("importing torch", STALL_SECONDS))
+    except TrialFailed as failed:
+        last = str(failed).splitlines()[-1]
         yield Finding(Gravity.WRONG, "torch", f"cannot be used: {last}", "install it again, in the build for this machine")
         return
-    said = cast("dict[str, Json]", json.loads(done.stdout.splitlines()[-1]))
+    said = cast("dict[str, Json]", json.loads(answer))
     devices = cast("list[tuple[str, int]]", said["devices"])
     yield Finding(Gravity.FINE, "torch", f"{said['torch']}, {'CUDA ' + str(said['cuda']) if said['cuda'] else 'built for the CPU'}")
     for number, (name, memory) in enumerate(devices):
@@ -188,10 +191,10 @@ def servers() -> Iterator[Finding]:
 def _server(name: str, python: str) -> str | None:
     command = [python, "-c", f"from importlib import metadata; print(metadata.version({name!r}))"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
-    except (subprocess.TimeoutExpired, OSError):
+        version = answer_of(command, Patience(f"looking for {name} in {python}", STALL_SECONDS))
+    except (TrialFailed, OSError):
         return None
-    return f"{done.stdout.strip()} at {python}" if done.returncode == 0 else None
+    return f"{version.decode()} at {python}"
 
 
 # --- Machine ----------------------------------------------------------------------------------------------------------
@@ -310,6 +313,7 @@ def _run(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     if config.model.path is not None:
         yield from model(config.model.path)
     checked.check_engine(config)
+    checked.check_sizes(config)
     found = checked.preflight(config)
     yield from (Finding(Gravity.NOTE, "configuration", note) for note in found.notes)
     if (there := kept(Path(config.run.folder))) is not None:

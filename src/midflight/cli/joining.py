@@ -14,7 +14,9 @@ Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE
 def join(
     url: Annotated[str, typer.Option(help="The gateway of the run, such as http://10.0.0.5:8000.", metavar="URL")],
     token: Annotated[str, typer.Option(envvar=TOKEN_VARIABLE, help="The run's control token; prefer the variable.", metavar="TOKEN")],
-    model: Annotated[Path | None, typer.Option(help="The run's model here; default: where the run has it.", metavar="DIR")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="The run's model here, a folder or a GGUF file; default: where the run has it.", metavar="DIR")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Of the engine in the run; default: this machine's and a number.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; default: this machine's on its way to the gateway.")] = None,
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 0,
@@ -25,7 +27,9 @@ def join(
     ] = None,
     max_running: Annotated[int | None, typer.Option(help="Requests decoded together.", min=1)] = None,
     device: Annotated[str | None, typer.Option(help="Where the engine computes: cpu or cuda.")] = None,
-    patience: Annotated[float, typer.Option(help="Seconds that the gateway may stay away before this gives up.", min=0)] = 300.0,
+    patience: Annotated[
+        float, typer.Option(help="Seconds that the gateway may stay away, or let an answer wait, before this gives up.", min=0)
+    ] = 300.0,
     config: Annotated[Path | None, typer.Option(help="TOML file whose [engine] is taken.", metavar="CONFIG")] = None,
     overrides: Overrides = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -38,7 +42,7 @@ def join(
 
     door = joining.Door(url, token)
     called = name or joining.default_name()
-    needs = asyncio.run(joining.asked(door, name=called))
+    needs = asyncio.run(joining.asked(door, name=called, patience_seconds=patience))
     given = {
         "engine.max_running": max_running,
         "engine.device": device,
@@ -48,6 +52,7 @@ def join(
     own = {} if config is None else checked.engine_options(config)
     made = checked.config_of_model(_model(model, needs.model_path), {**own, **needs.settings, **given}, overrides or [])
     checked.check_engine(made)
+    checked.check_sizes(made, trains=False)
     return joining.run(made, door, name=called, host=host, port=port, advertised=advertise, patience_seconds=patience)
 
 

@@ -5,12 +5,15 @@ import random
 from pathlib import Path
 
 NUM_PROBLEMS = 200
+SHORT = "{name} has {a} {thing} and gets {b}. How many?"
+WHOLE = "{name} has {a} {thing} and gets {b} more {thing}. How many {thing} does {name} have now?"
+"""For a model that has learnt its language from people, who leave less out."""
 
 
-def word_problems(count: int = NUM_PROBLEMS) -> list[dict[str, str | int]]:
+def word_problems(count: int = NUM_PROBLEMS, *, wording: str = SHORT) -> list[dict[str, str | int]]:
     """Sums in words, each once and always the same, such as `Ann has 3 nuts and gets 4. How many?`."""
     every = [
-        (f"{name} has {a} {thing} and gets {b}. How many?", a + b)
+        (wording.format(name=name, a=a, thing=thing, b=b), a + b)
         for name in ("Ann", "Ben", "Eva", "Kim", "Tom")
         for thing in ("eggs", "keys", "nuts", "pens")
         for a in range(1, 7)

@@ -23,8 +23,10 @@ def runs(
 ) -> int:
     """Lists the runs below a folder: what became of each, how far it came, its rewards."""
     from midflight.archive.runs import runs_under
+    from midflight.cli.returned import put_back_below
     from midflight.observe.status import duration, number
 
+    put_back_below(folder)
     found = runs_under(folder)
     rows: list[tuple[str, ...]] = []
     for run in found:
@@ -45,9 +47,11 @@ def compare(
 ) -> int:
     """Compares runs: their numbers side by side, the options that differ, and a plot."""
     from midflight.archive.runs import differences, open_runs
+    from midflight.cli.returned import put_back_at
     from midflight.errors import ConfigError
     from midflight.observe.plot import draw_comparison
 
+    put_back_at(*folders)
     chosen = open_runs(folders)
     if len(chosen) < 2:
         raise ConfigError(f"comparing {len(chosen)} run: give the folders of two runs or more; `midflight runs DIR` lists them.")

@@ -15,7 +15,9 @@ def trace(
 ) -> int:
     """Writes a run as a trace: every rollout, engine, step, handover and evaluation on one time axis, for ui.perfetto.dev."""
     from midflight.archive.trace import write_trace
+    from midflight.cli.returned import put_back_at
 
+    put_back_at(folder)
     written = write_trace(folder, out)
     for note in filter(None, [written.about.get("missing")]):
         typer.echo(f"note: {note}")
@@ -29,8 +31,10 @@ def report(
     debug: Debug = False,
 ) -> int:
     """Writes a page on a run, or on several: plots, verdict, samples, ledger, configuration, versions, machine."""
+    from midflight.cli.returned import put_back_at
     from midflight.report.page import write_report
 
+    put_back_at(*folders)
     for path in write_report(folders, out):
         typer.echo(f"wrote {path}")
     return 0

@@ -21,6 +21,7 @@ def view(
     """Shows runs in a browser: while they go on, afterwards, and several at once. Reads their folders only."""
     import secrets
 
+    from midflight.cli.returned import put_back_below
     from midflight.errors import ConfigError
     from midflight.wire.server import is_loopback, listen
 
@@ -29,6 +30,7 @@ def view(
         from midflight.view.visit import Shelf
     except ImportError as error:
         raise ConfigError(f"the viewer is not installed ({error}): pip install 'midflight[view]'") from None
+    put_back_below(*(folders or [Path("runs")]))
     shelf = Shelf(folders or [Path("runs")])
     token = os.environ.get(TOKEN_VARIABLE) or (None if is_loopback(host) else secrets.token_urlsafe(24))
     listener = listen(host, port)

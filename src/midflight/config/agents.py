@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue
 
-from midflight.config.section import Count, Positive, Seconds, Section
+from midflight.config.section import Above0, Count, Positive, Seconds, Section
 
 
 class RewardSection(Section):
@@ -55,6 +55,8 @@ class SandboxSection(Section):
     """What a box elsewhere is made of: an image of docker, daytona or modal, by default `python:3.12-slim`; a template of e2b, by default its own."""
     seconds: Seconds = 10.0
     """After which a program is ended; larger waits longer for one that hangs."""
+    start_seconds: Above0 = 300.0
+    """For a box elsewhere to be there, its image pulled; a fifth of it for each answer of its maker. Larger bears slower links, and waits longer for a maker that hangs."""
     memory_mb: Positive = 512
     """MiB that its processes may hold together; larger lets it take more."""
     disk_mb: Positive = 64

@@ -2,9 +2,11 @@
 configuration asks for as text, which is printed at the start, so that nothing is counted twice unseen.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 
 from midflight.config import formulas
 from midflight.config.agent import agent_contradictions
@@ -146,6 +148,13 @@ def _rollout(config: Config) -> Iterator[str]:
         )
     if r.max_in_flight is not None and r.max_in_flight < r.group_size:
         yield f"rollout.max_in_flight ({r.max_in_flight}) is less than rollout.group_size ({r.group_size}), so no group could run whole; raise max_in_flight or lower group_size"
+    for option, number in (("rollout", r.max_in_flight), ("evaluation", config.evaluation.max_in_flight)):
+        if number is None or number <= config.gateway.max_sessions:
+            continue
+        yield (
+            f"{option}.max_in_flight ({number}) is more than gateway.max_sessions ({config.gateway.max_sessions}), beyond which rollouts "
+            "are refused; lower it, or raise gateway.max_sessions"
+        )
     if r.min_group_size is not None and r.min_group_size > r.group_size:
         yield f"rollout.min_group_size ({r.min_group_size}) is more than rollout.group_size ({r.group_size}), so every group would be dropped; lower it"
 
@@ -168,6 +177,8 @@ def _model(config: Config) -> Iterator[str]:
 def _trainer(config: Config) -> Iterator[str]:
     yield from loss_contradictions(config.objective, config.correction)
     o, t = config.objective, config.trainer
+    if t.updates_per_step > (groups := config.rollout.groups_per_step):
+        yield f"trainer.updates_per_step ({t.updates_per_step}) is more than rollout.groups_per_step ({groups}), and an update has a group at least; lower it"
     if o.overlong_buffer > config.environment.max_tokens:
         yield f"objective.overlong_buffer ({o.overlong_buffer}) is more than environment.max_tokens ({config.environment.max_tokens}); lower it"
     if t.compute_dtype == "bfloat16" and config.model.dtype == "float64":
@@ -271,6 +282,11 @@ def _distillation(config: Config) -> Iterator[str]:
     d = config.distillation
     if not d.rewards and d.teacher is None:
         yield "distillation.rewards = false without distillation.teacher leaves nothing to learn from; name a teacher, or remove it"
+    if not d.rewards and d.teacher is not None and not config.warm_start.is_made and _is_start(config, d.teacher):
+        yield (
+            f"distillation.teacher ({d.teacher}) is the model that the run begins with, so with distillation.rewards = false it agrees with the student "
+            "and there is nothing to learn; let rewards count, or name another teacher"
+        )
     if not d.rewards and d.teacher is not None and d.weight == 0:
         yield "distillation.rewards = false with distillation.weight = 0 leaves nothing to learn from; raise the weight"
     if d.teacher is not None and formula_of(config.objective, config.correction).is_per_rollout:
@@ -284,9 +300,15 @@ def _distillation(config: Config) -> Iterator[str]:
         yield "rollout.drop_zero_spread chooses groups by their rewards, which distillation.rewards = false ignores; remove one of them"
 
 
+def _is_start(config: Config, folder: Path) -> bool:
+    return config.model.path is not None and Path(config.model.path).resolve() == folder.resolve()
+
+
 def _engine(config: Config) -> Iterator[str]:
     e = config.engine
     started = e.kind != "embedded" and not e.urls
+    if e.guesses >= config.model.max_context:
+        yield f"engine.guesses ({e.guesses}) must be less than model.max_context ({config.model.max_context}); lower it"
     if e.urls and e.kind == "embedded":
         yield 'engine.urls are of servers that run already, but engine.kind is "embedded", which is started here; set engine.kind to "vllm" or "sglang"'
     if e.python is not None and not started:
@@ -391,6 +413,12 @@ def _notes(config: Config) -> Iterator[str]:
             f"{r.max_in_flight} rollouts in flight share {engine_slots(config)} engine slots: the others wait inside the engine, "
             "or use their time in tools."
         )
+    if config.model.dtype == "bfloat16":
+        yield (
+            f"model.dtype = bfloat16 keeps weights and moments in bfloat16: steps of {config.trainer.learning_rate:g} leave weights above "
+            f'{_least_unmoved(config.trainer.learning_rate):.2g} as they are. To learn, keep float32, and serve by engine.dtype = "bfloat16"; '
+            'on GPUs, and CPUs with AMX, also compute by trainer.compute_dtype = "bfloat16".'
+        )
     if (served := served_dtype(config)) != config.model.dtype:
         yield f"engines serve in {served} what is trained in {config.model.dtype}: log-probabilities differ by rounding, which the loss corrects for."
     yield from context_notes(config)
@@ -398,3 +426,11 @@ def _notes(config: Config) -> Iterator[str]:
         yield "no source holds tasks out (heldout), so nothing is evaluated, before, during or after training."
     if not config.warm_start.is_made and config.model.path is None:
         yield "warm_start.target_accuracy is not set and the model is made with random weights: reward may stay at 0."
+
+
+def _least_unmoved(step: float) -> float:
+    """The power of two above which no number of bfloat16 is changed by adding a step, because half the distance to the next one is more.
+
+    From 2**k to 2**(k + 1) they lie 2**(k - 7) apart.
+    """
+    return 2.0 ** (math.floor(math.log2(step * 2**8)) + 1)

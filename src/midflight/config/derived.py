@@ -1,5 +1,5 @@
 """What follows from the numbers: the six knobs of asynchrony, where B = groups_per_step, n = group_size, S = max_staleness; and what a
-run will take, its processes with their cores and its memory, estimated before anything is started."""
+run will take, its processes with their cores and its disk, estimated before anything is started. `config.memory` does so for memory."""
 
 import math
 import os
@@ -179,7 +179,9 @@ class ProcessCount:
 def placement(config: Config) -> tuple[ProcessCount, ...]:
     return (
         ProcessCount("launcher", 1, 0, "cpu", "starts and supervises the others, terminal"),
-        ProcessCount("rollout", 1, 1, "cpu", "gateway, buffer, store" + ("" if num_workers(config.environment) else ", agents")),
+        ProcessCount(
+            "rollout", config.gateway.shards, 1, "cpu", "gateway, buffer, store" + ("" if num_workers(config.environment) else ", agents")
+        ),
         *_worker_place(config.environment),
         _engine_place(config.engine),
         *_teacher_place(config),
@@ -226,35 +228,14 @@ def core_note(config: Config, cores: int) -> str | None:
 MADE_ARCHITECTURE = "qwen3"
 MADE_VOCABULARY = 262
 """Tokens of the tokenizer of made models: 256 bytes and 6 special ones."""
-TORCH_PROCESS_BYTES = 320 * 2**20
-"""A process that has imported torch and transformers and run a model once, measured on Linux with the CPU build."""
-SERVER_BYTES = 1900 * 2**20
-"""A vLLM or SGLang server on a CPU before it has weights, keys and values: both measured at about this."""
-COMPANION_BYTES = 110 * 2**20
-"""Our process beside a server: without torch."""
-ROLLOUT_PROCESS_BYTES = 160 * 2**20
-WORKER_BYTES = 90 * 2**20
-"""With the SDK; what agents import comes on top."""
-LAUNCHER_BYTES = 50 * 2**20
 ROW_BYTES_PER_TOKEN = 4 + 1 + 1 + 4 + 4 + 4
 """Bytes of a trajectory's row: ids, two masks, log-probabilities, two versions."""
-ACTIVATIONS_PER_LAYER = 14
-"""Vectors of hidden size kept per token and layer for the backward pass, the feed-forward's counted separately."""
-LOGIT_COPIES = 4
-"""Logits, their log-softmax and the gradients of both."""
 CONTEXT_STEP = 64
 """A context that memory bounds is a multiple of this."""
-LOGITS_AT_ONCE = 2**24
-"""The most of them that the trainer makes at a time (`trainer.model.policy.CHUNK`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryItem:
-    """One line of the estimate. `num_bytes` is for all processes of that kind together."""
-
-    where: str
-    what: str
-    num_bytes: int
+HOST_CONTEXT_SHARE = 8
+"""On CPUs the longest row may take one part in so many of the memory, in all slots of the engines and again in the trainer."""
+GPU_CONTEXT_SHARE = 4
+"""On GPUs likewise."""
 
 
 def model_sizes(model: ModelSection) -> ModelSizes:
@@ -270,13 +251,14 @@ def model_sizes(model: ModelSection) -> ModelSizes:
         num_kv_heads=model.num_kv_heads,
         head_dim=model.hidden_size // model.num_heads,
         max_context=model.max_context,
+        family=MADE_ARCHITECTURE,
     )
 
 
 def default_context(config: Config) -> tuple[int, int] | None:
     """`model.max_context` where it is not given, and what the model itself can; None where its folder does not say.
 
-    The longest row must fit a quarter of the memory twice: as keys and values in every slot of our own engines, and as activations of the
+    The longest row must fit a part of the memory twice: as keys and values in every slot of our own engines, and as activations of the
     trainer. Less than a prompt of some length would be of no use: 256 at least.
     """
     try:
@@ -285,57 +267,43 @@ def default_context(config: Config) -> tuple[int, int] | None:
         return None  # said where the model is looked for
     if sizes is None or not sizes.max_context:
         return None
-    engine, room = config.engine, machine_bytes() // 4
+    engine = config.engine
     slots = num_engines(engine) * engine.max_running * sizes.kv_bytes_per_token(served_dtype(config)) if engine.kind == "embedded" else 0
-    row = element_bytes(config.model.dtype) * sizes.num_layers * (ACTIVATIONS_PER_LAYER * sizes.hidden_size + 3 * sizes.intermediate_size)
-    fits = min(room // max(slots, 1), room // row)
+    row = element_bytes(config.model.dtype) * sizes.num_layers * sizes.activations_per_layer(by_hand=trains_by_hand(config, sizes))
+    fits = min(_context_room(engine.device) // max(slots, 1), _context_room(config.trainer.device) // row)
     least = min(sizes.max_context, ModelSection().max_context)
     return max(least, min(sizes.max_context, fits // CONTEXT_STEP * CONTEXT_STEP)), sizes.max_context
+
+
+def _context_room(device: str) -> int:
+    """The bytes that the longest row may take there. Nobody asks a GPU for its memory here: the machine's stands for it."""
+    return machine_bytes() // (HOST_CONTEXT_SHARE if device == "cpu" else GPU_CONTEXT_SHARE)
+
+
+def trains_by_hand(config: Config, sizes: ModelSizes) -> bool:
+    """Whether the trainer computes the model without its modules (`trainer.model.plain`), which keeps half as much for the backward pass."""
+    t = config.trainer
+    changed = t.activation_checkpointing or t.compile or t.compute_dtype != "auto" or config.lora.rank is not None
+    return sizes.is_plain and config.model.dtype == "float32" and t.ranks == 1 and not changed
 
 
 def context_notes(config: Config) -> Iterator[str]:
     """That memory bounds the context."""
     if (found := default_context(config)) is not None and found[0] == config.model.max_context < found[1]:
         yield (
-            f"model.max_context is {found[0]:,} of the {found[1]:,} tokens that the model can: more would take a quarter of the memory for the "
-            f"keys and values of {config.engine.max_running} slots, or for the trainer's activations; set it, or lower engine.max_running."
+            f"model.max_context is {found[0]:,} of the {found[1]:,} tokens that the model can: more would take too large a part of the memory "
+            f"for the keys and values of {config.engine.max_running} slots, or for the trainer's activations; set it, or lower "
+            "engine.max_running."
         )
 
 
-def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]:
-    """Worst case of each part: every slot full to `max_context`, every waiting rollout as long as can be."""
-    m, e, t, r = config.model, config.engine, config.trainer, config.rollout
-    element = element_bytes(m.dtype)
-    weights, served = sizes.num_parameters * element, sizes.weight_bytes(served_dtype(config))
-    trained, handed = _trained_parameters(config, sizes), handed_bytes(config, sizes)
-    added = 0 if config.lora.rank is None else trained * element  # adapters beside the weights; a warm start trains the weights first
-    optimised = weights if config.warm_start.is_made else trained * element
-    slots = e.max_running * m.max_context * sizes.kv_bytes_per_token(served_dtype(config))
-    engines = 0 if e.urls else num_engines(e)  # servers that others started take their memory whether we run or not
-    per_token = sizes.num_layers * (ACTIVATIONS_PER_LAYER * sizes.hidden_size + 3 * sizes.intermediate_size)
-    logits = LOGIT_COPIES * min(sizes.vocab_size * t.micro_batch_tokens, LOGITS_AT_ONCE)
-    activations = t.ranks * element * (per_token * t.micro_batch_tokens + logits)
-    rollouts, each = buffer_groups(r) * r.group_size, m.max_context * ROW_BYTES_PER_TOKEN
-    delta, held = config.weights.delta, held_versions(config)
-    has_critic = config.objective.advantage == "gae"
-    converted = served_dtype(config) != m.dtype
-    return (
-        MemoryItem("trainer", "weights, gradients and AdamW's two moments", weights + added + 3 * optimised),
-        MemoryItem("trainer", f"activations of {t.ranks} x a micro-batch of {t.micro_batch_tokens} tokens", activations),
-        *([MemoryItem("trainer", "the reference's weights", weights)] * (config.objective.kl_coefficient > 0)),
-        MemoryItem("trainer", "the newest version as it is served", (delta + converted) * handed),
-        MemoryItem("engines", "weights, live and staged", _weights_memory(config, served=served, handed=handed)),
-        MemoryItem("engines", f"keys and values: {engines} x {e.max_running} slots of {m.max_context} tokens", slots * engines),
-        *([MemoryItem("trainer", "the critic's weights, gradients and moments", weights + added + 3 * trained * element)] * has_critic),
-        *_teacher_memory(config),
-        MemoryItem("weights", "published versions in memory", held * handed),
-        MemoryItem(
-            "rollout",
-            f"up to {rollouts + in_flight(config)} trajectories running and waiting",
-            min(rollouts * each, buffer_bytes(r)) + in_flight(config) * each,
-        ),
-        MemoryItem("processes", "interpreters and libraries", _processes_memory(config)),
-    )
+def engines_option(config: Config) -> str:
+    """The option that says how many engines there are."""
+    engine = config.engine
+    cluster = config.cluster
+    if engine.urls or engine.servers:
+        return "engine.urls" if engine.urls else "engine.servers"
+    return "cluster.engines_max" if cluster.kind != "local" and cluster.engines_max is not None else "engine.count"
 
 
 def held_versions(config: Config) -> int:
@@ -351,50 +319,40 @@ def shared_bytes(config: Config, sizes: ModelSizes) -> int:
     return held * handed_bytes(config, sizes) + 2 * folders * num_engines(config.engine) * sizes.weight_bytes(served_dtype(config))
 
 
+def num_checkpoints(config: Config) -> int:
+    """The most checkpoints that lie in the run's folder at once, one that is being written included."""
+    every = config.trainer.checkpoint_every
+    made = 2  # after the warm start, and at the end
+    if every:
+        made += config.run.steps // every
+    return min(config.trainer.keep_checkpoints + 1, made)
+
+
 def disk_bytes(config: Config, sizes: ModelSizes) -> int:
     """Room that a run takes in its folder for sure: models, and checkpoints with two moments of what is trained, one more while it is
     written. The store comes on top."""
     weights = sizes.weight_bytes(config.model.dtype)
-    trained = _trained_parameters(config, sizes) * element_bytes(config.model.dtype)
+    trained = trained_parameters(config, sizes) * element_bytes(config.model.dtype)
     models = (3 if config.model.path is None else 2) + (config.objective.kl_coefficient > 0)
     critic = 3 * trained * (config.objective.advantage == "gae")
     versions = 3 * handed_bytes(config, sizes) * (config.weights.transport == "file")
-    return models * weights + (config.trainer.keep_checkpoints + 1) * (3 * trained + critic) + versions
+    return models * weights + num_checkpoints(config) * (3 * trained + critic) + versions
 
 
-def _trained_parameters(config: Config, sizes: ModelSizes) -> int:
+def first_disk_bytes(config: Config, sizes: ModelSizes, *, trains: bool) -> int:
+    """Room that a run takes before its first step: the models that it begins with, a checkpoint, a version. `trains`: whether our trainer does."""
+    weights = sizes.weight_bytes(config.model.dtype)
+    trained = trained_parameters(config, sizes) * element_bytes(config.model.dtype)
+    models = (2 if config.model.path is None else 1) + (config.objective.kl_coefficient > 0)
+    checkpoint = 3 * trained * (2 if config.objective.advantage == "gae" else 1)
+    version = handed_bytes(config, sizes) * (config.weights.transport == "file")
+    return version + trains * (models * weights + checkpoint)
+
+
+def trained_parameters(config: Config, sizes: ModelSizes) -> int:
     return sizes.num_parameters if config.lora.rank is None else sizes.num_adapter_parameters(config.lora.rank)
 
 
 def handed_bytes(config: Config, sizes: ModelSizes) -> int:
     """Of one version on its way."""
-    return _trained_parameters(config, sizes) * element_bytes(served_dtype(config))
-
-
-def total_bytes(items: tuple[MemoryItem, ...]) -> int:
-    return sum(item.num_bytes for item in items)
-
-
-def _teacher_memory(config: Config) -> tuple[MemoryItem, ...]:
-    if config.distillation.teacher is None:
-        return ()
-    weights = sizes_of(config.distillation.teacher).weight_bytes(served_dtype(config))
-    return (MemoryItem("teacher", "process and weights", TORCH_PROCESS_BYTES + weights),)
-
-
-def _weights_memory(config: Config, *, served: int, handed: int) -> int:
-    """Weights of all engines. Beside a server: two folders that it loads from, and what is fetched or merged next, or adapters in files and
-    in its memory. For differences: what they change."""
-    engine, lora = config.engine, config.lora
-    each = served + handed if engine.kind == "embedded" else ((3 if engine.urls else 4) + lora.merged) * served
-    if engine.kind != "embedded" and lora.rank is not None and not lora.merged:
-        each = (0 if engine.urls else served) + (2 * (config.rollout.max_staleness + 2) + 1) * handed
-    return num_engines(engine) * (each + config.weights.delta * handed)
-
-
-def _processes_memory(config: Config) -> int:
-    engine, workers = config.engine, num_workers(config.environment) * WORKER_BYTES
-    ours = config.trainer.ranks * TORCH_PROCESS_BYTES + ROLLOUT_PROCESS_BYTES + workers + LAUNCHER_BYTES
-    if engine.kind == "embedded":
-        return ours + num_engines(engine) * TORCH_PROCESS_BYTES
-    return ours + num_engines(engine) * (COMPANION_BYTES + (0 if engine.urls else SERVER_BYTES))
+    return trained_parameters(config, sizes) * element_bytes(served_dtype(config))

@@ -18,10 +18,11 @@ from typing import cast
 from pydantic import BaseModel, ValidationError
 
 from midflight.config.checks import contradictions
-from midflight.config.derived import default_context
 from midflight.config.seats import placed
 from midflight.config.sections import Config
+from midflight.config.unset import with_derived
 from midflight.errors import ConfigError, nearest
+from midflight.models.gguf_folders import model_folder
 from midflight.types import Json
 
 # --- The options ------------------------------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ def load_config(
     overridden = {apply_override(whole, text) for text in overrides}
     origin = _Origin("" if path is None else str(path), overridden)
     _refuse(list(_unknown(whole, (), origin)))
-    config = placed(_with_context(_validate(whole, origin)))
+    config = placed(with_derived(_with_folders(_validate(whole, origin))))
     _refuse([f"{origin.file}: {problem}" if origin.file else problem for problem in contradictions(config)])
     return config
 
@@ -249,11 +250,14 @@ def _lay_over(table: Table, name: str, value: object) -> None:
     table[name] = {**under, **over} if isinstance(under, dict) and isinstance(over, dict) else over
 
 
-def _with_context(config: Config) -> Config:
-    """With the model's own context where none is given."""
-    if config.model.path is None or "max_context" in config.model.model_fields_set or (found := default_context(config)) is None:
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"max_context": found[0]})})
+def _with_folders(config: Config) -> Config:
+    """With a model folder in the place of each GGUF file. Waits for the conversion of one that has none yet."""
+    updates: dict[str, object] = {}
+    if config.model.path is not None:
+        updates["model"] = config.model.model_copy(update={"path": model_folder(config.model.path)})
+    if config.distillation.teacher is not None:
+        updates["distillation"] = config.distillation.model_copy(update={"teacher": model_folder(config.distillation.teacher)})
+    return config.model_copy(update=updates)
 
 
 class _Origin:

@@ -130,7 +130,7 @@ class CriticSection(Section):
     """The critic of `objective.advantage = "gae"`: a model of the policy's size that learns beside it. What is not said here is as in `[trainer]`."""
 
     learning_rate: Above0 = 3e-4
-    """Peak step size of its AdamW; larger follows the policy sooner."""
+    """Peak step size of its AdamW; larger follows the policy sooner. Default with `model.path`: ten times `trainer.learning_rate`'s for whole weights, at most 0.0003."""
     discount: Fraction = 1.0
     """What a reward one token later is worth; smaller looks less far ahead."""
     trace_decay: Fraction = 1.0
@@ -213,7 +213,7 @@ class DistillationSection(Section):
     """On-policy distillation: the student samples, and a teacher says how likely each of its tokens is."""
 
     teacher: Path | None = None
-    """A Hugging Face model folder with the student's tokenizer, scored in an embedded engine of its own; none distils nothing."""
+    """A Hugging Face model folder, or a GGUF file, with the student's tokenizer, scored in an embedded engine of its own; none distils nothing."""
     weight: NonNegative = 1.0
     """Weight of a token's log teacher - log behaviour beside the advantage of its reward; larger follows the teacher more closely."""
     rewards: bool = True

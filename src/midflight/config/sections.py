@@ -31,16 +31,16 @@ class RunSection(Section):
     stop_at_reward: Fraction | None = None
     """Ends before `steps` once the mean reward over the last 20 steps reaches this; larger trains longer."""
     restarts: Count = 2
-    """How often each part that died may be started again within ten minutes before the run fails; larger tolerates more crashes."""
+    """How often each part may die and be started again without having worked in between, before the run fails. What was spent also comes back after ten minutes, and an engine that is killed while it starts spends nothing. Larger tolerates more crashes."""
     stall_seconds: Above0 = 120.0
-    """A part that hangs is shown and started again after this, unless what it does has a longer limit; larger bears longer standstills."""
+    """A part that hangs is shown and started again after this, unless what it does has a longer limit; a trial before the run that does nothing for so long is ended. Larger bears longer standstills."""
     stop_seconds: Seconds = 5.0
     """Time a stopping run gives its parts before it kills them; larger waits longer for writes."""
 
 
 class ModelSection(Section):
     path: Path | None = None
-    """A Hugging Face model folder to start from. Without it a model is made from the sizes below, with random weights."""
+    """A Hugging Face model folder to start from, or a GGUF file, which is converted into one beside it. Without it a model is made from the sizes below, with random weights."""
     name: str = "policy"
     """The model id that agents use."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -56,7 +56,7 @@ class ModelSection(Section):
     num_kv_heads: Positive = 2
     """Its key/value heads; must divide `num_heads`."""
     max_context: Positive = 256
-    """Longest prompt plus answer, in tokens; larger costs memory in every engine slot. Default with `path`: what the model can (`max_position_embeddings`), as far as its keys and values, and the trainer's activations for a row, each fit into a quarter of the machine's memory."""
+    """Longest prompt plus answer, in tokens; larger costs memory in every engine slot. Default with `path`: what the model can (`max_position_embeddings`), as far as its keys and values, and the trainer's activations for a row, each fit into an eighth of the machine's memory (on GPUs into a quarter)."""
 
 
 class EngineSection(Section):
@@ -71,7 +71,7 @@ class EngineSection(Section):
     arguments: tuple[str, ...] = ()
     """Further words for the server's command line, after ours, such as `--gpu-memory-utilization=0.5`."""
     start_seconds: Seconds = 180.0
-    """How long a server may take to come up; larger waits longer for one that hangs."""
+    """A server that comes up, and neither computes nor reads for so long, is given up, as is one of `urls` that does not answer for so long; larger waits longer for one that hangs."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Precision that engines serve in, and that weights travel in; `auto` is `model.dtype`. Smaller is faster, and further from the trainer."""
     max_running: Positive = 64
@@ -114,7 +114,7 @@ class GatewaySection(Section):
     strict: bool = False
     """Refuse by name what has no effect on the text, and limits above the room there is. Without it such a field is passed over and named in the answer's head (`x-midflight-ignored`), and such a limit is lowered (`x-midflight-clamped`)."""
     request_seconds: Seconds = 120.0
-    """Deadline of one request, pauses excluded; larger tolerates slower engines."""
+    """How long an answer may stand still, without one new token, on an engine that serves it; pauses, and waits for an engine that is full or away, do not count. Larger waits longer for one that an engine has lost."""
     max_sessions: Positive = 10_000
     """Live sessions; further ones are answered 429."""
     max_requests: Positive = 4096
@@ -171,7 +171,7 @@ class EnvironmentSection(Section):
     sources: tuple[SourceSection, ...] = (SourceSection(dataset="spell_backward"),)
     """Where tasks come from."""
     max_tokens: Positive = 16
-    """Output tokens of one request unless the agent asks otherwise; larger allows longer answers."""
+    """Output tokens of one request unless the agent asks otherwise; larger allows longer answers. Default with `model.path`: a quarter of the context, from 16 to 256."""
     temperature: Above0 = 1.0
     """Sampling temperature of the policy; larger explores more."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -183,7 +183,9 @@ class EnvironmentSection(Section):
     count_all_choices: bool = False
     """Train on every choice of a request with n > 1; by default only on those the agent went on from, if it went on from any."""
     rollout_seconds: Seconds = 60.0
-    """Deadline of one rollout, pauses excluded. A hung agent keeps its slot until then: larger waits longer for it, and so do steps."""
+    """What the agent of one rollout may take by itself: time without a request under way at the gateway, without a tool that runs within its own limit, and with a place to run. Scoring a group has as much. A hung agent keeps its slot until then: larger waits longer for it, and so do steps."""
+    max_rollout_seconds: Seconds | None = None
+    """What a whole rollout may take, its requests too; time without a place to run, and without any engine that takes requests, does not count. It ends agents that ask for ever; larger lets rollouts be longer. Default: four times what `max_tokens` in each turn takes at the rate that was measured, and `rollout_seconds`; the dry run shows it."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -262,7 +264,7 @@ class EvaluationSection(Section):
 
 class TrainerSection(Section):
     learning_rate: Above0 = 3e-4
-    """Peak step size of AdamW."""
+    """Peak step size of AdamW; larger learns faster, until it forgets what it could. Default with `model.path`, by the number of parameters: 0.0003 up to 3 million, 2e-05 at 135 million, 1e-06 from 7 billion; ten times that with `[lora]`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls from its peak to zero over the run."""
     warmup_steps: Count = 5
@@ -272,7 +274,7 @@ class TrainerSection(Section):
     max_grad_norm: Above0 = 1.0
     """Gradients of larger L2 norm are scaled down to it."""
     micro_batch_tokens: Positive = 4096
-    """Tokens of one forward and backward; larger is faster and takes more memory."""
+    """Tokens of one forward and backward; larger is faster and takes more memory. Default with `model.path` on CPUs: as many as an eighth of the machine's memory holds activations of, from 512 to 4096."""
     updates_per_step: Positive = 1
     """Mini-batch updates in a step; above 1 the proximal policy is computed at the step's start."""
     on_alarm: Literal["warn", "skip", "stop"] = "warn"
@@ -321,9 +323,11 @@ class WarmStartSection(Section):
     target_accuracy: Fraction | None = None
     """Stop once held-out exact match, sampled at the run's temperature, reaches this: of held-out tasks of the first source, or of the assistant's messages in an eighth of the conversations; larger trains longer. Without it `data` is learnt for `max_steps`."""
     learning_rate: Above0 = 2e-3
-    """Peak step size."""
+    """Peak step size; larger learns faster, until it forgets what it could. Default with `model.path`: ten times `trainer.learning_rate`'s for whole weights, at most 0.002."""
     max_steps: Positive = 2000
     """Gives up (and goes on) after this many steps."""
+    examples_per_step: Positive = 64
+    """Answers that one step learns from; larger makes steps steadier and slower."""
     evaluate_every: Positive = 25
     """Steps between looks at the accuracy."""
 

@@ -48,6 +48,7 @@ def shard_contradictions(config: Config) -> Iterator[str]:
         return
     if shards > MOST_SHARDS:
         yield f"gateway.shards is {shards}, and more than {MOST_SHARDS} stores can't be read as one; make it smaller"
+        return
     for name, number in (("groups_per_step", r.groups_per_step), ("buffer_groups", r.buffer_groups)):
         if number is not None and number % shards:
             yield f"rollout.{name} ({number}) can't be shared out equally by gateway.shards ({shards}); make it a multiple"

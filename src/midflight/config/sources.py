@@ -178,3 +178,9 @@ def _of_one(source: SourceSection) -> Iterator[str]:
             yield f".{name} ({getattr(source, name)}) has no meaning for a source with {kind}; {remedy}"
     if not source.prompt:
         yield ".prompt is empty, so nothing would be asked; give a format such as '{question}', or the name of a column"
+
+
+def num_draws(source: SourceSection) -> int:
+    """Entries of a dataset that are drawn for its tasks, about: every eighth content is held out."""
+    assert isinstance(source.num_heldout, int), "a dataset holds out a number"
+    return max(source.size or DATASET_SIZE, 8 * source.num_heldout, 1)

@@ -64,14 +64,19 @@ class SteppedEngine(ServedEngine, Protocol):
     def abort_handles(self, handles: frozenset[int]) -> None: ...
 
 
-async def relay(engine: ServedEngine, socket: WebSocket) -> None:
-    """Serves one client of any engine, until the client leaves or lags too far behind, which closes the streams of its requests."""
-    await _ChunkClient(engine).serve(socket)
+def unheard() -> None:
+    """Nobody wants to hear that an engine works."""
 
 
-async def relay_steps(engine: SteppedEngine, socket: WebSocket) -> None:
+async def relay(engine: ServedEngine, socket: WebSocket, *, worked: Callable[[], None] = unheard) -> None:
+    """Serves one client of any engine, until the client leaves or lags too far behind, which closes the streams of its requests.
+    `worked` is called before tokens are sent."""
+    await _ChunkClient(engine, worked).serve(socket)
+
+
+async def relay_steps(engine: SteppedEngine, socket: WebSocket, *, worked: Callable[[], None] = unheard) -> None:
     """The same for an engine of whole steps: each is one frame. Ends also when the engine does."""
-    client = _StepClient(engine)
+    client = _StepClient(engine, worked)
     try:
         await client.serve(socket)
     finally:
@@ -124,7 +129,9 @@ class Outbox:
 class _WireClient:
     """The connection to one client, which numbers its requests."""
 
-    def __init__(self, engine: ServedEngine) -> None:
+    def __init__(self, engine: ServedEngine, worked: Callable[[], None]) -> None:
+        """`worked` is called before tokens are sent."""
+        self.worked = worked
         self.outbox = Outbox()
         self.outbox.send(wire.Hello(engine.name, engine.capabilities))
         self.tasks: dict[int, asyncio.Task[None]] = {}
@@ -164,8 +171,8 @@ class _WireClient:
 class _ChunkClient(_WireClient):
     """Each request is read by a task of its own; their chunks gather until the event loop has been round once."""
 
-    def __init__(self, engine: ServedEngine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: ServedEngine, worked: Callable[[], None]) -> None:
+        super().__init__(engine, worked)
         self._engine = engine
         self._gathered: list[tuple[int, Chunk]] = []
         """Of one version, in order of arrival."""
@@ -203,6 +210,7 @@ class _ChunkClient(_WireClient):
     def _flush(self) -> None:
         gathered, self._gathered = self._gathered, []
         if gathered:
+            self.worked()
             started, self._since = self._since, asyncio.get_running_loop().time()
             self.outbox.send(wire.pack_chunks(gathered, started=started, ended=self._since, num_running=len(self.tasks)))
 
@@ -210,14 +218,16 @@ class _ChunkClient(_WireClient):
 class _StepClient(_WireClient):
     """An outlet: the engine has the requests, and gives whole steps. Outside requests have the client's numbers, inside handles."""
 
-    def __init__(self, engine: SteppedEngine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: SteppedEngine, worked: Callable[[], None]) -> None:
+        super().__init__(engine, worked)
         self._engine = engine
         self._outlet = engine.open_outlet(self)
         self._numbers: dict[int, int] = {}
         """The client's number of each live handle."""
 
     def put(self, step: StepOutput) -> None:
+        if step.handles.size:
+            self.worked()
         self.outbox.send(wire.pack_step(step, self._numbers))
         for handle, _, _ in step.finishes:
             self._numbers.pop(handle, None)
@@ -284,12 +294,14 @@ def build_app(
     token: str | None,
     scorer: Scorer | None = None,
     beside: Sequence[BaseRoute] = (),
+    worked: Callable[[], None] = unheard,
 ) -> ASGIApp:
     """The application of an engine process. With a token, everything but `/health` needs it as bearer. See `EngineRoutes`.
 
-    The engine's `run`, if it has one, is the caller's to start. `beside`: further routes, such as what it says of itself.
+    The engine's `run`, if it has one, is the caller's to start. `beside`: further routes, such as what it says of itself. `worked` is called
+    before scores are sent; `serve` has its own.
     """
-    routes = EngineRoutes(engine, serve, scorer=scorer)
+    routes = EngineRoutes(engine, serve, scorer=scorer, worked=worked)
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine.reading))
     app = Starlette(routes=[*routes.wire(), *beside, routes.health("/health"), metrics_route(registry)])
@@ -306,10 +318,13 @@ class EngineRoutes(Generic[E]):
         *,
         scorer: Scorer | None = None,
         committed: Callable[[Version], None] = lambda version: None,
+        worked: Callable[[], None] = unheard,
     ) -> None:
         """`serve` is the engine's end of the wire to one client, until that leaves: `relay` does for any engine.
-        `scorer` is the engine again, where it can score. `committed` is told each version that the engine has attested."""
+        `scorer` is the engine again, where it can score. `committed` is told each version that the engine has attested, and `worked` is
+        called before scores are sent."""
         self._engine, self._serve, self._scorer, self._committed = engine, serve, scorer, committed
+        self._worked = worked
 
     def wire(self) -> Sequence[BaseRoute]:
         """What `RemoteEngine` asks."""
@@ -373,6 +388,7 @@ class EngineRoutes(Generic[E]):
             raise NotSupported(f"scoring: engine {self._engine.name!r} only generates. Ask an embedded engine.")
         token_ids, row_offsets, temperature = wire.decode_rows(await read_body(request.receive))
         scores = await with_client(request.receive, self._scorer.score(token_ids, row_offsets, temperature=temperature))
+        self._worked()
         return Response(wire.encode_scores(scores), media_type=PACKED)
 
     async def _prompt_logprobs(self, request: Request) -> Response:

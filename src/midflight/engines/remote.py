@@ -24,8 +24,9 @@ _log = logging.getLogger(__name__)
 R = TypeVar("R")
 _FIRST_DELAY, _LONGEST_DELAY = 0.05, 2.0
 """Seconds between attempts to attach: short enough not to be noticed after a restart, long enough to cost nothing meanwhile."""
-_HEARTBEAT_SECONDS = 15.0
-"""A peer that answers no ping for this long is gone."""
+_HEARTBEAT_SECONDS = 120.0
+"""Between two pings; a peer that has not answered one after half of it is gone. No engine's life hangs on it: one that says nothing is left by its
+requests before (`HealthWatch`), a process that dies closes its connection at once, and one that is only late answers in time."""
 _MAX_OUTBOX = 65_536
 """Frames not yet sent: more than any gateway has requests; beyond it the connection is as good as lost."""
 _LOSSES = (*LOSSES, msgspec.DecodeError, EngineUnavailable)
@@ -65,8 +66,8 @@ class RemoteEngine:
         async with self._http:
             await self._stay_attached()
 
-    async def connect(self, *, seconds: float) -> None:
-        """Waits until `run` has attached; `EngineUnavailable` after `seconds`."""
+    async def connect(self, *, seconds: float | None = None) -> None:
+        """Waits until `run` has attached; `EngineUnavailable` after `seconds`, if there is such a limit."""
         try:
             async with asyncio.timeout(seconds):
                 await self._attached.wait()

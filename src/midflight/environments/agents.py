@@ -41,12 +41,17 @@ class AgentHost(Protocol):
         the agent, or by cancellation, after which nothing of it is heard any more."""
         ...
 
-    async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> Sequence[Result]:
-        """Scores attempts of one group that `run` returned. Waits for the functions that do it; raises what they raise."""
+    async def judge(self, task: Task, attempts: Sequence[Unjudged], *, name: str) -> Sequence[Result]:
+        """Scores attempts of one group that `run` returned, under a name in the place of a session's. Waits for the functions that do it;
+        raises what they raise."""
         ...
 
     def excused(self, session_id: str) -> float:
-        """Seconds of the rollout's deadline that were not the agent's: it had no place to run."""
+        """Seconds so far that were not the agent's: it had no place to run, or no processor."""
+        ...
+
+    def tool_seconds(self, session_id: str) -> float:
+        """Seconds so far in which it ran tools that have limits of their own, as far as these go."""
         ...
 
 
@@ -74,10 +79,16 @@ class AgentsHere:
             raise UntrackedUnavailable(f"the agent went on without what it had asked: {beside.trouble}")
         return found
 
-    async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> Sequence[Result]:
+    async def judge(self, task: Task, attempts: Sequence[Unjudged], *, name: str) -> Sequence[Result]:
         raise EnvironmentFailed("nothing here scores groups; name a function in [[environment.rewards]].")
 
     def excused(self, session_id: str) -> float:
+        """What the environment itself says, if it does."""
+        said: Callable[[str], float] | None = getattr(self._environment, "excused_seconds", None)
+        return 0.0 if said is None else said(session_id)
+
+    def tool_seconds(self, session_id: str) -> float:
+        """An agent's own tools are its own time."""
         del session_id
         return 0.0
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, cast
 
+from midflight.allowance import Stopwatch
+from midflight.environments.crew import HERE, Whereabouts
 from midflight.errors import RewardFixed, SessionClosed, UnknownSession
-from midflight.types import Result, Task
+from midflight.types import Result, Task, Unclaimed
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 Said: TypeAlias = "Result | float | None"
 """What is said of a rollout from outside: its reward, or more than that."""
+OUTSIDE = "a worker outside"
+"""Whom a rollout waits for that nobody has claimed."""
 MAX_REMEMBERED = 10_000
 """How many ended claims are remembered with their rewards, so that a worker may send a reward again. Later it gets an error."""
 
@@ -46,6 +51,12 @@ class Board:
         self._claimed: dict[str, Offer] = {}
         self._ended: OrderedDict[str, asyncio.Future[Said]] = OrderedDict()
         self._waiting: list[asyncio.Future[None]] = []
+        self._unclaimed: dict[str, Stopwatch] = {}
+        """Of the rollouts that are offered or claimed, how long nobody had claimed them."""
+        self._claimed_at: float | None = None
+        """When a worker claimed one last."""
+        self._ended_at = -math.inf
+        """When the last one ended that was claimed."""
 
     @property
     def num_offered(self) -> int:
@@ -60,13 +71,37 @@ class Board:
 
     def offer(self, offer: Offer) -> None:
         self._offered[offer.session_id] = offer
+        self._unclaimed[offer.session_id] = Stopwatch()
+        self._unclaimed[offer.session_id].start()
         self._wake()
 
     def claim(self, most: int) -> list[Offer]:
         """The oldest offers, `most` at most. From now on they belong to the caller."""
         taken = [self._offered.popitem(last=False)[1] for _ in range(min(most, len(self._offered)))]
         self._claimed.update((offer.session_id, offer) for offer in taken)
+        for offer in taken:
+            self._unclaimed[offer.session_id].stop()
+        if taken:
+            self._claimed_at = asyncio.get_running_loop().time()
         return taken
+
+    def unclaimed(self) -> Unclaimed | None:
+        """The rollouts that wait to be claimed, or None."""
+        if not self._offered:
+            return None
+        now = asyncio.get_running_loop().time()
+        seconds = self.unclaimed_seconds(next(iter(self._offered)))
+        idle = 0.0 if self._claimed else min(seconds, now - self._ended_at)
+        return Unclaimed(len(self._offered), seconds, idle, None if self._claimed_at is None else now - self._claimed_at)
+
+    def whereabouts(self, session_id: str) -> Whereabouts:
+        """Says where a rollout is that has begun."""
+        return Whereabouts(OUTSIDE, waits=True) if session_id in self._offered else HERE
+
+    def unclaimed_seconds(self, session_id: str) -> float:
+        """How long a rollout under way has waited for a worker."""
+        waited = self._unclaimed.get(session_id)
+        return 0.0 if waited is None else waited.seconds()
 
     def score(self, session_id: str, reward: Said) -> None:
         """Gives the worker's reward, which ends its rollout. `SessionClosed` if the deadline has ended the rollout before."""
@@ -90,8 +125,10 @@ class Board:
     def withdraw(self, offer: Offer) -> None:
         """Takes back the offer of a rollout that has ended, for whatever reason."""
         offer.reward.cancel()
+        self._unclaimed.pop(offer.session_id, None)
         self._offered.pop(offer.session_id, None)
-        self._claimed.pop(offer.session_id, None)
+        if self._claimed.pop(offer.session_id, None) is not None:
+            self._ended_at = asyncio.get_running_loop().time()
         self._ended[offer.session_id] = offer.reward
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
@@ -146,6 +183,10 @@ class Claimed:
             return await offer.reward
         finally:
             self.board.withdraw(offer)
+
+    def excused_seconds(self, session_id: str) -> float:
+        """See `AgentsHere.excused`: the wait for a worker is nobody's fault."""
+        return self.board.unclaimed_seconds(session_id)
 
 
 claimed = Claimed

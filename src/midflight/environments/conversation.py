@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+import itertools
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeAlias, cast
 
 import msgspec
@@ -15,6 +16,7 @@ from midflight.environments.agents import in_thread
 from midflight.environments.mcp_servers import McpServers
 from midflight.environments.reward_functions import Dialogue, Rewards, place_of
 from midflight.environments.scoring import Unjudged, checked_result
+from midflight.environments.tool_time import UNLIMITED, ToolTime
 from midflight.environments.tools import CallableTool, Toolbox, load_tools
 from midflight.errors import ConfigError, EnvironmentFailed, TaskFieldMissing
 from midflight.ports import SessionHandle
@@ -22,11 +24,14 @@ from midflight.types import Json, Result, Task
 from midflight.wire.client import Answered
 
 TRIES = 3
-"""Of one request that the gateway is too busy for, as the SDK has them."""
-BUSY = (429, 503)
-"""How it says so."""
+"""Of one request that no engine could answer, as the SDK has them."""
+FULL = 429
+"""The gateway has too many requests."""
+AWAY = 503
+"""No engine is there for the request."""
 WAIT_SECONDS = 0.5
 """Before the second try, and as much more before each further one."""
+LONGEST_WAIT_SECONDS = 8.0
 PATH = "/v1/chat/completions"
 
 Post: TypeAlias = Callable[[str, bytes], Awaitable[Answered]]
@@ -36,13 +41,22 @@ Post: TypeAlias = Callable[[str, bytes], Awaitable[Answered]]
 async def asked(post: Post, session: SessionHandle, body: bytes) -> Answered:
     """The answer to a chat. Waits for it, and a little before each further try; ended by its caller."""
     path = f"/s/{session.api_key}{PATH}"
-    answered = await post(path, body)
-    for number in range(1, TRIES):
-        if answered.status not in BUSY:
-            break
-        await asyncio.sleep(WAIT_SECONDS * number)
+    for number in itertools.count(1):
         answered = await post(path, body)
-    return answered
+        if not is_worth_a_try(answered.status, number):
+            return answered
+        await asyncio.sleep(wait_seconds(number))
+    raise AssertionError("the last try returns")
+
+
+def is_worth_a_try(status: int, number: int) -> bool:
+    """Whether to ask again after so many tries: a full gateway as long as it is full, which is no fault of the rollout's."""
+    return status == FULL or (status == AWAY and number < TRIES)
+
+
+def wait_seconds(number: int) -> float:
+    """Before the try after that."""
+    return min(LONGEST_WAIT_SECONDS, WAIT_SECONDS * number)
 
 
 class BuiltInLoop:
@@ -70,6 +84,10 @@ class BuiltInLoop:
         self._servers = McpServers(section.mcp)
         self._slots = asyncio.Semaphore(section.tool_concurrency)
         self._wants_ids = self.rewards.asks_for("completion_ids")
+        self._in_tools: dict[str, ToolTime] = {}
+        """Of the rollouts that run."""
+        self.on_tools: Callable[[str, float | None], None] = lambda session_id, limit: None
+        """Told when a session's tools begin to run, for how many seconds at most, and with None when they have ended."""
 
     @staticmethod
     def _check_names(tools: Sequence[CallableTool]) -> None:
@@ -92,16 +110,39 @@ class BuiltInLoop:
         del session_id
         return 0.0
 
+    def tool_seconds(self, session_id: str) -> float:
+        """See the port."""
+        return self._in_tools[session_id].seconds() if session_id in self._in_tools else 0.0
+
+    @contextmanager
+    def _tools(self, session: SessionHandle, limit: float) -> Generator[None]:
+        """Within it tools run, for `limit` seconds at most."""
+        spent = self._in_tools.setdefault(session.session_id, ToolTime())
+        spent.begin(limit)
+        self.on_tools(session.session_id, limit)
+        try:
+            yield
+        finally:
+            spent.end()
+            self.on_tools(session.session_id, None)
+
     # --- One rollout -------------------------------------------------------------------------------------------------
 
     async def run(self, task: Task, session: SessionHandle) -> Result | Unjudged:
         """Waits for answers, tools and rewards; ended by its caller."""
+        try:
+            return await self._attempted(task, session)
+        finally:
+            self._in_tools.pop(session.session_id, None)
+
+    async def _attempted(self, task: Task, session: SessionHandle) -> Result | Unjudged:
         async with AsyncExitStack() as open_now:
             stateful = self._class_of(task)
             episode = None if stateful is None else stateful.made()
             if episode is not None:
                 open_now.push_async_callback(episode.close)
-            servers = await open_now.enter_async_context(self._servers.of_rollout())
+            with self._tools(session, self._servers.start_seconds):
+                servers = await open_now.enter_async_context(self._servers.of_rollout())
             tools = [*self._functions, *(episode.tools if episode else []), *servers]
             seconds, slots = self._section.tool_seconds, self._slots
             toolbox = Toolbox(tools, seconds=seconds, slots=slots, one_by_one=episode is not None)
@@ -143,7 +184,8 @@ class BuiltInLoop:
             exhausted = bool(calls) and turn + 1 == self._section.max_turns
             if not calls or exhausted:
                 break
-            attempt.messages += await toolbox.run(calls)
+            with self._tools(session, UNLIMITED if self._slots.locked() else self._section.tool_seconds * len(calls)):
+                attempt.messages += await toolbox.run(calls)
         if toolbox.schemas:
             attempt.metrics["tools/exhausted"] = float(exhausted)
 
@@ -174,7 +216,7 @@ class BuiltInLoop:
             components |= _named("environment", await episode.reward(values, attempt.task))
         return await completed(self.rewards, attempt, components)
 
-    async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> list[Result]:
+    async def judge(self, task: Task, attempts: Sequence[Unjudged], *, name: str) -> list[Result]:
         """What reward functions of a whole group say of its attempts."""
         return await judged(self.rewards, task, attempts)
 

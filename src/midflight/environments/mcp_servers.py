@@ -185,6 +185,8 @@ class McpServers:
         self._sections = sections
         self._tasks = asyncio.TaskGroup()
         self._of_run: list[McpServer] = []
+        self.start_seconds = sum([section.start_seconds for section in sections], 0.0)
+        """That all of them may take to come up, one after another."""
 
     async def __aenter__(self) -> McpServers:
         """One that does not come up is tried again by the first rollout that needs it."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -58,14 +58,19 @@ def draw_tasks(
     options: Mapping[str, Any] | None = None,
     seed: int = 0,
     source: str | None = None,
+    on_entry: Callable[[], None] = lambda: None,
 ) -> DrawnTasks:
     """`size` training and `heldout` held-out tasks of distinct content; the two share no value of the field `content`.
 
     `Task.data` has `question` (by the format `prompt`), `answer` (text, or None if the dataset has no single one), `dataset` and
     `metadata`. Equal arguments give equal tasks. `ConfigError` if the dataset, an option or a field is unknown, or if there are
-    fewer distinct contents than asked for. `only`: a regular expression for whole contents; others are passed over.
+    fewer distinct contents than asked for. `only`: a regular expression for whole contents; others are passed over. `on_entry` is
+    called for each entry that is drawn.
     """
-    found, limit = _search(dataset, size=size, heldout=heldout, content=content, only=pattern_of(only), options=options or {}, seed=seed)
+    kept = pattern_of(only)
+    found, limit = _search(
+        dataset, size=size, heldout=heldout, content=content, only=kept, options=options or {}, seed=seed, on_entry=on_entry
+    )
     low = [item for item in found if item.rank < limit][:heldout]
     high = [item for item in found if item.rank >= limit][:size]
     _check_enough(len(high), len(low), size=size, heldout=heldout, dataset=dataset, content=content)
@@ -82,7 +87,15 @@ def draw_tasks(
 
 
 def _search(
-    dataset: str, *, size: int, heldout: int, content: str, only: re.Pattern[str] | None, options: Mapping[str, Any], seed: int
+    dataset: str,
+    *,
+    size: int,
+    heldout: int,
+    content: str,
+    only: re.Pattern[str] | None,
+    options: Mapping[str, Any],
+    seed: int,
+    on_entry: Callable[[], None],
 ) -> tuple[list[_Distinct], int]:
     """Draws until both sides of the usual limit are full, or the dataset is exhausted. Distinct contents in order, and the limit."""
     usual = round(HELDOUT_SHARE * 2**64)
@@ -91,6 +104,7 @@ def _search(
     missing = {True: heldout, False: size}
     newest = 0
     for number, entry in enumerate(_entries(dataset, options, seed=seed, max_draws=max_draws)):
+        on_entry()
         value = _content(entry, content, dataset)
         wanted = only is None or only.fullmatch(value) is not None
         if wanted and value not in found:

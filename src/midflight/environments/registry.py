@@ -141,11 +141,14 @@ class ScoredAgents:
         scored = await completed(self._rewards, attempt, {**own, **await self._rewards.score(attempt)})
         return replace(scored, turns=tuple(said.turns), roles=dict(said.roles))
 
-    async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> Sequence[Result]:
+    async def judge(self, task: Task, attempts: Sequence[Unjudged], *, name: str) -> Sequence[Result]:
         return await judged(self._rewards, task, attempts)
 
     def excused(self, session_id: str) -> float:
         return self._host.excused(session_id)
+
+    def tool_seconds(self, session_id: str) -> float:
+        return self._host.tool_seconds(session_id)
 
     def _attempt(self, task: Task, said: Result) -> Dialogue:
         fields, messages = said.fields, said.fields.get("messages")

@@ -8,7 +8,9 @@ from types import TracebackType
 from typing import Protocol
 
 from midflight.allowance import Allowance, Expired
+from midflight.config.bounds import RolloutBound
 from midflight.environments.agents import AgentHost, without_secrets
+from midflight.environments.rollout_time import RolloutTime, unbounded
 from midflight.environments.scoring import UNSCORED, Judging, Unjudged, result_of, scored_roles, shown, unscored_role
 from midflight.errors import AgentFailed, BadReward, Cost, MidflightError, RolloutAbandoned, RolloutTimeout, RunFailed
 from midflight.ports import SessionHandle, Sessions
@@ -61,11 +63,15 @@ class RolloutRunner:
         fates: FateSink,
         tracked: bool = True,
         own: bool = False,
-        paused_seconds: Callable[[], float] = lambda: 0.0,
+        bound: Callable[[], RolloutBound] = unbounded,
+        outage_seconds: Callable[[], float] = lambda: 0.0,
+        delayed_seconds: Callable[[], float] = lambda: 0.0,
         trouble: Callable[[], str] = str,
     ) -> None:
-        """`paused_seconds` is the time generation has stood paused since some fixed instant, a pause going on now included. `trouble`
-        says what else may be to blame for a rollout that takes too long, such as engines that take no requests; empty if nothing is.
+        """`rollout_seconds` that an agent may take by itself, and the last `bound` on a whole rollout: see `RolloutTime`. `outage_seconds` so
+        far in which no engine took requests, one going on now included; `delayed_seconds` in which this process had no processor, where
+        agents run here. `trouble` says what else may be to blame for a rollout that takes too long, such as engines that take no requests;
+        empty if nothing is.
 
         `tracked=False` is evaluation: `fates` hears nothing of it. `own`: the agents are Midflight's own and end when they are cancelled.
         """
@@ -76,11 +82,14 @@ class RolloutRunner:
         self._record = record
         self._fates = fates
         self._tracked, self._own = tracked, own
-        self._paused_seconds, self._trouble = paused_seconds, trouble
+        self._bound, self._outage_seconds, self._delayed_seconds = bound, outage_seconds, delayed_seconds
+        self._trouble = trouble
         self._judging = Judging(agents, seconds=rollout_seconds)
         self._abandoned = set[asyncio.Task[Outcome]]()
         self.running: dict[str, tuple[RolloutKey, float]] = {}
         """Key and begin of each rollout under way, by its session, in the loop's time; the earliest first."""
+        self.times: dict[str, RolloutTime] = {}
+        """Of those whose agents run, what their seconds go to."""
 
     async def run(self, key: RolloutKey, task: Task, *, version: Version | None = None) -> Trajectory:
         """One attempt at a task. Waits for the environment; ended by its deadline and two graces, or by cancellation, which propagates.
@@ -132,9 +141,30 @@ class RolloutRunner:
 
     async def _outcome(self, task: Task, session: SessionHandle) -> Outcome:
         """The agent has a task of its own, in no group: what it does to its task it does to itself, and none waits for ever for its end."""
-        allowance = Allowance(self._rollout_seconds, excused=lambda: self._paused_seconds() + self._agents.excused(session.session_id))
+        spent = self._time(session.session_id)
+        allowance = Allowance(self._rollout_seconds, left=spent.left)
+        spent.on_change = allowance.look
+        self.times[session.session_id] = spent
+        try:
+            return await self._within(task, session, allowance, spent)
+        finally:
+            del self.times[session.session_id]
+            spent.close()
+
+    def _time(self, session_id: str) -> RolloutTime:
+        return RolloutTime(
+            session_id,
+            own_seconds=self._rollout_seconds,
+            bound=self._bound,
+            watch=self._sessions.request_watch(session_id),
+            host=self._agents,
+            delayed=self._delayed_seconds,
+            outage=self._outage_seconds,
+        )
+
+    async def _within(self, task: Task, session: SessionHandle, allowance: Allowance, spent: RolloutTime) -> Outcome:
         if self._own:
-            return await self._outcome_here(task, session, allowance)
+            return await self._outcome_here(task, session, allowance, spent)
         loop = asyncio.get_running_loop()
         attempt, ended = loop.create_task(self._attempt(task, session), name=f"agent of task {task.id}"), loop.create_future()
         attempt.add_done_callback(lambda _: ended.done() or ended.set_result(None))
@@ -143,7 +173,7 @@ class RolloutRunner:
             async with allowance:
                 await ended
         except Expired:
-            late = self._timeout_error(task, _place(attempt))
+            late = self._timeout_error(task, spent, _place(attempt))
         finally:
             if not attempt.done() and not await _ended(attempt):
                 late = self._abandon(task, attempt)
@@ -153,13 +183,13 @@ class RolloutRunner:
             return Outcome(UNSCORED, "the environment let a CancelledError of its own escape; catch it where the inner task is awaited")
         return attempt.result()
 
-    async def _outcome_here(self, task: Task, session: SessionHandle, allowance: Allowance) -> Outcome:
+    async def _outcome_here(self, task: Task, session: SessionHandle, allowance: Allowance, spent: RolloutTime) -> Outcome:
         """An agent that is trusted needs no task of its own. Waits for its end; ended by the allowance."""
         try:
             async with allowance:
                 return await self._attempt(task, session)
         except Expired:
-            return _failure(self._timeout_error(task, ""))
+            return _failure(self._timeout_error(task, spent, ""))
 
     async def _attempt(self, task: Task, session: SessionHandle) -> Outcome:
         try:
@@ -181,10 +211,9 @@ class RolloutRunner:
             raise RunFailed(f"{MAX_ABANDONED} agents refuse to end; the last is that of {error}")
         return error
 
-    def _timeout_error(self, task: Task, place: str) -> RolloutTimeout:
+    def _timeout_error(self, task: Task, spent: RolloutTime, place: str) -> RolloutTimeout:
         return RolloutTimeout(
-            f"task {task.id} of {task.source}: the rollout outlived its deadline of {self._rollout_seconds:g} s (pauses excluded) "
-            f"and was ended{place}; raise environment.rollout_seconds, or give the agent a limit of its own. {self._trouble()}".strip()
+            f"task {task.id} of {task.source}: the rollout was ended{place}: {spent.why_late()}. {self._trouble()}".strip()
         )
 
     def _close(self, key: RolloutKey, session: SessionHandle, *, discard: bool) -> SessionRecord:

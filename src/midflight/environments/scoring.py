@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -16,6 +17,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
+from midflight.allowance import Allowance, Expired
 from midflight.errors import BadReward, EnvironmentFailed, RolloutTimeout
 from midflight.types import GroupKey, Json, Result, RolloutKey, Row, SessionRecord, Task
 from midflight.types.rollouts import RoleRecord
@@ -141,7 +143,9 @@ def _json(fields: Mapping[str, object], said: str) -> Mapping[str, Json]:
 class ScoresGroups(Protocol):
     """An `AgentHost`, as far as this needs it."""
 
-    async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> Sequence[Result]: ...
+    async def judge(self, task: Task, attempts: Sequence[Unjudged], *, name: str) -> Sequence[Result]: ...
+    def excused(self, session_id: str) -> float: ...
+    def tool_seconds(self, session_id: str) -> float: ...
 
 
 @dataclass(slots=True)
@@ -164,8 +168,11 @@ class _Awaited:
 class Judging:
     """Of the rollouts that one runner runs. A rollout that is tried again joins anew, without a wait between: the others wait for it."""
 
+    _numbers = itertools.count(1)
+    """Of the groups that any runner of this process has scored."""
+
     def __init__(self, host: ScoresGroups, *, seconds: float) -> None:
-        """`seconds` that scoring a group may take."""
+        """`seconds` that scoring a group may take: the functions themselves, without a wait for a place to run."""
         self._host, self._seconds = host, seconds
         self._of: defaultdict[GroupKey, _Awaited] = defaultdict(_Awaited)
 
@@ -208,15 +215,17 @@ class Judging:
     async def _judge(self, task: Task, places: list[_OfGroup]) -> None:
         """Waits for the scores. Whatever happens, every place gets a result or an error."""
         error: BaseException = EnvironmentFailed("scoring the group ended with the rollout that had it done; it is tried again")
+        name = f"scored-group-{next(self._numbers)}"
+        allowance = Allowance(self._seconds, excused=lambda: self._host.excused(name) + self._host.tool_seconds(name))
         try:
-            async with asyncio.timeout(self._seconds):
-                results = await self._host.judge(task, [place.attempt for place in places])
+            async with allowance:
+                results = await self._host.judge(task, [place.attempt for place in places], name=name)
             for place, result in zip(places, results, strict=True):
                 place.result.set_result(checked_result(result, task=task))
-        except TimeoutError:
+        except Expired:
             error = RolloutTimeout(
-                f"task {task.id} of {task.source}: scoring its {len(places)} completions took longer than {self._seconds:g} s; "
-                "raise environment.rollout_seconds, or let the reward functions be quicker."
+                f"task {task.id} of {task.source}: scoring its {len(places)} completions took {self._seconds:g} s by itself (the wait for a "
+                "place to run left out), which is environment.rollout_seconds; raise it, or let the reward functions be quicker."
             )
         except Exception as failure:
             error = failure

@@ -6,10 +6,11 @@ As `environment.entry` it runs in the rollout process, where it blocks nothing, 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from midflight.environments.conversation import BUSY, TRIES, WAIT_SECONDS
+from midflight.environments.conversation import is_worth_a_try, wait_seconds
 from midflight.environments.scoring import Unjudged
 from midflight.errors import EnvironmentFailed, MidflightError
 from midflight.ports import Chats, SessionHandle
@@ -45,21 +46,25 @@ class AnswersHere:
     def __init__(self, chats: Chats) -> None:
         self._chats = chats
 
-    async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> Sequence[Result]:
+    async def judge(self, task: Task, attempts: Sequence[Unjudged], *, name: str) -> Sequence[Result]:
         raise EnvironmentFailed("nothing here scores groups; name a function in [[environment.rewards]].")
 
     async def run(self, task: Task, session: SessionHandle) -> float:
         """Waits for the reply, and a little before each further try, where the gateway is busy; ended by its caller."""
         messages, expected = task.messages, task.text("answer")
-        for number in range(1, TRIES + 1):
+        for number in itertools.count(1):
             try:
                 return exact_match(await self._chats.reply(session.api_key, messages), expected)
             except MidflightError as error:
-                if error.status not in BUSY or number == TRIES:
+                if not is_worth_a_try(error.status, number):
                     raise EnvironmentFailed(f"the gateway answered {error.status}: {error}") from error
-            await asyncio.sleep(WAIT_SECONDS * number)
+            await asyncio.sleep(wait_seconds(number))
         raise AssertionError("the last try returns or raises")
 
     def excused(self, session_id: str) -> float:
+        del session_id
+        return 0.0
+
+    def tool_seconds(self, session_id: str) -> float:
         del session_id
         return 0.0

@@ -7,7 +7,7 @@ with what was waiting; the number of the line is the place of a task.
 import random
 from array import array
 from collections import deque
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -45,14 +45,17 @@ class Source:
     """Of the contents that it holds out: what is posted must have none of them."""
 
 
-def load_sources(sections: Sequence[SourceSection], *, seed: int) -> tuple[Source, ...]:
-    """Draws or opens the tasks of every source. A dataset named twice gives the sources `name` and `name-2`.
+def load_sources(sections: Sequence[SourceSection], *, seed: int, on_entry: Callable[[], None] = lambda: None) -> tuple[Source, ...]:
+    """Draws or opens the tasks of every source. A dataset named twice gives the sources `name` and `name-2`. `on_entry` is called for each
+    entry that is drawn of a dataset, and may raise to end it.
 
     No source trains on what another one holds out, of the same dataset or of rows: `ConfigError` if a dataset is too small for that. What
     is posted is no source here.
     """
     names = source_names(sections)
-    drawn = {i: _drawn(section, names[i], seed=seed) for i, section in enumerate(sections) if section.dataset is not None}
+    drawn = {
+        i: _drawn(section, names[i], seed=seed, on_entry=on_entry) for i, section in enumerate(sections) if section.dataset is not None
+    }
     for dataset in dict.fromkeys(section.dataset for section in sections if section.dataset is not None):
         _check_apart(dataset, [drawn[i] for i, section in enumerate(sections) if section.dataset == dataset])
     rows = {
@@ -81,7 +84,7 @@ def _held_ranks(drawn: DrawnTasks, *, seed: int) -> Ranks:
     return np.asarray([rank_of(content, seed=seed) for content in told], dtype=np.uint64)
 
 
-def _drawn(section: SourceSection, name: str, *, seed: int) -> DrawnTasks:
+def _drawn(section: SourceSection, name: str, *, seed: int, on_entry: Callable[[], None]) -> DrawnTasks:
     heldout = section.num_heldout
     assert section.dataset is not None and isinstance(heldout, int)
     drawn = draw_tasks(
@@ -94,6 +97,7 @@ def _drawn(section: SourceSection, name: str, *, seed: int) -> DrawnTasks:
         options=section.options,
         seed=seed,
         source=name,
+        on_entry=on_entry,
     )
     if not section.system:
         return drawn

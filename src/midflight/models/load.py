@@ -11,6 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from midflight.errors import ConfigError, ModelNotFound, WeightsCorrupt, nearest
 from midflight.models.names import assign, named_tensors, torch_dtype
+from midflight.models.permissions import open_to_others
+from midflight.models.proof import described
 from midflight.models.sizes import FOLDER, WEIGHTS, Adapter, adapted_layers, adapter_name, adapter_of, base_name, factor_names, read_config
 
 if TYPE_CHECKING:
@@ -105,8 +108,13 @@ def load_model(folder: Path, *, dtype: str | torch.dtype, device: str | torch.de
                 output_loading_info=True,
             ),
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise ModelNotFound(f"loading the model in {str(folder)!r}: {_first_line(error)}; export or download the model again.") from error
+    except Exception as error:  # the code of any architecture may raise anything
+        raise ModelNotFound(
+            f"loading the model in {str(folder)!r}: transformers {version('transformers')} raises {described(error)}; correct its config.json, or "
+            "export or download the model again."
+        ) from error
     _check_complete(folder, info)
     nn.Module.to(model, device=torch.device(device))
     others = other_parts(model)
@@ -183,6 +191,11 @@ def check_folder(folder: Path) -> None:
             f"loading the model in {str(folder)!r}: config.json names no architecture this transformers knows ({_first_line(error)}); "
             "use a decoder-only model that transformers supports without remote code."
         ) from error
+    except Exception as error:  # such as values that the architecture's configuration does not allow
+        raise ModelNotFound(
+            f"loading the model in {str(folder)!r}: transformers {version('transformers')} does not take its config.json ({described(error)}); "
+            "correct it, or install a version of transformers that takes it."
+        ) from error
     if config.is_encoder_decoder:
         raise ModelNotFound(f"loading the model in {str(folder)!r}: {config.model_type} has an encoder; use a decoder-only model.")
     if not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
@@ -218,9 +231,9 @@ def export_model(model: PreTrainedModel, tokenizer_folder: Path, dest: Path, *, 
     dest.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{dest.name}.", dir=dest.parent))
     try:
-        building.chmod(0o755)
         _copy_tokenizer(tokenizer_folder, building)
         save_model(model, building, merged=merged)
+        open_to_others(building)
         _replace(building, dest)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -336,6 +349,7 @@ def save_adapters(model: PreTrainedModel, folder: Path) -> None:
     _config_of(model).save_pretrained(str(folder))
     tensors = {name: tensor.cpu().contiguous() for name, tensor in named_tensors(model).items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    open_to_others(folder)
 
 
 def load_adapters(model: PreTrainedModel, adapter: Adapter) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-FAMILIES = frozenset({"llama", "ministral", "mistral", "qwen2", "qwen3"})
-"""Architectures that are this and nothing else. Others have the same parts, and multiply something in between."""
+from midflight.models.sizes import FAMILIES
+
 _DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}

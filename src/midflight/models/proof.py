@@ -26,6 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from midflight.errors import ConfigError
+
 TOLERANCE = 1e-3
 """Nats of a log-probability, and share of a gradient. Rounding in float32 gives 1e-5; what is computed wrongly gives more than 1e-2."""
 Row = NDArray[np.int64]
@@ -38,6 +40,8 @@ class Way(StrEnum):
     """As it computes most models: the trainer rows laid end to end, the engine sequences in slots, the export every tensor by its name."""
     FALLBACK = "fallback"
     """Right as well, and slower."""
+    WHOLE = "whole"
+    """Right as well, and much slower: the engine keeps nothing of a sequence and computes all of it for each token."""
     REFUSED = "refused"
 
 
@@ -82,10 +86,58 @@ def attention_of(model: PreTrainedModel) -> str:
 
 
 def own_logits(model: PreTrainedModel, row: Row) -> Float[Tensor, "T V"]:
-    """The model's own logits of one row, in the attention that it has now: nothing but the ids is given."""
+    """The model's own logits of one row, in the attention that it has now: nothing but the ids is given. `ConfigError` where it raises."""
     forget_lengths(model)
     ids = torch.from_numpy(row).to(next(model.parameters()).device)
-    return cast(Tensor, model(input_ids=ids[None], use_cache=False).logits)[0].float()
+    with own_forward(model):
+        return cast(Tensor, model(input_ids=ids[None], use_cache=False).logits)[0].float()
+
+
+@contextmanager
+def own_forward(model: PreTrainedModel) -> Generator[None]:
+    """Around a plain forward of the model: whatever it raises is a `ConfigError` that names the architecture, the error and the remedy."""
+    try:
+        yield
+    except Exception as error:  # the code of any architecture may raise anything
+        raise ConfigError(
+            f"{type(model).__name__}'s own forward in transformers {version('transformers')} raises {described(error)}. So the model can be neither "
+            "trained nor served here. Correct its config.json, or install a version of transformers that computes it."
+        ) from error
+
+
+def described(error: BaseException) -> str:
+    """Its type and the beginning of its text, in one line."""
+    said = " ".join(str(error).split())
+    if len(said) > _MOST_SAID:
+        said = f"{said[:_MOST_SAID]}…"
+    return f"{type(error).__name__}: {said.rstrip('.;:')}" if said else type(error).__name__
+
+
+_MOST_SAID = 300
+"""Characters of an error's text: some carry pages behind what matters."""
+
+
+def kind_of(model: PreTrainedModel) -> str:
+    """The architecture of the model's text, as its configuration names it."""
+    return str(model.config.get_text_config().model_type)
+
+
+@torch.no_grad()
+def looks_ahead(model: PreTrainedModel, row: Row) -> str | None:
+    """What is wrong with a model that is no decoder: the log-probabilities at a token change with the tokens behind it. None for a decoder.
+
+    Both rows have one length, because rotary frequencies may depend on that.
+    """
+    middle = len(row) // 2
+    other = np.concatenate([row[:middle], np.roll(row[middle:], 1)])
+    first, second = (own_logits(model, each)[:middle].log_softmax(-1) for each in (row, other))
+    nats = float((first - second).abs().max())
+    if nats <= TOLERANCE:
+        return None
+    return (
+        f"{kind_of(model)} is no decoder: what it says at a token changes with the tokens behind it, here by {nats:.2g} nats, so that it cannot be "
+        "sampled token by token. Choose a decoder; BERT and its kin are decoders with is_decoder = true in config.json."
+    )
 
 
 def own_logprobs(model: PreTrainedModel, row: Row, targets: Row, *, temperature: float) -> Float[Tensor, " T"]:
@@ -191,7 +243,7 @@ def stand_in_config(config: PreTrainedConfig, max_context: int | None = None) ->
             setattr(text, name, value)
     for part in (small, text):
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            setattr(part, name, None)
+            _forget_id(part, name)
     for rope in _ropes(text):
         name = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}.get(str(rope.get("rope_type")))
         if name is not None and (max_context is None or max_context > (rope.get(name) or getattr(text, name))):
@@ -200,6 +252,14 @@ def stand_in_config(config: PreTrainedConfig, max_context: int | None = None) ->
                     held[name] = _EARLY
     _cut_layers(text)
     return small
+
+
+def _forget_id(config: Any, name: str) -> None:
+    """The id may be none of the few that are left. Some configurations insist on having one."""
+    try:
+        setattr(config, name, None)
+    except Exception:  # of a class of its own
+        setattr(config, name, 0)
 
 
 def _cut_layers(text: Any) -> None:

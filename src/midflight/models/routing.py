@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from midflight.errors import RunFailed
+from midflight.models.proof import own_forward
 from midflight.types import UInt8
 
 _TOPK: tuple[object, ...] = (torch.topk, Tensor.topk)
@@ -105,7 +106,7 @@ def routers_of(model: PreTrainedModel) -> Routers | None:
     finder = _Finder()
     hooks = [hook for module in model.modules() for hook in finder.hooks(module)]
     try:
-        with torch.no_grad(), finder:
+        with own_forward(model), torch.no_grad(), finder:
             model(input_ids=torch.ones(1, _PROBED, dtype=torch.int64, device=model.device), use_cache=False)
     finally:
         for hook in hooks:

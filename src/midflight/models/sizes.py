@@ -29,6 +29,16 @@ from safetensors import SafetensorError, safe_open
 from midflight.errors import ConfigError, ModelNotFound, nearest
 from midflight.types import TensorSpec
 
+FAMILIES = frozenset({"llama", "ministral", "mistral", "qwen2", "qwen3"})
+"""Architectures that are plain (`models.plain`) and nothing else. Others have the same parts, and multiply something in between."""
+
+TURNED_BYTES = 2**26
+"""Up to this size a plain model's weights lie [in, out] in an engine's memory on a CPU: products of few rows then take up to half the time (MKL,
+AVX2). Of a larger model they are packed."""
+PACKED_BYTES = 2**32
+"""Up to this size an engine multiplies with packed copies of a plain model's weights on a CPU. Of a larger model a second copy, and a third while a
+version comes in, would take more memory than the time is worth."""
+
 DTYPE_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -66,6 +76,38 @@ class ModelSizes:
     tied: bool = True
     stored: int = 0
     """Numbers in the files of its weights; 0 where there are none yet."""
+    family: str = ""
+    """`model_type` of its configuration."""
+
+    @property
+    def is_plain(self) -> bool:
+        return self.family in FAMILIES
+
+    @property
+    def num_heads_of_product(self) -> int:
+        """The number of heads of queries, keys and values together."""
+        return self.num_heads + 2 * self.num_kv_heads
+
+    @property
+    def num_joined_parameters(self) -> int:
+        """The parameters of the two products of a layer that have a norm before them."""
+        return self.hidden_size * (self.num_heads_of_product * self.head_dim + 2 * self.intermediate_size)
+
+    def activations_per_layer(self, *, by_hand: bool) -> int:
+        """Numbers of a token that a layer keeps for the backward pass.
+
+        By hand (`trainer.model.plain`): two normed states; queries, keys and values, and keys and values once more for rows that go on from shared
+        ones; what attention found, as it made it and as the next product reads it; gate and up. By modules: as `transformers`' Llama does.
+        """
+        if by_hand:
+            heads = self.num_heads_of_product + 2 * self.num_heads + 2 * self.num_kv_heads
+            return 2 * self.hidden_size + heads * self.head_dim + 2 * self.intermediate_size
+        return 14 * self.hidden_size + 3 * self.intermediate_size
+
+    @property
+    def outputs_per_layer(self) -> int:
+        """Numbers of a token that the products of a layer make."""
+        return self.num_heads_of_product * self.head_dim + 2 * self.hidden_size + 2 * self.intermediate_size
 
     @property
     def num_layer_parameters(self) -> int:
@@ -79,6 +121,17 @@ class ModelSizes:
             return self.stored
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         return embeddings + self.num_layers * self.num_layer_parameters + self.hidden_size
+
+    def packed_bytes(self, dtype: str) -> int:
+        """The size of the packed copies that an engine on a CPU multiplies with. An output layer that is tied to the embeddings has a copy too."""
+        packs = self.is_plain and dtype == "float32" and TURNED_BYTES < self.weight_bytes(dtype) <= PACKED_BYTES
+        return self.weight_bytes(dtype) if packs else 0
+
+    def joined_bytes(self, dtype: str) -> int:
+        """The size of an engine's second copy of those weights that are multiplied as one: it lays them side by side while the version that they come
+        from is still there. Weights that are packed are not laid out, and the copy of a small model is not counted."""
+        joins = self.is_plain and self.weight_bytes(dtype) > TURNED_BYTES and not self.packed_bytes(dtype)
+        return element_bytes(dtype) * self.num_layers * self.num_joined_parameters if joins else 0
 
     def num_adapter_parameters(self, rank: int) -> int:
         """Of low-rank adapters of all linear layers but the output layer."""
@@ -132,6 +185,7 @@ def sizes_of(folder: Path) -> ModelSizes:
         max_context=max_positions(whole),
         tied=text.get("tie_word_embeddings", whole.get("tie_word_embeddings")) is True,
         stored=_num_stored(folder),
+        family=str(text.get("model_type", whole.get("model_type", ""))),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from midflight.observe.failures import Failures, most_common, own_frames, shortened
 from midflight.observe.status import is_incomplete, number
+from midflight.observe.teaching import LearningOptions, TeachingAlarms
 from midflight.types import Kind, Reason, facts
 
 REPEAT_SECONDS = 600.0
@@ -49,9 +50,11 @@ class Alarms:
         *,
         log: str = "the log",
         step_rollouts: int | None = None,
+        learning: LearningOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`log`: where people find this process's log. `step_rollouts`: of one step; none where training needs no differing rewards."""
+        """`log`: where people find this process's log. `step_rollouts`: of one step; none where training needs no differing rewards.
+        `learning`: of a run that trains."""
         self._record, self._log, self._clock = record, log, clock
         self._equal_after = None if step_rollouts is None else EQUAL_STEPS * step_rollouts
         self._said: dict[str, float] = {}
@@ -60,8 +63,11 @@ class Alarms:
         self._reward: float | None = None
         self._num_equal = 0
         self._lost: set[str] = set()
+        self._teaching = None if learning is None else TeachingAlarms(self._say, learning)
 
     def apply(self, fact: facts.Fact) -> None:
+        if self._teaching is not None:
+            self._teaching.apply(fact)
         match fact:
             case facts.RolloutEnded(reward=None):
                 self._failed(fact)
@@ -71,8 +77,8 @@ class Alarms:
                 self._evaluated(fact)
             case facts.GroupClosed(reason=reason) if reason in WHY_DROPPED:
                 self._dropped(fact)
-            case facts.Stepped(alarms=found) if found:
-                self._say("off_policy", f"the step to version {fact.version}: {'; '.join(found)}. {TOO_FAR}")
+            case facts.Stepped():
+                self._stepped(fact)
             case facts.Quarantined(engine=engine, error=error):
                 if self._say("engine_lost", f"{engine} gets no more requests: {shortened(error)}", about=engine):
                     self._lost.add(engine)
@@ -81,6 +87,12 @@ class Alarms:
                 self._record(facts.Alarmed("engine_back", f"{engine} gets requests again, at version {version}"))
             case _:
                 pass
+
+    def _stepped(self, step: facts.Stepped) -> None:
+        """One cause is said once: of the first steps it is their size."""
+        is_too_large = self._teaching is not None and self._teaching.stepped(step)
+        if step.alarms and not is_too_large:
+            self._say("off_policy", f"the step to version {step.version}: {'; '.join(step.alarms)}. {TOO_FAR}")
 
     def _say(self, name: str, text: str, *, about: str = "") -> bool:
         """Not again for a while: whether it was said."""

@@ -149,6 +149,14 @@ class PastLines:
     members: tuple[MemberLine, ...] = ()
     resumes: tuple[ResumeLine, ...] = ()
 
+    @property
+    def trained_ages(self) -> dict[int, int]:
+        """Trained tokens by their age in versions."""
+        found = Counter[int]()
+        for line in self.steps:
+            found.update(line.staleness or {})
+        return dict(found)
+
     @classmethod
     def of(cls, lines: Iterable[Line]) -> PastLines:
         kept = tuple(lines)

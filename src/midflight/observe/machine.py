@@ -1,5 +1,6 @@
 """On what a run is made: versions, system, processors, memory and devices, written into its folder when it starts. Imports no torch."""
 
+import json
 import os
 import platform
 from importlib import metadata
@@ -27,6 +28,15 @@ def machine() -> dict[str, str]:
         "devices": ", ".join(filter(None, (_line(path, "Model") for path in sorted(_GPUS.glob("*/information"))))),
     }
     return {name: value for name, value in found.items() if value}
+
+
+def processors_of(folder: Path) -> int | None:
+    """How many the machine of the run in this folder had; None where it does not say."""
+    try:
+        said = json.loads((folder / MACHINE).read_bytes())["processors"]
+        return int(said.partition(" x ")[0])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
 
 
 def package_version(name: str) -> str | None:

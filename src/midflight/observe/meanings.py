@@ -202,6 +202,18 @@ ALARMS = (
         "A rollout was scored though no answer of the model went into it. Eight groups of such rollouts in a row end the run.",
     ),
     ("`rewards_equal`", "The rewards of three steps' worth of rollouts in a row are all alike (not in a run with a teacher)."),
+    (
+        "`groups_alike`",
+        "Of the last 16 groups, or of two steps' worth where that is more, three quarters had one reward for all their answers; whether they are too hard or too easy, and what changes that. Not where a critic or a teacher judges.",
+    ),
+    (
+        "`answers_cut`",
+        "A quarter of the last 64 rollouts, once there are 32, were cut short by a limit; which one, and what the others took.",
+    ),
+    (
+        "`step_size`",
+        "One of the first ten steps is more than 0.25 nats from what sampled its batch (`rho/k1`, `rho/k3`); the learning rate, and one to begin again with. It is said in place of `off_policy`.",
+    ),
     ("`evaluation_incomplete`", "An evaluation is `incomplete`."),
     (
         "`group_dropped`",
@@ -214,6 +226,11 @@ ALARMS = (
     (
         "`trainer`, `worker`",
         "At its start the trainer went back to an older checkpoint, or trains in padded rows; agents that block their worker run alone in it from now on.",
+    ),
+    (
+        "`unclaimed`",
+        "Nobody has claimed a rollout for `run.stall_seconds` though some wait for [workers outside](sessions.md#claims), and none that was claimed "
+        "is under way; again each time that this has doubled.",
     ),
     ("`engine_lost`, `engine_back`", "An engine, or the server that it speaks for, does not serve requests, or does again."),
 )
@@ -251,7 +268,7 @@ SUMMARY_KEYS = (
     ),
     (
         "`bound`, `advice`",
-        "`generation-bound` where the trainer was idle more than the engines (by a tenth of the time or more), `trainer-bound` where it was the other way, else `balanced`; and which option to turn. Beside a trainer that waited for less than a quarter of the time, engines are idle by the slots that were free; beside one that waited more, by the time in which none computed.",
+        "`generation-bound` where the trainer was idle more than the engines (by a tenth of the time or more), `trainer-bound` where it was the other way, else `balanced`; and which option to turn. Beside a trainer that waited for less than a quarter of the time, engines are idle by the slots that were free; beside one that waited more, by the time in which none computed. More engines or threads are not advised where engines and trainer have a thread for every core.",
     ),
     ("`loss`, `notes`", "The loss with every default filled in, and what may surprise, as said at the start."),
     ("`turns_mean`", "Mean answers of the model in the last 256 training rollouts with a reward."),

@@ -6,13 +6,14 @@ import io
 import subprocess
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midflight.errors import ConfigError
 from midflight.observe.journal import EvaluationLine, PastLines, StepLine, read_journal, write_whole
+from midflight.observe.motion import Motion
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,19 +99,27 @@ def _figure(picture: Path, *, title: str) -> Generator[tuple[Axes, Axes]]:
         pyplot.close(figure)
 
 
-def drawn_by_itself(folder: Path, *, title: str, seconds: float) -> str | None:
-    """Draws a run's `plot.png` in a process of its own, because matplotlib may take long to be imported. Waits for it, for `seconds` at most.
+def drawn_by_itself(folder: Path, *, title: str, seconds: float, patient: bool = False) -> str | None:
+    """Draws a run's `plot.png` in a process of its own, because matplotlib may take long to be imported. Waits for it, for `seconds` at most;
+    where it is `patient`, those alone count in which the process does nothing.
 
     Returns why there is no plot, with the remedy.
     """
     command = [sys.executable, "-m", "midflight.observe.plot", str(folder), title]
-    try:
-        drawing = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as drawing:
+        motion = Motion(drawing.pid)
+        try:
+            while drawing.poll() is None and (motion.look() if patient else motion.seconds) < seconds:
+                with suppress(subprocess.TimeoutExpired):
+                    drawing.communicate(timeout=min(1.0, seconds))
+        except KeyboardInterrupt:
+            return "no plot was drawn: interrupted"
+        finally:
+            drawing.kill()  # what has ended by itself keeps its status
+        _, errors = drawing.communicate()
+    if drawing.returncode < 0:
         return f"no plot was drawn within {seconds:g} s; draw it with: python -m midflight.observe.plot {folder}"
-    except KeyboardInterrupt:
-        return "no plot was drawn: interrupted"
-    return None if drawing.returncode == 0 else f"no plot was drawn: {drawing.stderr.strip().splitlines()[-1:]}"
+    return None if drawing.returncode == 0 else f"no plot was drawn: {errors.strip().splitlines()[-1:]}"
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:

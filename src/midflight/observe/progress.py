@@ -5,6 +5,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
+from midflight.config.cores import CoreUse
 from midflight.observe.failures import Failures
 from midflight.observe.learning import LEARNED_FROM, Learning
 from midflight.observe.recent import Mean, Overlap, Rate
@@ -60,6 +61,7 @@ class RunState:
         steps: int = 0,
         start_version: Version = 0,
         slots: int | None = None,
+        cores: CoreUse = CoreUse(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`slots`: requests that may decode together, in all engines."""
@@ -72,6 +74,7 @@ class RunState:
         self.sources: dict[str, SourceState] = {}
         self.overlap = Overlap()
         self._slots, self._slot_seconds = slots, 0.0  # in use since training began
+        self._cores = cores
         self._evaluation = (0, 0)
         self._reward = Mean(REWARD_ROLLOUTS)
         self._ages: deque[Mapping[int, int]] = deque(maxlen=RECENT_BATCHES)
@@ -236,7 +239,7 @@ class RunState:
         shares = self._shares(now)
         num_running = sum(running for running, at in self._running.values() if now - at < RATE_SECONDS)
         used = self._used(now)
-        bound, advice = judge(engine_busy=shares[ENGINE], trainer_busy=shares[TRAINER], slots_used=used)
+        bound, advice = judge(engine_busy=shares[ENGINE], trainer_busy=shares[TRAINER], slots_used=used, cores=self._cores)
         return Status(
             phase=self._phase,
             name=self._name,

@@ -21,7 +21,8 @@ def reference() -> str:
         '### `"kind": "evaluation"`: one source of tasks in one evaluation',
         _table(("key", "meaning"), meanings.EVALUATION_KEYS),
         '### `"kind": "alarm"`: what somebody should look at',
-        "`name`, `text`, and `step`, `version` and `seconds` of the moment. The terminal says the same, and repeats none within ten minutes.",
+        "`name`, `text`, and `step`, `version` and `seconds` of the moment. The terminal says the same, and repeats "
+        "none within ten minutes; `unclaimed` comes again each time that its wait has doubled.",
         _table(("`name`", "said when"), meanings.ALARMS),
         "## `summary.json`",
         _table(("key", "meaning"), meanings.SUMMARY_KEYS),

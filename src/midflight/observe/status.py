@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import TypeVar
 
-from midflight.types import Accounts, facts
+from midflight.config.cores import CoreUse
+from midflight.types import Accounts, Unclaimed, facts
 
 K = TypeVar("K")
 
@@ -222,6 +223,8 @@ class Status:
     bound: Bound = Bound.UNKNOWN
     advice: str = ""
     """Which knob to turn, in a few words."""
+    unclaimed: Unclaimed | None = None
+    """The rollouts that wait for workers outside, where such workers run the agents."""
     sample: facts.Shown | None = None
     """The last rollout that ended with tokens to train on, where it is to be shown."""
 
@@ -271,7 +274,9 @@ FREE = 0.5
 """With so many slots free, more of them do not help."""
 
 
-def judge(*, engine_busy: float | None, trainer_busy: float | None, slots_used: float | None = None) -> tuple[Bound, str]:
+def judge(
+    *, engine_busy: float | None, trainer_busy: float | None, slots_used: float | None = None, cores: CoreUse = CoreUse()
+) -> tuple[Bound, str]:
     """Compares how much of the training phase each side was idle. The side with less idle time bounds the run.
 
     An engine computes all the time also for one request: beside a trainer that seldom waits, what is free of its slots is its idle share, where
@@ -282,23 +287,36 @@ def judge(*, engine_busy: float | None, trainer_busy: float | None, slots_used: 
     trainer_idle, free = 1 - trainer_busy, None if slots_used is None else 1 - slots_used
     engine_idle = 1 - engine_busy if free is None or trainer_idle >= WAITS else free
     if trainer_idle >= engine_idle + BALANCED:
-        knobs = ": more engine.count, engine.max_running or rollout.max_in_flight"
-        if free is not None and free >= FREE:
-            knobs = (
-                f", and {free:.0%} of the engines' slots are free: a larger rollout.max_in_flight or rollout.max_staleness, quicker agents"
-            )
-        return Bound.GENERATION, f"the trainer is idle {trainer_idle:.0%}{knobs}"
+        return Bound.GENERATION, f"the trainer is idle {trainer_idle:.0%}{_more_generation(free, cores)}"
     if trainer_idle >= WAITS:
         return Bound.BALANCED, (
             f"both sides wait, for agents and their tools or for each other (trainer idle {trainer_idle:.0%}, engines {engine_idle:.0%}): "
             "a larger rollout.max_in_flight or rollout.max_staleness"
         )
     if engine_idle >= trainer_idle + BALANCED:
-        return (
-            Bound.TRAINER,
-            f"the engines are idle {engine_idle:.0%}: more trainer.threads or trainer.micro_batch_tokens, or fewer engines",
-        )
+        return Bound.TRAINER, f"the engines are idle {engine_idle:.0%}: {_more_training(cores)}"
     return Bound.BALANCED, "both sides are about equally busy"
+
+
+def _more_generation(free: float | None, cores: CoreUse) -> str:
+    """Advice by which engines make more, or the trainer needs less of them."""
+    if free is not None and free >= FREE:
+        return f", and {free:.0%} of the engines' slots are free: a larger rollout.max_in_flight or rollout.max_staleness, quicker agents"
+    if not cores.are_full:
+        return ": more engine.count, engine.max_running or rollout.max_in_flight"
+    ways = [
+        *(["engine.lend = true, by which the trainer's cores generate while it waits"] if cores.can_lend else []),
+        *(["fewer trainer.threads for more engine.threads"] if cores.can_shift else []),
+        "shorter answers (environment.max_tokens, or what the prompt asks for)",
+        "a machine with more cores",
+    ]
+    return f", and every core computes already, so that more engines or threads would not help: {'; '.join(ways)}"
+
+
+def _more_training(cores: CoreUse) -> str:
+    if cores.are_full:
+        return "more trainer.threads for fewer engine.threads or engine.count, or more trainer.micro_batch_tokens"
+    return "more trainer.threads or trainer.micro_batch_tokens, or fewer engines"
 
 
 def busy_words(*, engine_busy: float | None, trainer_busy: float | None, slots_used: float | None = None) -> str:
@@ -339,6 +357,15 @@ def duration(seconds: float | None) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def unclaimed_words(found: Unclaimed) -> str:
+    """`4 rollouts wait to be claimed, the oldest for 2 min 10 s; the last claim was 3 min 05 s ago`."""
+    waits = f"{found.number} rollouts wait to be claimed, the oldest" if found.number > 1 else "1 rollout waits to be claimed,"
+    last = "no worker has claimed one so far"
+    if found.claimed_seconds is not None:
+        last = f"the last claim was {duration(found.claimed_seconds)} ago"
+    return f"{waits} for {duration(found.seconds)}; {last}"
 
 
 def size(num_bytes: float) -> str:

@@ -19,11 +19,26 @@ from rich.text import Text
 from midflight.observe.completions import in_a_line, visible
 from midflight.observe.failures import most_common
 from midflight.observe.logs import json_line
-from midflight.observe.status import UNKNOWN, Bound, MemberChanges, Phase, SourceStatus, Status, duration, heldout, number, percent
+from midflight.observe.status import (
+    UNKNOWN,
+    Bound,
+    MemberChanges,
+    Phase,
+    SourceStatus,
+    Status,
+    duration,
+    heldout,
+    number,
+    percent,
+    unclaimed_words,
+)
 from midflight.types import facts
 
 PLAIN_SECONDS = 5.0
 """Between two lines of a log: often enough to see that it lives, seldom enough to read."""
+
+SHOWN_SECONDS = 1.0
+"""Workers that claim one rollout after the other leave moments between two claims, which are no trouble."""
 
 
 class Terminal:
@@ -291,6 +306,8 @@ def _troubles(status: Status) -> list[str]:
         found.append(f"{t.failed_requests:,} requests failed")
     if status.quarantined:
         found.append(f"in quarantine: {', '.join(status.quarantined)}")
+    if status.unclaimed is not None and status.unclaimed.idle_seconds >= SHOWN_SECONDS:
+        found.append(unclaimed_words(status.unclaimed))
     if status.dropped:
         found.append("groups dropped: " + ", ".join(f"{count} {reason}" for reason, count in status.dropped.items()))
     return found

@@ -21,8 +21,10 @@ import msgspec
 from rich.console import Console
 
 from midflight.cli import checked
+from midflight.cli.returned import put_back_at
 from midflight.config import Config
 from midflight.errors import ConfigError
+from midflight.models.gguf_folders import model_folder
 from midflight.observe.journal import CheckpointLine, EvaluationLine, Line, StepLine
 from midflight.observe.named import named
 from midflight.observe.status import Status
@@ -34,7 +36,7 @@ from midflight.run.launcher.ending import LOOK_SECONDS
 from midflight.run.parts import Message, Progress
 
 ENDING_SECONDS = 15.0
-"""For a run to end in order where the program ends before it."""
+"""For a run to end in order where the program ends before it: beside `run.stop_seconds`, which its parts have."""
 
 
 class Callbacks(msgspec.Struct, frozen=True):
@@ -129,9 +131,9 @@ class BackgroundRun:
             self._told.notify_all()
 
     def _end(self) -> None:
-        """Waits for its end, at most `ENDING_SECONDS`."""
+        """Waits for its end, at most `run.stop_seconds` and `ENDING_SECONDS`."""
         self.stop(signal.SIGTERM)
-        self._thread.join(ENDING_SECONDS)
+        self._thread.join(self._config.run.stop_seconds + ENDING_SECONDS)
 
 
 def console(*, shown: bool) -> Console:
@@ -142,7 +144,7 @@ def console(*, shown: bool) -> Console:
 class Trainer:
     """One run, and its folder. `train` may be called again: that is a second start, for which `resume` or `overwrite` say what it means.
 
-    model: a Hugging Face model folder; none makes a small model, as `config` says.
+    model: a Hugging Face model folder, or a GGUF file; none makes a small model, as `config` says.
     data: a list of dicts, a Dataset, a path, an iterator, a function that returns one, or `module:function`.
     prompt, answer, system, heldout: as in `[[environment.sources]]`.
     rewards: functions, or pairs of one with its weight. tools: functions. environment: a function or class in place of both.
@@ -233,8 +235,9 @@ class Trainer:
             raise ConfigError(f"{self.folder} is in use by this trainer, which trains already; call stop() and wait() first.")
         resume, overwrite = self._resume if resume is None else resume, self._overwrite if overwrite is None else overwrite
         checked.check_engine(self.config)
+        checked.check_sizes(self.config)
         with _in_words_of_python():
-            checked.check_folder(self.config, resume=resume, overwrite=overwrite)
+            checked.check_folder(self.config, resume=resume, overwrite=overwrite, gives_rows=self._asked.rows is not None)
         shown = console(shown=self._progress)
         found = checked.preflight(self._asked.tried, objects=self._asked.objects, meanwhile=lambda: launch.begin(self.config, shown))
         checked.check_places(self.config)
@@ -297,6 +300,7 @@ class Trainer:
         """The steps so far, then each as it is made, until the run is over; docs/metrics.md has the keys. Without a run under way, what the
         folder has."""
         if self._under_way is None:
+            put_back_at(self.folder)
             yield from (line for line in Lines(self.folder / "metrics.jsonl").new() if isinstance(line, StepLine))
             return
         under_way = self._under_way
@@ -311,6 +315,8 @@ class Trainer:
             import pandas
         except ImportError as error:
             raise ConfigError("a frame is one of pandas, which is not installed; pip install 'midflight[pandas]'.") from error
+        if not self.running:
+            put_back_at(self.folder)
         read = frozenset[int]() if self._under_way is None else self._under_way.before
         steps = [line for line in Lines(self.folder / "metrics.jsonl", read=read).new() if isinstance(line, StepLine)]
         rows = [{"step": line.step, "version": line.version, "seconds": line.seconds, **named(line)} for line in steps]
@@ -318,12 +324,16 @@ class Trainer:
 
     def rollouts(self) -> Iterator[RolloutSeen]:
         """Every rollout that has ended, in the order of the tasks, with its conversation and what it was worth."""
+        if not self.running:
+            put_back_at(self.folder)
         return rollouts_of(self.folder)
 
     def evaluate(self, model: str | Path | None = None) -> Mapping[str, float | None]:
         """The mean reward on the held-out tasks of each source: of the trained model, before there is one of the model that it began with."""
+        if not self.running:
+            put_back_at(self.folder)
         trained = self.folder / "model"
-        chosen = Path(model) if model is not None else trained if trained.is_dir() else self.config.model.path
+        chosen = model_folder(Path(model)) if model is not None else trained if trained.is_dir() else self.config.model.path
         if chosen is None:
             raise ConfigError(f"{self.folder} has no model yet, and none was given to begin with; train first, or evaluate(model).")
         asked = self._asked.tried

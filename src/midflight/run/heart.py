@@ -12,10 +12,12 @@ from contextlib import contextmanager
 
 import msgspec
 
+from midflight.observe.motion import num_bytes_of
+
 BEAT_SECONDS = 1.0
 """Between two beats: a small part of any `run.stall_seconds`, and too seldom to cost anything."""
 START_SECONDS = 600.0
-"""For imports, and for a model to be made or loaded: a large one takes minutes of disk."""
+"""For imports, and for a model to be made or loaded: so long each may hold the interpreter, and longer as long as it computes or reads."""
 ENDLESS = 1e9
 """The limit of what may stand as long as somebody wishes, such as an operator's pause. JSON has no infinity."""
 
@@ -30,9 +32,12 @@ class Doing(msgspec.Struct, frozen=True):
     limit: float | None = None
     """Seconds that it may take. Without a limit it is no excuse for a standstill."""
     computes: bool = False
-    """It takes processor time all along, and may take long: past its limit, if it has one, it hangs when it takes none."""
+    """It takes processor time, or reads and writes, all along, and may take long: past its limit, if it has one, it hangs when it does
+    neither."""
     heavy: bool = False
     """It may hold the interpreter or the loop for as long as its limit, as imports and models that are loaded do."""
+    holds_loop: bool = False
+    """It holds the event loop, and others judge for how long it may."""
 
     def excused(self, now: float) -> bool:
         """Whether it may still last."""
@@ -60,6 +65,8 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """When it was sent; none where its times are of the hearer's clock."""
     cpu_seconds: float = 0.0
     """Of processor time, since its start."""
+    num_bytes: int = 0
+    """That it read and wrote since its start."""
     memory_bytes: int = 0
     """Of it and what is below it, where the launcher cannot look for itself."""
 
@@ -92,6 +99,10 @@ class Heart:
         self._standing = Situation()
         self.ask: Callable[[], Situation] = Situation
         """Called on the loop before each beat; must not wait."""
+        self.beside: Callable[[], tuple[Doing, ...]] = tuple
+        """Called before each beat, beside the loop: what is known of the loop while that is blocked."""
+        self.work: Callable[[], tuple[float, int]] = lambda: (time.process_time(), num_bytes_of("self"))
+        """Processor seconds and bytes so far. Called before each beat, beside the loop. What is below the process may count."""
         self.memory: Callable[[], int] = lambda: 0
         """Called before each beat, beside the loop. Takes some milliseconds of a core."""
 
@@ -108,8 +119,18 @@ class Heart:
 
     def beat(self) -> Beat:
         standing = self._standing
-        doing = (*self._doing.copy().values(), *standing.doing)
-        return Beat(self._turned, doing, standing.absences, standing.counters, time.monotonic(), time.process_time(), self.memory())
+        doing = (*self.beside(), *self._doing.copy().values(), *standing.doing)
+        cpu_seconds, num_bytes = self.work()
+        return Beat(
+            self._turned,
+            doing,
+            standing.absences,
+            standing.counters,
+            time.monotonic(),
+            cpu_seconds,
+            num_bytes=num_bytes,
+            memory_bytes=self.memory(),
+        )
 
     def start(self) -> None:
         """From now on, until the process ends."""

@@ -83,6 +83,8 @@ class RolloutSpec(msgspec.Struct, frozen=True, tag="rollout"):
     """URL of the engine that scores and generates nothing, where there is one."""
     worker_token: str | None = None
     """Of the processes that run agents; without one they run in this process."""
+    workers: tuple[str, ...] = ()
+    """Their names."""
     purpose: Purpose = Purpose.TRAIN
     version: int = 0
     """The version that the engines start with."""
@@ -151,6 +153,10 @@ class ModelReady(msgspec.Struct, frozen=True, tag="model_ready"):
     """That the trainer has told; the journal, which the rollout process writes, lacks them."""
 
 
+class Worked(msgspec.Struct, frozen=True, tag="worked"):
+    """An engine has made its first token, or scored its first rows, since it was started. Told before anybody gets them."""
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
     status: Status
 
@@ -174,6 +180,8 @@ class Verdict(StrEnum):
     """The part lost another part, whose own failure says more."""
     CRASH = "crash"
     """Nobody foresaw it: the traceback is shown, and a restart may help."""
+    KILLED = "killed"
+    """Somebody has killed a server beside it, or the kernel has for its memory: a restart may help, and the server is not to blame."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -219,7 +227,7 @@ class Alarm(msgspec.Struct, frozen=True, tag="alarm"):
     text: str
 
 
-Message = Ready | ModelReady | Progress | WarmStart | Failed | Restarted | Condemned | Stalled | Words | Alarm | Beat
+Message = Ready | ModelReady | Worked | Progress | WarmStart | Failed | Restarted | Condemned | Stalled | Words | Alarm | Beat
 
 encode = msgspec.json.Encoder().encode
 decode_message = msgspec.json.Decoder(Message).decode
@@ -244,6 +252,19 @@ class Launcher:
             pass
 
 
+class FirstWork:
+    """Tells the launcher once that an engine works."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._is_told = False
+
+    def __call__(self) -> None:
+        if not self._is_told:
+            self._is_told = True
+            self._launcher.tell(Worked())
+
+
 # --- Ends ------------------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +274,9 @@ class PartLost(MidflightError):
 
 class ServerLost(MidflightError):
     """A server beside us ended, or did not come up in time: started again, it may serve. Its message has the end of its log."""
+
+    was_killed = False
+    """By somebody, or by the kernel."""
 
 
 async def serve_while(main: Coroutine[Any, Any, T], *services: Coroutine[Any, Any, None]) -> T:

@@ -172,6 +172,7 @@ class SmallRing:
 
     config: Config
     serving: Serving
+    agents: Agents
     system: RolloutSystem
     phases: PhaseLog
 
@@ -223,7 +224,7 @@ async def open_ring(
     `client_for` may give agents another client than the SDK's, such as one that calls the gateway without HTTP.
     Waits at its end for requests that are still being answered; those of ended rollouts are cancelled.
     """
-    serving = Serving(config, tokenizer, engines, record=record, version=version, anonymous=False, role=role)
+    serving = Serving(config, tokenizer, engines, record=record, version=version, anonymous=False, role=role, come_back=True)
     await serving.adopt()
     serving.gateway.address = "http://ring"
     phases = PhaseLog()
@@ -231,8 +232,9 @@ async def open_ring(
     async with asyncio.TaskGroup() as requests, SharedClients(transport=MemoryTransport(app, requests), untracked=untracked) as clients:
         given = partial(client_for, serving) if client_for else clients.client_for
         host = AgentsHere(environment, client_for=given, plain_client_for=clients.plain_client_for)
+        agents = Agents(config, serving, host, record)
         system = RolloutSystem(
-            Agents(config, serving, host, record),
+            agents,
             sources=sources,
             store=Store(folder / "store.sqlite", run=config.run.name),
             phases=phases,
@@ -241,4 +243,4 @@ async def open_ring(
             teacher=teacher,
             posted=posted,
         )
-        yield SmallRing(config, serving, system, phases)
+        yield SmallRing(config, serving, agents, system, phases)

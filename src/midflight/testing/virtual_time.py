@@ -1,9 +1,10 @@
 """An asyncio event loop whose time is virtual: waiting costs nothing, and waiting for nothing fails at once.
 
 Whenever no callback is ready the clock jumps to the next timer. If there is no timer either, nothing can ever happen
-again, so the run ends with `Hang`, which says where each task waits. There is no real input or output and there are no
-threads: `to_thread` runs inline. Two runs of the same code make the same steps; with a seed the ready callbacks of one
-instant run in a shuffled order, the same order for the same seed.
+again, so the run ends with `Hang`, which says where each task waits. There is no real input or output, and `to_thread`
+runs inline. A thread that the code starts itself is heard before time passes: as long as it computes, the clock stands.
+Two runs of the same code make the same steps; with a seed the ready callbacks of one instant run in a shuffled order, the
+same order for the same seed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import asyncio.base_events
 import heapq
 import linecache
 import random
+import threading
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
+from dataclasses import dataclass
+from pathlib import Path
 from types import CoroutineType, FrameType, GeneratorType
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
@@ -25,6 +29,9 @@ MAX_SECONDS = 1e6
 """Virtual seconds after which a run counts as hung: a periodic timer would otherwise keep a deadlock alive for ever."""
 MAX_ROUNDS_PER_INSTANT = 5_000_000
 """Rounds of the loop without any passing of time after which a run counts as spinning."""
+
+THREAD_LOOK_SECONDS = 0.002
+"""Real seconds between two looks at threads that may still have something to say."""
 
 
 class Hang(AssertionError):
@@ -50,6 +57,24 @@ class _OrderedTask(asyncio.Task[T]):
         return self.sequence
 
 
+@dataclass(frozen=True, slots=True)
+class _ThreadWork:
+    """The state of a thread of this process: whether it computes or waits for a core, and for how long it has computed."""
+
+    runnable: bool
+    nanoseconds: int
+
+    @classmethod
+    def of(cls, thread: int) -> _ThreadWork:
+        """A thread that has ended counts as waiting, and so does every thread on a system without `/proc`."""
+        folder = Path(f"/proc/self/task/{thread}")
+        try:
+            state = (folder / "stat").read_text(errors="replace").rpartition(") ")[2][0]
+            return cls(state == "R", int((folder / "schedstat").read_text().split()[0]))
+        except (OSError, IndexError, ValueError):
+            return cls(runnable=False, nanoseconds=0)
+
+
 class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
     """See the module. Callbacks run in the order they were scheduled; timers of one instant likewise, unless there is a seed."""
 
@@ -63,6 +88,10 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._compact_at = 1000
         self._random = None if seed is None else random.Random(seed)
+        self._threads_before = set(threading.enumerate())
+        self._threads_work: dict[int, _ThreadWork] = {}
+        """The state at the last look of each thread that was started since this loop was made, by its number."""
+        self._called_by_thread = threading.Event()
         self.failures: list[BaseException] = []
         """Exceptions that nobody awaited: of callbacks, of tasks dropped without a look at their result."""
         self.set_task_factory(_ordered_task)
@@ -86,8 +115,10 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
         self._due.append(handle)
         return handle
 
-    # All callers are on the one thread there is; a call from another would be lost if the loop had just run dry.
-    call_soon_threadsafe = call_soon
+    def call_soon_threadsafe(self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None) -> asyncio.Handle:
+        handle = self.call_soon(callback, *args, context=context)
+        self._called_by_thread.set()
+        return handle
 
     def call_at(self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None) -> asyncio.TimerHandle:
         if self.is_closed():
@@ -125,6 +156,8 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
 
     def _run_once(self) -> None:
         if not self._due:
+            self._hear_threads()
+        if not self._due:
             self._jump()
         while self._timers and self._timers[0][0] <= self._now:
             self._due.append(heapq.heappop(self._timers)[2])
@@ -134,6 +167,16 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
         for handle in self._take():
             if not handle.cancelled():
                 handle._run()  # pyright: ignore[reportPrivateUsage]
+
+    def _hear_threads(self) -> None:
+        """Waits until a thread that was started since this loop was made calls, or until all such threads wait for something themselves."""
+        while not self._due and (threads := set(threading.enumerate()) - self._threads_before):
+            before = self._threads_work
+            self._threads_work = {thread.native_id: _ThreadWork.of(thread.native_id) for thread in threads if thread.native_id is not None}
+            if self._threads_work == before and not any(work.runnable for work in before.values()):
+                return
+            self._called_by_thread.wait(THREAD_LOOK_SECONDS)
+            self._called_by_thread.clear()
 
     def _jump(self) -> None:
         """Moves the clock to the next timer; nothing is ready before it."""

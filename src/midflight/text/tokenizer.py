@@ -25,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from midflight.errors import ModelNotFound, RequestRejected
 from midflight.text.byte_tokenizer import byte_letters_to_bytes
+from midflight.text.tool_texts import LIST_TOOLS, knows_calls, knows_tools, with_calls_as_text, with_tools_as_text
 from midflight.types import Json
 
 _ANCHOR = "\ue000"
@@ -231,6 +232,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
+        self._knows_tools = knows_tools(source)
+        self._knows_calls = knows_calls(source)
         self._special_tokens = dict(special_tokens)
         try:
             self._compiled = _ENVIRONMENT.from_string(source)
@@ -248,9 +251,14 @@ class ChatTemplate:
         """The conversation as one text. A template that refuses it (`raise_exception`) or fails in any other way raises
         `RequestRejected`, and so does a conversation that holds half a surrogate pair, which no tokenizer can read.
 
-        `options` are names of the template's own, such as `enable_thinking`.
+        `options` are names of the template's own, such as `enable_thinking`. What a template would leave out, tools and their calls,
+        stands in the messages as text.
         """
         chat = [as_templates_read(message) for message in messages]
+        if not self._knows_calls:
+            chat = [with_calls_as_text(message) for message in chat]
+        if tools and not self._knows_tools and (options or {}).get(LIST_TOOLS) is not False:
+            chat = with_tools_as_text(chat, tools)
         try:
             text = self._compiled.render(
                 **{**(options or {}), **self._special_tokens},

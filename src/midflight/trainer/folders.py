@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from midflight.errors import CheckpointCorrupt, ConfigError
+from midflight.models.permissions import open_to_others
 from midflight.trainer.trainer import Fork
 from midflight.types import Version
 
@@ -243,6 +244,7 @@ def write_shards(path: Path, tensors: Mapping[str, Tensor]) -> None:
     parts: dict[str, Any] = {item.index.fqn: planner.resolve_data(item) for item in items}
     places = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in items if item.tensor_data}
     save_file({name: part.contiguous() for name, part in parts.items()}, path, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
+    open_to_others(path)
 
 
 class Shards:

@@ -20,7 +20,8 @@ from midflight.trajectories.database import BEGUN, COPIED, look, naming
 from midflight.types import Version
 
 STORE = "store.sqlite"
-BESIDE = ("", "-wal", "-shm")
+BESIDE = ("", "-wal", "-shm", "-journal")
+"""Suffixes of the files that belong to a store. One without its journal, or with that of another, is not what was written."""
 OWNER = ".run"
 """Suffix of the file beside a store that names its run's folder."""
 PAGES_A_STEP = 256
@@ -61,6 +62,25 @@ def remove(store: Path) -> None:
     """With what SQLite keeps beside it."""
     for beside in BESIDE:
         store.with_name(store.name + beside).unlink(missing_ok=True)
+
+
+def older(store: Path) -> Path:
+    """Where a store is kept that another has taken the place of."""
+    return store.with_name(f"{store.stem}.older.sqlite")
+
+
+def shelve(store: Path) -> None:
+    """Makes room for another store, if there is one: nothing is lost of it."""
+    if not store.is_file():
+        return
+    remove(older(store))
+    _move(store, older(store))
+
+
+def _move(store: Path, to: Path) -> None:
+    for beside in BESIDE:
+        with suppress(FileNotFoundError):
+            store.with_name(store.name + beside).replace(to.with_name(to.name + beside))
 
 
 # --- Copying ----------------------------------------------------------------------------------------------------------
@@ -161,6 +181,10 @@ def go_on(folder: Path, store_folder: Path | None) -> str | None:
     here = copied_at(store)
     if here is not None and (copy is None or not is_behind(store, copy)):
         return None
+    if copy is not None and older(store).is_file() and not is_behind(older(store), copy):
+        remove(store)
+        _move(older(store), store)
+        return f"The store at {store} is its own again: a new run that ended early had taken its place."
     before = folder / STORE
     source = copy.path if copy is not None else before if store != before and before.is_file() else None
     if source is None:
@@ -172,10 +196,8 @@ def go_on(folder: Path, store_folder: Path | None) -> str | None:
         return None
     said = f"The store at {store} goes on from {source}"
     if here is not None:
-        for beside in BESIDE:
-            with suppress(FileNotFoundError):
-                store.with_name(store.name + beside).replace(store.with_name(f"{store.stem}.older.sqlite{beside}"))
-        said += f", for it was older than that, or an earlier run's; it is kept as {store.stem}.older.sqlite"
+        shelve(store)
+        said += f", for it was older than that, or an earlier run's; it is kept as {older(store).name}"
     store.parent.mkdir(parents=True, exist_ok=True)
     remove(store)
     copy_store(source, store)
@@ -195,7 +217,7 @@ def remove_left(disk: Path, *, but: Path) -> Sequence[Path]:
     for note in disk.glob(f"*{OWNER}"):
         with suppress(MidflightError, OSError, UnicodeDecodeError):
             store, copy = note.with_suffix(".sqlite"), newest_copy(Path(note.read_text()))
-            for one in (store, store.with_name(f"{store.stem}.older.sqlite")):
+            for one in (store, older(store)):
                 if copy is not None and one != but and one.is_file() and is_behind(one, copy):
                     remove(one)
                     gone.append(one)

@@ -21,7 +21,21 @@ from midflight.types.names import (
     Version,
     fill_unknown,
 )
-from midflight.types.rollouts import Accounts, Batch, Group, GroupKey, PackedBatch, Result, RolloutKey, Row, SessionRecord, Task, Trajectory
+from midflight.types.rollouts import (
+    Accounts,
+    Batch,
+    Group,
+    GroupKey,
+    PackedBatch,
+    RequestTime,
+    Result,
+    RolloutKey,
+    Row,
+    SessionRecord,
+    Task,
+    Trajectory,
+    Unclaimed,
+)
 
 __all__ = [
     "Accounts",
@@ -50,6 +64,7 @@ __all__ = [
     "PackedBatch",
     "PauseMode",
     "Reason",
+    "RequestTime",
     "Result",
     "RolloutKey",
     "Row",
@@ -64,6 +79,7 @@ __all__ = [
     "Turn",
     "TurnTimes",
     "UInt8",
+    "Unclaimed",
     "Version",
     "WeightManifest",
     "WorkerState",

@@ -213,6 +213,16 @@ class SessionRecord(msgspec.Struct, frozen=True, eq=False):
     `num_answers` of the session itself."""
 
 
+@dataclass(frozen=True, slots=True)
+class RequestTime:
+    """How long a rollout has waited for answers."""
+
+    num_requests: int
+    seconds: float
+    """In which at least one request was under way, or its agent waited before another try as it was told."""
+    num_open: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """The token record of one rollout, with its reward. A reward of `None` says that the infrastructure failed (I10)."""
@@ -322,6 +332,19 @@ class Accounts:
     trained_tokens: int = 0
     masked_tokens: dict[str, int] = field(default_factory=dict[str, int])
     dropped_tokens: dict[str, int] = field(default_factory=dict[str, int])
+
+
+@dataclass(frozen=True, slots=True)
+class Unclaimed:
+    """Rollouts that wait for a worker outside to claim them."""
+
+    number: int
+    seconds: float
+    """The oldest has waited for so long."""
+    idle_seconds: float
+    """For so long there was one to claim, and no worker claimed one or had one under way."""
+    claimed_seconds: float | None
+    """A worker claimed one so long ago. None where none ever did."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,9 +1,8 @@
-"""The viewer's process beside a run: `python -m midflight.view.beside DESCRIPTOR HOST FOLDER`. It ends with whoever started it."""
+"""The viewer's process beside a run: `python -m midflight.view.beside DESCRIPTOR HOST FOLDER`. It ends with the launcher, which gives it a guard."""
 
 import os
 import socket
 import sys
-import threading
 from pathlib import Path
 
 from midflight.view import app
@@ -17,15 +16,7 @@ def main(descriptor: int, host: str, folder: Path) -> None:
     """The token comes by the environment, where only this user sees it."""
     os.nice(NICENESS)
     token = os.environ.pop("MIDFLIGHT_CONTROL_TOKEN")
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     app.serve(app.build(Shelf([folder]), host=host, token=token), socket.socket(fileno=descriptor))
-
-
-def _end_with_parent() -> None:
-    """The other end of standard input closes when the parent is gone, however it went."""
-    while sys.stdin.buffer.read(1):
-        pass
-    os._exit(0)
 
 
 if __name__ == "__main__":

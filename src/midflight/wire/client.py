@@ -25,8 +25,8 @@ class HttpClient:
     def __init__(
         self, url: str, *, lost: Callable[[str], Exception], token: str | None = None, connect_seconds: float = 5.0, line_bytes: int = 2**16
     ) -> None:
-        """`lost` makes the error from what the server did, such as "did not answer /health: ...". `line_bytes`: the longest line of a
-        streamed answer."""
+        """`lost` makes the error from what the server did, such as "did not answer /health: ...". `connect_seconds` bound connecting where a call has no
+        bound of its own; the caller may try again. `line_bytes` is the longest line of a streamed answer."""
         self._url, self._lost, self._line_bytes = url, lost, line_bytes
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds)
@@ -56,7 +56,7 @@ class HttpClient:
         self, method: str, path: str, body: bytes | None = None, *, seconds: float | None = None, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """An answer that is read in the block; losses there are `lost` too. `seconds` bound the block."""
-        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=self._timeout.sock_connect)
+        timeout = self._timeout if seconds is None else aiohttp.ClientTimeout(total=seconds)
         deed = "did not answer"
         try:
             async with self._open_session().request(

@@ -75,12 +75,17 @@ def plain_fault(status: int, message: str, code: str) -> Fault:
     return Fault(status, _error_body(message, "invalid_request_error", None, code))
 
 
+def retry_seconds(error: BaseException) -> int | None:
+    """After how long to try again; none where that is no use."""
+    if isinstance(error, Overloaded):
+        return error.retry_after_seconds
+    return RETRY_AFTER_SECONDS if isinstance(error, MidflightError) and error.retryable else None
+
+
 def retry_headers(error: BaseException) -> tuple[tuple[bytes, bytes], ...]:
     """When to try again. For a conflict, that it is no use: SDKs retry those, and a conflict stays one."""
-    if isinstance(error, Overloaded):
-        return ((b"retry-after", b"%d" % error.retry_after_seconds),)
-    if isinstance(error, MidflightError) and error.retryable:
-        return ((b"retry-after", b"%d" % RETRY_AFTER_SECONDS),)
+    if (seconds := retry_seconds(error)) is not None:
+        return ((b"retry-after", b"%d" % seconds),)
     if isinstance(error, MidflightError) and error.status == 409:
         return ((b"x-should-retry", b"false"),)
     return ()

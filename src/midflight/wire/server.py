@@ -17,8 +17,10 @@ from midflight.wire.edge import Fault, fault_of, headers_of, plain_fault, send_f
 
 HEAD_SECONDS = 30.0
 """For a client to send the head of a request, once it has connected or begun: a slower one would hold its place for ever."""
+BODY_BYTES = 4096
 BODY_SECONDS = 60.0
-"""For the rest of a request, from then on: the largest body takes that at 1 MB/s."""
+"""After the head, at least `BODY_BYTES` of the body must come in each `BODY_SECONDS`, unless the application has yet to take what is there: a body may
+take as long as it moves, and a client that sends next to nothing would hold its place for ever."""
 IDLE_SECONDS = 75
 """A connection is kept this long without a request. Clients drop theirs sooner (usual: 5 to 60 s), so that none asks on one that is
 being closed."""
@@ -142,6 +144,8 @@ class _ClientConnection(HttpToolsProtocol):
     """Runs until a request is whole: so a wait for its body needs no deadline of its own."""
     _has_begun = _has_head = _has_waited = False
     """Whether anything was said on the connection; of the request that is coming in, whether its head is whole, and had its time."""
+    _num_come = 0
+    """Bytes of the body, since its time began."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -150,11 +154,16 @@ class _ClientConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._has_begun, self._has_head, self._has_waited = True, False, False
+        self._num_come = 0
         self._await_request()
 
     def on_headers_complete(self) -> None:
         self._has_head = True
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_come += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._is_whole()
@@ -206,13 +215,14 @@ class _ClientConnection(HttpToolsProtocol):
         elif not self._has_head:
             message = f"the head of the request was not whole after {HEAD_SECONDS:g} s: send it at once."
             self._refuse(b"408 Request Timeout", plain_fault(408, message, "head_too_slow"))
-        elif not self._has_waited:
+        elif not self._has_waited or self._num_come >= BODY_BYTES or self.flow.read_paused:
             self._has_waited = True
+            self._num_come = 0
             self._await_request(BODY_SECONDS)
         elif answered:
             self.transport.close()
         else:
-            message = f"the body was not whole after {BODY_SECONDS:g} s: send it faster, or send less at once."
+            message = f"less than {BODY_BYTES} bytes of the body came in {BODY_SECONDS:g} s: send it faster."
             self._refuse(b"408 Request Timeout", plain_fault(408, message, "body_too_slow"))
 
     def _reading(self) -> None:

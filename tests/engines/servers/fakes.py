@@ -19,7 +19,7 @@ from tests.models.tiny import tiny_adapted, tiny_model
 from midflight.engines.servers.adapters import AdapterEngine
 from midflight.engines.servers.direct import DirectWay
 from midflight.engines.servers.engine import ServerEngine
-from midflight.engines.servers.server import Server
+from midflight.engines.servers.server import Server, Works
 from midflight.engines.servers.sglang import SglangServer
 from midflight.engines.servers.vllm import VllmServer
 from midflight.models.load import save_model
@@ -232,7 +232,13 @@ class FakeVllm(Fake):
 
 @asynccontextmanager
 async def attached(
-    fake: Fake, folder: Path, *, num_workers: int | None = None, direct: DirectWay | None = None
+    fake: Fake,
+    folder: Path,
+    *,
+    num_workers: int | None = None,
+    direct: DirectWay | None = None,
+    start_seconds: float = 60.0,
+    works: Works | None = None,
 ) -> AsyncIterator[tuple[ServerEngine, MemoryReceiver]]:
     """The adapter before the fake, which is to have so many workers. Its failure to attach is raised."""
     if not (folder / "model").exists():
@@ -248,6 +254,8 @@ async def attached(
             staging=folder / "staging",
             num_workers=num_workers,
             direct=direct,
+            start_seconds=start_seconds,
+            works=works,
         )
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(engine.run())

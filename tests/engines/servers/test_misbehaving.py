@@ -67,11 +67,43 @@ def test_a_vllm_without_our_loader_is_refused_when_it_is_attached_and_not_at_its
     asyncio.run(main())
 
 
+def test_a_vllm_that_is_too_old_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        fake = FakeVllm()
+        fake.version = "0.31.1"
+        assert "vLLM 0.31.1 is older than what this Midflight works with; use 0.32.0 or newer" in await failure_to_attach(fake, tmp_path)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [FakeVllm, FakeSglang])
+@pytest.mark.parametrize("version", ["99.0", "0.0.0.dev7+g12ab34", "main"])
+def test_a_server_that_nobody_tried_is_taken_with_a_word(tmp_path: Path, kind: type[Fake], version: str) -> None:
+    async def main() -> None:
+        fake = kind()
+        fake.version = version
+        async with attached(fake, tmp_path) as (engine, _):
+            assert f" {version} has not been tried with this Midflight" in await engine.attached()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.22.post1", "0.5.23"])
+def test_a_server_that_was_tried_needs_no_word(tmp_path: Path, version: str) -> None:
+    async def main() -> None:
+        fake = FakeSglang()
+        fake.version = version
+        async with attached(fake, tmp_path) as (engine, _):
+            assert await engine.attached() == ""
+
+    asyncio.run(main())
+
+
 def test_an_sglang_that_is_too_old_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         fake = FakeSglang()
-        fake.version = "0.5.19.post1"
-        assert "SGLang 0.5.19.post1 does not say which weights made which token; use 0.5.20 or newer" in await failure_to_attach(
+        fake.version = "0.5.21.post1"
+        assert "SGLang 0.5.21.post1 is older than what this Midflight works with; use 0.5.22 or newer" in await failure_to_attach(
             fake, tmp_path
         )
 

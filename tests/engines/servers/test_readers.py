@@ -8,7 +8,7 @@ import pytest
 from tests.engines.models import ask
 
 from midflight.engines.servers.server import EventReader, EventTokens, ServerRequest, cut
-from midflight.engines.servers.sglang import SglangReader, SglangServer, numbers
+from midflight.engines.servers.sglang import SglangReader, SglangServer
 from midflight.engines.servers.vllm import VllmReader
 from midflight.engines.streams import ChunkStream
 from midflight.errors import EngineUnavailable, RequestRejected
@@ -152,13 +152,6 @@ def test_what_comes_after_the_end_of_an_answer_is_cut() -> None:
     assert cut(piece, ends=(5,), start=0, min_tokens=2).token_ids == (1, 5, 2, 5)
     assert cut(piece, ends=(5,), start=7, min_tokens=8).token_ids == (1, 5)
     assert cut(piece, ends=(9,), start=0, min_tokens=0) is piece
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("0.5.23", (0, 5, 23)), ("0.5.23.post1", (0, 5, 23)), ("0.6.0rc1", (0, 6, 0)), ("main", ())]
-)
-def test_a_version_is_compared_by_its_numbers(text: str, expected: tuple[int, ...]) -> None:
-    assert numbers(text) == expected
 
 
 def test_a_grammar_that_vllm_alone_cannot_compile_is_refused_and_no_reason_to_doubt_the_engine() -> None:

@@ -13,6 +13,7 @@ from tests.engines.servers.fakes import Fake, FakeSglang, FakeVllm, attached
 from tests.models.tiny import tiny_model
 
 from midflight.engines.servers.engine import ServerEngine
+from midflight.engines.servers.server import Works
 from midflight.engines.servers.staged import StagingArea
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.models.load import save_model
@@ -150,19 +151,18 @@ def test_a_failure_to_attach_is_an_error_by_itself_and_no_group(tmp_path: Path) 
     asyncio.run(main())
 
 
-def test_a_server_that_answers_nothing_lets_nobody_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("works", [None, lambda: lambda: False], ids=["unseen", "idle"])
+def test_a_server_that_answers_nothing_lets_nobody_wait_for_ever(works: Works | None, tmp_path: Path) -> None:
     """Callers over the wire may be gone: their deadlines end nothing here."""
-    monkeypatch.setattr("midflight.engines.servers.server._QUESTION_SECONDS", 0.05)
-    monkeypatch.setattr("midflight.engines.servers.server._DEED_SECONDS", 0.1)
 
     async def main() -> None:
         fake = FakeSglang()
-        async with attached(fake, tmp_path) as (engine, receiver), asyncio.timeout(SOON):
+        async with attached(fake, tmp_path, start_seconds=1.0, works=works) as (engine, receiver), asyncio.timeout(10 * SOON):
             await engine.stage(receiver.publish(1, tiny_model(seed=1)))
             fake.thawed.clear()
-            with pytest.raises(EngineUnavailable, match=r"/model_info: .*Timeout"):
+            with pytest.raises(EngineUnavailable, match=r"did not answer /model_info for 1 s.*engine.start_seconds"):
                 await engine.health()
-            with pytest.raises(EngineUnavailable, match="Timeout"):
+            with pytest.raises(EngineUnavailable, match="for 1 s"):
                 await engine.commit(1)
             fake.thawed.set()
             assert (await engine.commit(1)).version == 1
@@ -172,15 +172,37 @@ def test_a_server_that_answers_nothing_lets_nobody_wait_for_ever(tmp_path: Path,
     asyncio.run(main())
 
 
-def test_a_server_that_has_just_come_up_has_longer_for_its_first_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midflight.engines.servers.server._QUESTION_SECONDS", 0.05)
+def test_a_server_that_works_has_as_long_as_it_takes_for_each_answer(tmp_path: Path) -> None:
+    """Weights that are loaded, a step that it ends first, a machine that is busy."""
 
     async def main() -> None:
         fake = FakeVllm()
         fake.thawed.clear()
-        asyncio.get_running_loop().call_later(0.3, fake.thawed.set)
-        async with attached(fake, tmp_path) as (engine, _), asyncio.timeout(SOON):
+        asyncio.get_running_loop().call_later(0.5, fake.thawed.set)
+        async with attached(fake, tmp_path, start_seconds=0.1, works=lambda: lambda: True) as (engine, receiver), asyncio.timeout(SOON):
+            for version in (1, 2):
+                await engine.stage(receiver.publish(version, tiny_model(seed=version)))
+                fake.thawed.clear()
+                asyncio.get_running_loop().call_later(0.5, fake.thawed.set)
+                assert (await engine.commit(version)).version == version
             assert len(ids(await collect(engine, ask()))) == 8
+
+    asyncio.run(main())
+
+
+def test_those_who_ask_for_the_health_of_a_frozen_server_ask_it_once(tmp_path: Path) -> None:
+    """Each second somebody asks, and may be gone when it answers."""
+
+    async def main() -> None:
+        fake = FakeSglang()
+        async with attached(fake, tmp_path) as (engine, _), asyncio.timeout(SOON), asyncio.TaskGroup() as tasks:
+            fake.calls.clear()
+            fake.thawed.clear()
+            asked = [tasks.create_task(engine.health()) for _ in range(20)]
+            await asyncio.sleep(0.2)
+            fake.thawed.set()
+            assert [(await one).version for one in asked] == [0] * 20
+            assert [path for path, _ in fake.calls] == ["/model_info"]
 
     asyncio.run(main())
 

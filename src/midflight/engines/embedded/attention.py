@@ -1,5 +1,7 @@
 """Attention over one slot of keys and values per running sequence, plugged into `transformers` through its interface."""
 
+import math
+import mmap
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,12 +22,15 @@ Stretch = tuple[Tensor, ...]
 
 
 class KvCache:
-    """For each attention a line of keys and one of values, [slots, kv_heads, context, head_dim], made at the first write and grown by doubling.
+    """For each attention a line of keys and one of values, [slots, kv_heads, context, head_dim]. Lines are made at the first write, and their
+    context grows by doubling; the last doubling ends at `max_context`.
 
-    An attention is (layer, how often the layer has attended before in the same step): some architectures attend twice. Heads and
-    sizes are learned from the first keys written, so any attention shape fits. Behind the step that wrote them first, lines of equal shape lie
-    in one block, [slots, lines, kv_heads, context, head_dim]: what is kept of a sequence is copied in one piece. Entries past a sequence's
-    length are finite garbage: they are masked, and a masked value must not be NaN because 0 * NaN is NaN.
+    An attention is (layer, how often the layer has attended before in the same step): some architectures attend twice. Heads and sizes are
+    learned from the first keys written, so any attention shape fits. On a CPU, room takes memory only when it is written to.
+
+    Behind the step that wrote them first, lines of equal shape lie in one block, [slots, lines, kv_heads, context, head_dim]: what is kept of
+    a sequence is copied in one piece. Entries past a sequence's length are finite garbage: they are masked, and a masked value must not be
+    NaN because 0 * NaN is NaN.
     """
 
     def __init__(self, *, max_slots: int, max_context: int) -> None:
@@ -42,18 +47,21 @@ class KvCache:
 
     def reserve(self, *, slots: int, context: int) -> None:
         """Makes room for `slots` sequences of `context` tokens."""
-        self._gather()
+        if self._loose:
+            self._gather()
         if slots <= self._slots and context <= self.context:
             return
-        self._slots = max(self._slots, min(self._max_slots, max(slots, 2 * self._slots)))
-        self.context = max(self.context, min(self._max_context, max(context, 2 * self.context, 32)))
+        if slots > self._slots:
+            self._slots = min(self._max_slots, max(slots, 2 * self._slots))
+        if context > self.context:
+            self.context = _halved(self._max_context, least=max(context, LEAST_CONTEXT))
         self._blocks = [self._grown(block) for block in self._blocks]
         self._look()
 
     def line(self, place: Place, *, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values of all slots; new ones where there are none yet, for tokens such as these, [N, kv_heads, size] each."""
         if place not in self._lines:
-            empty = [new.new_zeros(self._slots, new.shape[1], self.context, new.shape[-1]) for new in like]
+            empty = [_zeros((self._slots, new.shape[1], self.context, new.shape[-1]), like=new) for new in like]
             self._lines[place] = empty[0], empty[1]
             self._loose.append(place)
         return self._lines[place]
@@ -65,7 +73,8 @@ class KvCache:
 
     def take(self, slot: int, *, start: int, end: int) -> Stretch:
         """Copies entries [start, end) of a slot."""
-        self._gather()
+        if self._loose:
+            self._gather()
         return tuple([block[slot, :, :, start:end].clone() for block in self._blocks])
 
     def put(self, slot: int, stretch: Stretch, *, start: int, num: int) -> None:
@@ -75,8 +84,6 @@ class KvCache:
 
     def _gather(self) -> None:
         """Puts lines that were made since into blocks."""
-        if not self._loose:
-            return
         alike: dict[tuple[int, int], list[tuple[Place, int]]] = {}
         for place in self._loose:
             for kind, line in enumerate(self._lines[place]):
@@ -93,9 +100,29 @@ class KvCache:
 
     def _grown(self, old: Tensor) -> Tensor:
         slots, lines, heads, context, size = old.shape
-        new = old.new_zeros(self._slots, lines, heads, self.context, size)
+        new = _zeros((self._slots, lines, heads, self.context, size), like=old)
         new[:slots, :, :, :context] = old
         return new
+
+
+LEAST_CONTEXT: Final = 32
+"""Tokens that a slot has room for at first, where the model can take so many."""
+
+
+def _halved(most: int, *, least: int) -> int:
+    """`most`, halved as often as it stays at least `least`."""
+    while (half := -(-most // 2)) >= least:
+        most = half
+    return most
+
+
+def _zeros(shape: tuple[int, ...], *, like: Tensor) -> Tensor:
+    """Zeros that take no memory on a CPU before they are written to. The kernel gives such pages; torch's own zeros are written at once."""
+    num_bytes = math.prod(shape) * like.itemsize
+    if like.device.type != "cpu" or num_bytes < mmap.PAGESIZE:
+        return like.new_zeros(shape)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 
 def slot_rows(slots: Tensor, positions: Tensor, *, num_heads: int, context: int, stride: int) -> Tensor:

@@ -71,14 +71,19 @@ class EmbeddedEngine:
         prefixes: PrefixRoom = PrefixRoom(),
         records_experts: bool = False,
         guesses: int = 0,
+        owns_model: bool = False,
     ) -> None:
-        """`prefixes`: what is kept for requests that begin alike. `records_experts`: of a mixture. `guesses`: tokens ahead, at most."""
+        """`prefixes`: what is kept for requests that begin alike. `records_experts`: of a mixture. `guesses`: tokens ahead, at most.
+        `owns_model`: nobody else writes to its weights, so that copies of them may be used.
+
+        Afterwards `warning` says why the model is served more slowly than others; it is empty where it is not.
+        """
         self._name, self._tokenizer, self._record, self._lease_seconds = name, tokenizer, record, pause_lease_seconds
         self._model, self._max_batch_tokens = model, max_batch_tokens
         self._capabilities = _capabilities(model, max_context=max_context, max_running=max_running)
         routers = routers_of(model) if records_experts else None
         sizes = {"max_running": max_running, "max_batch_tokens": max_batch_tokens, "max_context": max_context}
-        runner, self._manner = served(model, **sizes)
+        runner, self._manner, self.warning = served(model, packs=owns_model, **sizes)
         self._weights = EngineWeights(model, receiver, version=version, lay_out=runner.laid_out)
         self._scheduler = Scheduler(runner, version=version, prefixes=prefixes, routers=routers, guesses=guesses, **sizes)
         self._thread = DecodeThread(self._scheduler)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from midflight.engines.embedded.lone import LoneRunner
-from midflight.engines.embedded.runner import Runner, StepBatch
+from midflight.engines.embedded.runner import StepBatch
+from midflight.engines.embedded.whole import AnyRunner
 from midflight.models.routing import Routers
 from midflight.types import UInt8, fill_unknown
 
@@ -37,7 +37,7 @@ class ExpertRecords:
         """The record of the slot's sequence, as far as it goes; it stays when that has ended, until the slot is taken again."""
         return self._of_slot[slot]
 
-    def forward(self, runner: Runner | LoneRunner, batch: StepBatch) -> torch.Tensor:
+    def forward(self, runner: AnyRunner, batch: StepBatch) -> torch.Tensor:
         """The runner's, with what the routers chose put down."""
         with self._routers.recording() as chosen:
             logits = runner.forward(batch)

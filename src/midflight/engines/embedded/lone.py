@@ -12,9 +12,7 @@ from transformers import PreTrainedModel
 
 from midflight.engines.embedded.runner import StepBatch
 from midflight.errors import NotSupported
-
-_CACHES = ("past_key_values", "cache_params", "state")
-"""What architectures call the cache that they take and give."""
+from midflight.models.caches import cache_name
 
 
 class LoneRunner:
@@ -22,16 +20,17 @@ class LoneRunner:
 
     keeps_states = True
     """A sequence can only go on where its cache was taken."""
+    recomputes = False
 
     def __init__(self, model: PreTrainedModel, *, serial: bool) -> None:
         self.model = model.eval()
         self._serial = serial
         """Whether a sequence goes on by one token at a time, because the model goes on wrongly by several."""
         self._takes = frozenset(inspect.signature(model.forward).parameters)
-        known = [name for name in _CACHES if name in self._takes]
-        if not known:
+        name = cache_name(model)
+        if name is None:
             raise NotSupported(f"running the model: {type(model).__name__} keeps nothing of a sequence that it could be continued from")
-        self._name = known[0]
+        self._name = name
         self._caches: dict[int, Any] = {}
 
     def laid_out(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """Whether the engine computes a model as the model computes itself: tried when the model is loaded, in the first way that is right.
 
 Plain families go without their modules (`PlainRunner`); sequences share steps and slots where that is right (`Runner`), else each goes
-alone (`LoneRunner`); a model for which nothing is right is refused by name. Tried are prefill at once and in parts, a prefix copied to another slot, decodes of several slots with a free one
+alone (`LoneRunner`), and where nothing that the model keeps can be used the whole sequence is computed for each token (`WholeRunner`). A model
+for which nothing is right is refused by name. Tried are prefill at once and in parts, a prefix copied to another slot, decodes of several slots with a free one
 between them, a slot that is used again, and scores in one stretch and in several.
 """
 
@@ -19,9 +20,25 @@ from midflight.engines.embedded.lone import LoneRunner
 from midflight.engines.embedded.runner import PlainRunner, Runner, StepBatch
 from midflight.engines.embedded.scoring import token_logprobs
 from midflight.engines.embedded.table import KeepsSpans
+from midflight.engines.embedded.whole import AnyRunner, WholeRunner
 from midflight.errors import ConfigError
 from midflight.models.plain import is_plain
-from midflight.models.proof import TOLERANCE, Proof, Row, Way, attention_of, eagerly, is_small, own_logits, rows_to_try, stand_in
+from midflight.models.proof import (
+    LONGEST,
+    TOLERANCE,
+    Proof,
+    Row,
+    Way,
+    attention_of,
+    described,
+    eagerly,
+    is_small,
+    kind_of,
+    looks_ahead,
+    own_logits,
+    rows_to_try,
+    stand_in,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -36,11 +53,13 @@ class Manner:
     """Each sequence alone, in place of all in one pass."""
     serial: bool = False
     """A sequence that has a state goes on by one token at a time."""
+    whole: bool = False
+    """Nothing is kept, and each token takes the computing of all that stand before it."""
     resumes: bool = True
     """Rows are scored in stretches, each over what is kept of those before."""
 
 
-_MANNERS = (Manner(plain=True), Manner(), Manner(serial=True), Manner(lone=True), Manner(lone=True, serial=True))
+_MANNERS = (Manner(plain=True), Manner(), Manner(serial=True), Manner(lone=True), Manner(lone=True, serial=True), Manner(whole=True))
 _found: dict[tuple[str, bool, int, int], tuple[Manner, Proof]] = {}
 """By configuration, whether adapters or the like are in it, and limits: the answer does not depend on the weights."""
 
@@ -50,16 +69,21 @@ def engine_verdict(model: PreTrainedModel, *, max_context: int, max_batch_tokens
     return _judge(model, max_context=max_context, max_batch_tokens=max_batch_tokens)[1]
 
 
-def served(model: PreTrainedModel, *, max_running: int, max_context: int, max_batch_tokens: int) -> tuple[Runner | LoneRunner, Manner]:
-    """The runner of a model, and how it computes. `ConfigError` names the architecture that no way is right for, and the remedy."""
+def served(
+    model: PreTrainedModel, *, max_running: int, max_context: int, max_batch_tokens: int, packs: bool = False
+) -> tuple[AnyRunner, Manner, str]:
+    """The runner of a model, how it computes, and what is to be said of a way that is slower. `packs`: see `PlainRunner`.
+
+    `ConfigError` names the architecture that no way is right for, and the remedy.
+    """
     manner, verdict = _judge(model, max_context=max_context, max_batch_tokens=max_batch_tokens)
     if not verdict.is_right:
         raise ConfigError(f"loading the model into the embedded engine: {verdict.reason}")
     if verdict.reason:
         _log.warning("%s", verdict.reason)
-    runner = _runner(model, manner, max_running=max_running, max_context=max_context)
+    runner = _runner(model, manner, max_running=max_running, max_context=max_context, packs=packs)
     runner.forward(step_batch([(0, 0, np.zeros(1, dtype=np.int64))]))  # what cannot run at all fails now, not under a request
-    return runner, manner
+    return runner, manner, verdict.reason
 
 
 def _judge(model: PreTrainedModel, *, max_context: int, max_batch_tokens: int) -> tuple[Manner, Proof]:
@@ -74,29 +98,36 @@ def _judge(model: PreTrainedModel, *, max_context: int, max_batch_tokens: int) -
 
 
 def _tried(model: PreTrainedModel, *, max_context: int, max_batch_tokens: int) -> tuple[Manner, Proof]:
-    name = model.config.get_text_config().model_type
+    name = kind_of(model)
     if (longest := _longest(model)) is not None and max_context > longest:
         reason = (
             f"{name} turns positions by frequencies that depend on the length of the sequence once it has more than {longest} tokens, so that "
-            f"keys kept before are wrong after; set model.max_context (now {max_context}) to at most {longest}, or engine.kind to vllm or sglang."
+            f"what was computed of a token before is wrong after; set model.max_context (now {max_context}) to at most {longest}, or engine.kind to vllm or sglang."
         )
         return Manner(), Proof("engine", Way.REFUSED, reason=reason)
     tried = model if is_small(model) else stand_in(model)
     rows = rows_to_try(tried, max_context=max_context)
+    own = attention_of(tried)
     try:
         with eagerly(tried), torch.inference_mode():
+            ahead = looks_ahead(tried, rows[0])
             expected = [own_logits(tried, row).log_softmax(-1) for row in rows]
-    except Exception as error:  # the code of any architecture may raise anything
-        return Manner(), Proof("engine", Way.REFUSED, reason=f"{name} does not run: {error}. Give a model that transformers runs.")
+    except ConfigError as error:
+        return Manner(), Proof("engine", Way.REFUSED, reason=str(error))
+    if ahead is not None:
+        return Manner(), Proof("engine", Way.REFUSED, reason=ahead)
     errors, failures = list[float](), list[str]()
     for manner in _manners(model, max(max_context, max_batch_tokens)):
+        tried.set_attn_implementation(own)
         try:
             errors.append(_generation_error(tried, manner, rows, expected))
         except Exception as error:  # as above: this is no way to compute it
-            failures.append(str(error).strip().partition("\n")[0] or type(error).__name__)
+            failures.append(described(error))
             continue
         if errors[-1] < TOLERANCE:
-            return _with_scores(tried, manner, rows, expected, Proof("engine", _way(manner), errors[-1], reason=_slower(name, manner)))
+            return _with_scores(
+                tried, manner, rows, expected, Proof("engine", _way(manner), errors[-1], reason=_slower(tried, manner, max_context))
+            )
     found = f"its log-probabilities are {min(errors):.2g} nats off" if errors else failures[-1]
     reason = f"{name} is not computed rightly by it ({found}); set engine.kind to vllm or sglang."
     return Manner(), Proof("engine", Way.REFUSED, min(errors, default=None), reason=reason)
@@ -122,25 +153,40 @@ def _manners(model: PreTrainedModel, num_tokens: int) -> Sequence[Manner]:
     they are long enough for it to matter."""
     text: Any = model.config.get_text_config()
     by_place = bool(getattr(text, "attn_temperature_tuning", False)) and num_tokens >= int(text.floor_scale)
-    return [manner for manner in _MANNERS if (manner.lone or not by_place) and (not manner.plain or is_plain(model))]
+    return [manner for manner in _MANNERS if (manner.lone or manner.whole or not by_place) and (not manner.plain or is_plain(model))]
 
 
-def _runner(model: PreTrainedModel, manner: Manner, *, max_running: int, max_context: int) -> Runner | LoneRunner:
+def _runner(model: PreTrainedModel, manner: Manner, *, max_running: int, max_context: int, packs: bool = False) -> AnyRunner:
+    if manner.whole:
+        return WholeRunner(model)
     if manner.lone:
         return LoneRunner(model, serial=manner.serial)
     if manner.plain:
-        return PlainRunner(model, max_running=max_running, max_context=max_context)
+        return PlainRunner(model, max_running=max_running, max_context=max_context, packs=packs)
     return Runner(model, max_running=max_running, max_context=max_context, serial=manner.serial)
 
 
 def _way(manner: Manner) -> Way:
+    if manner.whole:
+        return Way.WHOLE
     return Way.FALLBACK if manner.lone else Way.PACKED
 
 
-def _slower(name: str, manner: Manner) -> str:
-    if not manner.lone:
+def _slower(model: PreTrainedModel, manner: Manner, max_context: int) -> str:
+    """What is said of a way that is slower."""
+    name = kind_of(model)
+    if manner.lone:
+        return (
+            f"{name} is served one sequence at a time: the same numbers, slower. With vllm or sglang as engine.kind sequences share a step."
+        )
+    if not manner.whole:
         return ""
-    return f"{name} is served one sequence at a time: the same numbers, slower. With vllm or sglang as engine.kind sequences share a step."
+    length = min(max_context, LONGEST)
+    return (
+        f"{name} is served without keeping anything of a sequence, which is computed whole for each of its tokens: the same numbers, and slower "
+        f"the longer it is. At {length} tokens a token takes {WholeRunner(model).slowdown(length):.1f} times as long as at the first (measured "
+        "here), and sequences are computed one after the other. vllm or sglang as engine.kind may serve it faster."
+    )
 
 
 # --- The trial --------------------------------------------------------------------------------------------------------
@@ -164,7 +210,7 @@ def _plan(rows: Sequence[Row]) -> tuple[list[Plan], int, list[Plan]]:
 class _Trial:
     """Runs steps and compares the log-probabilities after the last token of each sequence with those of the model alone."""
 
-    def __init__(self, runner: Runner | LoneRunner, rows: Sequence[Row], expected: Sequence[Tensor]) -> None:
+    def __init__(self, runner: AnyRunner, rows: Sequence[Row], expected: Sequence[Tensor]) -> None:
         self._runner, self._rows, self._expected = runner, rows, expected
         self._at: dict[int, tuple[int, int]] = {}
         """By slot the row in it, and how many tokens of it."""
@@ -176,8 +222,9 @@ class _Trial:
             known, length = self._at.get(slot, (row, 0))
             start, end = length if known == row else 0, min(asked, len(self._rows[row]))
             if end > start:
-                parts.append((end - start, slot, row, start))
                 self._at[slot] = row, end
+                start = 0 if self._runner.recomputes else start
+                parts.append((end - start, slot, row, start))
         if not parts:
             return
         parts.sort(key=lambda part: (part[0] > 1, part[0], part[1]))

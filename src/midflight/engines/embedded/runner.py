@@ -1,6 +1,6 @@
 """Forward passes over any decoder-only model of `transformers`: one flattened pass per engine step, by its own modules or by hand.
 
-By hand go the plain families (`models.plain`): the matrix products, and as little as can be between them. The load-time trial (`probe`) holds it against the model's own forward
+By hand go the plain families (`models.plain`): the matrix products (`products`), and as little as can be between them. The load-time trial (`probe`) holds it against the model's own forward
 before it serves anything. Products of one input are one product: their weights lie one after the other in memory, and the parameters of
 the model are views of that.
 """
@@ -14,16 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.linalg import vector_norm
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, silu
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from midflight.engines.embedded.attention import ATTENTION, STEP, Bucket, KvCache, Reach, StepPlaces, Stretch, attend
+from midflight.engines.embedded.products import PackedProduct, PlainProduct, Product, packing_is_right
 from midflight.engines.embedded.states import RUNNING, Key, States, cohorts, stateful
 from midflight.errors import NotSupported
-from midflight.models.names import put_together, side_by_side
+from midflight.models.names import put_together
 from midflight.models.plain import parts_of, sides_of
+from midflight.models.sizes import PACKED_BYTES, TURNED_BYTES
 
 Ints = NDArray[np.int64]
 
@@ -49,6 +51,9 @@ class StepBatch:
 class Runner:
     """Owns the model, the keys and values, and the states. Not thread-safe: only the decode thread calls it."""
 
+    recomputes = False
+    """Whether nothing is kept of a sequence, so that each step must bring all of it."""
+
     def __init__(self, model: PreTrainedModel, *, max_running: int, max_context: int, serial: bool = False) -> None:
         """`serial`: layers with states take one token at a time once they have one."""
         self.model = model.eval()
@@ -56,6 +61,8 @@ class Runner:
         model.set_attn_implementation(ATTENTION)
         self._cache = KvCache(max_slots=max_running, max_context=max_context)
         self._states = States(max_slots=max_running) if stateful(model) else None
+        self.keeps_states = self._states is not None
+        """Whether a sequence can only go on where its state was taken."""
         if self._states is not None:
             self._states.serial = serial
         self._reaches = reaches(model.config.get_text_config())
@@ -65,11 +72,6 @@ class Runner:
     def laid_out(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The weights, by name, as steps use them best: the same values, and the same memory where it can be."""
         return tensors
-
-    @property
-    def keeps_states(self) -> bool:
-        """Whether a sequence can only go on where its state was taken."""
-        return self._states is not None
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
@@ -192,50 +194,65 @@ def reaches(config: PreTrainedConfig) -> dict[int, Reach]:
 
 # --- Plain families, by hand ------------------------------------------------------------------------------------------
 
-_TURNED_BYTES = 2**26
-"""Up to this size a model's weights lie [in, out] in memory on a CPU: products of few rows then take up to half the time (MKL, AVX2). Of a
-larger model they would have to be copied at each version, for less: its products wait for memory."""
-
 
 class _Layer(NamedTuple):
-    """Weights as they are multiplied, x W."""
+    """The weights of a layer, as they are multiplied."""
 
     first_norm: Tensor
-    qkv: Tensor
-    """[hidden, (heads + 2 kv_heads) head_dim]"""
-    qkv_bias: Tensor | None
-    out: Tensor
-    """[heads head_dim, hidden]"""
-    out_bias: Tensor | None
+    qkv: Product
+    """hidden to (heads + 2 kv_heads) head_dim"""
+    out: Product
+    """heads head_dim to hidden"""
     second_norm: Tensor
-    gate_up: Tensor
-    """[hidden, 2 inner]"""
-    gate_up_bias: Tensor | None
-    down: Tensor
-    """[inner, hidden]"""
-    down_bias: Tensor | None
+    gate_up: Product
+    """hidden to 2 inner"""
+    down: Product
+    """inner to hidden"""
     reach: Reach
+
+
+class _Side(NamedTuple):
+    """The names of what is multiplied as one."""
+
+    weights: list[str]
+    biases: list[str]
+
+
+class _PackedWeights(NamedTuple):
+    """The products of some weights, which lie where `pointers` say."""
+
+    pointers: list[int]
+    layers: list[list[PackedProduct]]
+    """Four products for each layer, in the order of `_Layer`."""
+    head: PackedProduct
 
 
 class PlainRunner(Runner):
     """As `Runner`, for models that are plain."""
 
-    def __init__(self, model: PreTrainedModel, *, max_running: int, max_context: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_running: int, max_context: int, packs: bool = False) -> None:
+        """`packs`: weights may be replaced, and are not written to, so that copies of them may be multiplied with. Those of a version are made
+        where it is laid out, beside decoding."""
         super().__init__(model, max_running=max_running, max_context=max_context)
         self._decoder: Any = model.model
-        head: Any = model.lm_head
-        self._embedding, self._last_norm, self._head = (
-            self._decoder.embed_tokens.weight,
-            self._decoder.norm.weight,
-            (head.weight, head.bias),
-        )
+        self._embedding = self._decoder.embed_tokens.weight
+        self._last_norm = self._decoder.norm.weight
         attentions = [layer.self_attn for layer in self._decoder.layers]
         self._norms = [part.weight for each in attentions if "q_norm" in parts_of(each) for part in (each.q_norm, each.k_norm)]
         self._parameters = dict(model.named_parameters())
-        named = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._groups = [[named[id(part)] for part in group] for layer in self._decoder.layers for group in _groups(layer)]
+        self._named = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._sides = [[self._side(products) for products in sides_of(layer)] for layer in self._decoder.layers]
+        self._head_side = self._side([model.lm_head])
+        self._ahead: _PackedWeights | None = None
+        """The products of weights that were laid out and are not used yet."""
+        self._used: _PackedWeights | None = None
+        """The products of the weights that are served."""
+        self._replaced: _PackedWeights | None = None
+        """The products of the weights before. They are freed later, because giving memory back takes longer than a swap may."""
         num_bytes = sum(parameter.nbytes for parameter in self._parameters.values())
-        self._turns_weights = self.device.type == "cpu" and model.dtype == torch.float32 and num_bytes <= _TURNED_BYTES
+        multiplies_by_mkl = self.device.type == "cpu" and model.dtype == torch.float32
+        self._turns_weights = multiplies_by_mkl and num_bytes <= TURNED_BYTES
+        self._packs = packs and multiplies_by_mkl and TURNED_BYTES < num_bytes <= PACKED_BYTES and self._packing_is_right()
         first = attentions[0]
         self._size, self._scale = int(first.head_dim), float(first.scaling)
         self._heads, self._kv_heads = (len(product.weight) // self._size for product in (first.q_proj, first.k_proj))
@@ -246,16 +263,29 @@ class PlainRunner(Runner):
         self._lay_out()
 
     def laid_out(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is used as one lies side by side, and what multiplies is turned where that is faster."""
-        for names in self._groups:
-            group = [tensors[name] for name in names]
-            tensors.update(zip(names, put_together(group, turned=self._turns_weights and group[0].ndim == 2), strict=True))
+        """Packs the weights that are used as one, or lays them side by side and turns them where that is faster."""
+        if self._packs:
+            self._replaced = None
+            self._ahead = self._packed(tensors)
+            return tensors
+        for side in itertools.chain.from_iterable(self._sides):
+            for names in filter(None, side):
+                group = [tensors[name] for name in names]
+                tensors.update(zip(names, put_together(group, turned=self._turns_weights and group[0].ndim == 2), strict=True))
         return tensors
+
+    @torch.no_grad()
+    def _packed(self, tensors: Mapping[str, Tensor]) -> _PackedWeights:
+        def product(side: _Side) -> PackedProduct:
+            return PackedProduct.joined([tensors[name] for name in side.weights], [tensors[name] for name in side.biases])
+
+        pointers = [tensors[name].data_ptr() for name in self._parameters]
+        return _PackedWeights(pointers, [[product(side) for side in sides] for sides in self._sides], product(self._head_side))
 
     def _logits(self, tokens: Tensor, positions: Tensor, last: Ints) -> Tensor:
         step = STEP.get()
         assert step is not None
-        if self._pointers != [parameter.data_ptr() for parameter in self._parameters.values()]:
+        if self._pointers != self._places() or (self._ahead is not None and self._ahead.pointers == self._pointers):
             self._lay_out()
         cos, sin = self._turned(step.cache.context)
         cos, sin = cos[positions][:, None], sin[positions][:, None]
@@ -265,19 +295,19 @@ class PlainRunner(Runner):
             x = self._through(x, number, layer, cos=cos, sin=sin, norm=norm, step=step)
         if len(last) != len(tokens):
             x = x[self._put(last)]
-        return linear(self._normed(x, self._last_norm), *self._head)
+        return self._head.of(self._normed(x, self._last_norm))
 
     def _through(self, x: Tensor, number: int, layer: _Layer, *, cos: Tensor, sin: Tensor, norm: Tensor | None, step: StepPlaces) -> Tensor:
         """One layer: x [N, hidden] -> [N, hidden]. cos and sin [N, 1, head_dim], norm [heads + kv_heads, head_dim]."""
         num, turned, place = len(x), self._heads + self._kv_heads, (number, 0)
-        qkv = _product(self._normed(x, layer.first_norm), layer.qkv, layer.qkv_bias).view(num, turned + self._kv_heads, self._size)
+        qkv = layer.qkv.of(self._normed(x, layer.first_norm)).view(num, turned + self._kv_heads, self._size)
         qk = qkv[:, :turned] if norm is None else self._normed(qkv[:, :turned], norm)
         qk = torch.addcmul(qk * cos, qk.roll(self._size // 2, -1), sin)
         step.write(place, qk[:, self._heads :], qkv[:, turned:])
         attended = attend(qk[:, : self._heads], place, step, scale=self._scale, weighing=None, reach=layer.reach)
-        x = _added(x, attended.reshape(num, -1), layer.out, layer.out_bias)
-        gate, up = _product(self._normed(x, layer.second_norm), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        return _added(x, silu(gate).mul_(up), layer.down, layer.down_bias)
+        x = layer.out.added(x, attended.reshape(num, -1))
+        gate, up = layer.gate_up.of(self._normed(x, layer.second_norm)).chunk(2, -1)
+        return layer.down.added(x, silu(gate).mul_(up))
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         """w x / sqrt(mean x^2 + eps) over the last dimension (Zhang and Sennrich 2019, eq. 4), rounded where `transformers` rounds."""
@@ -307,39 +337,41 @@ class PlainRunner(Runner):
 
     def _lay_out(self) -> None:
         """Finds the weights where they are now, and lays them out unless they came so."""
-        with torch.inference_mode(False), torch.no_grad():
-            for name, tensor in self.laid_out({name: parameter.data for name, parameter in self._parameters.items()}).items():
-                self._parameters[name].data = tensor
+        places = self._places()
+        if self._ahead is None or self._ahead.pointers != places:
+            with torch.inference_mode(False), torch.no_grad():
+                for name, tensor in self.laid_out({name: parameter.data for name, parameter in self._parameters.items()}).items():
+                    self._parameters[name].data = tensor
+        ahead = self._ahead
+        products = list[list[Any]]()
+        if ahead is None:
+            products = [[self._plain_product(side) for side in sides] for sides in self._sides]
+            self._head: Product = self._plain_product(self._head_side)
+        else:
+            self._replaced = self._used
+            self._used = ahead
+            self._ahead = None
+            products = ahead.layers
+            self._head = ahead.head
         everywhere = Reach(getattr(self.model.config, "sliding_window", None) if self.model.config.model_type == "mistral" else None)
-        self._layers = [_laid(layer, self._reaches.get(number, everywhere)) for number, layer in enumerate(self._decoder.layers)]
-        self._pointers = [parameter.data_ptr() for parameter in self._parameters.values()]
+        self._layers: list[_Layer] = []
+        for number, (layer, (qkv, out, gate_up, down)) in enumerate(zip(self._decoder.layers, products, strict=True)):
+            first = layer.input_layernorm.weight.data
+            second = layer.post_attention_layernorm.weight.data
+            self._layers.append(_Layer(first, qkv, out, second, gate_up, down, self._reaches.get(number, everywhere)))
+        self._pointers = self._places()
 
+    def _packing_is_right(self) -> bool:
+        return all(packing_is_right([self._parameters[name] for name in side.weights]) for side in self._sides[0])
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+    def _places(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._parameters.values()))
 
+    def _side(self, products: list[Any]) -> _Side:
+        weights = [self._named[id(product.weight)] for product in products]
+        return _Side(weights, [self._named[id(product.bias)] for product in products if product.bias is not None])
 
-def _added(x: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x + inner weight + bias."""
-    return torch.addmm(x if bias is None else x + bias, inner, weight)
-
-
-def _groups(layer: Any) -> list[list[nn.Parameter]]:
-    """Parameters that are used as one: weights first, then biases."""
-    sides = sides_of(layer)
-    weights = [[product.weight for product in side] for side in sides]
-    return weights + [[product.bias for product in side] for side in sides if side[0].bias is not None]
-
-
-def _laid(layer: Any, reach: Reach) -> _Layer:
-    qkv, out, gate_up, down = (_joined(side) for side in sides_of(layer))
-    return _Layer(layer.input_layernorm.weight.data, *qkv, *out, layer.post_attention_layernorm.weight.data, *gate_up, *down, reach)
-
-
-def _joined(products: list[Any]) -> tuple[Tensor, Tensor | None]:
-    """Weight [in, out] and bias [out] of the product that is all of these."""
-    weights = [product.weight.data for product in products]
-    weight = side_by_side(weights, turned=not weights[0].is_contiguous())
-    biases = [product.bias.data for product in products if product.bias is not None]
-    assert weight is not None, "they were put together before"
-    return weight.t(), side_by_side(biases) if biases else None
+    def _plain_product(self, side: _Side) -> PlainProduct:
+        return PlainProduct.joined(
+            [self._parameters[name].data for name in side.weights], [self._parameters[name].data for name in side.biases]
+        )

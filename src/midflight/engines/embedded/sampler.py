@@ -4,6 +4,8 @@ SplitMix64 (Steele, Lea and Flood 2014) is used as a counter-based generator, an
 distribution: token = argmax over kept ids of log p + g, g = -log(-log u). Because the noise of an id does not depend on what
 else is in the batch, nor on how often the generation was interrupted, the same request gives the same tokens.
 
+Rows are sampled a few at a time: the numbers of a large vocabulary and many rows would go through main memory again and again.
+
 Before temperature the logits are adjusted, in this order: penalties, bias, grammar. Rows that ask for nothing are not touched.
 """
 
@@ -39,6 +41,14 @@ class Penalties:
     frequency: NDArray[np.float64]
     presence: NDArray[np.float64]
 
+    def part(self, start: int, stop: int) -> Penalties | None:
+        """The penalties of the step's rows [start, stop), counted from `start`. None where no row has any."""
+        own = (self.rows >= start) & (self.rows < stop)
+        if not own.any():
+            return None
+        factors = (self.repetition[own], self.frequency[own], self.presence[own])
+        return Penalties(self.rows[own] - start, self.tokens[own], self.num_prompt[own], self.length[own], *factors)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Biases:
@@ -47,6 +57,11 @@ class Biases:
     rows: Ints
     token_ids: Ints
     values: NDArray[np.float64]
+
+    def part(self, start: int, stop: int) -> Biases | None:
+        """See `Penalties.part`."""
+        own = (self.rows >= start) & (self.rows < stop)
+        return Biases(self.rows[own] - start, self.token_ids[own], self.values[own]) if own.any() else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +72,11 @@ class Masks:
     """[G]"""
     allowed: NDArray[np.bool_]
     """[G, V]; at least one id of each row."""
+
+    def part(self, start: int, stop: int) -> Masks | None:
+        """See `Penalties.part`."""
+        own = (self.rows >= start) & (self.rows < stop)
+        return Masks(self.rows[own] - start, self.allowed[own]) if own.any() else None
 
     def without(self, suppressed: Ints) -> tuple[Masks, NDArray[np.bool_]]:
         """Takes ids [G, W] (padded with -1) away; also which rows [G] stayed as they were because nothing would have been left."""
@@ -146,6 +166,24 @@ class SamplingBatch:
     wants_kept: NDArray[np.bool_] | None = None
     """Whose truncation to record; `None`: of no row."""
 
+    def part(self, start: int, stop: int) -> SamplingBatch:
+        """The options of the rows [start, stop)."""
+        own = slice(start, stop)
+        return SamplingBatch(
+            temperature=self.temperature[own],
+            top_p=self.top_p[own],
+            top_k=self.top_k[own],
+            min_p=self.min_p[own],
+            seeds=self.seeds[own],
+            positions=self.positions[own],
+            suppressed=None if self.suppressed is None else self.suppressed[own],
+            penalties=None if self.penalties is None else self.penalties.part(start, stop),
+            biases=None if self.biases is None else self.biases.part(start, stop),
+            masks=None if self.masks is None else self.masks.part(start, stop),
+            num_top=None if self.num_top is None else self.num_top[own],
+            wants_kept=None if self.wants_kept is None else self.wants_kept[own],
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
@@ -174,6 +212,11 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
 
     Temperature 0 is greedy: the likeliest token after adjustments, with log-probabilities of temperature 1 and no truncation.
     """
+    num, vocab_size = logits.shape
+    rows = max(1, _AT_ONCE // vocab_size) if logits.device.type == "cpu" else num
+    if num > rows:
+        starts = range(0, num, rows)
+        return _together([sample(logits[start : start + rows], batch.part(start, start + rows)) for start in starts])
     logits = logits.double()
     if batch.penalties is not None:
         logits = penalised(logits, batch.penalties)
@@ -187,7 +230,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     temperature = np.where(greedy, 1.0, batch.temperature)
     scaled = logits / _column(temperature, logits) if (temperature != 1).any() else logits
     log_p = _truncated(torch.log_softmax(scaled, dim=-1), batch)
-    token_ids = _drawn(log_p, batch)
+    token_ids = logits.argmax(-1) if greedy.all() else _drawn(log_p, batch)
     if greedy.any():
         token_ids = torch.where(_on(greedy, logits), logits.argmax(-1), token_ids)
     logprobs = log_p.gather(-1, token_ids[:, None])[:, 0].cpu().numpy()
@@ -198,20 +241,45 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     return Sampled(token_ids.cpu().numpy(), logprobs, top_ids, top_logprobs, kept)
 
 
-def _drawn(log_p: Tensor, batch: SamplingBatch) -> Tensor:
-    """argmax of log p + noise, [R]. Some rows at a time: the noise of a large vocabulary and many rows would go through main memory again and
-    again."""
-    num, vocab_size = log_p.shape
-    rows, found = max(1, _AT_ONCE // vocab_size), list[Tensor]()
-    for part in (slice(start, start + rows) for start in range(0, num, rows)):
-        scores = gumbel_noise(batch.seeds[part], batch.positions[part], vocab_size=vocab_size, device=log_p.device).add_(log_p[part])
-        # An id of probability zero loses also against infinite noise (log u is 0 once in 2^54).
-        found.append(scores.masked_fill_(log_p[part] == -torch.inf, -torch.inf).argmax(-1))
-    return found[0] if len(found) == 1 else torch.cat(found)
-
-
 _AT_ONCE = 2**17
-"""Numbers of noise that are made at once: with what they are made of, a megabyte or two."""
+"""Logits that are sampled from at once on a CPU: with what is made of them, a few megabytes."""
+
+
+def _together(parts: list[Sampled]) -> Sampled:
+    width = max(part.top_ids.shape[1] for part in parts)
+    return Sampled(
+        np.concatenate([part.token_ids for part in parts]),
+        np.concatenate([part.logprobs for part in parts]),
+        np.concatenate([np.pad(part.top_ids, _to(width, part), constant_values=-1) for part in parts]),
+        np.concatenate([np.pad(part.top_logprobs, _to(width, part)) for part in parts]),
+        tuple(itertools.chain.from_iterable(part.kept for part in parts)),
+    )
+
+
+def _to(width: int, part: Sampled) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The padding that brings the likeliest ids of a part to `width` columns."""
+    return (0, 0), (0, width - part.top_ids.shape[1])
+
+
+def _drawn(log_p: Tensor, batch: SamplingBatch) -> Tensor:
+    """argmax of log p + g, [R]; ties: lower id. Logarithms are taken of the noise of ids that may win, which are some dozens.
+
+    With E = -log u the winner has the least E / p, and 1 - u <= E <= 37.5 (1 - u), because u >= 2^-54. So it is among the ids whose (1 - u) / p is at
+    most `_NEAR` times the least of all. Single precision decides this; an id whose p it cannot tell from 0 never wins.
+    """
+    bits = _noise_bits(batch.seeds, batch.positions, vocab_size=log_p.shape[1], device=log_p.device)
+    left = ((~bits >> 11) & (2**53 - 1)).float().add_(0.5).mul_(2.0**-53)
+    ratio = left.div_(log_p.float().exp_())
+    near = ratio <= _NEAR * ratio.amin(-1, keepdim=True)
+    rows, ids = np.nonzero(near.cpu().numpy())
+    index = _on(rows, log_p), _on(ids, log_p)
+    scores = (log_p[index] - _exponential(bits[index]).log_()).cpu().numpy()
+    order = np.lexsort((ids, -scores, rows))
+    _, first = np.unique(rows[order], return_index=True)
+    return _on(ids[order][first], log_p)
+
+
+_NEAR = 40.0
 
 
 def _kept(log_p: Tensor, wanted: NDArray[np.bool_]) -> tuple[bytes | None, ...]:
@@ -223,10 +291,20 @@ def _kept(log_p: Tensor, wanted: NDArray[np.bool_]) -> tuple[bytes | None, ...]:
 
 def gumbel_noise(seeds: NDArray[np.int64], positions: NDArray[np.int64], *, vocab_size: int, device: torch.device) -> Tensor:
     """Noise [R, V] in float64: g_j = -log(-log u_j), with u_j = ((mix(key + (j + 1) GAMMA) >> 11) + 1/2) 2^-53 and key = mix(mix(seed) + (position + 1) GAMMA)."""
+    return _exponential(_noise_bits(seeds, positions, vocab_size=vocab_size, device=device)).log_().neg_()
+
+
+def _noise_bits(seeds: NDArray[np.int64], positions: NDArray[np.int64], *, vocab_size: int, device: torch.device) -> Tensor:
+    """The mixed words [R, V] that u is made of. numpy has shifts of unsigned words, and takes half the time of torch."""
     key = _mixed(_mixed(seeds.view(np.uint64)) + (positions + 1).view(np.uint64) * np.uint64(_UNSIGNED[0]))
-    bits = _mix(torch.from_numpy(key.view(np.int64)).to(device)[:, None] + _strides(vocab_size, device))
-    u = ((bits >> 11) & (2**53 - 1)).double().add_(0.5).mul_(2.0**-53)
-    return u.log_().neg_().log_().neg_()
+    if device.type == "cpu":
+        return torch.from_numpy(_mixed(key[:, None] + _strides(vocab_size, device).numpy().view(np.uint64)).view(np.int64))
+    return _mix(torch.from_numpy(key.view(np.int64)).to(device)[:, None] + _strides(vocab_size, device))
+
+
+def _exponential(bits: Tensor) -> Tensor:
+    """-log u in float64."""
+    return ((bits >> 11) & (2**53 - 1)).double().add_(0.5).mul_(2.0**-53).log_().neg_()
 
 
 @cache
@@ -237,9 +315,12 @@ def _strides(vocab_size: int, device: torch.device) -> Tensor:
 
 def _mixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """SplitMix64's finaliser."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(_UNSIGNED[1])
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(_UNSIGNED[2])
-    return z ^ (z >> np.uint64(31))
+    z = z ^ (z >> np.uint64(30))
+    z *= np.uint64(_UNSIGNED[1])
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(_UNSIGNED[2])
+    z ^= z >> np.uint64(31)
+    return z
 
 
 def _mix(z: Tensor) -> Tensor:

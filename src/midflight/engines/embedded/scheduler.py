@@ -11,11 +11,11 @@ from torch import Tensor
 
 from midflight.engines.embedded.experts import ExpertRecords
 from midflight.engines.embedded.guesses import guess
-from midflight.engines.embedded.lone import LoneRunner
-from midflight.engines.embedded.runner import Runner, StepBatch
+from midflight.engines.embedded.runner import StepBatch
 from midflight.engines.embedded.sampler import Masks, Sampled, sample
 from midflight.engines.embedded.table import Prefixes, PrefixRoom, SlotTable, Submission
 from midflight.engines.embedded.threads import StepThreads
+from midflight.engines.embedded.whole import AnyRunner
 from midflight.engines.streams import StepOutput
 from midflight.errors import RequestRejected
 from midflight.models.routing import Routers
@@ -31,7 +31,7 @@ class Scheduler:
 
     def __init__(
         self,
-        runner: Runner | LoneRunner,
+        runner: AnyRunner,
         *,
         max_running: int,
         max_batch_tokens: int,
@@ -42,16 +42,21 @@ class Scheduler:
         guesses: int = 0,
     ) -> None:
         """`prefixes`: what is kept for requests that begin alike. `routers`: of a model whose choices of experts are recorded. `guesses`: at
-        most so many tokens ahead; none where a sequence can't go back, or what its experts were would be written down."""
+        most so many tokens ahead; none where a sequence can't go back, or what its experts were would be written down. A runner that keeps
+        nothing of a sequence has no use for either."""
         self._runner = runner
         self._threads = StepThreads()
         self._num_parameters = sum(parameter.numel() for parameter in runner.model.parameters())
         self._experts = None if routers is None else ExpertRecords(routers)
-        self._guesses = 0 if runner.keeps_states or routers is not None else guesses
+        self._guesses = 0 if runner.keeps_states or runner.recomputes or routers is not None else guesses
         self._table = SlotTable(max_running=max_running, max_context=max_context)
         self._max_batch_tokens = max(max_batch_tokens, max_running)
         self._waiting: deque[Submission] = deque()
-        self._prefixes, self._room = Prefixes(runner, max_bytes=prefixes.num_bytes, experts=self._experts), prefixes
+        self._room = PrefixRoom(num_bytes=0) if runner.recomputes else prefixes
+        self._prefixes = Prefixes(runner, max_bytes=self._room.num_bytes, experts=self._experts)
+        self._turn = 0
+        self._last_turn = np.zeros(max_running, dtype=np.int64)
+        """By slot the step in which it ran last, where steps have room for some whole sequences only."""
         self._leaders: dict[tuple[int, ...], int] = {}
         """By its prompt, the slot that computes what others wait for."""
         self._left = set[int]()
@@ -192,6 +197,8 @@ class Scheduler:
         ready = np.flatnonzero(table.active & ~table.blocked)
         if not len(ready):
             return None
+        if self._runner.recomputes:
+            return self._schedule_whole(ready)
         missing = table.length - table.cached
         if self._runner.keeps_states:
             # A prompt that others may copy stops before its last token, which is where they take it over.
@@ -213,6 +220,19 @@ class Scheduler:
         if self._guesses and num_single == len(slots) <= self._max_batch_tokens // (1 + self._guesses):
             slots, counts = self._guess(slots)
         return self._batch(slots, counts)
+
+    def _schedule_whole(self, ready: Ints) -> StepBatch:
+        """Whole sequences, within the token budget or one: those first that have waited longest for a token, so that every answer grows."""
+        table = self._table
+        table.cached[ready] = 0
+        waiting = ready[np.argsort(self._last_turn[ready], kind="stable")]
+        fits = np.cumsum(table.length[waiting]) <= self._max_batch_tokens
+        fits[0] = True
+        slots = waiting[fits]
+        self._turn += 1
+        self._last_turn[slots] = self._turn
+        slots = slots[np.lexsort((slots, table.length[slots]))]
+        return self._batch(slots, table.length[slots])
 
     def _guess(self, slots: Ints) -> tuple[Ints, Ints]:
         """Writes behind each sequence what it may go on with. Slots and counts of tokens, in the order that a batch has."""

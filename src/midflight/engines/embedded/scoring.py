@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from midflight.errors import NotSupported
+from midflight.models.caches import cache_name
 from midflight.types import Float32, Int32, Likely
 
 MAX_LOGITS = 2**26
@@ -66,17 +68,20 @@ def _stretches(model: PreTrainedModel, ids: Tensor, *, max_logits: int | None, r
     max_logits = MAX_LOGITS if max_logits is None else max_logits
     width = max(1, max_logits // (len(ids) * int(model.config.get_text_config().vocab_size)))
     takes = frozenset(inspect.signature(model.forward).parameters)
+    name = cache_name(model) if resumes else None
+    if resumes and name is None:
+        raise NotSupported(f"scoring: {type(model).__name__} keeps nothing of a sequence that it could be continued from")
     past = None
     for start in range(0, ids.shape[1] - 1, width):
         end = min(start + width, ids.shape[1] - 1)
         first = start if resumes else 0
-        options: dict[str, object] = {"past_key_values": past} if resumes else {}
-        if "position_ids" in takes:
-            options["position_ids"] = torch.arange(first, end, device=ids.device).expand(len(ids), -1)
+        options: dict[str, object] = {} if name is None else {name: past}
+        if resumes and "position_ids" in takes:
+            options["position_ids"] = torch.arange(start, end, device=ids.device).expand(len(ids), -1)
         if "logits_to_keep" in takes and not resumes:
             options["logits_to_keep"] = end - start
         out = model(input_ids=ids[:, first:end], use_cache=resumes, **options)
-        past = out.past_key_values if resumes else None
+        past = None if name is None else out[name]
         yield slice(start + 1, end + 1), out.logits[:, start - end :]
 
 
@@ -89,9 +94,10 @@ def _padded(rows: Sequence[Int32], device: torch.device) -> Tensor:
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """Computed in float32, or float64 for a float64 model."""
+    """Computed in float32, or float64 for a float64 model. There is no third copy of them at the usual temperature, which is 1."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    return (logits / temperature).log_softmax(-1)
+    scaled = logits if temperature == 1 else logits / temperature
+    return scaled.log_softmax(-1)
 
 
 def _chosen(scores: Tensor, targets: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ Tensors = dict[str, Tensor]
 class _StagedTensors:
     version: Version
     fingerprint: str
-    tensors: Tensors
+    tensors: Tensors | None
+    """None: those that are served already, under another number."""
 
 
 class EngineWeights:
@@ -46,9 +47,15 @@ class EngineWeights:
         return self._served
 
     def stage(self, manifest: WeightManifest) -> None:
-        """Fetches a version, which the receiver verifies. Blocking. Whatever fails, the weights served stay as they are."""
+        """Fetches a version, which the receiver verifies. Blocking. Whatever fails, the weights served stay as they are.
+
+        Nothing is fetched where the version has the very weights that are served: the first one, or that of a step that changed nothing.
+        """
         with self._staging:
             self._replaced = {}
+            if manifest.fingerprint == self._served.fingerprint:
+                self._staged = _StagedTensors(manifest.version, manifest.fingerprint, None)
+                return
             tensors = self._received(manifest)
             self._check_shapes(manifest, tensors)
             self._staged = _StagedTensors(manifest.version, manifest.fingerprint, self._converted(tensors))
@@ -63,7 +70,8 @@ class EngineWeights:
         if staged is None:
             has = "nothing is staged" if waiting is None else f"version {waiting.version} is staged"
             raise EngineError(f"committing version {version}: {has}. Stage version {version} first.")
-        self._replaced = assign(self._model, staged.tensors)
+        if staged.tensors is not None:
+            self._replaced = assign(self._model, staged.tensors)
         self._staged = None
         self._served = Attestation(version=version, fingerprint=staged.fingerprint)
         return self._served

@@ -13,9 +13,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from midflight import types
+from midflight.config.sections import EngineSection
 from midflight.engines.embedded.grammar import Grammars
 from midflight.engines.servers.direct import DirectWay
-from midflight.engines.servers.server import Attempt, Found, Server, ServerClient, ServerRequest, check_same_model, mode_at_server
+from midflight.engines.servers.server import (
+    Attempt,
+    Found,
+    Server,
+    ServerClient,
+    ServerRequest,
+    Works,
+    check_same_model,
+    mode_at_server,
+)
 from midflight.engines.servers.staged import StagedFolder, StagingArea
 from midflight.engines.streams import ChunkStream, check_features, check_request
 from midflight.errors import EngineError, MidflightError, PauseIgnored
@@ -57,12 +67,15 @@ class ServerEngine:
         version: types.Version = 0,
         num_workers: int | None = None,
         direct: DirectWay | None = None,
+        start_seconds: float = EngineSection().start_seconds,
+        works: Works | None = None,
     ) -> None:
         """`model`: the folder that holds the weights of `version`, which the server starts with (`first_folder`), or is given when attached.
-        `num_workers`: processes that are to compute for the server; None is as many as it has."""
+        `num_workers`: processes that are to compute for the server; None is as many as it has. `start_seconds` and `works`: see `ServerClient`."""
         self._num_workers = num_workers
         self._name, self._server, self.tokenizer = name, server, tokenizer
-        self._client, self._direct = ServerClient(name, url), direct
+        self._client = ServerClient(name, url, patience_seconds=start_seconds, works=works)
+        self._direct = direct
         self._area = StagingArea(staging, model=model, receiver=receiver, merges=self._merges)
         self._live = self._first = self._area.begin(version)
         self._next: StagedFolder | None = None
@@ -78,6 +91,8 @@ class ServerEngine:
         self._held = False  # whether the server has said that it is paused, in that mode
         self._whole = True
         self._num_tokens = 0
+        self._asking: asyncio.Future[tuple[StagedFolder, str]] | None = None
+        """The question which weights it serves, while that is under way."""
         self._grammars: Grammars | None = None  # from the first request with one
 
     @property
@@ -112,9 +127,10 @@ class ServerEngine:
                 running.stream.fail(self._client.unavailable("has been left"))
                 self._leave(running)
 
-    async def attached(self) -> None:
-        """Waits until `run` has attached; ended by that, or by the failure of its task group."""
+    async def attached(self) -> str:
+        """Waits until `run` has attached; ended by that, or by the failure of its task group. What people should know of the server, if anything."""
         await self._attached.wait()
+        return self._found.caution if self._found else ""
 
     # --- Requests ----------------------------------------------------------------------------------------------------
 
@@ -350,12 +366,27 @@ class ServerEngine:
     async def health(self) -> types.EngineHealth:
         """Asks the server which weights it serves. A server that was restarted without our knowing is given the weights it should have."""
         if not self._control.locked():
-            live, label = self._live, await self._server.label(self._client)
+            live, label = await self._asked()
             unfinished = not self._whole and self._paused is None  # the last time
             if (label != str(live.version) or unfinished) and live is self._live and not self._control.locked():
                 async with self._control:
                     await self._attach()
         return self.reading()
+
+    async def _asked(self) -> tuple[StagedFolder, str]:
+        """What was live when the server was asked, and what it says that it serves. Those who ask meanwhile wait for the same answer: at a frozen
+        server their questions would pile up."""
+        if self._asking is not None:
+            return await asyncio.shield(self._asking)
+        asking = self._asking = asyncio.get_running_loop().create_future()
+        try:
+            asking.set_result((self._live, await self._server.label(self._client)))
+        finally:
+            self._asking = None
+            if not asking.done():
+                asking.set_exception(self._client.unavailable("did not say which weights it serves"))
+                asking.exception()  # there may be nobody else who waits
+        return asking.result()
 
     def reading(self) -> types.EngineHealth:
         running = sum(1 for r in self._running if r.attempt is not None)
@@ -370,8 +401,7 @@ class ServerEngine:
 
     async def _attach(self) -> None:
         """Makes the server serve the weights that we say it serves, whatever it served before and however it was left."""
-        with self._client.cold():
-            found = await self._server.attach(self._client)
+        found = await self._server.attach(self._client)
         check_same_model(found.model, self._area.first, url=self._client.url)
         if None not in (self._num_workers, found.num_workers) and self._num_workers != found.num_workers:
             raise EngineError(

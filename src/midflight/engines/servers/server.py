@@ -8,18 +8,18 @@ from __future__ import annotations
 import asyncio
 import base64
 import uuid
-from collections.abc import AsyncIterator, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, TypeAlias, cast
 
 import aiohttp
 import msgspec
 import numpy as np
 
+from midflight.allowance import Allowance, Expired
 from midflight.engines.streams import ChunkStream
 from midflight.errors import EngineError, EngineUnavailable, ModelNotFound, Overloaded, RequestRejected
 from midflight.models.sizes import ModelSizes, sizes_of
@@ -29,23 +29,27 @@ from midflight.wire.client import HttpClient
 _JSON = {"Content-Type": "application/json"}
 _LINE_BYTES = 2**28
 """Of one event: a server that repeats what it said sends the longest answer in one, and a record of experts takes kilobytes a token."""
-_QUESTION_SECONDS = 10.0
-"""For questions that a server answers at once. With a longer limit, questions of callers that have left would pile up at a frozen server."""
-_COLD_SECONDS = 120.0
-"""The same for a server that has just come up: the first answers of each kind take longer than all later ones."""
-_DEED_SECONDS = 600.0
-"""For loading the largest model. Callers have shorter deadlines, but a call that never ended would keep all others waiting."""
 _OF_THE_REQUEST = (400, 413, 422)
 """Statuses that judge what was asked. Any other may be of whatever stands before the server, or took its port: elsewhere it may succeed."""
 
 
-class ServerClient:
-    """Connections to one server. Every call waits for the answer; deadlines are the caller's, and ours at the latest."""
+Works: TypeAlias = Callable[[], Callable[[], bool]]
+"""It is called once for each wait, and returns a function that says whether the server has worked since the last call of that function."""
 
-    def __init__(self, name: str, url: str) -> None:
+
+class ServerClient:
+    """Connections to one server. Every call waits for the answer as long as the server works, so that a slow one may load the largest model.
+
+    Callers have deadlines of their own, but may be gone: a call that never ended would keep all others waiting.
+    """
+
+    def __init__(self, name: str, url: str, *, patience_seconds: float, works: Works | None = None) -> None:
+        """A call is given up when the server has done nothing for so long; where `works` is not given, because it cannot be seen, when it has not
+        answered for so long."""
         self.name, self.url = name, url
+        self._patience_seconds = patience_seconds
+        self._works = works
         self._http = HttpClient(url, lost=self.unavailable, line_bytes=_LINE_BYTES)
-        self._is_cold = False
 
     async def __aenter__(self) -> ServerClient:
         await self._http.__aenter__()
@@ -54,25 +58,15 @@ class ServerClient:
     async def __aexit__(self, *exc: object) -> None:
         await self._http.__aexit__(*exc)
 
-    @contextmanager
-    def cold(self) -> Generator[None]:
-        """The server may have just come up: questions in the block wait longer."""
-        self._is_cold = True
-        try:
-            yield
-        finally:
-            self._is_cold = False
-
-    async def get(self, path: str, *, seconds: float | None = None) -> object:
-        seconds = seconds or (_COLD_SECONDS if self._is_cold else _QUESTION_SECONDS)
-        return _json(await self._call("GET", path, None, seconds=seconds))
+    async def get(self, path: str) -> object:
+        return _json(await self._call("GET", path, None))
 
     async def settle(self, path: str) -> None:
         """Asks what the server answers between two steps only, and waits for that however long the step is."""
-        await self.get(path, seconds=_DEED_SECONDS)
+        await self.get(path)
 
     async def post(self, path: str, body: object = None) -> object:
-        return _json(await self._call("POST", path, body, seconds=_DEED_SECONDS))
+        return _json(await self._call("POST", path, body))
 
     async def paths(self) -> frozenset[str]:
         """The routes that the server has."""
@@ -82,8 +76,15 @@ class ServerClient:
             raise EngineError(f"{self._who} describes no routes at /openapi.json: neither vLLM nor SGLang listens there. Check the URL.")
         return frozenset(map(str, paths))
 
-    async def _call(self, method: str, path: str, body: object, *, seconds: float) -> bytes:
-        answer = await self._http.call(method, path, _encoded(body), headers=_JSON, seconds=seconds)
+    async def _call(self, method: str, path: str, body: object) -> bytes:
+        patience = Allowance(self._patience_seconds, moved=None if self._works is None else self._works())
+        try:
+            async with patience:
+                answer = await self._http.call(method, path, _encoded(body), headers=_JSON)
+        except Expired:
+            stood = "" if self._works is None else ", and did nothing"
+            what = f"did not answer {path} for {self._patience_seconds:g} s{stood}; raise engine.start_seconds if it is only slow"
+            raise self.unavailable(what) from None
         if answer.status >= 300:
             raise EngineError(f"{self._who} answered {path} with {answer.status}: {_shown(answer.content)}. Look at its log.")
         return answer.content
@@ -198,6 +199,8 @@ class Found:
     model: str
     """The folder that it says its weights are from."""
     num_workers: int | None = None  # processes that compute for it, as far as it says: one for each GPU where there are any
+    caution: str = ""
+    """What people should know of its version."""
 
     @property
     def untouched(self) -> bool:

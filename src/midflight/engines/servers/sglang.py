@@ -1,10 +1,9 @@
 """SGLang's wire: tokens in and out by `/generate`, pauses by `/pause_generation`, weights from a folder in memory.
 
-Tried with 0.5.23; spans of versions, which we need, came with 0.5.20. See docs/engines.md for how it is started and why.
+Tried with 0.5.22 and 0.5.23: 0.5.20, the first with spans of versions, dies when a pause takes requests back, and 0.5.21 gives no direct way. See docs/engines.md for how it is started and why.
 """
 
 import math
-import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,12 +11,13 @@ from typing import cast
 
 import msgspec
 
+from midflight.engines.servers.releases import Releases
 from midflight.engines.servers.server import EventTokens, Found, ServerClient, ServerRequest, number, part, recorded_experts
 from midflight.errors import EngineError, EngineUnavailable, RequestRejected
 from midflight.types import Capabilities, Feature, Finish, FinishReason, GenerateRequest, LogprobKind, PauseMode, UInt8, Version
 from midflight.types.generation import Api, copied
 
-OLDEST = (0, 5, 20)
+RELEASES = Releases("SGLang", oldest="0.5.22", tried="0.5.23")
 _NEEDED = ("/pause_generation", "/continue_generation", "/update_weights_from_disk", "/update_weight_version")
 _MODES = {PauseMode.KEEP: "in_place", PauseMode.RECOMPUTE: "retract", PauseMode.ABORT: "abort"}
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
@@ -70,8 +70,8 @@ class _SglangEvent(msgspec.Struct, frozen=True):
 
 
 _decode = msgspec.json.Decoder(_SglangEvent).decode
-_part = partial(part, of="SGLang 0.5.20 or newer")
-_number_of = partial(number, of="SGLang 0.5.20 or newer")
+_part = partial(part, of="SGLang 0.5.22 or newer")
+_number_of = partial(number, of="SGLang 0.5.22 or newer")
 
 
 class SglangReader:
@@ -87,7 +87,7 @@ class SglangReader:
         try:
             said = _decode(event)
         except msgspec.DecodeError as error:
-            raise EngineUnavailable(f"reading SGLang's answer {event[:200]!r}: {error}. Use SGLang 0.5.20 or newer.") from error
+            raise EngineUnavailable(f"reading SGLang's answer {event[:200]!r}: {error}. Use SGLang 0.5.22 or newer.") from error
         if said.error is not None and said.error.code == _REFUSED and "LoRA adapter" not in said.error.message:  # one it has lost
             raise RequestRejected(f"SGLang refused the request: {said.error.message}.")
         if said.error is not None or said.meta_info is None:
@@ -119,7 +119,7 @@ class SglangReader:
             return 0
         raise EngineUnavailable(
             f"reading SGLang's answer: of {num_new} new tokens it brought {num_ids} ids and {len(meta.output_token_logprobs)} "
-            "log-probabilities. Use SGLang 0.5.20 or newer."
+            "log-probabilities. Use SGLang 0.5.22 or newer."
         )
 
     def _likeliest(self, entries: tuple[_Entry, ...] | None) -> tuple[tuple[int, float], ...]:
@@ -185,12 +185,9 @@ class SglangServer:
             raise EngineError(f"attaching to {client.url}: no SGLang listens there; check the URL and --engine (engine.urls, engine.kind).")
         info = await client.get("/server_info")
         version = str(_part(info, "version"))
-        if numbers(version) < OLDEST:
-            raise EngineError(
-                f"attaching to {client.url}: SGLang {version} does not say which weights made which token; use 0.5.20 or newer."
-            )
+        caution = RELEASES.caution(version, url=client.url)
         if missing := [path for path in _NEEDED if path not in paths]:
-            raise EngineError(f"attaching to {client.url}: SGLang {version} has no {missing[0]}; use 0.5.20 or newer.")
+            raise EngineError(f"attaching to {client.url}: SGLang {version} has no {missing[0]}; use {RELEASES.tried}.")
         self._check(client, cast(dict[str, object], info))
         await self.resume(client)
         model = await client.get("/model_info")
@@ -199,6 +196,7 @@ class SglangServer:
         self._room = min(_number_of(info, "max_req_input_len"), self._max_context)
         return Found(
             num_workers=_workers(cast(dict[str, object], info)),
+            caution=caution,
             capabilities=Capabilities(
                 pause_modes=frozenset(PauseMode),
                 logprob_kind=LogprobKind.TEMPERATURE,
@@ -318,9 +316,3 @@ def _sampling(request: GenerateRequest, ends: tuple[int, ...], *, room: int, see
 def _workers(info: Mapping[str, object]) -> int | None:
     sizes = [info.get(name) for name in ("tp_size", "pp_size", "dp_size")]
     return math.prod(size for size in sizes if isinstance(size, int)) if None not in sizes else None
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """The numbers a version begins with: (0, 5, 23) of `0.5.23.post1`."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()

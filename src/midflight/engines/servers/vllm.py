@@ -15,11 +15,13 @@ import msgspec
 
 from midflight import types
 from midflight.engines.servers.command import INSIDE
+from midflight.engines.servers.releases import Releases
 from midflight.engines.servers.server import EventTokens, Found, ServerClient, ServerRequest, number, part, recorded_experts
 from midflight.errors import EngineError, EngineUnavailable, RequestRejected
 from midflight.types.generation import Api, copied
 
 _GENERATE = "/inference/v1/generate"
+RELEASES = Releases("vLLM", oldest="0.32.0", tried="0.32.0")
 _NEEDED = {
     _GENERATE: "start it with --enable-scale-out (vLLM 0.32 or newer)",
     "/pause": "start it with VLLM_SERVER_DEV_MODE=1 (vLLM 0.32 or newer)",
@@ -32,7 +34,6 @@ _ADAPTED = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, 
 _REASONS = {"stop": types.FinishReason.STOP, "length": types.FinishReason.LENGTH, "abort": types.FinishReason.ABORT}
 _NO_NUMBER = -9999.0
 """Stands for minus infinity, NaN, and a log-probability that it has not got."""
-_INFO_SECONDS = 60.0
 _CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(block_size|num_gpu_blocks)="(\d+)"')
 _OF_THE_FORM = "Internal server error"
@@ -152,7 +153,8 @@ class VllmServer:
         paths = await client.paths()
         if "/version" not in paths:
             raise EngineError(f"attaching to {client.url}: no vLLM listens there; check the URL and --engine (engine.urls, engine.kind).")
-        version = _part(await client.get("/version"), "version")
+        version = str(_part(await client.get("/version"), "version"))
+        caution = RELEASES.caution(version, url=client.url)
         for path, remedy in {**_NEEDED, **({_LOAD: _ADAPTED} if self.num_adapters else {})}.items():
             if path not in paths:
                 raise EngineError(f"attaching to {client.url}: vLLM {version} has no {path}; {remedy}.")
@@ -163,6 +165,7 @@ class VllmServer:
         self._seeds = await _says_yes(client, "midflight_seeds")
         return Found(
             num_workers=num_workers,
+            caution=caution,
             capabilities=types.Capabilities(
                 pause_modes=frozenset(types.PauseMode),
                 logprob_kind=await _logprob_kind(client),
@@ -186,7 +189,7 @@ class VllmServer:
         """Its `--max-num-seqs`. One that was started here has ours; the question looks at the whole machine and takes seconds."""
         if self._theirs and "/server_info" in paths:
             with suppress(EngineError):
-                info = await client.get("/server_info?config_format=json", seconds=_INFO_SECONDS)
+                info = await client.get("/server_info?config_format=json")
                 return _number_of(info, "vllm_config", "scheduler_config", "max_num_seqs")
         return self._max_running
 

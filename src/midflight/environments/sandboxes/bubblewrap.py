@@ -53,7 +53,7 @@ class Bubblewrap:
     def check(self) -> None:
         if self._program is None:
             raise SandboxUnavailable(f"environment.sandbox isolates by bubblewrap, which is not installed: {REMEDY}.")
-        tried = subprocess.run([*self._words([]), "true"], capture_output=True, text=True, timeout=60)
+        tried = subprocess.run([*self._words([]), "true"], capture_output=True, text=True)
         if tried.returncode:
             raise SandboxUnavailable(f"environment.sandbox cannot isolate here ({tried.stderr.strip()[-300:]}): {REMEDY}.")
 

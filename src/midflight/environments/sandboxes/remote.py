@@ -16,8 +16,10 @@ from midflight.environments.sandboxes.port import Box, Ended, Furnished, Ran, ch
 from midflight.errors import MidflightError, SandboxLost, SandboxUnavailable
 
 HERE, WORK = "/tmp/.midflight", "/tmp/sandbox"
-MAKE_SECONDS, ANSWER_SECONDS, HELD_SECONDS = 300.0, 60.0, 30.0
-"""For a box to be there, its image pulled; for a maker to answer; and for a program's end after its limit, before its box is asked for a sign."""
+ANSWER_SHARE = 0.2
+"""A maker has this share of `start_seconds` for each answer."""
+HELD_SHARE = 0.1
+"""A program has this share of `start_seconds` to end after its limit. Then its box is asked for a sign."""
 CHUNK = 45_000
 """Characters of an archive in one command: Modal takes 64 KiB of arguments."""
 FORGET = "for name in $(env | grep -E '^(E2B|DAYTONA|MODAL)_' | cut -d= -f1); do unset $name; done"
@@ -50,13 +52,13 @@ class Remote:
 
     async def run(self, command: Sequence[str], *, files: Mapping[str, str | bytes] = {}, stdin: str = "") -> Ran:
         given = {f"{WORK}/{name}": data for name, data in checked(files).items()}
-        life = MAKE_SECONDS + self._limits.seconds + 4 * ANSWER_SECONDS
+        life = self._limits.seconds + 2 * self._limits.start_seconds
         async with self._opened(Furnished(start=WORK, seconds=life)) as box:
             return await box.run(command, files=given, stdin=stdin)
 
     @asynccontextmanager
     async def opened(self, furnished: Furnished) -> AsyncGenerator[Box]:
-        async with self._opened(replace(furnished, seconds=furnished.seconds + MAKE_SECONDS)) as box:
+        async with self._opened(replace(furnished, seconds=furnished.seconds + self._limits.start_seconds)) as box:
             if furnished.folders or furnished.files:
                 await box.run(["mkdir", "-p", *furnished.folders], files=furnished.files)
             yield box
@@ -66,11 +68,11 @@ class Remote:
         stack = AsyncExitStack()
         making = asyncio.create_task(stack.enter_async_context(self._maker.box(self._limits, furnished)))
         try:
-            async with _blamed(f"making a box of {self._limits.kind}", MAKE_SECONDS):
+            async with _blamed(f"making a box of {self._limits.kind}", self._limits.start_seconds):
                 shell = await asyncio.shield(making)
             yield RemoteBox(shell, self._limits, start=furnished.start)
         finally:
-            ending = asyncio.create_task(_ended(making, stack))
+            ending = asyncio.create_task(_ended(making, stack, self._limits.start_seconds))
             _endings.add(ending)
             ending.add_done_callback(_endings.discard)
             await asyncio.shield(ending)
@@ -81,6 +83,8 @@ class RemoteBox:
 
     def __init__(self, shell: Shell, limits: SandboxSection, *, start: str) -> None:
         self._run, self._limits, self._start = shell, limits, start
+        self._answer_seconds = ANSWER_SHARE * limits.start_seconds
+        self._held_seconds = HELD_SHARE * limits.start_seconds
 
     async def run(
         self, command: Sequence[str], *, files: Mapping[str, str | bytes] = {}, stdin: str = "", seconds: float | None = None
@@ -90,10 +94,10 @@ class RemoteBox:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            async with asyncio.timeout(limit + HELD_SECONDS):
-                status = (await self._shell(self._script(command, limit), limit + HELD_SECONDS + ANSWER_SECONDS))[0]
+            async with asyncio.timeout(limit + self._held_seconds):
+                status = (await self._shell(self._script(command, limit), limit + self._held_seconds + self._answer_seconds))[0]
         except TimeoutError:  # nobody answers, or the program holds up what bounds it
-            await self._shell("true", ANSWER_SECONDS)
+            await self._shell("true", self._answer_seconds)
             status = KILLED
         took = loop.time() - began
         most = self._limits.output_bytes
@@ -129,13 +133,13 @@ class RemoteBox:
         """So many bytes of what was written. What a client gives of an answer may lack a part without a word: Docker's reads past what has
         come along with the head of the answer."""
         for _ in range(FETCHES):
-            _, said = await self._shell(f"echo '<'; head -c {most} {HERE}/{name} | base64; echo '>'", ANSWER_SECONDS)
+            _, said = await self._shell(f"echo '<'; head -c {most} {HERE}/{name} | base64; echo '>'", self._answer_seconds)
             if said.startswith("<") and said.rstrip().endswith(">"):
                 return base64.b64decode(said.strip()[1:-1])
         raise SandboxLost("fetching what a program wrote in a box failed: its maker's answers were incomplete.")
 
     async def _done(self, script: str) -> None:
-        if (await self._shell(script, ANSWER_SECONDS))[0]:
+        if (await self._shell(script, self._answer_seconds))[0]:
             raise SandboxLost(
                 "putting files into a box failed; it needs mkdir, base64, gzip and tar, room for them, and a user who may write there."
             )
@@ -147,7 +151,7 @@ class RemoteBox:
 
     async def _ran_out(self) -> bool:
         """Whether the kernel has ended something of the box for its memory; where it does not say, nothing was."""
-        _, said = await self._shell("sed -n 's/^oom_kill //p' /sys/fs/cgroup/memory.events 2>/dev/null || true", ANSWER_SECONDS)
+        _, said = await self._shell("sed -n 's/^oom_kill //p' /sys/fs/cgroup/memory.events 2>/dev/null || true", self._answer_seconds)
         return said.strip() not in ("", "0")
 
 
@@ -155,13 +159,13 @@ _endings = set[asyncio.Task[None]]()
 """Kept here, because a loop does not keep its tasks."""
 
 
-async def _ended(making: asyncio.Task[Shell], stack: AsyncExitStack) -> None:
+async def _ended(making: asyncio.Task[Shell], stack: AsyncExitStack, start_seconds: float) -> None:
     """Waits for a box that is being made, whoever has gone meanwhile, because nobody else knows its name; then for its end."""
     with suppress(Exception):  # its maker ends it
-        async with asyncio.timeout(MAKE_SECONDS):
+        async with asyncio.timeout(start_seconds):
             await making
     with suppress(Exception):
-        async with asyncio.timeout(ANSWER_SECONDS):
+        async with asyncio.timeout(ANSWER_SHARE * start_seconds):
             await stack.aclose()
 
 
@@ -180,5 +184,9 @@ async def _blamed(deed: str, seconds: float) -> AsyncGenerator[None]:
     except MidflightError:
         raise
     except Exception as error:
-        why = f"no answer within {seconds:g} s" if deadline.expired() else f"{type(error).__name__}: {error}"
+        why = (
+            f"no answer within {seconds:g} s (raise environment.sandbox.start_seconds if it is only slow)"
+            if deadline.expired()
+            else f"{type(error).__name__}: {error}"
+        )
         raise SandboxLost(f"{deed} failed: {why:.1000}.") from error

@@ -43,12 +43,13 @@ class Trusted:
                 path.write_bytes(data)
             process = await asyncio.create_subprocess_exec(
                 *words, *command, cwd=folder, env={"PATH": f"{sys.prefix}/bin:{os.defpath}", "HOME": folder, "LANG": "C.UTF-8"},
-                start_new_session=True, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+                preexec_fn=os.setpgrp,  # uvloop has no `process_group`
             )  # fmt: skip
             return await Limited(process, self._limits, held=lambda: resident(process.pid), kill=lambda: _kill(process.pid)).ended(stdin)
 
 
 def _kill(pid: int) -> None:
-    """Its session, so also what it has left behind in that."""
+    """Its process group, so also what it has left behind in that. The session is the worker's, whose guard ends what a worker leaves."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)

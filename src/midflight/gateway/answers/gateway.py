@@ -13,16 +13,19 @@ from msgspec.structs import replace
 from midflight.errors import ContextExceeded, MidflightError, RequestRejected, SessionClosed, Stopping, Unauthorized, first_error
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.generation import Generator
+from midflight.gateway.answers.pace import Pace
 from midflight.gateway.answers.plan import EngineLimits, Job, Planner
 from midflight.gateway.answers.readers import Ongoing, Requests
 from midflight.gateway.sessions.history import RecordedTurns
 from midflight.gateway.sessions.kept import KeptResponses
 from midflight.gateway.sessions.registry import OpenSession, SessionRegistry
+from midflight.gateway.sessions.request_clock import RequestClock
 from midflight.gateway.sessions.session import CompletionCall, Messages, Session, Source, Text
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
 from midflight.types import RolloutKey, SamplingParams, SessionRecord, Turn, TurnTimes, Version
 from midflight.types.facts import FieldsIgnored, Record, RequestFailed, SessionEnded, TurnFinished, TurnKept
+from midflight.wire.edge import retry_seconds
 
 LONG_BODY = 2**17
 """Bytes of a request from which its prompts are looked at first; shorter ones tokenise in some milliseconds."""
@@ -90,6 +93,8 @@ class Gateway:
         """Told each completed turn of a tracked session, before the agent sees it."""
         self.num_running = 0
         """Answers under way."""
+        self.pace = Pace()
+        """Of the answers that are trained or evaluated."""
         self._recorded: dict[RolloutKey, RecordedTurns] = {}
         self._generator, self._apart, self._record = generator, apart, record
         self._planner = Planner(tokenizer, self.message_format, model=model, limits=limits, run=(run_name, run_seed), strict=strict)
@@ -137,9 +142,14 @@ class Gateway:
         """Whether the last request of the session's agent has had no answer."""
         return self._sessions.get(session_id).awaits
 
+    def request_watch(self, session_id: str) -> RequestClock:
+        """See the port."""
+        return self._sessions.get(session_id).clock
+
     def _end_requests(self, session_id: str) -> None:
         for scope in self._scopes.pop(session_id, ()):
-            scope.reschedule(asyncio.get_running_loop().time())
+            if not scope.expired():  # its client may have left a moment ago
+                scope.reschedule(asyncio.get_running_loop().time())
         self.requests.forget_session(session_id)
 
     def oldest_version(self, session_id: str) -> Version | None:
@@ -247,7 +257,11 @@ class Gateway:
         """Runs a job and waits for all its answers."""
         ongoing = Ongoing(job)
         self.requests.begin(ongoing, None)
-        await self.run(ongoing)
+        request = job.session.clock.begin()
+        try:
+            await self.run(ongoing)
+        finally:
+            request.end()
         if ongoing.error is not None:
             raise ongoing.error
         return job.answers
@@ -258,6 +272,8 @@ class Gateway:
             return
         if session is not None:
             session.failed_requests += 1
+            if session.key is not None and (seconds := retry_seconds(error)) is not None:
+                session.clock.refused(seconds)
         status = error.status if isinstance(error, MidflightError) else 500
         session_id = session.session_id if session is not None and session.key is not None else None
         self._record(RequestFailed(session_id, status, f"{type(error).__name__}: {error}"))
@@ -307,6 +323,8 @@ class Gateway:
             session.abandoned(answer)
         if recorded is None or not session.recorded.in_session:  # else it was counted when it was generated
             ended, num_versions = answer.clock(), len({segment.version for segment in turn.segments})
+            if answer.placed and not session.is_apart:
+                self.pace.answered(len(turn.output_ids), ended - answer.placed[0][1])
             length, num_resumes, seconds = len(turn.output_ids), turn.num_resumes, ended - started
             if session.key is not None:
                 session.times.append(TurnTimes(started, ended, tuple(answer.placed), tuple(answer.sampled), length))

@@ -29,7 +29,7 @@ class Generator:
     """Generates answers and finds those under way. Synchronous; bounded by the requests that the gateway admits."""
 
     def __init__(self, fleet: Fleet, *, request_seconds: float) -> None:
-        """`request_seconds`: what one answer may take, holds excluded."""
+        """`request_seconds`: how long an answer may stand still on an engine that serves it, holds excluded."""
         self.fleet = fleet
         self.request_seconds = request_seconds
         self.forsaken = ""
@@ -116,10 +116,14 @@ class _Attempts:
         self._generator, self._fleet = generator, generator.fleet
         self._affinity, self._may_abort, self._told = affinity, may_abort, told
         self._ticket = self._fleet.ticket()
-        self._allowance = Allowance(generator.request_seconds)
+        self._allowance = Allowance(generator.request_seconds, moved=self._has_moved)
+        self._lease: Lease | None = None
+        self._num_seen = 0
+        """Tokens at the last look."""
         self._is_cancelled = False
         self._num_fruitless = 0
-        self._rest_seconds = 0
+        self._rest_seconds: int | None = None
+        """For which a full engine wants to be left alone."""
         self._trouble: BaseException | None = None
         """What ended the last attempt."""
 
@@ -140,9 +144,10 @@ class _Attempts:
                 lease = await self._place()
                 if lease is not None:
                     await self._attempt(lease)
-                    self._num_fruitless = 0 if self.answer.num_gained else self._num_fruitless + (not lease.moved)
-                    if self._rest_seconds:
-                        await self._rest()
+                    in_vain = not lease.moved and self._rest_seconds is None
+                    self._num_fruitless = 0 if self.answer.num_gained else self._num_fruitless + in_vain
+                    if self._rest_seconds is not None:
+                        await self._rest(self._rest_seconds)
         finally:
             self._generator.ended(self)
 
@@ -175,6 +180,7 @@ class _Attempts:
         """One request to one engine, until the answer is finished or the attempt is over. Whatever ends it, the engine is told
         to stop and the place there is left."""
         answer, vocab_size = self.answer, lease.engine.capabilities.vocab_size
+        self._lease = lease
         stream: AsyncIterator[Chunk] | None = None
         try:
             async with self._allowance:
@@ -200,6 +206,7 @@ class _Attempts:
                 if stream is not None and not getattr(stream, "is_closed", False):
                     await _close(stream, ended=answer.ended)
             finally:
+                self._lease = None
                 self._fleet.leave(lease)
 
     def _take(self, lease: Lease, vocab_size: int, chunk: Chunk) -> bool:
@@ -215,17 +222,18 @@ class _Attempts:
         self._told()
         return answer.ended
 
-    async def _rest(self) -> None:
-        """Waits for as long as a full engine asked; ended by a cut too, and when the seconds are spent, which raises `NoEngine`."""
-        seconds, self._rest_seconds = self._rest_seconds, 0
+    async def _rest(self, seconds: int) -> None:
+        """Waits for as long as a full engine asked, which costs the request none of its seconds; ended by a cut too."""
+        self._rest_seconds = None
         if self.answer.finish is None:
-            try:
+            with suppress(Cut), self._allowance.standing():
                 async with self._allowance:
                     await asyncio.sleep(seconds)
-            except Cut:
-                return
-            except Expired:
-                raise self._not_taken() from self._trouble
+
+    def _has_moved(self) -> bool:
+        """Whether the answer has grown since the last look, or may wait inside a full engine, which answers others meanwhile."""
+        before, self._num_seen = self._num_seen, len(self.answer.output_ids)
+        return self._num_seen != before or (self._lease is not None and self._lease.may_be_queued)
 
     def _not_taken(self) -> NoEngine:
         allowance = self._allowance
@@ -237,8 +245,9 @@ class _Attempts:
     def _too_slow(self, lease: Lease) -> RequestTimeout:
         answer = self.answer
         return RequestTimeout(
-            f"generating on {lease.engine.name}: {len(answer.output_ids)} of {answer.request.sampling.max_tokens} tokens after "
-            f"{self._allowance.seconds:g} s (holds excluded). Raise gateway.request_seconds or ask for fewer tokens."
+            f"generating on {lease.engine.name}: no token in {self._allowance.seconds:g} s (holds excluded), after "
+            f"{len(answer.output_ids)} of {answer.request.sampling.max_tokens}, {self._allowance.age:g} s from its start. "
+            "Look at the engine's log, or raise gateway.request_seconds."
         )
 
 

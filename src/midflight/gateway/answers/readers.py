@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from midflight.errors import IdempotencyConflict, Overloaded, RequestRejected
 from midflight.gateway.answers.answer import START, Event, Mark
 from midflight.gateway.answers.plan import Job
+from midflight.gateway.sessions.request_clock import OpenRequest
 from midflight.types.names import parted
 
 MAX_KEPT = 1024
@@ -63,6 +64,7 @@ class Ongoing:
         self.ended, self.error, self._scope = True, error, None
         for reader in self._readers:
             reader.has_news = True
+            reader.stop_waiting()
             reader.wake()
 
     @property
@@ -79,9 +81,11 @@ class Ongoing:
         """It had no reader for too long. All that is left to do is to clear it up."""
         return self._scope is not None and self._scope.expired()
 
-    def join(self) -> Reader:
-        """A reader from the first token on."""
-        reader = Reader(self)
+    def join(self, request: OpenRequest | None = None) -> Reader:
+        """A reader from the first token on. `request` ends with the answer, or when the reader has gone."""
+        reader = Reader(self, request)
+        if self.ended:
+            reader.stop_waiting()
         self._readers.append(reader)
         self._hold_until(None)
         return reader
@@ -102,10 +106,11 @@ class Ongoing:
 class Reader:
     """One client's place in the answers of a call. What it has not taken yet is merged, so a slow reader costs no memory of its own."""
 
-    __slots__ = ("_marks", "_waiter", "done", "gone", "has_news", "ongoing", "tell")
+    __slots__ = ("_marks", "_request", "_waiter", "done", "gone", "has_news", "ongoing", "tell")
 
-    def __init__(self, ongoing: Ongoing) -> None:
+    def __init__(self, ongoing: Ongoing, request: OpenRequest | None = None) -> None:
         self.ongoing = ongoing
+        self._request = request
         self.gone = False
         """Whether the client has left before it was told all."""
         self.done = False
@@ -158,10 +163,16 @@ class Reader:
             self.has_news = False
             await self.news()
 
+    def stop_waiting(self) -> None:
+        """The answer is there, or the client has left: it does not wait any more."""
+        if self._request is not None:
+            self._request.end()
+
     def go(self) -> None:
         """The client has left and is told no more. After the last byte it means nothing."""
         if not self.done:
             self.gone = True
+            self.stop_waiting()
             self.ongoing.leave(self)
             self.wake()
 

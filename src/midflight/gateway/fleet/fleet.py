@@ -43,13 +43,18 @@ class Fleet:
     Every change that may make an engine routable serves the line of waiting requests at once: there is no polling.
     """
 
-    def __init__(self, *, record: Record = unheard) -> None:
+    def __init__(self, *, record: Record = unheard, come_back: bool = False) -> None:
+        """`come_back`: whoever starts the engines starts them again when they die, and ends this process when that cannot be. A request's time
+        stands while no engine takes it then."""
+        self._come_back = come_back
         self.on_served: Callable[[Version], None] | None = None
         """Told whenever `served_version` has changed, by a commit, a quarantine or a rejoin; set by the part whose admission depends on it."""
         self.on_changed: Callable[[], None] | None = None
         """Told after every change that may be one of who takes requests."""
         self.on_any: Callable[[], None] | None = None
         """Told after every change of an engine."""
+        self.on_outage: Callable[[bool], None] | None = None
+        """Told when no engine takes requests of training any more, because all are held, in quarantine or gone; and when one does again."""
         self._members: dict[str, Member] = {}
         self._loads = Loads()
         """Of the engines that take requests of training: out of quarantine, not reserved, not held by name."""
@@ -66,6 +71,7 @@ class Fleet:
         self._record = record
         self._tickets, self._orders = itertools.count(), itertools.count()
         self._last_served: Version = 0
+        self._takes = True
 
     # --- Members -----------------------------------------------------------------------------------------------------
 
@@ -224,6 +230,11 @@ class Fleet:
             return max(self._serving)
         return max((m.version for m in self._members.values()), default=self._last_served)
 
+    def read(self, engine: str, *, num_queued: int) -> None:
+        """So many requests wait inside it."""
+        if (member := self._members.get(engine)) is not None:
+            member.num_queued = num_queued
+
     # --- Requests ----------------------------------------------------------------------------------------------------
 
     def takers(self, *, evaluates: bool) -> list[Capabilities]:
@@ -307,15 +318,19 @@ class Fleet:
             lease.lose(error)
 
     def _only_held(self, evaluates: bool) -> bool:
-        """Whether such a request waits for a hold to end: time that no deadline counts."""
-        if self._holds.none or self._holds.shut:
-            return self._holds.shut
+        """Whether such a request waits for a hold to end, or for an engine to be there again: time that no deadline counts."""
+        if self._holds.shut:
+            return True
+        if not self._serving and self._kept_takes(evaluates=evaluates) is None:
+            return self._come_back
+        if self._holds.none:
+            return False
         if self._serving and not evaluates:
             return not self._loads
         return self._kept_takes(evaluates=evaluates) is not None and self._place_kept(evaluates) is None
 
     def _changed(self, *engines: str) -> None:
-        """Something is different about these engines. Serves the lines, lets every allowance run or stand as the holds now say, and tells a
+        """Something is different about these engines. Serves the lines, lets every allowance run or stand as `_only_held` now says, and tells a
         new `served_version`, and who takes requests."""
         had_reservation = self._reserved is not None
         others = [self._enter(name) for name in engines]
@@ -333,10 +348,18 @@ class Fleet:
         for member in (self._members[name] for name in engines if name in self._members):
             for lease in member.leases:
                 _run_or_stand(lease.allowance, stands=self._holds.held(member.name))
+        self._tell_outage()
         if self.on_changed is not None and (had_reservation or self._reserved is not None or any(others) or not engines):
             self.on_changed()
         if self.on_any is not None:
             self.on_any()
+
+    def _tell_outage(self) -> None:
+        takes = not self._holds.shut and (bool(self._loads) if self._serving else self._place_kept(evaluates=False) is not None)
+        if takes != self._takes:
+            self._takes = takes
+            if self.on_outage is not None:
+                self.on_outage(not takes)
 
     def _enter(self, name: str) -> bool:
         """Counts an engine as what it is now. Says whether it takes requests of training and did not, or the other way round."""

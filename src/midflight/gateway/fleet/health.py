@@ -15,13 +15,13 @@ _MAX_DOUBLINGS = 6
 
 @dataclass(slots=True)
 class _LastToken:
-    num_tokens: int
+    progress: int
     since: float
     """When it last made progress, or was excused."""
 
 
 class StallWatch:
-    """Two readings with work and equal `num_tokens`, `stall_seconds` apart and not paused, show a stall. Synchronous."""
+    """Two readings with work and no more tokens, made or computed of prompts, `stall_seconds` apart and not paused, show a stall. Synchronous."""
 
     def __init__(self, *, stall_seconds: float) -> None:
         self._stall_seconds = stall_seconds
@@ -30,8 +30,9 @@ class StallWatch:
     def read(self, engine: str, health: EngineHealth | None, *, now: float, excused: bool = False) -> str | None:
         """Takes a reading (`None`: no answer); says what is wrong, or `None`. An engine held by us is `excused`."""
         record = self._records.setdefault(engine, _LastToken(-1, now))
-        if health is not None and (health.num_tokens != record.num_tokens or health.paused or not _has_work(health)):
-            record.num_tokens, record.since = health.num_tokens, now
+        progress = record.progress if health is None else health.num_tokens + health.num_computed
+        if health is not None and (progress != record.progress or health.paused or not _has_work(health)):
+            record.progress, record.since = progress, now
         if excused:
             record.since = now
         waited = now - record.since
@@ -40,6 +41,10 @@ class StallWatch:
         if health is None:
             return f"it has not answered a health check for {waited:.1f} s"
         return f"no token in {waited:.1f} s with {health.num_running} requests running and {health.num_waiting} waiting"
+
+    def begin(self, engine: str, *, now: float) -> None:
+        """It is asked; from now on it may be silent for `stall_seconds`, if it was never read before."""
+        self._records.setdefault(engine, _LastToken(-1, now))
 
     def forget(self, engine: str) -> None:
         self._records.pop(engine, None)
@@ -52,6 +57,9 @@ def _has_work(health: EngineHealth) -> bool:
 class HealthWatch:
     """Reads every engine once per interval; quarantines the dead and the stalled, and lets recovered ones rejoin.
 
+    An answer has `stall_seconds`, however short the interval is, because a busy machine answers late. Until it has come, that engine is not
+    asked again.
+
     One that is in quarantine for its weights rejoins only through a handover (I7).
     """
 
@@ -59,29 +67,40 @@ class HealthWatch:
         """`ends_pauses`: a pause of an engine that rejoins is nobody's, and is ended. Beside another gateway it may be a commit's."""
         self._fleet, self._ends_pauses = fleet, ends_pauses
         self._interval_seconds = interval_seconds
+        self._answer_seconds = max(interval_seconds, stall_seconds)
+        self._asked = set[str]()
+        """Engines that have yet to answer."""
         self._progress = StallWatch(stall_seconds=stall_seconds)
         self._lapses: dict[str, int] = {}
         self._retry_at: dict[str, float] = {}
 
     async def run(self) -> None:
         """Waits for the interval to pass, for ever; ended by its task group."""
-        while True:
-            await asyncio.sleep(self._interval_seconds)
-            await self.check()
+        async with asyncio.TaskGroup() as checks:
+            while True:
+                await asyncio.sleep(self._interval_seconds)
+                self._begin(checks)
 
     async def check(self) -> None:
-        """One reading of all engines at once; waits for the slowest, at most one interval."""
+        """One reading of all engines at once; waits for the slowest."""
+        async with asyncio.TaskGroup() as checks:
+            self._begin(checks)
+
+    def _begin(self, checks: asyncio.TaskGroup) -> None:
         states = {state.name: state for state in self._fleet.states()}
         self._forget_detached(states)
-        async with asyncio.TaskGroup() as group:
-            for engine in self._fleet.engines_of("health"):
-                group.create_task(self._check_one(engine, states[engine.name]), name=f"health of {engine.name}")
+        for engine in self._fleet.engines_of("health"):
+            if engine.name not in self._asked:
+                self._asked.add(engine.name)
+                self._progress.begin(engine.name, now=asyncio.get_running_loop().time())
+                checks.create_task(self._check_one(engine, states[engine.name]), name=f"health of {engine.name}")
 
     async def _check_one(self, engine: OwnedEngine, state: EngineState) -> None:
         try:
-            async with asyncio.timeout(self._interval_seconds):
+            async with asyncio.timeout(self._answer_seconds):
                 health = await engine.health()
                 await engine.renew()
+            self._fleet.read(engine.name, num_queued=health.num_waiting)
         except EngineUnavailable as error:
             self._condemn(engine.name, error)
         except (EngineError, OSError):  # a timeout is an OSError
@@ -94,6 +113,8 @@ class HealthWatch:
                 self._judge(engine.name, health, state)
             elif state.on_probation:
                 await self._readmit(engine, health)
+        finally:
+            self._asked.discard(engine.name)
 
     def _judge(self, name: str, health: EngineHealth | None, state: EngineState) -> None:
         excused = bool(state.held_by or state.paused_by) and health is not None
@@ -122,7 +143,7 @@ class HealthWatch:
             return
         if health.paused:
             try:
-                async with asyncio.timeout(self._interval_seconds):
+                async with asyncio.timeout(self._answer_seconds):
                     await engine.resume()
             except (EngineError, OSError):
                 return

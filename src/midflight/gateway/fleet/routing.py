@@ -230,6 +230,11 @@ class Lease:
         member.leases[self] = None
         member.load(tokens)
 
+    @property
+    def may_be_queued(self) -> bool:
+        """The engine has more requests than it can serve at once: this one may be among those that wait inside it."""
+        return self._member.is_crowded
+
     def lose(self, error: BaseException) -> None:
         """Idempotent: a second cut would end a wait that is none of this lease's."""
         if self.lost is None:
@@ -265,6 +270,8 @@ class Member:
         self.on_probation = False
         self.leases: dict[Lease, None] = {}
         self.tokens_in_flight = 0
+        self.num_queued = 0
+        """Requests that wait inside it, as of its last reading."""
         self.is_in = False
         """Whether it is in `loads`."""
         self.serves: Version | None = None
@@ -279,6 +286,10 @@ class Member:
     @property
     def _is_full(self) -> bool:
         return len(self.leases) >= self.shared.engine.capabilities.max_running
+
+    @property
+    def is_crowded(self) -> bool:
+        return self.num_queued > 0 or len(self.leases) > self.shared.engine.capabilities.max_running
 
     def load(self, tokens: int) -> None:
         """So many tokens come, or go where they are negative."""

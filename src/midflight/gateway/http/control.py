@@ -53,12 +53,6 @@ class Control:
         self._turn = asyncio.Lock()
         self._paused = False
         self._held_since: float | None = None
-        self._held_seconds = 0.0
-
-    def paused_seconds(self) -> float:
-        """Time the operator has held requests so far, a pause that goes on included: deadlines do not count it."""
-        now = asyncio.get_running_loop().time()
-        return self._held_seconds + (now - self._held_since if self._held_since is not None else 0.0)
 
     @property
     def paused(self) -> bool:
@@ -120,7 +114,7 @@ class Control:
 
     def _release(self) -> None:
         """Idempotent."""
-        self._held_seconds, self._held_since = self.paused_seconds(), None
+        self._held_since = None
         for fleet in self._fleets:
             fleet.release_all(OPERATOR)
 
@@ -161,7 +155,9 @@ class Control:
             async with asyncio.timeout(seconds):
                 yield
         except TimeoutError:
-            error = EngineUnavailable(f"pausing or resuming {engine.name}: no answer in {seconds:g} s. Restart it.")
+            error = EngineUnavailable(
+                f"pausing or resuming {engine.name}: no answer in {seconds:g} s. Restart it, or raise run.stall_seconds if it is only slow."
+            )
             self._quarantine(engine, error)
         except (EngineUnavailable, OSError) as error:
             self._quarantine(engine, error)

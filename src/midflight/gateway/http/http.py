@@ -30,6 +30,7 @@ from midflight.gateway.dialects.tokens import TokensExchange
 from midflight.gateway.http.control import Control, ControlRoutes
 from midflight.gateway.http.lookups import Lookups
 from midflight.gateway.http.servers import ServerRoutes
+from midflight.gateway.sessions.request_clock import OpenRequest
 from midflight.gateway.sessions.session import CompletionCall, Messages, Session
 from midflight.text import Message
 from midflight.types import Json
@@ -247,10 +248,12 @@ class CompletionEndpoint:
         """Waits for the body, then for the answer; ended by them, or by the client's disconnection. The visit of the client that
         asks first lasts until the generation ends, read or not (see `Ongoing`)."""
         session: Session | None = None
+        request: OpenRequest | None = None
         try:
             headers = edge.headers_of(scope)
             key = edge.key_in(headers)
             session = self._gateway.session_for(path_token=scope["path_params"].get("token"), api_key=key)
+            request = session.clock.begin()
             body = await edge.read_body(receive, declared=headers.get(b"content-length"))
             keeping = self._dialect.keeping
             exchange = self._dialect.exchange(body) if keeping is None else keeping(body, self._gateway.kept_for(session, key))
@@ -261,12 +264,15 @@ class CompletionEndpoint:
             asked = retry_ticket(headers, session_id=session_id, api_key=key, path=self._dialect.path, body=body)
             original = self._requests.find(asked, now=_loop_time())
             ongoing = original or self._begin(session, exchange, asked)
-            await self._visit(ongoing, exchange, generates=original is None, receive=receive, send=send)
+            await self._visit(ongoing, exchange, ongoing.join(request), generates=original is None, receive=receive, send=send)
         except edge.ClientGone:
             return
         except Exception as error:  # the edge: every error becomes an answer
             self._failed(session, error)
             await edge.send_fault(send, self._dialect.fault(error))
+        finally:
+            if request is not None:
+                request.end()
 
     def _failed(self, session: Session | None, error: Exception) -> None:
         edge.log_unexpected(error)
@@ -281,10 +287,9 @@ class CompletionEndpoint:
         self._requests.begin(ongoing, asked)
         return ongoing
 
-    async def _visit(self, ongoing: Ongoing, exchange: Exchange, *, generates: bool, receive: Receive, send: Send) -> None:
+    async def _visit(self, ongoing: Ongoing, exchange: Exchange, reader: Reader, *, generates: bool, receive: Receive, send: Send) -> None:
         """Waits until the client has received the answer or disconnected; and for the generation, if this visit `generates`. An
         error before the first byte is raised; a later one is the stream's last event."""
-        reader = ongoing.join()
         headers = exchange.unread.headers(ongoing.job.clamped) if exchange.unread.fields or ongoing.job.clamped else ()
         reply = Reply(ongoing.job, self._gateway.model, ongoing.created, self._gateway.tokenizer, headers)
         streams = exchange.call.stream

@@ -16,6 +16,7 @@ import msgspec
 from midflight.errors import RequestRejected
 from midflight.gateway.sessions.history import Prompt, RecordedTurns, packed
 from midflight.gateway.sessions.kept import KeptResponses
+from midflight.gateway.sessions.request_clock import RequestClock
 from midflight.gateway.sessions.tree import Matcher, TokenTree, counted, harvest
 from midflight.text import Ending, Message, Tokenizer
 from midflight.text.formats import AssistantMessage, Tool
@@ -184,6 +185,8 @@ class Session:
         self.closed = False
         self.failed_requests = 0
         self.times: list[TurnTimes] = []
+        self.clock = RequestClock()
+        """Of the rollout: its parts have the same."""
         self._open: set[UnderWay] = set()
         self._versions: set[Version] = set()
         """Of the tokens of turns that are over, those of abandoned turns too."""
@@ -198,6 +201,7 @@ class Session:
         if self._apart is None:
             self._apart = Session(self.session_id, self._tokenizer, key=None, sampling=None, tracked=False)
             self._apart.is_apart = True
+            self._apart.clock = self.clock
         return self._apart
 
     def role(self, name: str) -> Session:
@@ -217,6 +221,7 @@ class Session:
                 count_all_choices=self.count_all_choices,
             )
             made.role_name, made.recorded, made._main = name, self.recorded, self
+            made.clock = self.clock
             self._roles[name] = made
         return self._roles[name]
 
@@ -269,6 +274,11 @@ class Session:
         return sum(len(session._open) for session in self._everyone)
 
     @property
+    def num_growing(self) -> int:
+        """Tokens of the answers under way, in its parts too."""
+        return sum(len(answer.output_ids) for session in self._everyone for answer in session._open)
+
+    @property
     def awaits(self) -> bool:
         """Whether the last request of its agent has had no answer."""
         return any(session._num_requests > session._num_answered for session in self._everyone)
@@ -288,6 +298,7 @@ class Session:
             session._kept = session._room = None
             session._asked.clear()
             session._num_requests = session._num_answered = 0
+        self.clock.begin_again()
 
     def next_request(self) -> int:
         self._num_requests += 1

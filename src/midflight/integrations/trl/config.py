@@ -138,7 +138,7 @@ KNOWN = {*OWN, *GENERAL, *HARMLESS, *REFUSED}
 MANY_TURNS = 1000
 """Where trl sets no limit: the context ends a conversation before."""
 ROLLOUT_SECONDS = 3600.0
-"""trl has no deadline for a rollout; here one that hangs would hold a step up for ever."""
+"""That an agent and its reward functions may take by themselves. trl has no limit; here one that hangs would hold a step up for ever."""
 
 
 class AsyncGRPOConfig:

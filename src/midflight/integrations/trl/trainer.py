@@ -83,7 +83,7 @@ class AsyncGRPOTrainer:
     # --- trl's methods -----------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: bool | str | None = None, *, overwrite: bool = False) -> TrainOutput:
-        """Trains to the end. A run that the folder holds is kept: `resume_from_checkpoint=True` goes on with it, `overwrite=True` deletes it."""
+        """Trains to the end. A run that the folder holds is kept: `resume_from_checkpoint=True` goes on with it, `overwrite=True` replaces it."""
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         if isinstance(resume, str):
             raise ConfigError(

@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
+from midflight.config.bounds import RolloutBound
 from midflight.config.sections import Config
 from midflight.errors import EngineError, EngineUnavailable, NotSupported, RequestRejected, RequestTimeout
 from midflight.ports import Scorer
@@ -93,11 +94,23 @@ class Info(msgspec.Struct, frozen=True):
     temperature: float
     max_context: int
     rollout_seconds: float
+    """That the agent of a claimed rollout may take by itself."""
+    max_rollout_seconds: float
+    """The last bound on a whole rollout, as of now."""
     steps: int
 
 
-def info_route(config: Config, *, purpose: str, model: str, max_context: int, served: Callable[[], Version], token: str) -> BaseRoute:
-    """`GET /midflight/v1`."""
+def info_route(
+    config: Config,
+    *,
+    purpose: str,
+    model: str,
+    max_context: int,
+    served: Callable[[], Version],
+    bound: Callable[[], RolloutBound],
+    token: str,
+) -> BaseRoute:
+    """`GET /midflight/v1`. `bound`: the last one on a rollout, as of now."""
 
     async def info(request: Request) -> Response:
         return json_answer(
@@ -115,6 +128,7 @@ def info_route(config: Config, *, purpose: str, model: str, max_context: int, se
                 temperature=config.environment.temperature,
                 max_context=max_context,
                 rollout_seconds=config.environment.rollout_seconds,
+                max_rollout_seconds=bound().seconds,
                 steps=config.run.steps,
             )
         )

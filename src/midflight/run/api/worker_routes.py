@@ -19,21 +19,23 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from midflight.environments.crew import Assignment, Crew, HungWorker, Seat
+from midflight.environments.crew import LOOK_SECONDS, Assignment, Crew, HungWorker, Seat
 from midflight.errors import AgentFailed, ConfigError
 from midflight.run.api import worker_wire as wire
 from midflight.wire.edge import bearer_in, body_of, headers_of, json_answer, route, same_token
 
-LOOK_SECONDS = 1.0
-"""Between two looks for workers that hang."""
-
 
 class WorkerRoutes:
-    def __init__(self, crew: Crew, *, token: str) -> None:
-        self._crew, self._token = crew, token
+    def __init__(self, crew: Crew, *, token: str, control_token: str) -> None:
+        """`token` is the workers'; by `control_token` the launcher says that it is about to end one."""
+        self._crew, self._token, self._control_token = crew, token, control_token
 
     def routes(self) -> Sequence[BaseRoute]:
-        return [WebSocketRoute(wire.PATH, self._serve), route(wire.BLOCKED_PATH, self._blocked, token=self._token)]
+        return [
+            WebSocketRoute(wire.PATH, self._serve),
+            route(wire.BLOCKED_PATH, self._blocked, token=self._token),
+            route(wire.SPARED_PATH, self._spared, token=self._control_token),
+        ]
 
     async def _serve(self, socket: WebSocket) -> None:
         """Waits for the worker's words; ended by the loss of its connection, with which its agents are lost."""
@@ -62,6 +64,9 @@ class WorkerRoutes:
             case wire.AgentEnded() as ended:
                 self._crew.hear(seat)
                 self._crew.ended(seat, ended.session_id, result=ended.result(), error=_error(ended))
+            case wire.ToolsRun(session_id, limit):
+                self._crew.hear(seat)
+                self._crew.in_tools(seat, session_id, limit)
             case _:
                 self._crew.hear(seat)
         return seat
@@ -69,6 +74,10 @@ class WorkerRoutes:
     async def _blocked(self, request: Request) -> Response:
         said = await body_of(request, wire.LoopBlocked)
         self._crew.blocked(said.name, said.session_id, where=said.where, seconds=said.seconds)
+        return json_answer({})
+
+    async def _spared(self, request: Request) -> Response:
+        self._crew.spare((await body_of(request, wire.WorkerSpared)).name)
         return json_answer({})
 
 

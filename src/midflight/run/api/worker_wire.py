@@ -11,8 +11,7 @@ from midflight.types import Result
 
 PATH: Final = "/midflight/v1/worker"
 BLOCKED_PATH: Final = PATH + "/blocked"
-BEAT_SECONDS: Final = 1.0
-"""Between two beats of a worker's event loop; without a word for three of them it counts as silent."""
+SPARED_PATH: Final = PATH + "/spared"
 
 
 class RunAgent(msgspec.Struct, tag="run", frozen=True):
@@ -42,6 +41,13 @@ class Joined(msgspec.Struct, tag="joined", frozen=True):
 
 class BeatOfLoop(msgspec.Struct, tag="beat", frozen=True):
     """The worker's event loop turns."""
+
+
+class ToolsRun(msgspec.Struct, tag="tools", frozen=True):
+    """The agent runs tools that have limits of their own, for `limit` seconds at most; None: they have ended."""
+
+    session_id: str
+    limit: float | None
 
 
 class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
@@ -97,9 +103,15 @@ class LoopBlocked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: float
 
 
+class WorkerSpared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """By HTTP, from the launcher: it is about to end a worker for what no agent did."""
+
+    name: str
+
+
 encode = msgspec.json.Encoder().encode
 decode_for_worker = msgspec.json.Decoder(RunAgent | CancelAgent).decode
-decode_from_worker = msgspec.json.Decoder(Joined | BeatOfLoop | AgentEnded).decode
+decode_from_worker = msgspec.json.Decoder(Joined | BeatOfLoop | ToolsRun | AgentEnded).decode
 
 
 def _heard(said: dict[str, Any]) -> dict[str, Any]:

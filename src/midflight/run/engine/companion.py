@@ -11,11 +11,12 @@ Torch-free, but where adapters are merged or weights come by broadcast.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
-import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,19 +37,24 @@ from midflight.engines.servers.staged import write_first
 from midflight.engines.servers.vllm import VllmServer
 from midflight.errors import ConfigError, EngineError, EngineUnavailable, RunFailed, first_error
 from midflight.models.sizes import adapter_of, num_choices_of, num_experts_of, reads_more_than_text, sizes_of
-from midflight.run.engine import leash
-from midflight.run.heart import START_SECONDS
-from midflight.run.parts import EngineSpec, Launcher, Ready, ServerLost, serve_while
+from midflight.observe.motion import Motion, WorkedSince
+from midflight.run.guard import guarded
+from midflight.run.heart import ENDLESS
+from midflight.run.parts import EngineSpec, FirstWork, Launcher, Ready, ServerLost, Words, serve_while
+from midflight.run.places.port import KILLS
 from midflight.run.scratch import remove_left, scratch_folder
 from midflight.text.tokenizer import Tokenizer
 from midflight.weights.transports.direct import DirectFeed
 from midflight.weights.transports.select import receiver
 from midflight.wire.server import serve_app
 
+_log = logging.getLogger(__name__)
 POLL_SECONDS = 0.25
 """Between two looks at whether a server answers: it tells nobody else, and takes half a minute or more."""
 ANSWER_SECONDS = 2.0
-"""For the answer to one look."""
+"""For the answer to the first look; each has twice as long as the one before, because a busy server answers late."""
+LOOK_SECONDS = 1.0
+"""Between two looks at whether a server that comes up moves."""
 STOP_SECONDS = 1.5
 """Between asking a server to end and killing it: less than the companion has for its own end. A server keeps nothing worth a wait."""
 LAST_LINES = 25
@@ -64,14 +70,22 @@ async def run_companion(spec: EngineSpec, launcher: Launcher) -> None:
     with socket.socket(fileno=spec.socket_fd) as listener, scratch_folder(f"{spec.segment}-{spec.name}") as staging:
 
         async def serve(engine: ServerEngine) -> None:
-            app = build_app(engine, relay, token=spec.token, beside=[about_route(engine, Path(spec.model))])
+            serve_client = partial(relay, worked=FirstWork(launcher))
+            app = build_app(engine, serve_client, token=spec.token, beside=[about_route(engine, Path(spec.model))])
             starting.close()
             await serve_app(app, listener, ready=lambda: launcher.tell(Ready()))
 
         config = Config.model_validate_json(spec.config)
         with ExitStack() as starting:
-            starting.enter_context(launcher.heart.doing("starts its server", limit=START_SECONDS + config.engine.start_seconds))
-            await speak_for_server(config, Path(spec.model), serve, name=spec.name, url=spec.url, version=spec.version, staging=staging)
+            starting.enter_context(launcher.heart.doing("starts its server", limit=ENDLESS))  # which is ended when it stands still
+            await speak_for_server(
+                *(config, Path(spec.model), serve),
+                name=spec.name,
+                url=spec.url,
+                version=spec.version,
+                staging=staging,
+                say=lambda text: launcher.tell(Words(text)),
+            )
 
 
 async def speak_for_server(
@@ -83,6 +97,7 @@ async def speak_for_server(
     url: str | None,
     version: int,
     staging: Path,
+    say: Callable[[str], None] = _log.warning,
 ) -> None:
     """Starts a server, or attaches to the one at `url`; then `serve` answers for it. Ended by cancellation, or by the server's death.
 
@@ -97,15 +112,18 @@ async def speak_for_server(
             *(name, running.url, wire),
             tokenizer=tokenizer,
             model=model,
-            receiver=receiver(),
+            receiver=receiver(stage_seconds=config.weights.stage_seconds),
             staging=staging,
             version=version,
             num_workers=config.engine.servers[0].world_size if config.engine.servers else None,
-            direct=DirectWay(config.engine.kind, DirectFeed()),
+            direct=DirectWay(config.engine.kind, DirectFeed(answer_seconds=config.weights.stage_seconds)),
+            start_seconds=config.engine.start_seconds,
+            works=running.works,
         )
 
         async def serve_attached() -> None:
-            await engine.attached()
+            if caution := await engine.attached():
+                say(caution)
             await serve(engine)
 
         await serve_while(running.died(), _run(engine), serve_attached())
@@ -192,6 +210,9 @@ def reserve_port() -> socket.socket:
 class AttachedServer:
     """A server that others started and will end: whether it lives is found out by asking it."""
 
+    works = None
+    """It cannot be seen."""
+
     def __init__(self, url: str) -> None:
         self.url = url
 
@@ -231,8 +252,12 @@ async def started(config: Config, model: Path, *, name: str, version: int) -> As
             await server.stop()
 
 
+class StandsStill(Exception):
+    """A process that should move does not."""
+
+
 class StartedServer:
-    """The process at the end of the leash, its address and its log."""
+    """The server's process, its address and its log. Its guard ends it and its children when this process ends, however that happens."""
 
     def __init__(self, name: str, url: str, log: Path) -> None:
         self.name, self.url, self.log = name, url, log
@@ -244,42 +269,66 @@ class StartedServer:
         with self.log.open("ab") as log:
             self._log_began = log.tell()
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", leash.__file__, str(STOP_SECONDS), *command.argv),
-                stdin=asyncio.subprocess.PIPE,
+                *guarded(command.argv, seconds=STOP_SECONDS),
+                stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
                 env=command.environ,
                 start_new_session=True,
             )
 
+    def works(self) -> WorkedSince:
+        """Watches the server for one wait of `ServerClient`."""
+        assert self._process is not None
+        return WorkedSince(self._process.pid)
+
     async def come_up(self, path: str, *, seconds: float) -> None:
-        """Waits until it answers 200 at `path`. Its death is `RunFailed`: it would die again; more than `seconds` is `ServerLost`."""
+        """Waits until it answers 200 at `path`, as long as it and its children move. Its death is `RunFailed`, because it would die again, unless
+        somebody has killed it. That is `ServerLost`, and so it is where it does nothing for `seconds`."""
         try:
-            async with asyncio.timeout(seconds):
-                await serve_while(answering(self.url + path), self.died())
-        except TimeoutError as error:
-            raise ServerLost(
-                f"starting {self.name}'s server: no answer from {self.url}{path} within {seconds:g} s; raise engine.start_seconds, "
-                f"or look at {self._last_lines()}"
-            ) from error
+            await serve_while(answering(self.url + path), self.died(), self._standing_still(seconds))
         except BaseExceptionGroup as errors:
-            raise RunFailed(f"starting {self.name}'s server: {first_error(errors)}") from errors
+            first = first_error(errors)
+            if isinstance(first, StandsStill):
+                said = f"starting {self.name}'s server: no answer from {self.url}{path}, and it {first}"
+                raise ServerLost(f"{said}; raise engine.start_seconds, or look at {self._last_lines()}") from errors
+            if isinstance(first, ServerLost) and first.was_killed:
+                raise first from errors
+            raise RunFailed(f"starting {self.name}'s server: {first}") from errors
+
+    async def _standing_still(self, seconds: float) -> NoReturn:
+        """Waits until it has done nothing for so long: `StandsStill`. Ended by cancellation."""
+        assert self._process is not None
+        motion = Motion(self._process.pid)
+        while (still := motion.look()) < seconds:  # noqa: ASYNC110 (nothing tells of a process that does nothing)
+            await asyncio.sleep(min(LOOK_SECONDS, seconds / 4))
+        raise StandsStill(f"took no processor time, read and wrote nothing for {still:.0f} s")
 
     async def died(self) -> NoReturn:
         """Waits for its end, which nobody asked for: `ServerLost`."""
         assert self._process is not None
         status = await self._process.wait()
-        how = f"signal {status - 128}" if status > 128 else f"exit status {status}"
-        raise ServerLost(f"{self.name}'s server ended with {how}; {self._last_lines()}")
+        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        lost = ServerLost(f"{self.name}'s server ended with {how}; {self._last_lines()}")
+        lost.was_killed = status in KILLS
+        raise lost
 
     async def stop(self) -> None:
-        """Waits for the end of its processes, which the leash sees to; ended by that, at the latest by a kill."""
+        """Asks the server's process alone to end, because servers end their own children in order. Waits for that; ended by it, at the latest
+        by a kill. The guard ends what is left of its children."""
         process, self._process = self._process, None
-        if process is not None and process.stdin is not None:
-            process.stdin.close()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(2 * STOP_SECONDS):
-                    await process.wait()
+        if process is None or process.returncode is not None:
+            return
+        try:
+            process.terminate()
+            async with asyncio.timeout(STOP_SECONDS):
+                await process.wait()
+        except TimeoutError:
+            pass
+        finally:
+            if process.returncode is None:
+                process.kill()
+        await process.wait()
 
     def _last_lines(self) -> str:
         text = self.log.read_bytes()[self._log_began :].decode(errors="replace")
@@ -288,14 +337,16 @@ class StartedServer:
 
 async def answering(url: str) -> None:
     """Waits until a GET of `url` is answered 200; the caller has the deadline. `RunFailed` where something else listens there."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS)) as session:
-        while not await _answers(session, url):  # noqa: ASYNC110 (the event is another program's)
+    seconds = ANSWER_SECONDS
+    async with aiohttp.ClientSession() as session:
+        while not await _answers(session, url, seconds=seconds):
+            seconds *= 2
             await asyncio.sleep(POLL_SECONDS)
 
 
-async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
+async def _answers(session: aiohttp.ClientSession, url: str, *, seconds: float) -> bool:
     with suppress(aiohttp.ClientError, OSError, TimeoutError):
-        async with session.get(url, allow_redirects=False) as answer:
+        async with session.get(url, allow_redirects=False, timeout=aiohttp.ClientTimeout(total=seconds)) as answer:
             if 300 <= answer.status < 500:
                 raise RunFailed(
                     f"{url} is answered with status {answer.status}: another program listens there; mend engine.urls or engine.kind."

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from functools import partial
 from pathlib import Path
 
 from midflight.config.derived import served_dtype
@@ -12,11 +13,14 @@ from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.table import PrefixRoom
 from midflight.models.load import load_model
 from midflight.run.heart import START_SECONDS
-from midflight.run.parts import EngineSpec, Launcher, Ready, serve_while
+from midflight.run.parts import TEACHER, EngineSpec, FirstWork, Launcher, Ready, Words, serve_while
 from midflight.text.tokenizer import Tokenizer
 from midflight.types.facts import unheard
 from midflight.weights.transports.select import receiver
 from midflight.wire.server import serve_app
+
+SPEAKERS = ("engine0", "teacher")
+"""Engines that tell how slow their model is. The others serve the same model as the first."""
 
 
 def make_engine(config: Config, model: Path, *, name: str, version: int) -> EmbeddedEngine:
@@ -25,7 +29,7 @@ def make_engine(config: Config, model: Path, *, name: str, version: int) -> Embe
         load_model(model, dtype=served_dtype(config), device=section.device),
         tokenizer=Tokenizer.load(model),
         name=name,
-        receiver=receiver(),
+        receiver=receiver(stage_seconds=config.weights.stage_seconds),
         record=unheard,
         max_running=section.max_running,
         max_batch_tokens=section.max_batch_tokens,
@@ -35,14 +39,18 @@ def make_engine(config: Config, model: Path, *, name: str, version: int) -> Embe
         prefixes=PrefixRoom(section.prefix_mb * 2**20, section.prefix_age),
         records_experts=config.correction.routing_replay,
         guesses=section.guesses,
+        owns_model=name != TEACHER,  # which scores, and multiplies by the modules
     )
 
 
 async def run_engine(spec: EngineSpec, launcher: Launcher) -> None:
     """Decodes and serves until the launcher ends it, or the decode loop crashes."""
     config = Config.model_validate_json(spec.config)
-    with launcher.heart.doing("loads its model", limit=START_SECONDS, heavy=True):
+    with launcher.heart.doing("loads its model", limit=START_SECONDS, heavy=True, computes=True):
         engine = await asyncio.to_thread(make_engine, config, Path(spec.model), name=spec.name, version=spec.version)
-    app = build_app(engine, relay_steps, token=spec.token, scorer=engine, beside=[about_route(engine, Path(spec.model))])
+    if engine.warning and spec.name in SPEAKERS:
+        launcher.tell(Words(f"{spec.name}: {engine.warning}"))
+    about, worked = about_route(engine, Path(spec.model)), FirstWork(launcher)
+    app = build_app(engine, partial(relay_steps, worked=worked), token=spec.token, scorer=engine, beside=[about], worked=worked)
     with socket.socket(fileno=spec.socket_fd) as listener:
         await serve_while(engine.run(), serve_app(app, listener, ready=lambda: launcher.tell(Ready())))

@@ -1,11 +1,16 @@
-"""How often a part may be started again: at most so often, but what was spent comes back with time. Synchronous."""
+"""How often a part may be started again without having done anything in between. Synchronous.
+
+A part that has worked since its last start has earned its restarts back, and what was spent comes back with time. So a part that dies now and
+then goes on for ever, and one that cannot work ends the run. How long a restart waits follows from the deaths alone, so that a part that works for
+a moment between two deaths is not started again and again at once.
+"""
 
 from midflight.errors import every_error, first_error
 from midflight.run.parts import Restarted
 from midflight.run.places.port import PartFailed
 
 REPLENISH_SECONDS = 600.0
-"""After this a restart that was spent is there again: crashes that far apart do not end a run of a week, and a crash loop still ends."""
+"""After this a restart that was spent is there again, and a death is forgotten: crashes that far apart do not end a run of a week."""
 FIRST_WAIT, LONGEST_WAIT = 2.0, 30.0
 """Seconds before the second restart in a row, which double with each; the first is at once."""
 
@@ -17,22 +22,38 @@ class Budget:
         self._size = size
         self._spent: list[float] = []
         """When each restart was, of those that have not come back."""
+        self._deaths: list[float] = []
+        """When each restart was, of the last ten minutes."""
 
     def left(self, now: float) -> int:
-        self._spent = [at for at in self._spent if now - at < REPLENISH_SECONDS]
+        self._spent = _recent(self._spent, now)
         return self._size - len(self._spent)
 
-    def spend(self, now: float) -> float | None:
-        """Takes a restart, and says how many seconds to wait before it; None when none is left."""
-        if self.left(now) <= 0:
+    def earn(self) -> None:
+        """The part has worked since it was started: all its restarts are there again."""
+        self._spent.clear()
+
+    def spend(self, now: float, *, counts: bool = True) -> float | None:
+        """Takes a restart, and says how many seconds to wait before it; None when none is left.
+
+        With `counts` false the death says nothing about the part, and only the wait grows. A budget of none has no restart for it either.
+        """
+        if self._size == 0 or (counts and self.left(now) <= 0):
             return None
-        wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (len(self._spent) - 1)) if self._spent else 0.0
-        self._spent.append(now)
+        self._deaths = _recent(self._deaths, now)
+        wait = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (len(self._deaths) - 1)) if self._deaths else 0.0
+        self._deaths.append(now)
+        if counts:
+            self._spent.append(now)
         return wait
 
     def seconds_to_next(self, now: float) -> float:
         """Until one comes back; as long as one takes where there was never any."""
         return self._spent[0] + REPLENISH_SECONDS - now if self._spent else REPLENISH_SECONDS
+
+
+def _recent(times: list[float], now: float) -> list[float]:
+    return [at for at in times if now - at < REPLENISH_SECONDS]
 
 
 class Budgets:
@@ -41,9 +62,15 @@ class Budgets:
     def __init__(self, size: int) -> None:
         self._size = size
         self._budgets: dict[str, Budget] = {}
+        self._furthest = 0
 
     def of(self, part: str) -> Budget:
         return self._budgets.setdefault(part, Budget(self._size))
+
+    def is_further(self, step: int) -> bool:
+        """Whether the run has come to a step that it had not reached before. Steps that it makes once more are no work."""
+        before, self._furthest = self._furthest, max(self._furthest, step)
+        return step > before
 
     def spend_on(self, failures: BaseException, *, now: float, possible: bool = True) -> Restarted:
         """Takes a restart of the part whose failure ended the others', and says so. Raises the failure where none is left or `possible`.

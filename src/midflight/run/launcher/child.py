@@ -5,7 +5,6 @@ started the run and one spec from standard input, runs the part until that ends 
 """
 
 import asyncio
-import ctypes
 import faulthandler
 import gc
 import os
@@ -34,12 +33,6 @@ STOP_SECONDS = 2.5
 
 GC_THRESHOLD = 50_000
 """Allocations between two collections: one request of an agent makes thousands of objects, nearly all freed by counting."""
-
-
-def die_with_parent() -> None:
-    """Linux ends this process when its parent dies, however that happens."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def part_main(part: parts.ProcessKind, arguments: Sequence[str]) -> Callable[[Any, parts.Launcher], Awaitable[None]]:
@@ -115,8 +108,8 @@ def _verdict(error: BaseException) -> tuple[parts.Verdict, str]:
             return parts.Verdict.FINAL, str(error)
         case parts.PartLost():
             return parts.Verdict.LOST, str(error)
-        case parts.ServerLost():
-            return parts.Verdict.CRASH, str(error)
+        case parts.ServerLost(was_killed=was_killed):
+            return parts.Verdict.KILLED if was_killed else parts.Verdict.CRASH, str(error)
         case _:
             return parts.Verdict.CRASH, f"{type(error).__name__}: {error}"
 
@@ -135,7 +128,6 @@ def end_soon(status: int) -> None:
 
 
 def main() -> int:
-    die_with_parent()
     part = parts.ProcessKind(sys.argv[1])
     launcher = parts.Launcher()
     if os.environ.get(parts.SEATED_VARIABLE):
@@ -146,7 +138,7 @@ def main() -> int:
     gc.set_threshold(GC_THRESHOLD)  # before the imports, of which collections would be a fifth
     try:
         given.read(sys.stdin.buffer)
-        with launcher.heart.doing("imports", limit=START_SECONDS, heavy=True):
+        with launcher.heart.doing("imports", limit=START_SECONDS, heavy=True, computes=True):
             run = part_main(part, sys.argv[2:])
     except Exception as error:
         report(error, launcher)

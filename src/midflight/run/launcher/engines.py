@@ -10,7 +10,7 @@ for them at first.
 
 import asyncio
 import signal
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,17 +21,17 @@ from midflight.config.derived import num_engines
 from midflight.config.seats import config_in_place, engine_resources, engines_min, server_of
 from midflight.config.sections import Config
 from midflight.errors import RunFailed, first_error
+from midflight.observe.status import duration
 from midflight.run.launcher.budgets import Budgets
-from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, PartLost, ProcessKind, Restarted, Spec, serve_while
+from midflight.run.launcher.killed import KilledStarts, is_told, why_ended, why_killed
+from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, PartLost, ProcessKind, Restarted, Spec, Words, serve_while
 from midflight.run.places.port import Child, PartFailed, Place, Places, Wants
 
 if TYPE_CHECKING:
     from midflight.run.api.membership import MembershipClient
 
-JOIN_SECONDS = 600.0
-"""For the gateway to admit an engine: it first asks it what it is, and compares weights, which takes as long as they are large."""
-LEAVE_SECONDS = 600.0
-"""For the requests that are drained; the gateway has a shorter deadline."""
+REMINDER_SECONDS = 30.0
+"""After which it is said that requests wait for an engine; again each time that this has doubled."""
 AGAIN_SECONDS = 2.0
 """Between two attempts at a gateway that does not answer yet."""
 
@@ -77,13 +77,24 @@ class Engines:
         say: Callable[[Message], None],
         start: Callable[[EnginePart], Awaitable[Child]],
         follow: Callable[[Child, Callable[[ModelReady], Spec]], Awaitable[None]],
+        memory: Callable[[], str],
+        holds: bool,
     ) -> None:
+        """`memory`: what there is, what the parts are estimated to take, and the remedy, in sentences. `holds`: requests wait for an engine for as
+        long as one is started, however often that is killed; else the run ends when nothing comes of it, see `killed`."""
         self._config, self._places, self._access = config, places, access
         self._budgets, self._serving, self._say, self._start, self._follow = budgets, serving, say, start, follow
+        self._memory = memory
+        self._holds = holds
+        self._killed = KilledStarts()
         self.parts: dict[str, EnginePart] = {}
         self._up: dict[str, asyncio.Event] = {}
         self._apart = set[str]()
         """Those that answer what is not trained, and nothing else."""
+        self._spent = set[str]()
+        """Those that wait for a restart to come back."""
+        self._reminders: dict[str, asyncio.TimerHandle] = {}
+        """When it is said again that requests wait for an engine."""
 
     async def take(self, *, with_teacher: bool) -> Sequence[Coroutine[Any, Any, None]]:
         """Places for the engines that the run starts with. Returns what keeps them, and what has the others join."""
@@ -109,6 +120,7 @@ class Engines:
         return {part.name: part.address for part in self.parts.values()}
 
     def came_up(self, name: str) -> None:
+        self._stop_reminding(name)
         if (event := self._up.get(name)) is not None:
             event.set()
 
@@ -117,18 +129,40 @@ class Engines:
 
     async def keep(self, part: EnginePart) -> None:
         """Runs one engine, and starts it again when it dies: it comes back with the first weights, in quarantine; the teacher with its own."""
-        while True:
-            self.parts[part.name] = part
-            failure = await self._life(part)
-            self._serving.discard(part.name)
-            if not (part.place.lost or part.place.is_recalled):
-                part = replace(part, joins=await self._may_restart(failure) or part.joins)
-            elif part.name == TEACHER:
-                raise failure  # its address is told at the start alone
-            else:
-                part.place.close()
-                self._say(Restarted(part.name, str(failure), None))
-                part = replace(part, place=await self._elsewhere(part.name), joins=True)
+        try:
+            while True:
+                part = await self._next_life(part)
+        finally:
+            self._stop_reminding(part.name)
+
+    async def _next_life(self, part: EnginePart) -> EnginePart:
+        """Waits for the end of one process, then for the time and the place of the next. Returns that one."""
+        self.parts[part.name] = part
+        failure = await self._life(part)
+        was_killed_early = failure.was_killed and part.name not in self._serving
+        if part.name in self._serving:
+            self._killed.forget([part.name, *(one for one in self.parts if part.name in self._others(one, self.parts))])
+        self._serving.discard(part.name)
+        if not (part.place.lost or part.place.is_recalled):
+            # Whoever kills an engine that loads its model says nothing about the model.
+            failure = self._killed_early(failure) if was_killed_early else failure
+            left = await self._may_restart(failure, counts=not was_killed_early)
+            return replace(part, joins=left or part.joins)
+        if part.name == TEACHER:
+            raise failure  # its address is told at the start alone
+        part.place.close()
+        self._say(Restarted(part.name, str(failure), None))
+        return replace(part, place=await self._elsewhere(part.name), joins=True)
+
+    def _killed_early(self, failure: PartFailed) -> PartFailed:
+        """The failure of an engine that was killed while it started, with what can be done, now and then. `RunFailed` where none can be started."""
+        name = failure.part
+        num = self._killed.add(name)
+        others = [] if name == TEACHER else self._others(name, self.parts)
+        may_come_up = [one for one in others if one not in self._spent]
+        if not self._holds and not self._serving.intersection(others) and self._killed.have_ended([name, *may_come_up]):
+            raise RunFailed(f"{why_ended(sorted([name, *may_come_up]), self._memory())}\n{failure}") from failure
+        return PartFailed(f"{failure}\n{why_killed(num, name, self._memory())}", part=name) if is_told(num) else failure
 
     async def _elsewhere(self, name: str, *, for_ever: bool = False) -> Place:
         """Waits for a place, while others serve longer than the limit of one that the run needs. A seat that dies as it is taken is another
@@ -137,9 +171,9 @@ class Engines:
             try:
                 return await self._take(name, for_ever=for_ever)
             except PartFailed as failure:
-                await self._may_restart(PartFailed(str(failure), part=name))
+                await self._may_restart(PartFailed(str(failure), part=name), counts=True)
             except RunFailed:
-                if not self._others(name):
+                if not self._others(name, self._serving):
                     raise
 
     async def _life(self, part: EnginePart) -> PartFailed:
@@ -192,21 +226,24 @@ class Engines:
         said = f"{part.name} leaves its place at {part.place.host}, which is about to be taken away"
         try:
             async with self._members() as members:
-                answer = await members.leave(part.name, force=True, seconds=LEAVE_SECONDS)
+                seconds = self._config.gateway.drain_seconds + self._config.run.stall_seconds
+                answer = await members.leave(part.name, force=True, seconds=seconds)
             said += f": {msgspec.json.decode(answer.content)['resumed']} requests go on elsewhere" if answer.status == 200 else ""
         except PartLost as lost:  # nobody asks anything of it then
             said += f"; the gateway {lost}"
         raise PartFailed(said, part=part.name)
 
     async def _announce(self, part: EnginePart) -> None:
-        """Tells the gateway where the engine is. Waits until the engine serves, and for the gateway, which may not serve yet."""
+        """Tells the gateway where the engine is. Waits until the engine serves, and for the gateway, which may not serve yet, and which asks the
+        engine what it is: the larger its weights, the longer that takes."""
         from midflight.run.api.membership import EngineAddress
 
         await self._up[part.name].wait()
+        seconds = self._config.cluster.wait_seconds + self._config.run.stall_seconds
         async with self._members() as members:
             while True:
                 try:
-                    answer = await members.put(part.name, EngineAddress(part.address), seconds=JOIN_SECONDS)
+                    answer = await members.put(part.name, EngineAddress(part.address), seconds=seconds)
                     break
                 except PartLost:
                     await asyncio.sleep(AGAIN_SECONDS)
@@ -214,30 +251,61 @@ class Engines:
             said = answer.content.decode(errors="replace")
             raise PartFailed(f"{part.name} at {part.address} was not admitted ({answer.status}): {said}", part=part.name)
 
-    def _others(self, name: str) -> Sequence[str]:
-        """Engines that serve; for one that is trained, those that are."""
-        return sorted(self._serving & self.parts.keys() - {TEACHER, name} - (set() if name in self._apart else self._apart))
+    def _others(self, name: str, among: Collection[str]) -> Sequence[str]:
+        """The other engines `among` these parts; for one that is trained, those that are."""
+        unlike = set[str]() if name in self._apart else self._apart
+        return sorted((self.parts.keys() & among) - {TEACHER, name} - unlike)
 
     async def _give_up(self, name: str) -> None:
         """Tells the gateway that nobody need wait for this engine. Waits for its answer."""
         with suppress(PartLost):  # nobody asks anything of it then
             async with self._members() as members:
-                await members.leave(name, force=True, drain_seconds=0, for_good=True, seconds=LEAVE_SECONDS)
+                await members.leave(name, force=True, drain_seconds=0, for_good=True, seconds=self._config.run.stall_seconds)
 
-    async def _may_restart(self, failure: PartFailed) -> bool:
-        """Waits for an engine's back-off. A spent budget is the failure; but while another engine serves, it is a longer wait, in which one
-        that answers what is not trained has left the run. Says whether it has."""
-        name, loop, left = failure.part, asyncio.get_running_loop(), False
-        while (wait := self._budgets.of(name).spend(loop.time())) is None:
-            others = ", ".join(self._others(name))
+    async def _may_restart(self, failure: PartFailed, *, counts: bool) -> bool:
+        """Waits for an engine's back-off. Says whether it has left the run meanwhile, as one does that answers what is not trained.
+
+        A spent budget is the failure, unless another engine serves or can still come up: then it is a longer wait.
+        """
+        name, now, left = failure.part, asyncio.get_running_loop().time, False
+        budget = self._budgets.of(name)
+        if name not in self._reminders:
+            self._remind(name, since=now(), seconds=REMINDER_SECONDS)
+        while (wait := budget.spend(now(), counts=counts)) is None:
+            self._spent.add(name)
+            others = self._others(name, self.parts.keys() - self._spent)
             if not others or name == TEACHER:
                 raise failure
-            back = self._budgets.of(name).seconds_to_next(loop.time())
-            self._say(Restarted(name, f"{failure}\nIts restarts are spent; {others} goes on.", 0, back))
+            back = budget.seconds_to_next(now())
+            self._say(Restarted(name, f"{failure}\nIts restarts are spent; {self._said_of(others)}.", 0, back))
             if name in self._apart and not left:
                 await self._give_up(name)
                 left = True
             await asyncio.sleep(back)
-        self._say(Restarted(name, str(failure), self._budgets.of(name).left(loop.time()), wait))
+        self._spent.discard(name)
+        self._say(Restarted(name, str(failure), budget.left(now()), wait))
         await asyncio.sleep(wait)
         return left
+
+    def _said_of(self, engines: Sequence[str]) -> str:
+        """What they do now, as a sentence."""
+        serving = [name for name in engines if name in self._serving]
+        if serving:
+            return f"{', '.join(serving)} goes on"
+        return f"{', '.join(engines)} is being started, and requests wait for that"
+
+    def _remind(self, name: str, *, since: float, seconds: float) -> None:
+        """Says after so long, and each time that this has doubled, that requests wait, if no engine serves then."""
+        loop = asyncio.get_running_loop()
+
+        def say() -> None:
+            if not self._serving & self.parts.keys() - {TEACHER}:
+                away = f"no engine has served for {duration(loop.time() - since)}: requests wait for {name}, which is being started"
+                self._say(Words(f"{away}. Its log is logs/{name}.log in {self._config.run.folder}."))
+            self._remind(name, since=since, seconds=2 * seconds)
+
+        self._reminders[name] = loop.call_later(seconds, say)
+
+    def _stop_reminding(self, name: str) -> None:
+        if (reminder := self._reminders.pop(name, None)) is not None:
+            reminder.cancel()

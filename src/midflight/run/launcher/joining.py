@@ -40,10 +40,6 @@ E = TypeVar("E", bound=ServedEngine)
 
 SAY_SECONDS = 5.0
 """Between two times of saying where the engine is: a gateway that was started anew knows of none that had joined."""
-ASK_SECONDS = 120.0
-"""For the answer: the gateway asks the engine before it lets it in."""
-LEAVE_SECONDS = 600.0
-"""For the requests that are drained; the gateway has a shorter deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +53,13 @@ class Door:
         return HttpClient(self.url, lost=lambda what: PartLost(f"the gateway at {self.url} {what}"), token=self.token)
 
 
-async def asked(door: Door, *, name: str) -> EngineNeeds:
-    """What the run needs of an engine. `ConfigError` where there is none, the token is wrong, its version another, or the name taken."""
+async def asked(door: Door, *, name: str, patience_seconds: float) -> EngineNeeds:
+    """What the run needs of an engine. Waits for the answer, at most `patience_seconds`. `ConfigError` where there is none, the token is wrong, its version another, or the name taken."""
     if not re.fullmatch(r"https?://[^\s/?#@]+/?", door.url):
         raise ConfigError(f"--url is {door.url!r}: give the gateway's address, such as http://10.0.0.5:8000.")
     try:
         async with door.client() as http:
-            answer = await MembershipClient(http).members(seconds=ASK_SECONDS)
+            answer = await MembershipClient(http).members(seconds=_bounded(patience_seconds))
     except PartLost as lost:
         raise ConfigError(
             f"nothing answers at {door.url} ({lost.__cause__}): give the address that the run printed, as seen from here."
@@ -105,11 +101,13 @@ def own_address(url: str) -> str:
 class JoinedEngine:
     """The membership of one engine."""
 
-    def __init__(self, door: Door, name: str, *, patience_seconds: float, say: Callable[[str], None]) -> None:
-        """`patience_seconds`: how long a gateway may stay away before this gives up."""
+    def __init__(self, door: Door, name: str, *, patience_seconds: float, drain_seconds: float, say: Callable[[str], None]) -> None:
+        """`patience_seconds`: how long a gateway may stay away before this gives up. `drain_seconds`: how long it lets requests end here when
+        this leaves."""
         self.name = name
         self._door, self._say = door, say
         self._patience_seconds = patience_seconds
+        self._drain_seconds = drain_seconds
         self._told = ""
         self._is_member = False
 
@@ -132,7 +130,8 @@ class JoinedEngine:
         heard = clock()
         while True:
             try:
-                answer = await client.put(self.name, msgspec.structs.replace(address, again=self._is_member), seconds=ASK_SECONDS)
+                said = msgspec.structs.replace(address, again=self._is_member)
+                answer = await client.put(self.name, said, seconds=_bounded(self._patience_seconds))
                 heard = clock()
                 self._hear(answer)
             except PartLost as lost:
@@ -161,7 +160,7 @@ class JoinedEngine:
         """Waits for the requests that may end here; a gateway that is gone, or whoever asks again, ends it."""
         self._say(f"{self.name} leaves: its requests may end")
         try:
-            answer = await client.leave(self.name, force=True, seconds=LEAVE_SECONDS)
+            answer = await client.leave(self.name, force=True, seconds=_bounded(self._drain_seconds + self._patience_seconds))
         except PartLost as lost:
             self._say(str(lost))
         else:
@@ -173,6 +172,11 @@ class JoinedEngine:
         if key != self._told:
             self._told = key
             self._say(text)
+
+
+def _bounded(seconds: float) -> float:
+    """For one answer: 0 would be without a limit."""
+    return max(seconds, SAY_SECONDS)
 
 
 def _error_in(answer: Answered) -> tuple[str, str]:
@@ -190,9 +194,9 @@ def run(config: Config, door: Door, *, name: str, host: str | None, port: int, a
     with Terminal(as_json=config.observe.log_format == "json") as terminal:
         terminal.say(opening.serving(config, logs=False))
         place = (own_address(door.url) if host is None else host, port)
-        return main_task(
-            join(config, model, JoinedEngine(door, name, patience_seconds=patience_seconds, say=terminal.say), place, advertised)
-        )
+        drain_seconds = config.gateway.drain_seconds
+        joined = JoinedEngine(door, name, patience_seconds=patience_seconds, drain_seconds=drain_seconds, say=terminal.say)
+        return main_task(join(config, model, joined, place, advertised))
 
 
 async def join(config: Config, model: Path, joined: JoinedEngine, place: tuple[str, int], advertised: str | None) -> None:

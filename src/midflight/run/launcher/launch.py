@@ -24,10 +24,14 @@ from midflight.observe.status import Phase, Status, WarmStartStatus, heldout
 from midflight.observe.summary import Said, Summary, past_seconds, summarise, summary_table, write_summary
 from midflight.observe.terminal import Terminal
 from midflight.run.launcher import opening
+from midflight.run.launcher.aside import is_aside
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.ending import Stop, main_task
-from midflight.run.launcher.folder import CONFIG, ROWS, can_go_on, check_kept, clear, held, prepare
+from midflight.run.launcher.folder import CONFIG, ROWS, can_go_on, clear, kept, prepare, set_aside
+from midflight.run.launcher.holding import held
+from midflight.run.launcher.replacing import ReplacedRun
 from midflight.run.launcher.ring import WRITING_SECONDS, Ring
+from midflight.run.launcher.starting import check_kept
 from midflight.run.launcher.tracking import ENDING_SECONDS, Tracking
 from midflight.run.launcher.viewing import BesideRun
 from midflight.run.parts import (
@@ -49,8 +53,6 @@ from midflight.run.places.port import HasDescriptor, PartFailed
 from midflight.types import Version
 from midflight.wire.server import exposure, is_loopback
 
-PLOT_SECONDS = 60.0
-"""For the plot of a run that has finished: on a busy machine matplotlib takes a quarter of a minute to be imported."""
 MEMORY_SECONDS = 1.0
 """Between two looks at the memory of all processes; a look costs some milliseconds of one core."""
 
@@ -100,6 +102,7 @@ class Run:
         self._memory = PeakMemory(os.getpid(), elsewhere=lambda: sum(self._newest.memory.values()) if self._newest else 0)
         self._viewer = BesideRun(config, token=token.value, say=terminal.say)
         self._tracking = Tracking(config, terminal.say)
+        self._replaced = ReplacedRun(self._folder, terminal.say)
         self.status = Status(name=config.run.name, steps=config.run.steps)
 
     @property
@@ -147,6 +150,8 @@ class Run:
         match message:
             case Progress(status):
                 self.status = status
+                if status.step:
+                    self._replaced.look()
                 self._tracking.start()  # only now is a resumed run's journal without the steps that are lost
                 self._tracking.hear()
             case WarmStart(step, loss, accuracy):
@@ -156,7 +161,7 @@ class Run:
                 warm = WarmStartStatus(step, section.max_steps, loss, shown, section.target_accuracy)
                 self.status = Status(name=self._config.run.name, phase=Phase.WARM_START, steps=self._config.run.steps, warm_start=warm)
             case Ready(url) if url is not None:
-                self._terminal.say(f"gateway: {url}, with its token in {self._folder / 'endpoint.json'}")
+                self._terminal.say(where_gateway(url, self._folder))
                 return
             case _:
                 if (said := sentence(message)) is not None:
@@ -183,10 +188,14 @@ class Run:
         except OSError as error:  # must not hide why the run ended
             self._terminal.say(f"the summary could not be written: {disk_full(error) or error}")
         if self.status.step:
-            missing = drawn_by_itself(self._folder, title=self._config.run.name, seconds=PLOT_SECONDS if finished else WRITING_SECONDS)
+            seconds = self._config.run.stall_seconds if finished else WRITING_SECONDS
+            missing = drawn_by_itself(self._folder, title=self._config.run.name, seconds=seconds, patient=finished)
             if missing is not None:
                 self._terminal.say(missing)
         self._tracking.end(seconds=ENDING_SECONDS if finished else max(0.5, WRITING_SECONDS - (time.monotonic() - began)))
+        self._replaced.look()
+        if finished:
+            self._replaced.wait()
         return summary
 
 
@@ -210,6 +219,10 @@ def sentence(message: Message) -> str | None:
             return None
 
 
+def where_gateway(url: str, folder: Path) -> str:
+    return f"gateway: {url}, with its token in {folder / 'endpoint.json'}"
+
+
 def after(seconds: float) -> str:
     return f" in {seconds:.0f} s" if seconds else ""
 
@@ -217,6 +230,14 @@ def after(seconds: float) -> str:
 def begin(config: Config, console: Console | None = None) -> None:
     """The first lines of `train` and `rollouts`, which they do not repeat: said while the configuration is tried, which takes seconds."""
     Terminal(console, as_json=as_json(config)).say(opening.beginning(config))
+
+
+def _begin_in(folder: Path, config: Config, *, resume: bool, say: Callable[[str], None]) -> None:
+    """Makes the folder ready. A run that is there, and that `check_kept` lets this one replace, stays aside until this one's first step."""
+    if not resume and (found := kept(folder)) is not None:
+        set_aside(folder, config)
+        say(f"{folder} holds {found}, which is deleted after the first step of this one; if this one ends before that, it is put back.")
+    prepare(folder, config, resume=resume)
 
 
 def train(
@@ -229,8 +250,9 @@ def train(
     program = program or Program()
     folder, token = Path(config.run.folder), control_token(None)
     with Terminal(program.console, as_json=as_json(config)) as terminal, held(folder, terminal.say) as lock:
-        check_kept(config, resume=resume, overwrite=overwrite)  # again: while it was not held, somebody else may have used it
-        prepare(folder, config, resume=resume)
+        # again: while it was not held, somebody else may have used it
+        check_kept(config, resume=resume, overwrite=overwrite, gives_rows=program.rows is not None)
+        _begin_in(folder, config, resume=resume, say=terminal.say)
         if program.rows is not None:
             shutil.copyfile(program.rows, folder / ROWS)
         terminal.say(opening.training(config, own_loss=own_loss))
@@ -242,8 +264,9 @@ def train(
         finally:
             summary = program.summary = run.conclude(finished=status == 0)
         terminal.say(summary_table(summary, run.status))
-        made = [name for name in ("summary.json", "metrics.jsonl", "plot.png", "model/", "adapter/") if (folder / name).exists()]
-        terminal.say(f"{folder}: {', '.join(made)}")
+        if not is_aside(folder):
+            made = [name for name in ("summary.json", "metrics.jsonl", "plot.png", "model/", "adapter/") if (folder / name).exists()]
+            terminal.say(f"{folder}: {', '.join(made)}")
     return status
 
 
@@ -258,8 +281,8 @@ def rollouts(config: Config, *, overwrite: bool = False, token: str | None) -> i
     chosen = control_token(token)
     folder = Path(config.run.folder)
     with Terminal(as_json=as_json(config)) as terminal, held(folder, terminal.say) as lock:
-        check_kept(config, resume=False, overwrite=overwrite, resumable=False)
-        prepare(folder, config, resume=False)
+        check_kept(config, resume=False, overwrite=overwrite, trains=False)
+        _begin_in(folder, config, resume=False, say=terminal.say)
         terminal.say(opening.rolling_out(config))
         run = Run(config, terminal, chosen, lock)
         warn(terminal, config, anonymous=False)
@@ -320,6 +343,8 @@ def evaluate(config: Config, model: Path, *, program: Program | None = None) -> 
             if isinstance(message, Progress):
                 last = message.status
                 terminal.show(last)
+            elif isinstance(message, Ready) and message.url is not None:  # workers outside claim the rollouts
+                terminal.say(where_gateway(message.url, Path(config.run.folder)))
             elif (said := sentence(message)) is not None:
                 terminal.say(said)
 

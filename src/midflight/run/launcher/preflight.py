@@ -10,29 +10,28 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from midflight import given
 from midflight.config import derived
-from midflight.config.agent import SINGLE_TURN, agent_of
+from midflight.config.agent import SINGLE_TURN, agent_of, entries_of
 from midflight.config.folders import check_tokenizer
 from midflight.config.formulas import OBJECTIVES
 from midflight.config.seats import device_map
 from midflight.config.sections import Config
-from midflight.config.sources import DATASET_SIZE, SourceSection, source_names
+from midflight.config.sources import DATASET_SIZE, source_names
 from midflight.errors import ConfigError, MidflightError
-from midflight.observe.status import size
+from midflight.observe.status import duration, size
+from midflight.run.launcher.drawing import TakesLonger, TaskDrawing, with_few
 from midflight.run.launcher.folder import num_bytes_of_run
 from midflight.run.launcher.survey import LOOKING_SECONDS, SourceFindings, Survey
+from midflight.run.launcher.trial import trying
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.pairs import check_local, store_path
@@ -44,13 +43,6 @@ if TYPE_CHECKING:
     from midflight.environments.tasks import Source
 
 T = TypeVar("T")
-
-DRAWING_SECONDS = 20.0
-"""Tasks are drawn whole within this time; beyond it, it is estimated how long they take."""
-MAX_DRAWING_SECONDS = 600.0
-"""Trainer and rollout process draw them too, at every start."""
-FEW = 200
-"""Tasks that such an estimate is made from."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -72,15 +64,13 @@ class Findings(msgspec.Struct, frozen=True):
     sources: tuple[SourceFindings, ...] = ()
 
 
-class OutOfTime(BaseException):
-    """Not an `Exception`: what is interrupted may catch those."""
-
-
 class Inspection:
     """Looks at one configuration. Every problem is found, not only the first."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, doing: Callable[[str], None] = lambda _: None) -> None:
+        """`doing` hears what is done from now on, as a verb with its object."""
         self._config = config
+        self._doing = doing
         self._problems: list[str] = []
         self._notes: list[str] = []
 
@@ -106,6 +96,7 @@ class Inspection:
 
     def machine(self) -> Findings:
         """What the machine has of it, and what was found before."""
+        self._doing("looks at the machine")
         here = (self._devices, self._shared_memory, self._port) if self._config.cluster.kind == "local" else ()
         for look in (self._disk, *here):
             self._tried(look)
@@ -124,8 +115,10 @@ class Inspection:
         from midflight.environments.mcp_servers import check_servers
         from midflight.environments.registry import AgentProgram
 
+        self._doing(f"imports {', '.join(entries_of(self._config.environment)) or agent_of(self._config.environment)}")
         program = AgentProgram(self._config.environment)
         if self._config.environment.mcp:
+            self._doing("starts the servers of environment.mcp")
             asyncio.run(check_servers(self._config.environment.mcp))
         return program
 
@@ -134,30 +127,21 @@ class Inspection:
         from midflight.environments.tasks import load_sources
 
         sections, seed = self._config.environment.sources, self._config.run.seed
-        drawn = [section for section in sections if section.dataset is not None]
-        if not drawn:
-            return load_sources(sections, seed=seed)
+        self._doing("opens the sources of tasks")
+        drawing = TaskDrawing(sections, say=self._doing)
         try:
-            with _within(DRAWING_SECONDS):
-                return load_sources(sections, seed=seed)
-        except OutOfTime:
+            return load_sources(sections, seed=seed, on_entry=drawing.drawn)
+        except TakesLonger:
             pass
-        few = [section if section.dataset is None else _with_few(section) for section in sections]
-        began = time.perf_counter()
-        sources = load_sources(few, seed=seed)
-        seconds = (time.perf_counter() - began) * max(_num_draws(section) / _num_draws(_with_few(section)) for section in drawn)
-        wanted = ", ".join(f"{s.dataset}: size = {s.size or DATASET_SIZE}, heldout = {s.num_heldout}" for s in drawn)
-        if seconds > MAX_DRAWING_SECONDS:
-            raise ConfigError(
-                f"environment.sources ({wanted}): drawing so many tasks takes about {seconds / 60:,.0f} minutes, at every start; "
-                f"lower size and heldout: {MAX_DRAWING_SECONDS / 60:.0f} minutes are the most."
-            )
+        wanted = ", ".join(f"{s.dataset}: size = {s.size or DATASET_SIZE}, heldout = {s.num_heldout}" for s in sections if s.dataset)
         self._notes.append(
-            f"drawing the tasks ({wanted}) takes about {seconds:.0f} s at every start; whether there are so many is not checked."
+            f"drawing the tasks ({wanted}) takes about {duration(drawing.whole_seconds)} of processor time at every start; lower size and "
+            "heldout for less. Whether there are so many is not checked."
         )
-        return sources
+        return load_sources([with_few(section) for section in sections], seed=seed)
 
     def _tokenizer(self) -> Tokenizer:
+        self._doing("loads the tokenizer")
         path = self._config.model.path
         if path is not None:
             return check_tokenizer(path)
@@ -193,6 +177,7 @@ class Inspection:
         )
         sections = dict(zip(source_names(config.environment.sources), config.environment.sources, strict=True))
         for source in sources:
+            self._doing(f"looks at the tasks of {source.name}")
             survey.rows(source, sections[source.name])
         found = [survey.lengths(source, tokenizer) for source in sources] if measured else []
         self._notes += survey.notes
@@ -202,11 +187,12 @@ class Inspection:
         from midflight.run.trainer.conversations import Conversations
 
         assert self._config.warm_start.data is not None
+        self._doing("looks at warm_start.data")
         conversations = Conversations(self._config.warm_start.data, tokenizer, max_tokens=self._config.model.max_context)
         looked = conversations.check(seconds=LOOKING_SECONDS)
         if looked < len(conversations):
             self._notes.append(
-                f"of warm_start.data the first {looked:,} of {len(conversations):,} conversations were looked at in {LOOKING_SECONDS:.0f} s: "
+                f"of warm_start.data the first {looked:,} of {len(conversations):,} conversations were looked at in {LOOKING_SECONDS:.0f} s of processor time: "
                 "a broken one behind them ends the run when it is learnt."
             )
 
@@ -216,6 +202,7 @@ class Inspection:
 
         config = self._config
         assert config.model.path is not None
+        self._doing("looks at the model")
         check_folder(config.model.path)
         if config.lora.rank is not None and (number := num_experts_of(config.model.path)):
             self._notes.append(
@@ -226,6 +213,7 @@ class Inspection:
     def _own_loss(self) -> str:
         from midflight.trainer.own_loss import described
 
+        self._doing(f"imports {self._config.objective.kind}")
         return described(self._config)
 
     def _trackers(self) -> None:
@@ -233,6 +221,7 @@ class Inspection:
             if ":" in name:
                 from midflight.trackers.tracker import made
 
+                self._doing(f"imports {name}")
                 made(name)
 
     # --- What the machine has ----------------------------------------------------------------------------------------
@@ -242,6 +231,7 @@ class Inspection:
         wanted = {"trainer.device": config.trainer.device} | ({} if config.engine.urls else {"engine.device": config.engine.device})
         if not any(device.startswith("cuda") for device in wanted.values()):
             return
+        self._doing("asks torch for GPUs")
         import torch
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -280,41 +270,11 @@ class Inspection:
         listen(self._config.gateway.host, self._config.gateway.port).close()
 
 
-def _num_draws(source: SourceSection) -> int:
-    """Of a dataset. Every eighth content is held out."""
-    return max(source.size or DATASET_SIZE, 8 * cast(int, source.num_heldout), 1)
-
-
-def _with_few(source: SourceSection) -> SourceSection:
-    few = {"size": min(source.size or DATASET_SIZE, FEW), "heldout": min(cast(int, source.num_heldout), FEW // 8)}
-    return source.model_copy(update=few)
-
-
-@contextmanager
-def _within(seconds: float) -> Generator[None]:
-    """Raises `OutOfTime` in this, the main thread: again every second, because where a garbage collection calls, an error is lost."""
-    left = False
-
-    def ring(number: int, frame: object) -> None:
-        if not left:
-            raise OutOfTime
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-    try:
-        yield
-    finally:
-        left = True
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def main() -> None:
-    with redirect_stdout(sys.stderr):  # what the user's modules print is no answer
+    with trying() as trial:
         given.read(sys.stdin.buffer)
-        found = Inspection(Config.model_validate_json(sys.stdin.read())).findings()
-    sys.stdout.buffer.write(msgspec.json.encode(found))
-    sys.stdout.flush()
+        config = Config.model_validate_json(sys.stdin.read())
+        trial.answer(msgspec.json.encode(Inspection(config, doing=trial.doing).findings()))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ run, and docs/models.md.
 import copy
 import sys
 import tempfile
-from contextlib import redirect_stdout
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -16,9 +16,10 @@ from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedModel
 
 from midflight.engines.embedded.probe import engine_verdict
-from midflight.errors import MidflightError
+from midflight.errors import MidflightError, ModelNotFound
 from midflight.models import load
-from midflight.models.proof import TOLERANCE, Proof, Way, eagerly, is_small, own_logits, rows_to_try, stand_in
+from midflight.models.proof import TOLERANCE, Proof, Way, described, eagerly, is_small, own_logits, rows_to_try, stand_in
+from midflight.run.launcher.trial import trying
 from midflight.trainer.model.probe import prove
 
 MAX_CONTEXT = 4096
@@ -26,11 +27,18 @@ BATCH_TOKENS = 256
 
 
 def proofs_of(folder: Path, *, max_context: int = MAX_CONTEXT) -> list[Proof]:
-    """Of the trainer, the embedded engine and the export. Reads the weights of a small model only. `ModelNotFound` where it is no model."""
+    """Of the trainer, the embedded engine and the export. Reads the weights of a small model only. `ModelNotFound` where it is no model,
+    `ConfigError` where it does not even compute by itself."""
     load.check_folder(folder)
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        model: PreTrainedModel = load.auto_class(config).from_config(config, dtype=torch.float32)
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = load.auto_class(config).from_config(config, dtype=torch.float32)
+    except Exception as error:  # an architecture fails as it likes to
+        raise ModelNotFound(
+            f"making the model in {str(folder)!r}: transformers {version('transformers')} raises {described(error)}; correct its config.json, or "
+            "install a version of transformers that makes it."
+        ) from error
     if is_small(model):
         model = load.load_model(folder, dtype="float32")
     return proofs(model, max_context=max_context)
@@ -60,10 +68,7 @@ def prove_export(model: PreTrainedModel) -> Proof:
             with eagerly(model), eagerly(loaded):
                 expected, found = (own_logits(each, row).log_softmax(-1) for each in (model, loaded))
         except Exception as error:  # an architecture fails as it likes to
-            said = (str(error).splitlines() or [""])[0]
-            return Proof(
-                "export", Way.REFUSED, reason=f"{model.config.model_type} is not written as it is read: {type(error).__name__}: {said}."
-            )
+            return Proof("export", Way.REFUSED, reason=f"{model.config.model_type} is not written as it is read: {described(error)}.")
     error = float((expected - found).abs().max())
     if not error <= TOLERANCE:
         return Proof(
@@ -80,7 +85,7 @@ def _names(folder: Path) -> set[str]:
     return found
 
 
-_SAID = {Way.PACKED: "right", Way.FALLBACK: "right, slower", Way.REFUSED: "refused"}
+_SAID = {Way.PACKED: "right", Way.FALLBACK: "right, slower", Way.WHOLE: "right, slowest", Way.REFUSED: "refused"}
 
 
 def line(proof: Proof) -> str:
@@ -92,12 +97,12 @@ def line(proof: Proof) -> str:
 
 def main() -> None:
     """Writes whether each part is right, and a line about it; or what is wrong with the folder."""
-    with redirect_stdout(sys.stderr):
+    with trying() as trial:
         try:
             found = [(proof.is_right, line(proof)) for proof in proofs_of(Path(sys.argv[1]), max_context=int(sys.argv[2]))]
         except MidflightError as error:
             found = str(error)
-    sys.stdout.buffer.write(msgspec.json.encode(found))
+        trial.answer(msgspec.json.encode(found))
 
 
 if __name__ == "__main__":

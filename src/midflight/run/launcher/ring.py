@@ -56,6 +56,7 @@ from midflight.run.parts import (
     TrainerSpec,
     WarmStart,
     Words,
+    Worked,
     WorkerSpec,
     remove_endpoint,
     serve_while,
@@ -72,6 +73,9 @@ MAX_FAILED_STARTS = 3
 LAST_WORDS_SECONDS = 0.5
 """To read what ended processes left in their pipes."""
 OTHERS_STAY = "It goes on from its store; trainer, engines and the other gateways stay."
+ONE_ARENA = {"MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1")}
+"""Set for processes with tensors: glibc gives threads memory of their own, and no thread uses what another has freed. Versions are staged and steps are made in
+whichever thread is free, so that an engine of 135 million parameters would keep 0.4 GB for nothing."""
 OWN_REASON_SECONDS = 5.0
 """For a part that was lost to say why itself, or to be seen to end: its connections break first, and a busy machine takes seconds more."""
 
@@ -89,6 +93,7 @@ class Ring:
         lock: HasDescriptor | None = None,
         budgets: Budgets | None = None,
         objects: bytes = given.NOTHING,
+        watchdog: Watchdog | None = None,
     ) -> None:
         """`lock` holds the run's folder while a part that writes there lives. `budgets` outlive one attempt. `objects`: of a program, packed."""
         self._objects = objects
@@ -98,7 +103,7 @@ class Ring:
         self._control_token = control_token
         self._engine_token = secrets.token_urlsafe(24)
         self._budgets = budgets or Budgets(config.run.restarts)
-        self._watchdog = Watchdog(stall_seconds=config.run.stall_seconds)
+        self._watchdog = watchdog or Watchdog(stall_seconds=config.run.stall_seconds)
         self._lives = Lives(Path(config.run.folder), self._budgets, self._watchdog, say=on_message)
         self._worker_token = secrets.token_urlsafe(24)
         self._segment = segment_name(Path(config.run.folder))
@@ -109,6 +114,8 @@ class Ring:
         self._devices: Mapping[str, tuple[int, ...]] = {}
         """GPUs of this machine, by the part that is to see them."""
         self._rank_places: Sequence[Place] = ()
+        self._workers = 0
+        """Processes that run the agents of each gateway."""
         self._is_done = False
         """Nothing is left to be rolled out: parts that end now have done so because the rollout process does."""
         self._told = Statuses()
@@ -146,13 +153,15 @@ class Ring:
             say=self._on_message,
             start=self._start_engine,
             follow=self._brief_and_follow,
+            memory=partial(self._memory_words, trains=trains),
+            holds=purpose is Purpose.SERVE,
         )
         engines = await self._engines.take(with_teacher=taught)
         remove_left()
         running = [*engines, self._watch(), self._places.watch()]
         rollout, *rollouts = [self._rollout(purpose, part) for part in self._gateways]
-        workers = [part for part in self._gateways for _ in range(self._num_workers(purpose))]
-        running += [*rollouts, *(self._worker(f"worker{index}", part) for index, part in enumerate(workers))]
+        self._workers = self._num_workers(purpose)
+        running += [*rollouts, *(self._worker(name, part) for part in self._gateways for name in self._workers_of(part))]
         try:
             if trains:
                 await serve_while(self._lives.lead(partial(self._trainer, resume), self._end_trainer), rollout, *running)
@@ -171,6 +180,11 @@ class Ring:
         laid = device_map(self._config, number=num_present(os.environ) or None, ranks=ranks, teacher=teacher)
         self._devices = {part.who: part.devices for part in laid if part.devices}
 
+    def _memory_words(self, *, trains: bool) -> str:
+        from midflight.run.places.fit import memory_words, this_hardware  # it knows clusters, which few runs need
+
+        return memory_words(self._config, this_hardware(), trains=trains)
+
     async def _end(self) -> None:
         """Waits for the parts' ends, and for what they still said; a cancellation kills them at once."""
         for place in (part.place for part in (*self._gateways, *self._engines.parts.values())):
@@ -180,24 +194,39 @@ class Ring:
 
     async def _watch(self) -> None:
         """Waits for the interval to pass, for ever; ended by its task group. Who hangs is shown and ended: its own task starts it again."""
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            for child in self.children.values():
-                child.cut_log()
-            found = self._watchdog.look()
-            if not found and self._watchdog.due():
-                stood = f"nothing has moved for {self._watchdog.stood():.0f} s, and nothing is known to hang"
-                self._on_message(Stalled(f"{stood}:\n{self._watchdog.report()}"))
-            for hung in found:
-                await self._end_hung(hung)
+        async with asyncio.TaskGroup() as endings:
+            while True:
+                await asyncio.sleep(LOOK_SECONDS)
+                for child in self.children.values():
+                    child.cut_log()
+                    self._watchdog.see(child.name, child.state)
+                found = self._watchdog.look()
+                if not found and self._watchdog.due():
+                    self._on_message(Stalled(f"{self._watchdog.standstill()}.\n{self._watchdog.report()}"))
+                for hung in found:
+                    report = self._watchdog.report()
+                    self._watchdog.end(hung.name)
+                    endings.create_task(self._end_hung(hung, self.children[hung.name], report))
 
-    async def _end_hung(self, hung: Hung) -> None:
-        """Waits for the stacks of a process that can still write them."""
-        child, report = self.children[hung.name], self._watchdog.report()
-        self._watchdog.end(hung.name)
+    async def _end_hung(self, hung: Hung, child: Child, report: str) -> None:
+        """Waits for the stacks of a process that can still write them; and before the end of a worker that is stopped, for its gateway to hear
+        that no agent is to blame."""
+        if hung.stopped and child.part is ProcessKind.WORKER:
+            await self._spare(hung.name)
         stacks = "" if hung.stopped else f"\nthe stacks of {hung.name} (pid {child.pid}):\n{await child.stacks()}"
         self._on_message(Stalled(f"{hung.why}.\n{report}{stacks}"))
         child.condemn(hung.why)
+
+    async def _spare(self, worker: str) -> None:
+        """Tells the gateway whose agents it runs. Waits for its answer, `stall_seconds` at most: one that does not answer hangs itself."""
+        from midflight.run.api import worker_wire as wire  # only here and for engines does the launcher ask anybody
+        from midflight.wire.client import HttpClient
+
+        gateway = next(part for part in self._gateways if worker in self._workers_of(part))
+        async with HttpClient(gateway.url, lost=PartLost, token=self._control_token) as http:
+            with suppress(PartLost):
+                said = wire.encode(wire.WorkerSpared(worker))
+                await http.call("POST", wire.SPARED_PATH, said, seconds=self._config.run.stall_seconds)
 
     @property
     def url(self) -> str:
@@ -246,7 +275,7 @@ class Ring:
             again = True
 
     async def _rollout_life(self, purpose: Purpose, part: GatewayPart, *, again: bool) -> None:
-        has_agents = purpose is not Purpose.SERVE and not self._num_workers(purpose)
+        has_agents = purpose is not Purpose.SERVE and not self._workers
         entries = entries_of(self._config.environment) if has_agents else ()
         rollout = await self._start(ProcessKind.ROLLOUT, part.name, part.place, listens=True, writes=True, arguments=entries)
         addresses = self._engines.addresses()
@@ -262,7 +291,8 @@ class Ring:
                 control_token=self._control_token,
                 engines=addresses,
                 teacher=teacher,
-                worker_token=self._worker_token if self._num_workers(purpose) else None,
+                worker_token=self._worker_token if self._workers else None,
+                workers=tuple(self._workers_of(part)),
                 purpose=purpose,
                 version=model.version,
                 checkpoint=None if again else model.checkpoint,
@@ -279,6 +309,9 @@ class Ring:
     def _num_workers(self, purpose: Purpose) -> int:
         """Of each gateway."""
         return 0 if purpose is Purpose.SERVE else num_workers(self._gateways[0].config.environment)
+
+    def _workers_of(self, part: GatewayPart) -> Sequence[str]:
+        return [f"worker{part.shard * self._workers + index}" for index in range(self._workers)]
 
     async def _worker(self, name: str, part: GatewayPart) -> None:
         """Runs one process of agents, and starts it again whenever it dies, as agents may have it. `PartFailed` if it does not come up."""
@@ -297,7 +330,7 @@ class Ring:
                 error = str(failure)
             failed_starts = 0 if name in self._ready else failed_starts + 1
             self._ready.discard(name)
-            worker.end_group()
+            worker.signal(signal.SIGKILL)  # a failed one may linger
             await worker.ended()
             if self._is_done:
                 return
@@ -316,6 +349,8 @@ class Ring:
         """`writes`: into the run's folder, so that it holds that too."""
         threads = {ProcessKind.ENGINE: self._config.engine.threads, ProcessKind.TRAINER: self._config.trainer.threads}.get(part, 1)
         environ = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if part in (ProcessKind.ENGINE, ProcessKind.TRAINER):
+            environ |= ONE_ARENA
         if name in self._devices:
             environ[VISIBLE] = visible(self._devices[name], os.environ)
         if self._config.observe.log_format == "json":
@@ -328,8 +363,7 @@ class Ring:
         )
         self.children[name] = child
         await child.start()
-        if part is not ProcessKind.WORKER:  # the rollout process judges those, by what their agents may do
-            self._watchdog.begin(name, child.pid)
+        self._watchdog.begin(name, child.pid)
         return child
 
     async def _brief_and_follow(self, child: Child, spec: Callable[[ModelReady], Spec]) -> None:
@@ -359,11 +393,17 @@ class Ring:
                 if isinstance(message, Failed):
                     raise error_of(child.name, message)
                 self._hear(child.name, message)
+            status = await child.ended()  # one that has only closed its end of the pipe is silent, and found to be
         finally:
             self._watchdog.end(child.name)
             self.memory.pop(child.name, None)
-        if (status := await child.ended()) != 0:
+        if status != 0:
             raise child.died(status)
+
+    def _earn(self) -> None:
+        """The run has made a step: all but the engines, which tell their own work, have worked."""
+        for name in self.children.keys() - self._engines.parts.keys():
+            self._budgets.of(name).earn()
 
     def _hear(self, name: str, message: Message) -> None:
         match message:
@@ -385,11 +425,16 @@ class Ring:
                     write_endpoint(folder, Endpoint(url, self._control_token, self._config.run.name, model))
                     if folder != Path(self._config.run.folder):
                         return
+            case Worked():
+                self._budgets.of(name).earn()
+                return
             case Condemned(part, why):  # a worker that hangs
-                self.children[part].condemn(why)
+                self._watchdog.condemn(part, why)
             case Progress(status):
                 message = Progress(status := self._told.whole(name, status))
                 totals, self._is_done = status.totals, status.phase is Phase.DONE
+                if self._budgets.is_further(status.step):
+                    self._earn()
                 self._watchdog.progress((status.phase, status.step, status.evaluated, totals.generated_tokens, totals.rollouts))
             case WarmStart():
                 self._watchdog.progress(message)

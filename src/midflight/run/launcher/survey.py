@@ -16,7 +16,7 @@ from midflight.text.tokenizer import Tokenizer
 from midflight.types import Task
 
 LOOKING_SECONDS = 20.0
-"""Rows are looked at for so long, all sources together: a million of short ones."""
+"""Processor time for which rows are looked at, all sources together: a million of short ones. Nothing is refused for it."""
 MEASURED = 1000
 """Prompts of a source that are tokenised, evenly from its first to its last."""
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
@@ -49,21 +49,21 @@ class Survey:
         """Makes every task of a source over rows, until the time is up."""
         if not isinstance(source.training, RowTasks):
             return
-        began, number, total = time.monotonic(), 0, len(source.training) + len(source.heldout)
+        began, number, total = time.thread_time(), 0, len(source.training) + len(source.heldout)
         ids = array("q")
         for number, task in enumerate(chain(source.training, source.heldout), start=1):
             if self._needs_answer:
                 self._check_answer(source, task, number - 1)
             if section.id:
                 ids.append(hash(task.id))
-            if number % 1000 == 0 and time.monotonic() - began > self._left:
+            if number % 1000 == 0 and time.thread_time() - began > self._left:
                 break
-        self._left = max(0.5, self._left - (time.monotonic() - began))
+        self._left = max(0.5, self._left - (time.thread_time() - began))
         if section.id and len(np.unique(np.frombuffer(ids, np.int64))) < len(ids):
             self._refuse_twice(source, section)
         if number < total:
             self.notes.append(
-                f"of {source.name} the first {number:,} of {total:,} rows were looked at in {LOOKING_SECONDS:.0f} s: "
+                f"of {source.name} the first {number:,} of {total:,} rows were looked at in {LOOKING_SECONDS:.0f} s of processor time: "
                 "a broken one behind them ends the run when it is drawn."
             )
 

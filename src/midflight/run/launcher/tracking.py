@@ -13,12 +13,15 @@ import msgspec
 
 from midflight.config.sections import Config
 from midflight.observe.logs import PROCESS_VARIABLE
+from midflight.run.guard import guarded
 from midflight.run.launcher.folder import LOGS
 from midflight.run.parts import TOKEN_VARIABLE
-from midflight.trackers.process import TrackerSaid
+from midflight.trackers.process import LAST_SECONDS, TrackerSaid
 
 ENDING_SECONDS = 60.0
 """For trackers to send what is left, once a run has finished."""
+ALONE_SECONDS = LAST_SECONDS + 5.0
+"""For the process to end by itself, once the launcher is gone: it notices that, and has its own limit."""
 
 
 class Tracking:
@@ -40,7 +43,7 @@ class Tracking:
         self._open = set(self._names)
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "midflight.trackers.process", str(self._folder)],
+                guarded([sys.executable, "-m", "midflight.trackers.process", str(self._folder)], ask=None, seconds=ALONE_SECONDS),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -16,6 +16,7 @@ import msgspec
 from midflight.config.sections import Config
 from midflight.observe.journal import write_whole
 from midflight.run.api.dashboard import VIEWER, Viewing
+from midflight.run.guard import guarded
 from midflight.wire.server import listen
 
 HOST = "127.0.0.1"
@@ -53,10 +54,16 @@ class BesideRun:
     async def _watch(self, listener: socket.socket) -> int:
         """Waits for the end of a viewer, which ends with this process, or when this wait does."""
         environment = {**os.environ, "MIDFLIGHT_CONTROL_TOKEN": self._token, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "midflight.view.beside", str(listener.fileno()), HOST, str(self._folder)]
+        command = guarded([sys.executable, "-m", "midflight.view.beside", str(listener.fileno()), HOST, str(self._folder)])
         with (self._folder / "logs" / "view.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, pass_fds=[listener.fileno()], env=environment
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[listener.fileno()],
+                env=environment,
+                start_new_session=True,
             )
         try:
             return await process.wait()

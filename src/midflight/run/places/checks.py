@@ -8,7 +8,8 @@ import os
 import platform
 import secrets
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -17,13 +18,14 @@ import msgspec
 from midflight.config.seats import engine_seats, engines_min, seat_resources
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
+from midflight.run.places.fit import hardware_of, misfits
 from midflight.run.places.seat import MONITOR_VARIABLE, Greeting
 from midflight.run.places.seated import Cluster, Machine, said_of, why_lost
 from midflight.version import __version__
 from midflight.wire.server import is_loopback
 
-HELLO_SECONDS = 90.0
-"""For a machine to start a seat: Python and our package are imported there first, which takes long on a busy one."""
+SAY_SECONDS = 30.0
+"""A wait for machines is said after so long, and then at twice the time, and so on."""
 ROUNDING = 1e-6
 """Of resources, which Ray counts in ten-thousandths."""
 WHERE = "{where}"
@@ -32,14 +34,26 @@ NOT_THERE = ("No module named 'midflight", "cannot import name")
 """What Ray says of a machine whose Python has not our package, or an older one."""
 
 
-async def check_cluster(cluster: Cluster, config: Config) -> None:
-    """`ConfigError` with all that is wrong. Waits for an answer of each machine, at most `HELLO_SECONDS`."""
+async def check_cluster(cluster: Cluster, config: Config, *, say: Callable[[str], None] = lambda _: None) -> None:
+    """`ConfigError` with all that is wrong. Waits for an answer of each machine, at most `cluster.wait_seconds`: Python and our package are
+    imported there first, which takes long on a busy one. `say` hears which are waited for."""
     machines = cluster.machines()
     problems = [*_open(config, machines), *_transport(config, machines), *_hosts(config, machines)]
     if not config.cluster.autoscaler:
         problems += [*_resources(config, machines)] or [*_room(config, machines)]
+        problems += misfits(config, hardware_of(machines))
     nearest = _existing(Path(config.run.folder))
-    greetings = await asyncio.gather(*(_greeting(cluster, machine, nearest) for machine in machines))
+    seconds, waiting = config.cluster.wait_seconds, {machine.address: None for machine in machines}
+
+    async def asked(machine: Machine) -> Greeting | str:
+        said = await _greeting(cluster, machine, nearest, seconds=seconds)
+        waiting.pop(machine.address, None)
+        return said
+
+    with _said_again(
+        lambda passed: say(f"{_listed([*waiting])} did not answer in {passed:.0f} s, of {seconds:g} s that cluster.wait_seconds gives")
+    ):
+        greetings = await asyncio.gather(*map(asked, machines))
     found: defaultdict[str, list[str]] = defaultdict(list)
     for machine, greeting in zip(machines, greetings, strict=True):
         for problem in [greeting] if isinstance(greeting, str) else _differences(greeting, config):
@@ -47,6 +61,24 @@ async def check_cluster(cluster: Cluster, config: Config) -> None:
     problems += [problem.replace(WHERE, _listed(addresses)) for problem, addresses in found.items()]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+@contextmanager
+def _said_again(say: Callable[[float], None]) -> Generator[None]:
+    """In the block `say` is called after 30 s, a minute, two minutes, with the seconds that have passed."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+
+    def again(seconds: float) -> None:
+        nonlocal later
+        say(loop.time() - began)
+        later = loop.call_later(seconds, again, 2 * seconds)
+
+    later = loop.call_later(SAY_SECONDS, again, SAY_SECONDS)
+    try:
+        yield
+    finally:
+        later.cancel()
 
 
 def _existing(folder: Path) -> Path:
@@ -153,18 +185,21 @@ def _transport(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
 # --- What each machine says of itself --------------------------------------------------------------------------------
 
 
-async def _greeting(cluster: Cluster, machine: Machine, folder: Path) -> Greeting | str:
+async def _greeting(cluster: Cluster, machine: Machine, folder: Path, *, seconds: float) -> Greeting | str:
     """Or what keeps it from greeting."""
     nonce = f".midflight-{secrets.token_hex(8)}"
     seat = cluster.seat({}, machine=machine.id)
     try:
-        async with asyncio.timeout(HELLO_SECONDS):
+        async with asyncio.timeout(seconds):
             said = await cluster.call(seat, "hello", str(folder), nonce, str(Path.cwd()))
         if not _was_written(folder / nonce, nonce):
             return f"run.folder is below {folder}, and what {WHERE} writes there is not seen here; put it on a file system that all machines share."
         return msgspec.json.decode(said, type=Greeting)
     except TimeoutError:
-        return f"{WHERE} did not answer within {HELLO_SECONDS:.0f} s; look at Ray's logs there, or take it out of the cluster."
+        return (
+            f"{WHERE} did not answer within {seconds:g} s; look at Ray's logs there, take it out of the cluster, or raise "
+            "cluster.wait_seconds."
+        )
     except Exception as error:
         if (why := why_lost(error)) is None:
             raise

@@ -23,19 +23,24 @@ class HasDescriptor(Protocol):
     def fileno(self) -> int: ...
 
 
+KILLS = frozenset((-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM))
+"""Exit statuses of a process that somebody has ended: a user, or the kernel for its memory."""
+
+
 class PartFailed(RunFailed):
     """A process ended that should not have, and a restart may help."""
 
-    def __init__(self, message: str, *, part: str) -> None:
+    def __init__(self, message: str, *, part: str, was_killed: bool = False) -> None:
+        """`was_killed`: from outside the run, which says nothing about the part."""
         super().__init__(message)
-        self.part = part
+        self.part, self.was_killed = part, was_killed
 
 
 class Child(Protocol):
     """A part of the run in a process of its own, here or elsewhere.
 
     It imports what it needs as soon as it is started and waits for its spec; what it says comes back as messages, what it prints goes to
-    its log. It never outlives the launcher.
+    its log. It never outlives the launcher, and what it has started in its session never outlives it (`run/guard.py`).
     """
 
     @property
@@ -45,6 +50,11 @@ class Child(Protocol):
     @property
     def pid(self) -> int | None:
         """On this machine; none where it is on another."""
+        ...
+
+    @property
+    def state(self) -> str:
+        """Of a process elsewhere, its state's letter as its machine said it last."""
         ...
 
     @property
@@ -89,10 +99,6 @@ class Child(Protocol):
 
     def signal(self, number: signal.Signals) -> None:
         """No error where it has ended."""
-        ...
-
-    def end_group(self) -> None:
-        """Ends what it has started and left behind. To be called when it has just ended, while no other process can have its number."""
         ...
 
 
@@ -212,5 +218,6 @@ def error_of(name: str, said: parts.Failed) -> MidflightError:
             return RunFailed(said.error)
         case parts.Verdict.LOST:
             return parts.PartLost(f"{name}: {said.error}")
-        case parts.Verdict.CRASH:
-            return PartFailed(f"{name} failed: {said.error}\n{said.traceback}".rstrip(), part=name)
+        case parts.Verdict.CRASH | parts.Verdict.KILLED:
+            was_killed = said.verdict is parts.Verdict.KILLED
+            return PartFailed(f"{name} failed: {said.error}\n{said.traceback}".rstrip(), part=name, was_killed=was_killed)

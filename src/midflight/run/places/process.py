@@ -10,7 +10,8 @@ from pathlib import Path
 
 from midflight import given
 from midflight.run import parts
-from midflight.run.places.port import STACKS_SIGNAL, HasDescriptor, PartFailed
+from midflight.run.guard import guarded
+from midflight.run.places.port import KILLS, STACKS_SIGNAL, HasDescriptor, PartFailed
 
 COMMAND = (sys.executable, "-m", "midflight.run.launcher.child")
 """Behind it the kind of part, and what that is to import."""
@@ -28,8 +29,10 @@ KEPT_FROM_CHILDREN = frozenset((parts.TOKEN_VARIABLE, "RAY_AUTH_TOKEN", "RAY_AUT
 
 class LocalChild:
     """A `Child` on this machine. It talks in JSON lines on standard input and output. It lives in its own session, so that a Ctrl-C in the
-    terminal reaches the launcher alone.
+    terminal reaches the launcher alone, and so that its guard can end all of that session when it has ended, or when this process has.
     """
+
+    state = "?"
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class LocalChild:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(*COMMAND, self.part, *self._arguments),
+                *guarded([*COMMAND, self.part, *self._arguments]),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
@@ -65,7 +68,10 @@ class LocalChild:
                 start_new_session=True,
                 limit=2**24,
             )
-        await self.write(self._objects)
+        assert self._process.stdin is not None
+        self._process.stdin.write(
+            self._objects
+        )  # not waited for: one that is stopped reads nothing, and is watched only once it has started
 
     @property
     def process(self) -> asyncio.subprocess.Process:
@@ -130,17 +136,16 @@ class LocalChild:
         if self._hung is not None:
             return PartFailed(f"{self._hung}. It was ended.", part=self.name)
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return PartFailed(f"{self.name} ended with {how}; the end of {self.log}:\n{last_lines(self.log)}", part=self.name)
+        said = f"{self.name} ended with {how}; the end of {self.log}:\n{last_lines(self.log)}"
+        return PartFailed(said, part=self.name, was_killed=status in KILLS)
 
     def signal(self, number: signal.Signals) -> None:
+        """Not by asyncio's own, which may take the exit status from the task that waits for it. What a worker's agents have started is asked
+        to end with it; what is left when it has ended, its guard kills."""
         if self.running:
+            asks_all = self.part is parts.ProcessKind.WORKER and number is signal.SIGTERM
             with suppress(ProcessLookupError):
-                # Not by asyncio's own, which may take the exit status from the task that waits for it. A worker's agents may have children.
-                (os.killpg if self.part is parts.ProcessKind.WORKER else os.kill)(self.pid, number)
-
-    def end_group(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+                (os.killpg if asks_all else os.kill)(self.pid, number)
 
 
 def last_lines(log: Path) -> str:

@@ -29,7 +29,6 @@ WRONG_TOKEN = ("AuthenticationError", "InvalidAuthToken", "Unauthenticated")
 PRINTER = "ray._private.worker"
 STARTS = 3
 """Attempts: on a busy machine Ray gives up its own daemons, which are slow to come up."""
-PROBE_SECONDS = 10.0
 STORE_BYTES = 80 * 2**20
 """The least that its object store can be: we keep nothing there."""
 
@@ -61,7 +60,7 @@ def connect(config: Config) -> "RayCluster":
     except ModuleNotFoundError as error:
         raise ConfigError("cluster.kind = \"ray\" needs Ray, which is not installed; pip install 'midflight[ray]'") from error
     if not ray.is_initialized():
-        _check_listens(address)
+        _check_listens(address, seconds=config.cluster.lost_seconds)
         if (worker := sys.modules.get(PRINTER)) is not None:
             worker.__dict__["print_to_stdstream"] = _unsaid
         _initialise(ray, address, cpus=math.ceil(run_resources(config).get("CPU", 0.0)))
@@ -103,13 +102,13 @@ def _silent() -> Generator[None]:
             os.close(before)
 
 
-def _check_listens(address: str) -> None:
-    """Ray itself tries an address where nobody listens for two minutes. Waits `PROBE_SECONDS` at most."""
+def _check_listens(address: str, *, seconds: float) -> None:
+    """Ray itself tries an address where nobody listens for two minutes. Waits `seconds` at most."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal():  # `auto`, and what Ray alone understands
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"cluster.address is {address!r}, and no cluster was reached there: {error}; start one there, or mend cluster.address."

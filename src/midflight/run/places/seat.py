@@ -18,6 +18,7 @@ import msgspec
 from midflight.errors import MidflightError
 from midflight.run.parts import SEATED_VARIABLE, ProcessKind
 from midflight.run.places.process import LocalChild, last_lines
+from midflight.run.places.vitals import vitals_of
 from midflight.version import __version__
 from midflight.wire.server import listen
 
@@ -80,6 +81,8 @@ class Heard(msgspec.Struct, frozen=True):
     """The end of its log, where it ended."""
     recalled: bool = False
     """The seat is about to be taken away."""
+    state: str = "?"
+    """Its process's."""
 
 
 class BelowSeat:
@@ -128,7 +131,7 @@ class BelowSeat:
                     await self.changed.wait()
         self.child.cut_log()
         if not self.closed:
-            return Heard([*self.lines], False, None)
+            return Heard([*self.lines], False, None, state=vitals_of(self.child.pid).state)
         return Heard([*self.lines], True, await self.child.ended(), last_lines(self.child.log))
 
 
@@ -208,9 +211,6 @@ class SeatActor:
 
     async def signal(self, name: str, number: int) -> None:
         self._told[name].child.signal(signal.Signals(number))
-
-    async def end_group(self, name: str) -> None:
-        self._told[name].child.end_group()
 
     async def free_port(self) -> int:
         with socket.create_server((self._here(), 0)) as found:

@@ -22,7 +22,7 @@ import msgspec
 from midflight import given
 from midflight.errors import ConfigError, RunFailed
 from midflight.run import parts
-from midflight.run.places.port import HasDescriptor, PartFailed, Wants
+from midflight.run.places.port import KILLS, HasDescriptor, PartFailed, Wants
 from midflight.run.places.process import last_lines
 from midflight.run.places.seat import Heard, Order, SeatOpened
 from midflight.wire.server import is_loopback
@@ -209,6 +209,7 @@ class SeatedChild:
         self._why: str | None = None
         """Of an end that was not its own."""
         self._killed = False
+        self.state = "?"
         self.was_started = False
 
     async def start(self) -> None:
@@ -249,7 +250,7 @@ class SeatedChild:
                 self._place.recall()
             self._unread += heard.lines
             self._heard += len(heard.lines)
-            self._closed, self._status, self._log = heard.closed, heard.status, heard.log
+            self._closed, self._status, self._log, self.state = heard.closed, heard.status, heard.log, heard.state
 
     async def stacks(self) -> str:
         with suppress(PartFailed):
@@ -266,16 +267,13 @@ class SeatedChild:
     def died(self, status: int) -> PartFailed:
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         said = self._why or f"{self.name} ended with {how} on {self._place.machine}"
-        return PartFailed(f"{said}; the end of {self._order.log}:\n{self._log}", part=self.name)
+        was_killed = self._why is None and status in KILLS
+        return PartFailed(f"{said}; the end of {self._order.log}:\n{self._log}", part=self.name, was_killed=was_killed)
 
     def signal(self, number: signal.Signals) -> None:
         if self.running and not self._place.lost:
             self._killed = self._killed or number is signal.SIGKILL
             self._place.order("signal", self.name, int(number))
-
-    def end_group(self) -> None:
-        if not self._place.lost:
-            self._place.order("end_group", self.name)
 
     async def _ask(self, method: str, *given: object, hurry: bool = False) -> Any:
         return await self._place.ask(method, *given, of=self.name, hurry=hurry)

@@ -47,6 +47,8 @@ class Capacity:
 
     def __init__(self, config: Config, fleet: Fleet) -> None:
         self._config, self._fleet = config, fleet
+        self.most_turns = 0
+        """That a rollout with a reward took."""
         self._asking = self._running = self._tokens = self._lengths = 0.0
         self._engines: dict[bool, list[Capabilities]] = {False: [], True: []}
         """Whether they take requests of evaluations: those that do, or that did last while none does."""
@@ -82,9 +84,11 @@ class Capacity:
         return {kind: (may.number, may.reason) for kind, may in (("training", self.training()), ("evaluation", self.evaluating()))}
 
     def ended(self, rollout: RolloutEnded) -> None:
-        """A rollout of training: how much of its time it waited for answers."""
+        """A rollout of training: how much of its time it waited for answers, and how many there were."""
         self._asking = MEMORY * self._asking + sum(turn.ended - turn.began for turn in rollout.times)
         self._running = MEMORY * self._running + rollout.seconds
+        if rollout.error is None:
+            self.most_turns = max(self.most_turns, rollout.num_turns)
 
     def kept(self, trajectory: Trajectory) -> None:
         """The room for keys that its longest row took, on the mean over its answers: all that it read, and half of what it said."""

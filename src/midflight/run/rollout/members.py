@@ -36,12 +36,8 @@ from midflight.wire.server import is_loopback
 
 LEAVING = "leaving"
 """The name of the hold of an engine that is about to go."""
-CONNECT_SECONDS = 10.0
-"""For an engine that has said what it is to let itself be attached."""
 LOOK_SECONDS = 5.0
-FORGET_SECONDS = 60.0
-"""Without a connection, an engine that had joined is no member any more: its machine is gone, and whoever started it says where it is when
-it is back. A restart of a server takes longer, but its companion answers meanwhile."""
+"""Between two looks at engines that have joined."""
 MAX_SENT_AWAY = 1000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -98,15 +94,19 @@ class Terms:
     weights: Path
     """Where they lie if they come as files."""
     drain_seconds: float
+    stall_seconds: float
+    """An engine that says what it is must be attached within this time, or it counts as hung. A member that had no connection for as long, and did not say
+    where it is either, is removed: its machine is gone. When the engine is back, it joins again."""
 
 
 def settings_of(config: Config) -> Mapping[str, Leaf]:
-    """What engines of one run must have alike."""
+    """What engines of one run must have alike, and for how long one that leaves may end its requests."""
     return {
         "model.max_context": config.model.max_context,
         "model.dtype": config.model.dtype,
         "engine.dtype": config.engine.dtype,
         "correction.routing_replay": config.correction.routing_replay,
+        "gateway.drain_seconds": config.gateway.drain_seconds,
     }
 
 
@@ -116,8 +116,14 @@ class _KnownEngine:
     address: EngineAddress
     process: str = ""
     """As `About`; empty for those that were there from the start, which are never forgotten."""
-    seen: float = 0.0
-    """When its connection was last found up, by the loop's time."""
+    num_missed: int = 0
+    """Looks in a row that found it without a connection, and without a word since the look before. Looks are counted, and no time, because time in which
+    nobody looked is not its absence."""
+
+    @property
+    def away_seconds(self) -> float:
+        """Between the first of these looks and the last."""
+        return LOOK_SECONDS * max(0, self.num_missed - 1)
 
 
 class Members:
@@ -149,12 +155,10 @@ class Members:
         """Waits for the interval to pass, for ever; ended by its task group. Forgets engines that are gone for good."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            now = asyncio.get_running_loop().time()
             for name, known in list(self._known.items()):
-                if not known.process or known.engine.is_attached:
-                    known.seen = now
-                elif now - known.seen >= FORGET_SECONDS and name not in self._leaving:
-                    self._let_go(name, f"was out of reach for {FORGET_SECONDS:g} s")
+                known.num_missed = 0 if not known.process or known.engine.is_attached else known.num_missed + 1
+                if known.away_seconds >= self._terms.stall_seconds and name not in self._leaving:
+                    self._let_go(name, f"was out of reach for {self._terms.stall_seconds:g} s (run.stall_seconds)")
 
     def members(self) -> Membership:
         states = tuple(self._state(state) for state in self._serving.states() if state.name in self._known)
@@ -167,6 +171,7 @@ class Members:
         self._check_name(name, address)
         known = self._known.get(name)
         if known is not None and known.address.place == address.place:
+            known.num_missed = 0
             return self._state_of(name), False
         if name in self._joining:
             raise MemberConflict(f"an engine {name!r} is joining at this moment: ask again when that has ended.", param="name")
@@ -194,13 +199,13 @@ class Members:
         engine = self._connect(name, address)
         self._connections.open(engine)
         try:
-            await engine.connect(seconds=CONNECT_SECONDS)
+            await engine.connect(seconds=self._terms.stall_seconds)
         except BaseException as error:
             self._connections.close(engine)
             if isinstance(error, EngineUnavailable):
                 raise EngineRefused(f"attaching the engine: {error}", param="url") from error
             raise
-        return _KnownEngine(engine, address, about.process, asyncio.get_running_loop().time())
+        return _KnownEngine(engine, address, about.process)
 
     def _take_in(self, name: str, joiner: _KnownEngine) -> None:
         self._known[name] = joiner

@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,16 +15,18 @@ from starlette.routing import BaseRoute
 
 from midflight.config import derived
 from midflight.config.agent import SINGLE_TURN, agent_of
+from midflight.config.cores import core_use, own_cores
 from midflight.config.derived import batch_rollouts
 from midflight.config.sections import Config
+from midflight.config.unset import usual_rate
 from midflight.engines.about import About, ask_about
 from midflight.engines.remote import RemoteEngine
 from midflight.environments.agents import AgentHost, SharedClients
 from midflight.environments.claimed import Board, Claimed
-from midflight.environments.crew import Crew
+from midflight.environments.crew import HERE, Crew, Whereabouts
 from midflight.environments.registry import AgentProgram
 from midflight.environments.single_turn import AnswersHere
-from midflight.environments.tasks import load_sources, posted_tasks
+from midflight.environments.tasks import Source, load_sources, posted_tasks
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.http import ChatsHere, build_app
 from midflight.observe.alarms import Alarms
@@ -34,6 +36,7 @@ from midflight.observe.memory import resident
 from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
 from midflight.observe.status import Phase, Status
+from midflight.observe.teaching import LearningOptions
 from midflight.run.api.dashboard import dashboard_route
 from midflight.run.api.disk_weights import DiskWeights
 from midflight.run.api.membership import EngineAddress, member_routes
@@ -41,6 +44,7 @@ from midflight.run.api.routes import Teacher, TrainerRoutes, info_route, score_r
 from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
 from midflight.run.parts import TEACHER, Alarm, Condemned, Launcher, Progress, Purpose, Ready, RolloutSpec, Words, serve_while
+from midflight.run.rollout.claims import ClaimWatch
 from midflight.run.rollout.members import Connections, Members, Terms, settings_of, standing
 from midflight.run.rollout.served import OwnerClient, ShardRole, served_route
 from midflight.run.rollout.serving import Agents, Serving
@@ -48,17 +52,13 @@ from midflight.run.rollout.standing import RolloutStanding
 from midflight.run.rollout.system import RolloutSystem, accounts, held_out
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.heldout import HELDOUT, HeldoutStore
-from midflight.trajectories.pairs import check_local, claim, go_on, remove, remove_left, store_path
+from midflight.trajectories.pairs import check_local, claim, go_on, remove_left, shelve, store_path
 from midflight.trajectories.store import Store
 from midflight.types import Feature, SamplingParams, facts
 from midflight.wire.asked import ask
 from midflight.wire.memory import MemoryTransport
 from midflight.wire.server import guarded, serve_app
 
-ATTACH_SECONDS = 120.0
-"""For an engine to load its model and answer; a large one takes minutes of disk."""
-ASK_SECONDS = 60.0
-"""For an engine that wants to join to say what it is; the hash of large weights takes most of it."""
 REPORT_SECONDS = 0.5
 """Between two looks of the launcher at the run."""
 
@@ -73,7 +73,10 @@ async def run_rollout(spec: RolloutSpec, launcher: Launcher) -> None:
             Purpose.EVALUATE: process.evaluate,
             Purpose.SERVE: process.serve,
         }
-        await serve_while(mains[spec.purpose](), process.connections.run(), process.report())
+        try:
+            await serve_while(mains[spec.purpose](), process.connections.run(), process.report())
+        finally:
+            process.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,8 @@ class Hosting:
     services: Sequence[Coroutine[Any, Any, None]] = ()
     board: Board | None = None
     """Where outsiders claim rollouts."""
+    whereabouts: Callable[[str], Whereabouts] = lambda _: HERE
+    """Of a session's rollout."""
 
 
 def frequent(state: RunState, metrics: Metrics) -> dict[type, Sequence[facts.Record]]:
@@ -101,11 +106,15 @@ class RolloutProcess:
         self._config = config = Config.model_validate_json(spec.config)
         steps = 0 if spec.purpose is Purpose.EVALUATE else config.run.steps
         slots = min(derived.engine_slots(config), derived.in_flight(config))
-        self._state = RunState(name=config.run.name, steps=steps, start_version=spec.version, slots=slots)
+        cores = core_use(config, own_cores())
+        self._state = RunState(name=config.run.name, steps=steps, start_version=spec.version, slots=slots, cores=cores)
         self._tokenizer: Tokenizer | None = None
         self._metrics = Metrics()
         self._metrics.learning = self._state.learning.status
         self._metrics.memory = partial(resident, os.getppid())
+        self._heldout: HeldoutStore | None = None
+        self._claims: ClaimWatch | None = None
+        """Where workers outside run the agents."""
         observers: list[facts.Record] = [self._state.apply, self._metrics.apply]
         of = frequent(self._state, self._metrics)
         if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
@@ -113,7 +122,8 @@ class RolloutProcess:
             folder.mkdir(parents=True, exist_ok=True)  # of a further shard
             at = newest_version(folder / "metrics.jsonl", otherwise=spec.version) if spec.again else spec.checkpoint
             observers.append(Journal(folder / "metrics.jsonl", self._state, resume_at=at).apply)
-            of[facts.EvaluationKept] = [HeldoutStore(folder / HELDOUT, run=config.run.name).apply]
+            self._heldout = HeldoutStore(folder / HELDOUT, run=config.run.name)
+            of[facts.EvaluationKept] = [self._heldout.apply]
         rollout = config.rollout
         if rollout.show_every:
             observers.append(Completions(self._shown, self._decoded, every=rollout.show_every, number=rollout.show_completions).apply)
@@ -126,6 +136,11 @@ class RolloutProcess:
         self._engines = {name: self._remote(name, EngineAddress(url)) for name, url in spec.engines.items()}
         self._teacher = None if spec.teacher is None else self._remote(TEACHER, EngineAddress(spec.teacher))
         self.connections = Connections(self._remotes)
+
+    def close(self) -> None:
+        """Waits until what was said to held-out tasks is on disk: the process ends without waiting for threads."""
+        if self._heldout is not None:
+            self._heldout.close()
 
     @property
     def _remotes(self) -> list[RemoteEngine]:
@@ -140,7 +155,7 @@ class RolloutProcess:
     async def train(self) -> None:
         """For our trainer it ends only by the launcher, because it may still read our last answer; for another, after that answer."""
         section = self._config.environment
-        sources = await asyncio.to_thread(load_sources, section.sources, seed=self._config.run.seed)
+        sources = await self._sources()
         serving = await self._attached(anonymous=False)
         async with self._hosting(serving) as hosting:
             teacher = self._scoring()
@@ -155,7 +170,7 @@ class RolloutProcess:
                 teacher=teacher,
                 posted=posted_tasks(section.sources, Path(self._config.run.folder), heldout=sources, seed=self._config.run.seed),
             )
-            self._standing.watch(agents, system.queue)
+            self._standing.watch(agents, system.queue, whereabouts=hosting.whereabouts, board=hosting.board)
             self._state.accounts = self._metrics.accounts = lambda: accounts(system.books)
             finished = asyncio.Event()  # the trainer's last answer was sent
             trainer = TrainerRoutes(
@@ -177,12 +192,12 @@ class RolloutProcess:
 
     async def evaluate(self) -> None:
         """Ends with the scores."""
-        sources = await asyncio.to_thread(load_sources, self._config.environment.sources, seed=self._config.run.seed)
+        sources = await self._sources()
         serving = await self._attached(anonymous=False)
         async with self._hosting(serving) as hosting:
             agents = Agents(self._config, serving, hosting.host, self._record)
             evaluator = agents.evaluator(serving.gateway)
-            self._standing.watch(agents)
+            self._standing.watch(agents, whereabouts=hosting.whereabouts, board=hosting.board)
             self.begin_phase(Phase.EVALUATION, num_tasks=len(held_out(sources)))
 
             async def evaluated() -> None:
@@ -208,20 +223,24 @@ class RolloutProcess:
             claim(store, Path(section.folder))
         if self._spec.checkpoint is None:
             if section.store_folder is not None:
-                remove(store)
+                shelve(store)  # where the launcher is on another machine, and could not set it aside
         elif (said := go_on(Path(section.folder), section.store_folder)) is not None:
             self._launcher.tell(Alarm(said))
         return store
 
     # --- Parts -------------------------------------------------------------------------------------------------------
 
+    async def _sources(self) -> Sequence[Source]:
+        """Waits for the tasks to be drawn, however many they are."""
+        with self._launcher.heart.doing("draws its tasks", computes=True):
+            return await asyncio.to_thread(load_sources, self._config.environment.sources, seed=self._config.run.seed)
+
     async def _attached(self, *, anonymous: bool) -> Serving:
-        """Waits until every engine answers, and the teacher; ended by them, or by a deadline."""
-        section = self._config.engine
-        starting = 0.0 if section.kind == "embedded" else section.start_seconds
+        """Waits until every engine answers, and the teacher, however long they load; ended by them, or by the launcher, which ends those that
+        hang."""
         for remote in self._remotes:
-            with self._launcher.heart.doing(f"attaches {remote.name}", whom=remote.name, limit=ATTACH_SECONDS + starting):
-                await remote.connect(seconds=ATTACH_SECONDS + starting)
+            with self._launcher.heart.doing(f"attaches {remote.name}", whom=remote.name):
+                await remote.connect()
         tokenizer = Tokenizer.load(Path(self._spec.model))
         wants_masks = derived.trains_truncated(self._config, trainer_is_ours=self._spec.purpose is Purpose.TRAIN)
         owner = None if self._spec.owner is None else OwnerClient(self._spec.owner, token=self._spec.control_token)
@@ -234,6 +253,7 @@ class RolloutProcess:
             anonymous=anonymous,
             without=frozenset() if wants_masks else frozenset({Feature.SAMPLING_MASKS}),
             role=ShardRole(self._spec.shard, owner, self._spec.again),
+            come_back=True,
         )
         await serving.adopt()
         serving.gateway.address = self._spec.url
@@ -255,9 +275,15 @@ class RolloutProcess:
         """Where agents run: in workers, whose code this process never sees, or here. Here they talk to the gateway in memory, and like any
         other agent may not pause it. Waits at its end for requests that are still being answered."""
         if self._spec.worker_token is not None:
-            crew = Crew(serving.gateway, say=lambda text: self._alarmed(facts.Alarmed("worker", text)))
+            crew = Crew(
+                serving.gateway,
+                stall_seconds=self._config.run.stall_seconds,
+                names=self._spec.workers,
+                say=lambda text: self._alarmed(facts.Alarmed("worker", text)),
+            )
             watch = watch_workers(crew, lambda hung: self._launcher.tell(Condemned(hung.name, hung.why)))
-            yield Hosting(crew, WorkerRoutes(crew, token=self._spec.worker_token).routes(), services=(watch,))
+            routes = WorkerRoutes(crew, token=self._spec.worker_token, control_token=self._spec.control_token).routes()
+            yield Hosting(crew, routes, services=(watch,), whereabouts=crew.whereabouts)
             return
         section = self._config.environment
         if agent_of(section) == SINGLE_TURN and not section.rewards:
@@ -270,7 +296,15 @@ class RolloutProcess:
             url = self._config.gateway.public_url
             clients = partial(SharedClients, transport=MemoryTransport(app, requests), untracked=section.untracked, public_url=url)
             async with program.host(partial(ask, app), clients) as host:
-                yield Hosting(host, board=board)
+                if board is None:
+                    yield Hosting(host)
+                else:
+                    self._claims = self._claim_watch(board)
+                    yield Hosting(host, board=board, whereabouts=board.whereabouts)
+
+    def _claim_watch(self, board: Board) -> ClaimWatch:
+        run = self._config.run
+        return ClaimWatch(board, self._alarmed, stall_seconds=run.stall_seconds, where=str(Path(run.folder) / "endpoint.json"))
 
     async def _http(self, serving: Serving, routes: Sequence[BaseRoute], *, board: Board | None = None) -> None:
         gateway, members = self._config.gateway, self._members(serving)
@@ -288,7 +322,8 @@ class RolloutProcess:
                 *member_routes(members, token=self._spec.control_token),
             ],
         )
-        address = None if self._spec.purpose is Purpose.EVALUATE else serving.gateway.address
+        is_asked = self._spec.purpose is not Purpose.EVALUATE or board is not None  # by anybody outside
+        address = serving.gateway.address if is_asked else None
         await serve_while(
             serve_app(
                 guarded(app, host=self._listener.getsockname()[0], names=gateway.names),
@@ -307,7 +342,8 @@ class RolloutProcess:
 
         async def ask(address: EngineAddress, nonce: Path | None, weights: bool) -> About:
             token = address.token or self._spec.token
-            return await ask_about(address.url, token=token, nonce=nonce, weights=weights, seconds=ASK_SECONDS)
+            seconds = config.cluster.wait_seconds if weights else config.run.stall_seconds  # a large model is read first
+            return await ask_about(address.url, token=token, nonce=nonce, weights=weights, seconds=seconds)
 
         terms = Terms(
             Path(self._spec.model),
@@ -315,6 +351,7 @@ class RolloutProcess:
             config.weights.transport if purpose in (Purpose.TRAIN, Purpose.ROLLOUTS) else None,
             Path(config.run.folder) / "weights",
             config.gateway.drain_seconds,
+            config.run.stall_seconds,
         )
         first = {name: (engine, EngineAddress(self._spec.engines[name])) for name, engine in self._engines.items()}
         return Members(serving, self.connections, first, terms=terms, ask=ask, connect=self._remote, record=self._membership)
@@ -337,6 +374,7 @@ class RolloutProcess:
             model=self._spec.model,
             max_context=serving.gateway.limits.max_context,
             served=served,
+            bound=serving.rollout_bound,
             token=token,
         )
         news = [] if serving.news is None else [served_route(serving.news, token=token)]
@@ -356,6 +394,22 @@ class RolloutProcess:
             self._alarmed,
             log=str(Path(self._config.run.folder) / "logs" / "rollout.log"),
             step_rollouts=batch_rollouts(self._config.rollout) if learns_from_rewards else None,
+            learning=self._learning() if self._spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS) else None,
+        )
+
+    def _learning(self) -> LearningOptions:
+        config = self._config
+        return LearningOptions(
+            group_size=config.rollout.group_size,
+            groups_per_step=config.rollout.groups_per_step,
+            max_tokens=config.environment.max_tokens,
+            max_context=config.model.max_context,
+            learning_rate=config.trainer.learning_rate if self._spec.purpose is Purpose.TRAIN else None,
+            usual_rate=usual_rate(config),
+            draws_by_pass_rate=config.curriculum.chooses,
+            draws_others=config.rollout.drop_zero_spread,
+            compares=config.distillation.teacher is None and config.objective.advantage != "gae",
+            masks_truncated=config.objective.mask_truncated,
         )
 
     def _decoded(self, ids: Sequence[int]) -> str:
@@ -387,13 +441,17 @@ class RolloutProcess:
 
     def _status(self) -> Status:
         status = self._state.status()
-        return status if self._last is None else replace(status, sample=self._last.now())
+        sample = None if self._last is None else self._last.now()
+        unclaimed = None if self._claims is None else self._claims.board.unclaimed()
+        return replace(status, sample=sample, unclaimed=unclaimed)
 
     async def report(self) -> None:
         """Waits for the interval to pass, for ever; ended by its task group."""
         try:
             while True:
                 await asyncio.sleep(REPORT_SECONDS)
+                if self._claims is not None:
+                    self._claims.look()
                 self._launcher.tell(Progress(self._status()))
         finally:
             self._launcher.tell(Progress(self._status()))

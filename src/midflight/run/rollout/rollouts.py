@@ -26,7 +26,7 @@ from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.fleet.routing import Reservation
 from midflight.observe.alarms import USE_THE_CLIENT
 from midflight.observe.status import Phase
-from midflight.ports import SessionHandle, Sessions
+from midflight.ports import RequestWatch, SessionHandle, Sessions
 from midflight.types import Group, GroupKey, Reason, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory, Version
 from midflight.types.facts import GroupClosed, GroupFinished, Record, SlotFreed, TrajectoryKept
 from midflight.weights.handover import Handover
@@ -87,6 +87,9 @@ class GroupAges:
 
     def oldest_version(self, session_id: str) -> Version | None:
         return self._sessions.oldest_version(session_id)
+
+    def request_watch(self, session_id: str) -> RequestWatch:
+        return self._sessions.request_watch(session_id)
 
     def of_group(self, key: GroupKey) -> Version | None:
         """The oldest version among the tokens of the group's rollouts so far, `None` before the first."""
@@ -263,6 +266,9 @@ class ReservedSessions:
 
     def oldest_version(self, session_id: str) -> Version | None:
         return self._sessions.oldest_version(session_id)
+
+    def request_watch(self, session_id: str) -> RequestWatch:
+        return self._sessions.request_watch(session_id)
 
 
 class Evaluations:

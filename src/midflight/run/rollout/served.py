@@ -10,6 +10,7 @@ says. A request that one of them sends to a paused engine waits there. While the
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -21,16 +22,16 @@ from starlette.routing import BaseRoute
 
 from midflight.errors import EngineError
 from midflight.gateway.fleet.fleet import EngineState, Fleet
+from midflight.ports import Engine
 from midflight.run.api.service import PREFIX
 from midflight.run.parts import PartLost
 from midflight.types import Version
 from midflight.wire.client import HttpClient
 from midflight.wire.edge import json_answer, route, with_client
 
+_log = logging.getLogger(__name__)
 OWNER = "owner"
 """The name of the owner's holds."""
-ANSWER_SECONDS = 5.0
-"""For an engine to say what it serves; one that takes longer is asked again."""
 AGAIN_SECONDS = 0.2
 """Before an owner that is away is asked again."""
 
@@ -126,9 +127,14 @@ class OwnerClient:
 class Follower:
     """Lets the fleet of another gateway follow the owner's words."""
 
-    def __init__(self, fleet: Fleet, ask: Ask) -> None:
+    def __init__(self, fleet: Fleet, ask: Ask, *, answer_seconds: float) -> None:
+        """An engine that hangs, and has not said within `answer_seconds` (`run.stall_seconds`) which version it serves, is asked again. One whose process
+        dies is asked again at once."""
         self._fleet, self._ask = fleet, ask
+        self._answer_seconds = answer_seconds
         self._said: Mapping[str, EngineWord] = {}
+        self._asked: set[str] = set()
+        """Engines that have yet to say what they serve."""
 
     async def run(self) -> None:
         """Waits for the owner's next word, for ever; ended by its task group."""
@@ -163,16 +169,32 @@ class Follower:
                 (self._fleet.hold if said.held else self._fleet.release)(state.name, OWNER)
 
     async def rejoin(self, engine: str) -> bool:
-        """An engine is let in if it serves what the owner says that it does. Waits for its answer."""
+        """An engine is let in if it serves what the owner says that it does. Waits for its answer; `False` at once while it is asked already."""
         found = next((one for one in self._fleet.engines() if one.name == engine), None)
-        if found is None or (said := self._said.get(engine)) is None or said.away is not None:
+        if found is None or engine in self._asked or (said := self._said.get(engine)) is None or said.away is not None:
             return False
+        self._asked.add(engine)
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                version = (await found.health()).version
-        except (EngineError, OSError):  # a timeout is an OSError
-            return False
-        if version != said.version or self._said.get(engine) != said:
+            version = await self._version_of(found)
+        finally:
+            self._asked.discard(engine)
+        if version is None or version != said.version or self._said.get(engine) != said:
             return False
         self._fleet.served(engine, version)
         return True
+
+    async def _version_of(self, engine: Engine) -> Version | None:
+        """The version that the engine serves; None where it does not say. Waits for its answer. The loss of its connection ends the wait, or
+        `answer_seconds`."""
+        try:
+            async with asyncio.timeout(self._answer_seconds):
+                return (await engine.health()).version
+        except TimeoutError:
+            _log.warning(
+                "engine %r has not said within %g s what it serves, and is asked again (run.stall_seconds)",
+                engine.name,
+                self._answer_seconds,
+            )
+        except (EngineError, OSError):
+            pass
+        return None

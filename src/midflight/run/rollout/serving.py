@@ -12,8 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from midflight.allowance import LoopDelay, Stopwatch
+from midflight.config.bounds import RolloutBound, rollout_bound
 from midflight.config.sections import Config
 from midflight.environments.agents import AgentHost
+from midflight.environments.crew import Crew
 from midflight.environments.evaluation import Evaluator, Suite
 from midflight.environments.rollout import RolloutRunner
 from midflight.environments.single_turn import AnswersHere
@@ -25,6 +28,7 @@ from midflight.gateway.fleet.fleet import EngineState, Fleet
 from midflight.gateway.fleet.health import HealthWatch
 from midflight.gateway.http.control import Control
 from midflight.ports import Engine, Sessions
+from midflight.run.heart import BEAT_SECONDS
 from midflight.run.rollout.capacity import Capacity
 from midflight.run.rollout.rollouts import Fates
 from midflight.run.rollout.served import Follower, ServedNews, ShardRole
@@ -36,9 +40,6 @@ from midflight.weights.handover import Handover
 
 HEALTH_SECONDS = 1.0
 """Between readings of an engine's progress; a crash shows at once by its connection, this finds stalls."""
-STALL_SECONDS = 30.0
-"""Without a token while it has work, an engine counts as stalled: far above one step of a large model."""
-
 
 ALONE = ShardRole()
 
@@ -84,16 +85,27 @@ class Serving:
         anonymous: bool,
         without: frozenset[Feature] = frozenset(),
         role: ShardRole = ALONE,
+        come_back: bool = False,
     ) -> None:
-        """`without`: what engines can do and is not wanted. `anonymous` serving has no rollouts, and so no engines apart."""
+        """`without`: what engines can do and is not wanted. `anonymous` serving has no rollouts, and so no engines apart. `come_back`: a launcher
+        starts engines again that die."""
+        self._stall_seconds = config.run.stall_seconds / 4
+        """Without a token while it has work, an engine is left by its requests; the launcher starts it again later, if it does not come back."""
         self.role, num_apart = role, 0 if anonymous else config.environment.untracked.engines
-        self.fleet, self.apart = Fleet(record=record), Fleet(record=record)
+        self.fleet, self.apart = (Fleet(record=record, come_back=come_back) for _ in range(2))
         """Those that are trained, and those that keep their weights for judges and simulated users: no handover knows these."""
+        self._environment = config.environment
+        self.outage = Stopwatch()
+        """How long no engine took requests of training."""
+        self.delay = LoopDelay(BEAT_SECONDS)
+        """How late this process came to its turns."""
+        self.fleet.on_outage = self._outage
         self._attach(engines, version, frozenset(engine.name for engine in engines[len(engines) - num_apart :]))
         seconds, shares = config.gateway.request_seconds, config.gateway.shards > 1
         self.generator, self.beside = (Generator(each, request_seconds=seconds) for each in (self.fleet, self.apart))
-        self.control, self.handover = Control(self.fleet, self.generator, beside=(self.beside,)), self._handover(config, record)
-        self.news, self.follower = self._shared() if shares else (None, None)
+        self.control = Control(self.fleet, self.generator, beside=(self.beside,), pause_seconds=self._stall_seconds)
+        self.handover = self._handover(config, record)
+        self.news, self.follower = self._shared(config.run.stall_seconds) if shares else (None, None)
         self.rejoin, self.capacity = Rejoin(self.fleet, self.follower or self.handover), Capacity(config, self.fleet)
         self.gateway = Gateway(
             self.generator,
@@ -121,32 +133,45 @@ class Serving:
             home = self.home(engine.name)
             home.attach(engine, version=version, error=unknown if home is self.fleet else None)
 
-    def _shared(self) -> tuple[ServedNews, None] | tuple[None, Follower]:
-        return (ServedNews(self.fleet), None) if self.role.ask is None else (None, Follower(self.fleet, self.role.ask))
+    def _shared(self, stall_seconds: float) -> tuple[ServedNews, None] | tuple[None, Follower]:
+        if self.role.ask is None:
+            return ServedNews(self.fleet), None
+        return None, Follower(self.fleet, self.role.ask, answer_seconds=stall_seconds)
 
     async def watch(self) -> None:
         """Reads all engines' health, and hears the gateway that hands versions over, where another does; ended by its task group."""
         owns = self.follower is None
         async with asyncio.TaskGroup() as watches:
             for fleet in (self.fleet, self.apart):
-                watch = HealthWatch(fleet, interval_seconds=HEALTH_SECONDS, stall_seconds=STALL_SECONDS, ends_pauses=owns)
+                watch = HealthWatch(fleet, interval_seconds=HEALTH_SECONDS, stall_seconds=self._stall_seconds, ends_pauses=owns)
                 watches.create_task(watch.run())
             if self.follower is not None:
                 watches.create_task(self.follower.run())
 
     async def adopt(self) -> None:
         """After the death of the process that handed versions over: the newest version that an engine serves is the one that all do or are
-        about to, and each verified it whole. The others get it, or the next, by a handover. Waits for their answers."""
+        about to, and each verified it whole. The others get it, or the next, by a handover. Waits for their answers, each as long as a health check."""
         found: dict[str, Version] = {}
         if not self.role.again or self.follower is not None:
             return
-        for engine in self.fleet.engines():
-            with suppress(EngineError, OSError):
-                async with asyncio.timeout(HEALTH_SECONDS):
+
+        async def ask(engine: Engine) -> None:
+            with suppress(EngineError, OSError):  # a timeout is an OSError
+                async with asyncio.timeout(self._stall_seconds):
                     found[engine.name] = (await engine.health()).version
+
+        async with asyncio.TaskGroup() as questions:
+            for engine in self.fleet.engines():
+                questions.create_task(ask(engine))
         for name, version in found.items():
             if version == max(found.values()):
                 self.fleet.served(name, version)
+
+    def _outage(self, begins: bool) -> None:
+        if begins:
+            self.outage.start()
+        else:
+            self.outage.stop()
 
     def home(self, engine: str) -> Fleet:
         """Where an engine of that name belongs, in all its lives. Those that join under new names are trained."""
@@ -175,6 +200,16 @@ class Serving:
             record=record,
         )
 
+    def rollout_bound(self) -> RolloutBound:
+        """The last bound on a rollout, by what was measured until now."""
+        pace = self.gateway.pace
+        return rollout_bound(
+            self._environment,
+            tokens_per_second=pace.tokens_per_second,
+            longest_answer=pace.longest,
+            most_turns=self.capacity.most_turns,
+        )
+
     def routable(self) -> bool:
         """Whether some engine takes requests."""
         return any(state.error is None for state in self.fleet.states())
@@ -194,6 +229,10 @@ class Agents:
     runners: list[RolloutRunner] = field(default_factory=list["RolloutRunner"])
     """All that were made here."""
 
+    def _delayed_seconds(self) -> float:
+        """That agents lost which run in this process. Those in workers are told by their workers' words, which come late by that too."""
+        return 0.0 if isinstance(self.host, Crew) else self.serving.delay.seconds()
+
     def runner(self, sessions: Sessions, fates: Fates, *, tracked: bool, temperature: float | None = None) -> RolloutRunner:
         """`tracked`: its sessions are trained on. `temperature`: in place of the environment's."""
         environment = self.config.environment
@@ -206,7 +245,9 @@ class Agents:
             fates=fates,
             tracked=tracked,
             own=isinstance(self.host, AnswersHere),
-            paused_seconds=self.serving.control.paused_seconds,
+            bound=self.serving.rollout_bound,
+            outage_seconds=self.serving.outage.seconds,
+            delayed_seconds=self._delayed_seconds,
             trouble=self.serving.trouble,
         )
         self.runners.append(runner)

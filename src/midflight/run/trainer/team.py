@@ -29,9 +29,6 @@ from midflight.trajectories.packing import from_bytes, to_bytes
 from midflight.types import PackedBatch, Version, WeightManifest
 from midflight.weights.transports.shares import PullPublisher
 
-DEED_SECONDS = 600.0
-"""For a deed other than a step, which may wait for a disk; a step computes."""
-
 
 class Step(msgspec.Struct, frozen=True, tag=True):
     batch: bytes
@@ -208,9 +205,8 @@ async def follow(
                 deed = await loop.run_in_executor(thread, together()(wire.hear))
                 if isinstance(deed, End):
                     return
-                with heart.doing(
-                    f"does what the first rank does: {type(deed).__name__}", computes=isinstance(deed, Step), limit=DEED_SECONDS
-                ):
+                # Without a limit, and not as one that computes: it may wait for the first rank, which is judged for both.
+                with heart.doing(f"does what the first rank does: {type(deed).__name__}"):
                     write = await loop.run_in_executor(thread, _done, deed, trainer, checkpoints, keep, wire)
                 if write is not None:
                     tasks.create_task(asyncio.to_thread(write))  # after the one before: the first rank writes one at a time

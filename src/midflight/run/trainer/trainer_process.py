@@ -6,7 +6,7 @@ import asyncio
 import shutil
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from midflight.allowance import LOOKS
 from midflight.config.derived import lora_alpha, num_engines, served_dtype
 from midflight.config.sections import Config, ModelSection
 from midflight.errors import ConfigError
 from midflight.models.load import add_adapters, export_model, is_adapted, load_model, lora_config, make_model, save_adapters
 from midflight.models.names import assign, in_dtype, torch_dtype
+from midflight.observe.motion import WorkBelow
 from midflight.run.api.service import RolloutClient, WentOn
 from midflight.run.heart import START_SECONDS
 from midflight.run.parts import Alarm, Launcher, ModelReady, TrainerSpec
@@ -43,10 +45,6 @@ from midflight.weights.transports.shares import PullPublisher
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-
-
-COMPILE_SECONDS = 1800.0
-"""For a step while processes beside the trainer compile for it, which they do in the first steps."""
 
 
 class PublishedVersions:
@@ -107,14 +105,16 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
         made, keep = partial(_follower, config, spec), config.trainer.keep_checkpoints
         await follow(made, checkpoints, keep=keep, heart=launcher.heart, publisher=_sharing(config, spec.host))
         return
+    if config.trainer.compile:  # in processes below this one, for which the first steps wait
+        launcher.heart.work = WorkBelow(seconds=config.run.stall_seconds / LOOKS)
     run = Path(config.run.folder)
     published = PublishedVersions(run / "published")
-    with launcher.heart.doing("makes or loads its model", limit=START_SECONDS, heavy=True):
+    with launcher.heart.doing("begins", limit=START_SECONDS, heavy=True):
         found: list[str] = []
         team, resumed, over = await _ready(config, spec, launcher, published, found.append)
     launcher.tell(ModelReady(str(run / "start"), team.version, resumed, tuple(found)))
     await _train(config, team, spec, published, launcher, over=over)
-    with launcher.heart.doing("exports its model", limit=START_SECONDS, heavy=True):
+    with launcher.heart.doing("exports its model", limit=START_SECONDS, heavy=True, computes=True):
         await asyncio.to_thread(_export, config, team, run / "model", merged=True)
         await asyncio.to_thread(team.end)
 
@@ -137,8 +137,9 @@ async def _ready(
     if checkpoint is None:
         model, layout = await _first(config, launcher, alarm)
     else:
-        model = await asyncio.to_thread(_started, config)
-        layout = await asyncio.to_thread(_layout, config, model)
+        with _loading(launcher):
+            model = await asyncio.to_thread(_started, config)
+            layout = await asyncio.to_thread(_layout, config, model)
     team = await asyncio.to_thread(_team, config, model, layout, spec, launcher)
     if checkpoint is None:
         return team, None, False
@@ -146,10 +147,16 @@ async def _ready(
     if spec.life:
         async with _service(spec) as service:
             goes_on = await service.restart(version_of(checkpoint))
-    resumed = await asyncio.to_thread(partial(team.load, checkpoint, as_version=goes_on.version))
-    if not spec.life:  # else engines have the folder that they began with, and get these weights by a handover
-        await asyncio.to_thread(_export, config, team, run / "start")
+    with _loading(launcher):
+        resumed = await asyncio.to_thread(partial(team.load, checkpoint, as_version=goes_on.version))
+        if not spec.life:  # else engines have the folder that they began with, and get these weights by a handover
+            await asyncio.to_thread(_export, config, team, run / "start")
     return team, resumed, goes_on.over
+
+
+def _loading(launcher: Launcher) -> AbstractContextManager[None]:
+    """A large model takes minutes of disk, and may take them as long as it is read, computed or written."""
+    return launcher.heart.doing("makes or loads its model", limit=START_SECONDS, heavy=True, computes=True)
 
 
 def _service(spec: TrainerSpec) -> RolloutClient | ShardedRollouts:
@@ -165,18 +172,21 @@ async def _first(config: Config, launcher: Launcher, alarm: Callable[[str], None
     It is written down for engines and other ranks; and, where the loss asks for one, as the reference, which a resumed run keeps.
     """
     run = Path(config.run.folder)
-    source = await asyncio.to_thread(first_model, config.model, run / "first", seed=config.run.seed)
-    model = await asyncio.to_thread(load_model, source, dtype=config.model.dtype, device=config.trainer.device)
-    layout = await asyncio.to_thread(_layout, config, model, alarm)  # a model that cannot be trained is told before all else
+    with _loading(launcher):
+        source = await asyncio.to_thread(first_model, config.model, run / "first", seed=config.run.seed)
+        model = await asyncio.to_thread(load_model, source, dtype=config.model.dtype, device=config.trainer.device)
+        layout = await asyncio.to_thread(_layout, config, model, alarm)  # a model that cannot be trained is told before all else
     adapters = _adapters(config, model)
     if config.warm_start.is_made:
-        lessons = await asyncio.to_thread(lessons_of, config, Tokenizer.load(source))
+        with launcher.heart.doing("draws its tasks", computes=True):
+            lessons = await asyncio.to_thread(lessons_of, config, Tokenizer.load(source))
         with launcher.heart.doing("makes the warm start", computes=True):
             await warm_start(model, lessons, config, launcher.tell, layout=layout)
     if adapters is not None:
         add_adapters(model, adapters, seed=config.run.seed)
-    for name in ("start", "reference") if config.objective.kl_coefficient else ("start",):
-        await asyncio.to_thread(export_model, model, source, run / name)
+    with _loading(launcher):
+        for name in ("start", "reference") if config.objective.kl_coefficient else ("start",):
+            await asyncio.to_thread(export_model, model, source, run / name)
     return model, layout
 
 
@@ -318,7 +328,9 @@ async def _train(config: Config, team: Team, spec: TrainerSpec, published: Publi
     with ExitStack() as closing:
         publish = team.publish
         if section.transport != "pull" or section.delta:  # a difference is made of whole tensors
-            weights = make_publisher(section.transport, name=spec.segment, folder=folder, host=host, full_every=full_every)
+            weights = make_publisher(
+                section.transport, name=spec.segment, folder=folder, host=host, full_every=full_every, stage_seconds=section.stage_seconds
+            )
             publish = put_together(team.weights, closing.enter_context(weights), dtype=served_dtype(config))
         async with _service(spec) as service:
             stage = team.stage
@@ -335,7 +347,6 @@ async def _train(config: Config, team: Team, spec: TrainerSpec, published: Publi
                 publish_every=section.every,
                 stop_at_reward=config.run.stop_at_reward,
                 heart=launcher.heart,
-                idle_seconds=COMPILE_SECONDS if config.trainer.compile else 0.0,
                 handover_seconds=2 * (config.evaluation.pin_seconds + section.stage_seconds + engines * section.commit_seconds),
             )
             if team.num_steps == 0:

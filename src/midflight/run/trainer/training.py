@@ -104,11 +104,10 @@ class TrainingLoop:
         stop_at_reward: float | None = None,
         heart: Heart | None = None,
         handover_seconds: float = 0.0,
-        idle_seconds: float = 0.0,
     ) -> None:
-        """`heart` hears what is done and waited for, a handover and a step with what they may take: `handover_seconds`, and `idle_seconds`
-        without processor time of this process."""
-        self._doing, self._handover_seconds, self._idle_seconds = (heart or Heart()).doing, handover_seconds, idle_seconds
+        """`heart` hears what is done and waited for, a handover with the `handover_seconds` that it may take."""
+        self._doing = (heart or Heart()).doing
+        self._handover_seconds = handover_seconds
         self._trainer, self._outlet, self._service = trainer, outlet, service
         self._steps, self._prefetch, self._stop_at_reward = steps, prefetch, stop_at_reward
         self._stage, self._save_every, self._publish_every = stage, save_every, publish_every
@@ -160,7 +159,7 @@ class TrainingLoop:
             if groups is None:
                 break
             began = time.monotonic()
-            with self._doing(f"begins version {version + 1}", limit=self._idle_seconds, computes=True):
+            with self._doing(f"begins version {version + 1}", computes=True):
                 await asyncio.to_thread(self._trainer.begin, groups)
             self._early_seconds += time.monotonic() - began
         with self._doing(f"waits for the batch of version {version}", whom="rollout"):
@@ -169,7 +168,7 @@ class TrainingLoop:
     async def _step(self, batch: PackedBatch) -> Stepped:
         """What was done before the batch was whole counts as done just before it came."""
         started = time.monotonic() - self._early_seconds
-        with self._doing(f"makes version {batch.train_version + 1}", limit=self._idle_seconds, computes=True):
+        with self._doing(f"makes version {batch.train_version + 1}", computes=True):
             report = await asyncio.to_thread(self._trainer.step, batch)
         ended = time.monotonic()
         if (scored := np.isfinite(batch.rewards)).any():
@@ -191,7 +190,7 @@ class TrainingLoop:
 
     async def _publish(self) -> WeightManifest:
         """Copies the weights out before the next step may change them."""
-        with self._doing(f"copies the weights of version {self._trainer.version}", limit=DISK_SECONDS):
+        with self._doing(f"copies the weights of version {self._trainer.version}", limit=DISK_SECONDS, computes=True):
             return await asyncio.to_thread(self._outlet.publish, self._trainer.version)
 
     async def _hand_over(self, manifest: WeightManifest, done: Stepped | None = None, *, after: asyncio.Task[None] | None = None) -> None:
@@ -211,14 +210,14 @@ class TrainingLoop:
         if after is not None:
             await after
         self._staged = self._trainer.version
-        with self._doing("copies a checkpoint", limit=DISK_SECONDS):
+        with self._doing("copies a checkpoint", limit=DISK_SECONDS, computes=True):
             return await asyncio.to_thread(self._stage)
 
     async def _write(self, write: Callable[[], object], version: Version, *, after: asyncio.Task[None] | None = None) -> None:
         """Waits for that handover, then for the disk: a checkpoint ahead of the journal would lose a step's line in a crash (I8)."""
         if after is not None:
             await after
-        with self._doing(f"writes the checkpoint of version {version}", limit=DISK_SECONDS):
+        with self._doing(f"writes the checkpoint of version {version}", limit=DISK_SECONDS, computes=True):
             made = await asyncio.to_thread(write)
         if made is not False:
             await self._service.checkpointed(version)

@@ -7,6 +7,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import cast
 
 from transformers import PreTrainedModel
@@ -28,8 +29,6 @@ from midflight.types import GenerateRequest, SamplingParams, Task
 from midflight.types.facts import unheard
 from midflight.weights.transports.select import receiver
 
-WARM_START_BATCH = 64
-"""Examples of one step."""
 EVALUATED = 256
 """Examples that the accuracy is taken on: a standard error of at most 0.03."""
 SCREENED = 64
@@ -78,7 +77,7 @@ async def warm_start(
     async with asyncio.TaskGroup() as beside:
         for step in range(1, section.max_steps + 1):
             try:
-                loss = await asyncio.to_thread(trainer.step, [next(lessons.examples) for _ in range(WARM_START_BATCH)])
+                loss = await asyncio.to_thread(trainer.step, list(islice(lessons.examples, section.examples_per_step)))
             except StepSkipped:
                 loss = None  # it costs the step: the weights are as they were
             is_due = step % section.evaluate_every == 0

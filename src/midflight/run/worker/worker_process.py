@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import itertools
 import json
 import logging
 import signal
@@ -30,6 +31,8 @@ import aiohttp
 
 from midflight.config.sections import EnvironmentSection
 from midflight.environments.agents import AgentHost, SharedClients
+from midflight.environments.conversation import BuiltInLoop
+from midflight.environments.crew import BEAT_SECONDS
 from midflight.environments.registry import AgentProgram
 from midflight.environments.scoring import Unjudged, checked_result, result_of
 from midflight.errors import Cost, MidflightError
@@ -45,11 +48,11 @@ HEARTBEAT_SECONDS = 600.0
 """For the rollout process to answer a ping: long, because the worker dies with the launcher and the ring anyway."""
 AGAIN_SECONDS = 5.0
 """After which an agent that has swallowed its cancellation is cancelled once more."""
-END_SECONDS = 30.0
-"""For the rollout process to end a worker whose rollout is past its deadline, before the launcher takes it for hung."""
 LOOK_SECONDS = 0.25
 BLOCKED_SECONDS = 1.0
 """A loop that has been in one step of an agent for so long is blocked: the rollout process is told by whom, now and every second."""
+MAX_AGENTS = 3
+"""The oldest that run are named in a report; of the others their number."""
 MAX_TRACE = 20_000
 """Characters of a traceback that are told, from its end."""
 
@@ -82,9 +85,9 @@ async def run_worker(spec: WorkerSpec, launcher: Launcher) -> None:
             count.watch(loop)
         if section.worker_mb is not None:
             limit_memory(section.worker_mb)
-        worker = Worker(spec.name, host, http_client, LoopWatch(spec, loop), cancels=program.cancels, count=count)
-        # An agent may block its loop for as long: the rollout process ends the worker after that, and knows why.
-        launcher.heart.ask = partial(worker.situation, limit=section.rollout_seconds + END_SECONDS)
+        watch = LoopWatch(spec, loop)
+        worker = Worker(spec.name, host, http_client, watch, cancels=program.cancels, count=count)
+        launcher.heart.ask, launcher.heart.beside = worker.situation, watch.held
         await worker.run(launcher)
 
 
@@ -99,13 +102,14 @@ class Worker:
         self._agents: dict[str, asyncio.Task[None]] = {}
         self._began: dict[str, float] = {}
         """When each agent was given, the earliest first."""
-        self._outbox: asyncio.Queue[wire.Joined | wire.BeatOfLoop | wire.AgentEnded] = asyncio.Queue()
+        if isinstance(host, BuiltInLoop):
+            host.on_tools = self._tools_run
+        self._outbox: asyncio.Queue[wire.Joined | wire.BeatOfLoop | wire.ToolsRun | wire.AgentEnded] = asyncio.Queue()
 
-    def situation(self, *, limit: float) -> Situation:
-        """An agent may hold the loop for `limit` seconds."""
-        if not self._began:
-            return Situation()
-        return Situation((Doing(f"runs agents ({len(self._began)})", next(iter(self._began.values())), limit=limit, heavy=True),))
+    def situation(self) -> Situation:
+        """Which agents run. They have no limit here: each rollout has its deadline in the rollout process."""
+        oldest = [Doing(f"runs the agent of {session}", since) for session, since in itertools.islice(self._began.items(), MAX_AGENTS)]
+        return Situation(tuple(oldest), counters=f"{len(self._began)} agents run")
 
     async def run(self, launcher: Launcher) -> None:
         """Waits for rollouts; ended by the loss of the connection."""
@@ -133,7 +137,7 @@ class Worker:
         """Waits for the interval to pass, for ever; ended by its task group."""
         while True:
             self._outbox.put_nowait(wire.BeatOfLoop())
-            await asyncio.sleep(wire.BEAT_SECONDS)
+            await asyncio.sleep(BEAT_SECONDS)
 
     def _hear(self, said: wire.RunAgent | wire.CancelAgent, tasks: asyncio.TaskGroup) -> None:
         if isinstance(said, wire.RunAgent):
@@ -144,9 +148,12 @@ class Worker:
             agent.cancel()
             asyncio.get_running_loop().call_later(AGAIN_SECONDS, agent.cancel)
 
+    def _tools_run(self, session_id: str, limit: float | None) -> None:
+        self._outbox.put_nowait(wire.ToolsRun(session_id, limit))
+
     async def _judged(self, given: wire.RunAgent, task: Task) -> wire.AgentEnded:
         """Waits for the functions that score a group."""
-        results = await self._host.judge(task, [Unjudged(**each) for each in json.loads(given.attempts or "[]")])
+        results = await self._host.judge(task, [Unjudged(**each) for each in json.loads(given.attempts or "[]")], name=given.session_id)
         return wire.judged_with(given.session_id, [checked_result(result, task=task) for result in results])
 
     async def _agent(self, given: wire.RunAgent) -> None:
@@ -191,6 +198,7 @@ class LoopWatch:
         self._spec, self._loop = spec, loop
         self._turned = self._since = time.monotonic()
         self._current: object = None
+        self._held: tuple[Doing, ...] = ()
         self._main = threading.get_ident()
         self._sessions: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
 
@@ -208,9 +216,20 @@ class LoopWatch:
         pause = threading.Event()
         while not self._loop.is_closed():
             seconds = self._stands(time.monotonic(), asyncio.current_task(self._loop))
+            self._held = self._holds(seconds)
             if seconds > BLOCKED_SECONDS:
                 self._tell(seconds)
             pause.wait(BLOCKED_SECONDS if seconds > BLOCKED_SECONDS else LOOK_SECONDS)
+
+    def held(self) -> tuple[Doing, ...]:
+        """That an agent blocks the loop. The rollout process judges it; a loop that is blocked by nobody's agent is the launcher's to find."""
+        return self._held
+
+    def _holds(self, seconds: float) -> tuple[Doing, ...]:
+        session_id = self._culprit() if seconds > BLOCKED_SECONDS else None
+        if session_id is None:
+            return ()
+        return (Doing(f"is blocked by the agent of {session_id}", time.monotonic() - seconds, holds_loop=True),)
 
     def _stands(self, now: float, current: object) -> float:
         """Seconds that the loop has been in one step of one task. On a busy machine a turn of it may take long, with a hundred agents that

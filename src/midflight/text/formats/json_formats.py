@@ -18,13 +18,16 @@ _NAME = re.compile(r"[\w.:/-]+")
 
 
 class Hermes:
-    """Whitespace may stand around the object; text around the calls is content."""
+    """Whitespace may stand around the object; text around the calls is content. Several objects may stand in a list, as SmolLM2 writes them."""
 
     opening, announces = TOOL_CALL, True
     markers = (TOOL_CALL, END_TOOL_CALL)
 
     def read(self, cursor: Cursor, calls: Calls, tools: Sequence[Tool]) -> Reading[None]:
         yield from cursor.run(SPACES)
+        if (yield from cursor.literal("[")):
+            yield from _listed(cursor, calls, closing=END_TOOL_CALL)
+            return
         call = as_call((yield from read_object(cursor, calls)))
         yield from cursor.run(SPACES)
         yield from cursor.expect(END_TOOL_CALL)
@@ -130,7 +133,8 @@ class Mistral:
         return "\n".join([f'calls: {lark.marker(TOOL_CALLS)} "[" call{more} "]"', f"call: {alternatives(names)}", *objects])
 
 
-def _listed(cursor: Cursor, calls: Calls) -> Reading[None]:
+def _listed(cursor: Cursor, calls: Calls, *, closing: str = "") -> Reading[None]:
+    """Calls up to the end of their list, and what closes that."""
     goes_on = True
     while goes_on:
         yield from cursor.run(SPACES)
@@ -139,6 +143,9 @@ def _listed(cursor: Cursor, calls: Calls) -> Reading[None]:
         goes_on = yield from cursor.literal(",")
         if not goes_on:
             yield from cursor.expect("]")
+            if closing:
+                yield from cursor.run(SPACES)
+                yield from cursor.expect(closing)
         calls.give(call)
 
 

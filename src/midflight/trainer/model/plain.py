@@ -11,7 +11,7 @@ complex numbers: weights lie so that the two numbers that turn together are neig
 products goes by rows that fit into a core's cache.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -78,13 +78,44 @@ def _joined(products: list[Any], norm: Any, *, turned: int | None = None) -> tup
     weights: list[Tensor] = [product.weight for product in products]
     biases: list[Tensor] = [product.bias for product in products if product.bias is not None]
     if turned is not None:
-        weights, biases = ([*(_paired(rows, turned) for rows in parts[:-1]), *parts[-1:]] for parts in (weights, biases))
-    return torch.cat(weights) * norm.weight, torch.cat(biases) if biases else None
+        biases = [*(_paired(rows, turned) for rows in biases[:-1]), *biases[-1:]]
+    return cast(Tensor, _JoinedWeights.apply(norm.weight, turned, *weights)), torch.cat(biases) if biases else None
+
+
+class _JoinedWeights(torch.autograd.Function):
+    """Weights one after the other, each column times the norm's scale. Nothing but what lies in memory anyway is kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: Tensor, turned: int | None, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(scale, *weights)
+        ctx.turned = turned
+        return torch.cat(_ordered(weights, turned)).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> Any:
+        scale, *weights = ctx.saved_tensors
+        by_scale = torch.zeros_like(scale)
+        parts = given[0].split([len(weight) for weight in weights])
+        for part, weight in zip(parts, _ordered(weights, ctx.turned), strict=True):
+            by_scale += (part * weight).sum(0)
+        by_weights = [part * scale for part in parts]
+        if ctx.turned is not None:
+            by_weights = [*(_unpaired(rows, ctx.turned) for rows in by_weights[:-1]), *by_weights[-1:]]
+        return by_scale, None, *by_weights
+
+
+def _ordered(weights: Sequence[Tensor], turned: int | None) -> list[Tensor]:
+    return list(weights) if turned is None else [*(_paired(rows, turned) for rows in weights[:-1]), *weights[-1:]]
 
 
 def _paired(rows: Tensor, size: int) -> Tensor:
     """Of each head the rows 0, 1, ... 2d - 1 as 0, d, 1, d + 1, ...: those that turn together are neighbours."""
     return rows.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _unpaired(rows: Tensor, size: int) -> Tensor:
+    """The other way."""
+    return rows.unflatten(0, (-1, size // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _scales(attention: Any, *, heads: int, kv_heads: int) -> Float[Tensor, "h D"] | None:

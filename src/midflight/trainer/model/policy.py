@@ -149,6 +149,8 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     with laid(Runs.of_one(3)):
         hidden: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    if hidden.shape[-1] != layer.in_features:
+        return False
     return torch.allclose(nn.functional.linear(hidden, layer.weight, layer.bias), logits, rtol=1e-3, atol=1e-5)
 
 

@@ -15,7 +15,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from midflight.errors import ConfigError
-from midflight.models.proof import TOLERANCE, Proof, Row, Way, attention_of, eagerly, own_logprobs, prove_small, rows_to_try
+from midflight.models.proof import (
+    TOLERANCE,
+    Proof,
+    Row,
+    Way,
+    attention_of,
+    described,
+    eagerly,
+    looks_ahead,
+    own_logprobs,
+    prove_small,
+    rows_to_try,
+)
 from midflight.trainer.model.microbatch import Index, Layout, Predictions, split
 from midflight.trainer.model.policy import Policy
 
@@ -42,15 +54,25 @@ def proven_layout(model: PreTrainedModel, *, max_context: int | None = None) -> 
 
 
 def _prove(model: PreTrainedModel, max_context: int | None) -> Proof:
-    trial = _RowsTried(rows_to_try(model, max_context=max_context))
-    expected, own = trial.of_the_model(model), attention_of(model)
+    rows, own = rows_to_try(model, max_context=max_context), attention_of(model)
+    with eagerly(model):
+        ahead = looks_ahead(model, rows[0])
+    if ahead is not None:
+        return Proof(PART, Way.REFUSED, reason=ahead)
+    trial = _RowsTried(rows)
+    try:
+        expected = trial.of_the_model(model)
+    except ConfigError:
+        raise
+    except Exception as error:  # as below
+        return Proof(PART, Way.REFUSED, reason=f"the backward of {type(model).__name__}'s own forward raises {described(error)}. {_REMEDY}")
     closest, why = (inf, inf), ""
     for layout in Layout:
         model.set_attn_implementation(own)
         try:
             errors = trial.of_the_trainer(model, layout).errors(expected)
         except Exception as error:  # an architecture fails as it likes to; here it is one that this layout does not fit
-            said = f"{layout}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            said = f"{layout}: {described(error)}"
         else:
             if max(errors) <= TOLERANCE:
                 return Proof(PART, Way.PACKED if layout is Layout.PACKED else Way.FALLBACK, *errors, reason=why, layout=layout)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from nicegui import ui
 
-from midflight.archive.phases import slots_of
+from midflight.archive.phases import room_of
 from midflight.archive.runs import ArchivedRun, RunCondition, differences, flat
 from midflight.archive.stored import copy_in_words
 from midflight.archive.times import Times, busy_shares, failures, split
@@ -109,7 +109,8 @@ def _live(refresh: Callable[[], bool], panels: Callable[[], list[Panel]], show_m
 def _head(visit: Visit, times: Times) -> None:
     of, past = visit.run.describe(), visit.run.readings.past
     last = past.steps[-1] if past.steps else None
-    shares = busy_shares(times, slots=slots_of(visit.run.folder))
+    room = room_of(visit.run.folder)
+    shares = busy_shares(times, slots=room.slots)
     waiting = f"{of.step}" if of.steps is None else f"{of.step} of {of.steps}"
     facts = [("state", of.condition.value), ("step", waiting), ("version", str(last.version if last else 0)), ("reward", number(of.reward))]
     facts += [(f"held out {name}", text) for name, text in _heldout(past).items()]
@@ -121,7 +122,7 @@ def _head(visit: Visit, times: Times) -> None:
     looks.facts(facts)
     if (visit.run.folder / HELDOUT).is_file():
         ui.link("what the model said to held-out tasks", visit.link("groups", kind="evaluation")).props('data-test="held out groups"')
-    bound, advice = judge(engine_busy=shares.engines, trainer_busy=shares.trainer, slots_used=shares.slots)
+    bound, advice = judge(engine_busy=shares.engines, trainer_busy=shares.trainer, slots_used=shares.slots, cores=room.cores)
     if advice:
         ui.label(f"This run is {bound.value}: {advice}.").classes("note").props('data-test="advice"')
     if visit.run.readings.num_unread:

@@ -19,6 +19,7 @@ import msgspec
 from safetensors import SafetensorError
 
 from midflight.errors import ConfigError, RequestRejected, nearest
+from midflight.models.permissions import open_to_others
 from midflight.models.sizes import fingerprint_views
 from midflight.types import TensorSpec, Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, check_extents, extent, is_sound, views
@@ -160,6 +161,7 @@ class FilePublisher:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, partial)
+            open_to_others(partial)
             specs = read_specs(partial)
             hashed = digest(partial, specs, threads=self._threads)
             partial.rename(path)

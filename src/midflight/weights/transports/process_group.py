@@ -185,7 +185,7 @@ class CollectiveReceiver:
             except GroupBroken as error:
                 self._group, broken = None, error
         raise EngineUnavailable(
-            f"fetching version {manifest.version}: the broadcast broke {ATTEMPTS} times ({broken}); see which other engine died, and stage again."
+            f"fetching version {manifest.version}: the broadcast broke {ATTEMPTS} times ({broken}); see which other engine died and stage again, or raise weights.stage_seconds if the network is only slow."
         ) from broken
 
     def _once(self, manifest: WeightManifest, data: Tensor) -> None:
@@ -198,7 +198,7 @@ class CollectiveReceiver:
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             self._group = None
             raise EngineUnavailable(
-                f"fetching version {manifest.version}: the publisher does not answer ({error}); publish the version again."
+                f"fetching version {manifest.version}: the publisher does not answer ({error}); publish the version again, or raise weights.stage_seconds if it is only slow."
             ) from error
 
     def _ask(self, publisher: socket.socket, address: Address, manifest: WeightManifest) -> Answer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from midflight.errors import ConfigError, nearest
 from midflight.ports import WeightReceiver
@@ -17,16 +17,24 @@ if TYPE_CHECKING:
     from midflight.weights.transports.publish import Publisher
 
 
-def receiver(*, threads: int = 1) -> WeightReceiver:
-    """One receiver for all transports; without torch, until a manifest says `collective` or `direct`."""
-    return DeltaReceiver(ByTransport(threads=threads), threads=threads)
+STAGE_SECONDS: Final = 60.0
+"""As `weights.stage_seconds` where it is unset."""
+
+
+def receiver(*, threads: int = 1, stage_seconds: float = STAGE_SECONDS) -> WeightReceiver:
+    """One receiver for all transports; without torch, until a manifest says `collective` or `direct`.
+
+    `stage_seconds` are the handover's for one engine. A transport gives up what says nothing for a part of them, so that another try fits in.
+    """
+    return DeltaReceiver(ByTransport(threads=threads, stage_seconds=stage_seconds), threads=threads)
 
 
 class ByTransport:
     """Asks the receiver of the manifest's transport. Those that need torch, or more, are made when they are first wanted."""
 
-    def __init__(self, *, threads: int = 1) -> None:
+    def __init__(self, *, threads: int = 1, stage_seconds: float = STAGE_SECONDS) -> None:
         self._threads, self._files = threads, FileReceiver(threads=threads)
+        self._stage_seconds = stage_seconds
         self._made: dict[str, WeightReceiver] = {}
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
@@ -40,10 +48,10 @@ class ByTransport:
         if transport == PULL:
             from midflight.weights.transports.pull import PullReceiver
 
-            return PullReceiver()
+            return PullReceiver(answer_seconds=self._stage_seconds / 4, patience=self._stage_seconds / 2)
         from midflight.weights.transports.process_group import CollectiveReceiver
 
-        return CollectiveReceiver(threads=self._threads)
+        return CollectiveReceiver(threads=self._threads, answer_seconds=self._stage_seconds)
 
 
 def publisher(
@@ -54,11 +62,13 @@ def publisher(
     host: str = "127.0.0.1",
     full_every: int = 1,
     threads: int = 1,
+    stage_seconds: float = STAGE_SECONDS,
 ) -> Publisher:
     """`shared_memory` uses `name` (see `remove_stale`), `file` uses `folder`, the others listen on `host`. Imports torch, which the
     trainer has anyway.
 
-    With `full_every` above 1 the versions between are differences (see `DeltaPublisher`).
+    With `full_every` above 1 the versions between are differences (see `DeltaPublisher`). Of the `stage_seconds` that a handover gives an engine,
+    a fourth is for a group of receivers to come together, and for each bucket to be with all of them.
     """
     from midflight.weights.transports.collective import CollectivePublisher
     from midflight.weights.transports.files import FilePublisher
@@ -72,7 +82,7 @@ def publisher(
     elif kind == "file":
         made = FilePublisher(folder, keep=kept, threads=threads)
     elif kind in BROADCAST:
-        made = CollectivePublisher(host, num_slots=kept, threads=threads, transport=kind)
+        made = CollectivePublisher(host, num_slots=kept, threads=threads, transport=kind, deadline_seconds=stage_seconds / 4)
     elif kind == PULL:
         made = PullPublisher(host, num_slots=kept, threads=threads)
     else:

@@ -1,0 +1,68 @@
+"""Forward passes for models of which nothing can be kept: each step computes whole sequences, each alone, as the model itself does."""
+
+import inspect
+import time
+from typing import TypeAlias, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from midflight.engines.embedded.lone import LoneRunner, WholeCache
+from midflight.engines.embedded.runner import Runner, StepBatch
+
+
+class WholeRunner:
+    """As `Runner`, and right for any model whose logits do not depend on later tokens. A step brings the whole of each of its sequences."""
+
+    keeps_states = False
+    recomputes = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def laid_out(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `Runner.laid_out`."""
+        return tensors
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch) -> Tensor:
+        """Logits [R, V] of the last token of each sequence. Every sequence begins at its first token."""
+        logits = list[Tensor]()
+        start = 0
+        for count in batch.counts.tolist():
+            tokens = torch.from_numpy(batch.tokens[start : start + count]).to(self.model.device)
+            logits.append(self._last(tokens))
+            start += count
+        return torch.stack(logits)
+
+    def take(self, slot: int, *, start: int, end: int, at_end: bool) -> WholeCache:
+        """See `KeepsSpans`: there is nothing to take."""
+        del slot, start, end, at_end
+        return WholeCache(None)
+
+    def put(self, slot: int, spans: object) -> None:
+        """See `KeepsSpans`: the sequence is computed again from its first token."""
+
+    def _last(self, tokens: Tensor) -> Tensor:
+        """The logits [V] after the last of the tokens [L]."""
+        options: dict[str, object] = {"logits_to_keep": 1} if self._picks_logits else {}
+        return cast(Tensor, self.model(input_ids=tokens[None], use_cache=False, **options).logits)[0, -1]
+
+    @torch.inference_mode()
+    def slowdown(self, num_tokens: int) -> float:
+        """How many times as long a token takes as the last of `num_tokens` as it takes as the first: the least of three runs of each."""
+        tokens = torch.zeros(num_tokens, dtype=torch.long, device=self.model.device)
+        return self._seconds(tokens) / self._seconds(tokens[:1])
+
+    def _seconds(self, tokens: Tensor) -> float:
+        runs = list[float]()
+        for _ in range(3):
+            started = time.perf_counter()
+            self._last(tokens)[0].item()  # waits for a GPU
+            runs.append(time.perf_counter() - started)
+        return min(runs)
+
+
+AnyRunner: TypeAlias = Runner | LoneRunner | WholeRunner

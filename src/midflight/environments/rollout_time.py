@@ -1,0 +1,118 @@
+"""What the seconds of a rollout went to: its agent's own work, which is limited, and all that it waited for. Synchronous.
+
+    own    = seconds with no request under way, less what its host excuses: no place to run, a busy machine, tools within their limits
+    whole  = all seconds, less those without a place to run and those in which no engine took requests
+
+A rollout is late when `own` has reached `rollout_seconds`, or `whole` the last bound.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+from midflight.config.bounds import RolloutBound
+from midflight.ports import RequestWatch
+
+
+class HostOfAgents(Protocol):
+    """An `AgentHost`, as far as this needs it."""
+
+    def excused(self, session_id: str) -> float: ...
+    def tool_seconds(self, session_id: str) -> float: ...
+
+
+def unbounded() -> RolloutBound:
+    return RolloutBound(math.inf)
+
+
+class RolloutTime:
+    """Of one rollout under way. Its own time grows between two events of the `watch`, or not at all."""
+
+    def __init__(
+        self,
+        session_id: str,
+        *,
+        own_seconds: float,
+        bound: Callable[[], RolloutBound],
+        watch: RequestWatch,
+        host: HostOfAgents,
+        delayed: Callable[[], float],
+        outage: Callable[[], float],
+    ) -> None:
+        """`delayed`: seconds so far in which this process had no processor, where the agent runs here. `outage`: in which no engine took
+        requests."""
+        self._session_id, self._own_seconds = session_id, own_seconds
+        self._bound, self._watch, self._host, self._delayed, self._outage = bound, watch, host, delayed, outage
+        self._loop = asyncio.get_running_loop()
+        self.began = self._at = self._loop.time()
+        self._own = 0.0
+        self._waited, self._num_restarts = watch.waits, watch.num_restarts
+        """As of the last look."""
+        self._excused = self._now_excused()
+        self._outage_before = outage()
+        self.on_change: Callable[[], None] | None = None
+        """Called when its own time begins to be spent again."""
+        watch.on_change = self._changed
+
+    def close(self) -> None:
+        """The rollout is over."""
+        self._advance()
+        self._watch.on_change = None
+
+    @property
+    def own(self) -> float:
+        self._advance()
+        return self._own
+
+    @property
+    def whole(self) -> float:
+        excused = self._host.excused(self._session_id) + self._outage() - self._outage_before
+        return max(0.0, self._loop.time() - self.began - excused)
+
+    def left(self) -> float:
+        """Seconds that must pass before it can be late: infinite while nothing that is limited is spent."""
+        self._advance()
+        own = math.inf if self._waited else self._own_seconds - self._own
+        bound = self._bound().seconds
+        return own if bound == math.inf else min(own, bound - self.whole)
+
+    @property
+    def waits(self) -> bool:
+        """A request is under way."""
+        return self._watch.waits
+
+    def why_late(self) -> str:
+        """Which limit it has reached, what counted and what did not, and the remedy."""
+        own, requests, tools = self.own, self._watch.read(), self._host.tool_seconds(self._session_id)
+        asked = f"{requests.num_requests} request{'' if requests.num_requests == 1 else 's'}"
+        if own >= self._own_seconds * (1 - 1e-6):
+            left_out = [f"{requests.seconds:.0f} s of {asked}"] if requests.num_requests else []
+            left_out += [f"{tools:.0f} s of tools"] if tools else []
+            excused = self._excused - tools
+            left_out += [f"{excused:.0f} s without a place to run or a processor"] if excused >= 1 else []
+            counted = f"its agent took {own:.0f} s by itself" + (f" ({', '.join(left_out)} left out)" if left_out else "")
+            return f"{counted}, and environment.rollout_seconds is {self._own_seconds:g}; raise it, or give the agent a limit of its own"
+        bound = self._bound()
+        return (
+            f"it took {self.whole:.0f} s with {asked}, and {bound.seconds:.0f} s are the last bound: {bound.words}; "
+            "set environment.max_rollout_seconds, or let the agent stop asking"
+        )
+
+    def _changed(self) -> None:
+        self._advance()
+        if self.on_change is not None and not self._waited:
+            self.on_change()
+
+    def _advance(self) -> None:
+        """What was excused while a request was under way is excused already."""
+        now, excused = self._loop.time(), self._now_excused()
+        if not self._waited:
+            self._own = max(0.0, self._own + (now - self._at) - (excused - self._excused))
+        if self._watch.num_restarts != self._num_restarts:
+            self._num_restarts = self._watch.num_restarts
+            self._own = 0.0
+        self._at, self._excused, self._waited = now, excused, self._watch.waits
+
+    def _now_excused(self) -> float:
+        return self._host.excused(self._session_id) + self._host.tool_seconds(self._session_id) + self._delayed()

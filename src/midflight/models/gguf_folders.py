@@ -1,0 +1,109 @@
+"""Model folders of GGUF files. A file is converted once, into a folder beside it, by a process that has torch (`midflight.models.from_gguf`)."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import xxhash
+from packaging.version import Version
+
+from midflight.errors import ConfigError, ModelNotFound
+from midflight.models.atomic import atomic_folder
+
+PACKAGES = ("gguf", "accelerate")
+"""What `transformers` wants beside itself to read such a file."""
+OLDEST_TRANSFORMERS = "5.23"
+"""The oldest whose reader of GGUF files was looked at."""
+_CHUNK = 16 * 2**20
+
+
+class GgufContents(msgspec.Struct, frozen=True):
+    """What a GGUF file holds of a model."""
+
+    architecture: str
+    num_weights: int
+    num_bytes: int
+    """What its weights take in the file."""
+    tensors: Mapping[str, int]
+    """How many tensors are stored in each type, such as `Q4_1`."""
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.num_bytes / self.num_weights
+
+    @property
+    def described(self) -> str:
+        """What the file kept of the weights, and what they take as float32, as a clause."""
+        types = ", ".join(f"{count} {name}" for name, count in sorted(self.tensors.items(), key=lambda item: -item[1]))
+        return (
+            f"{self.num_weights:,} weights of {self.bits_per_weight:.1f} bits each ({self.num_bytes / 1e6:,.0f} MB; tensors: {types}), "
+            f"now float32 ({4 * self.num_weights / 1e6:,.0f} MB): what was rounded away for the file stays lost"
+        )
+
+
+def model_folder(path: Path) -> Path:
+    """The folder of a model that is given as a folder or as a GGUF file, which is converted unless it was before.
+
+    The folder's name holds a hash of the file: a changed file gets another folder, and a run keeps the one that it began with. Reads the
+    whole file, and waits for the conversion. `ModelNotFound` says what is wrong with the file.
+    """
+    if path.suffix.lower() != ".gguf" or path.is_dir():
+        return path
+    if not path.is_file():
+        raise ModelNotFound(f"loading a model: there is no file {str(path)!r}; give a GGUF file or a Hugging Face model folder.")
+    folder = path.with_name(f"{path.name}.folder-{_hash(path)}")
+    if not folder.is_dir():
+        sys.stderr.write(f"midflight: converting {path} into the model folder {folder}, once\n")
+        try:
+            convert(path, folder)
+        except ConfigError:
+            if not folder.is_dir():  # else another process was faster
+                raise
+    return folder
+
+
+def convert(file: Path, folder: Path) -> GgufContents:
+    """Makes `folder`, which is empty or not there, of a GGUF file; complete or not at all. Waits for a process that does it."""
+    check_packages()
+    with atomic_folder(folder) as (building, lock):
+        return write_folder(file, building, lock)
+
+
+def write_folder(file: Path, folder: Path, lock: int) -> GgufContents:
+    """Writes the model of a GGUF file into an existing folder. `ModelNotFound` says why it cannot be done. Waits for a process."""
+    command = [sys.executable, "-m", "midflight.models.from_gguf", str(file), str(folder)]
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, capture_output=True, check=False, env=environ, pass_fds=(lock,))
+    if done.returncode != 0:
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["without a word"])[-1]
+        raise ModelNotFound(
+            f"converting {str(file)!r} ended with status {done.returncode}: {last}; free some memory, or give a model folder."
+        )
+    found = msgspec.json.decode(done.stdout, type=GgufContents | str)
+    if isinstance(found, str):
+        raise ModelNotFound(found)
+    return found
+
+
+def check_packages() -> None:
+    """`ConfigError` unless what reads GGUF files is installed."""
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"reading GGUF files needs {' and '.join(missing)}, which {sys.executable} lacks: pip install 'midflight[gguf]'")
+    if Version(found := version("transformers")) < Version(OLDEST_TRANSFORMERS):
+        raise ConfigError(
+            f"reading GGUF files needs transformers {OLDEST_TRANSFORMERS}, and {found} is here: pip install -U 'midflight[gguf]'"
+        )
+
+
+def _hash(path: Path) -> str:
+    """Of the contents; not for secrecy."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,29 @@
+"""Who may read what was made through a temporary file or folder: whoever may read any new file here.
+
+Temporary files and folders are their owner's alone, and so are the files that safetensors writes, which it makes through one. Torch-free.
+"""
+
+import os
+from pathlib import Path
+
+STATUS = Path("/proc/self/status")
+"""Says this process's umask in a line of its own."""
+
+
+def open_to_others(path: Path) -> None:
+    """Gives a file, or a folder and all that is in it, the permissions that new ones get by this process's umask."""
+    mask = _umask()
+    for one in (path, *path.rglob("*")):
+        if not one.is_symlink():
+            one.chmod((0o777 if one.is_dir() else 0o666) & ~mask)
+
+
+def _umask() -> int:
+    """Where the kernel doesn't say it, it is set to be read. What other threads make in that instant is their owner's alone."""
+    if STATUS.is_file():
+        for line in STATUS.read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,171 @@
+"""Whether a process moves: whoever waits for it goes on waiting as long as it does, however slow or busy the machine is.
+
+A process moves when it, or what is below it, takes processor time, reads or writes, waits for a processor that others have, or says
+something. One that does none of this for long hangs. Where there is no /proc every process counts as moving.
+"""
+
+import os
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from midflight.observe.memory import PROC, descendants
+
+COMPUTES_SHARE = 0.01
+"""Of a core: a process that uses less computes nothing. Threads that only look around take less."""
+BYTES_A_SECOND = 16 * 1024
+"""A process that reads and writes less only says that it is there, as by its beats."""
+BLIND_SECONDS = 5.0
+"""Between two looks: after more, this process stood itself, and the time says nothing of the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessWork:
+    """What a process and all below it have done since they began, and whether one of them is ready to run."""
+
+    cpu_seconds: float
+    num_bytes: int
+    """They read and wrote, pages that were read in when they were touched included."""
+    is_runnable: bool = False
+
+
+def work_of(pid: int, *, proc: Path = PROC) -> ProcessWork | None:
+    """None where there is no /proc."""
+    if not proc.is_dir():
+        return None
+    found = [work for member in descendants(pid, proc=proc) if (work := _own_work(proc / str(member))) is not None]
+    return ProcessWork(
+        sum(work.cpu_seconds for work in found), sum(work.num_bytes for work in found), any(work.is_runnable for work in found)
+    )
+
+
+def _own_work(folder: Path) -> ProcessWork | None:
+    """Of one process and of those below it that have ended; None when it has ended itself."""
+    try:
+        # The command's name, in brackets, may itself hold brackets and spaces: the fields start after the last one.
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    state, ticks, faults = fields[0], sum(map(int, fields[11:15])), int(fields[9]) + int(fields[10])
+    return ProcessWork(
+        ticks / os.sysconf("SC_CLK_TCK"), num_bytes_of(folder.name, proc=folder.parent) + faults * resource.getpagesize(), state == "R"
+    )
+
+
+def num_bytes_of(pid: int | str, *, proc: Path = PROC) -> int:
+    """What a process has read and written; `self` is this one. 0 where the kernel does not tell, as of a process of another user."""
+    try:
+        lines = (proc / str(pid) / "io").read_text().splitlines()
+    except OSError:
+        return 0
+    counts = dict(line.split(": ") for line in lines)
+    return int(counts["rchar"]) + int(counts["wchar"])
+
+
+class WorkBelow:
+    """The processor seconds and bytes of this process and all below it so far. It looks at the whole machine, so at most once in `seconds`."""
+
+    def __init__(self, *, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._looked: float | None = None
+        self._found = (0.0, 0)
+
+    def __call__(self) -> tuple[float, int]:
+        now = self._clock()
+        if self._looked is None or now - self._looked >= self._seconds:
+            self._looked = now
+            if (work := work_of(os.getpid())) is not None:
+                self._found = (work.cpu_seconds, work.num_bytes)
+        return self._found
+
+
+class WorkedSince:
+    """Says whether a process, or one below it, has worked since the last call. It is for callers that ask now and then; see `Motion` for others.
+
+    The first answer is yes, because nothing is known of the time before.
+    """
+
+    def __init__(
+        self, pid: int, *, work: Callable[[int], ProcessWork | None] = work_of, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._pid = pid
+        self._work = work
+        self._clock = clock
+        self._before: ProcessWork | None = None
+        self._asked = 0.0
+
+    def __call__(self) -> bool:
+        work = self._work(self._pid)
+        before = self._before
+        now = self._clock()
+        waited = now - self._asked
+        self._before = work
+        self._asked = now
+        if work is None or before is None:
+            return True
+        computed = work.cpu_seconds - before.cpu_seconds
+        moved_bytes = work.num_bytes - before.num_bytes
+        if computed < 0 or moved_bytes < 0:
+            return True  # a part of it has ended
+        is_starved = work.is_runnable and before.is_runnable
+        return is_starved or computed > max(0.03, COMPUTES_SHARE * waited) or moved_bytes > BYTES_A_SECOND * max(1.0, waited)
+
+
+class Motion:
+    """Of one process. Synchronous: whoever waits for the process calls `look` about once a second."""
+
+    def __init__(
+        self, pid: int, *, work: Callable[[int], ProcessWork | None] = work_of, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._pid, self._work, self._clock = pid, work, clock
+        self.began = self._looked = self._moved = clock()
+        self._before: ProcessWork | None = work(pid)
+        self._was_runnable = False
+        self._said = ""
+        self.what = "takes processor time"
+        """What it did when it moved last."""
+
+    @property
+    def seconds(self) -> float:
+        """Since this watches it."""
+        return self._clock() - self.began
+
+    def look(self, said: str = "") -> float:
+        """Seconds since it moved last. `said` is the last that it said: another word is motion."""
+        now = self._clock()
+        if now - self._looked > BLIND_SECONDS:
+            self._moved += now - self._looked
+        self._looked = now
+        if (what := self._moves(said, now)) is not None:
+            self.what, self._moved = what, now
+        return now - self._moved
+
+    def _moves(self, said: str, now: float) -> str | None:
+        """What it does, as a verb; None where it does nothing that counts."""
+        work, before = self._work(self._pid), self._before
+        if work is None or before is None:
+            return "is under way"
+        has_spoken = said != self._said
+        is_starved = work.is_runnable and self._was_runnable  # who only looks around is seen so by chance, once
+        self._said = said
+        self._was_runnable = work.is_runnable
+        waited = now - self._moved
+        computed = work.cpu_seconds - before.cpu_seconds
+        moved_bytes = work.num_bytes - before.num_bytes
+        what = None
+        if computed > max(0.03, COMPUTES_SHARE * waited):
+            what = "takes processor time"
+        elif moved_bytes > BYTES_A_SECOND * max(1.0, waited):
+            what = "reads and writes"
+        elif is_starved:
+            what = "waits for a processor"
+        elif has_spoken:
+            what = "goes on"
+        elif computed < 0 or moved_bytes < 0:
+            what = "has ended a part of itself"
+        if what is not None:
+            self._before = work
+        return what

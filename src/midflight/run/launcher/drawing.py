@@ -1,0 +1,63 @@
+"""How long the tasks of datasets take to be drawn, found out by drawing some: what is counted is work, not the time that passes."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from midflight.config.sources import DATASET_SIZE, SourceSection, num_draws
+
+DRAWING_SECONDS = 20.0
+"""Processor time for which tasks are drawn; what more of them take is reckoned from that. Nothing is refused for it."""
+SAY_SECONDS = 1.0
+"""Processor time from one word about it to the next."""
+FEW = 200
+"""Tasks of a dataset that are drawn instead, where all would take longer."""
+
+
+class TakesLonger(Exception):
+    """Not all tasks were drawn."""
+
+
+class TaskDrawing:
+    """Hears of each entry that is drawn. Counts from the first one on: what is imported or made before takes its time once, however many
+    tasks there are."""
+
+    def __init__(
+        self,
+        sections: Sequence[SourceSection],
+        *,
+        seconds: float | None = None,
+        say: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """`seconds` of the clock after which it raises `TakesLonger`, by default `DRAWING_SECONDS`."""
+        self._total = sum(num_draws(section) for section in sections if section.dataset is not None)
+        self._seconds = DRAWING_SECONDS if seconds is None else seconds
+        self._say, self._clock = say, clock
+        self._number = 0
+        self._began = self._now = self._said = 0.0
+
+    def drawn(self) -> None:
+        """One more entry is there."""
+        self._now = self._clock()
+        if self._number == 0:
+            self._began = self._said = self._now
+        self._number += 1
+        if self._now - self._said >= SAY_SECONDS:
+            self._said = self._now
+            self._say(f"draws tasks, {self._number:,} of about {self._total:,}")
+        if self._now - self._began > self._seconds:
+            raise TakesLonger
+
+    @property
+    def whole_seconds(self) -> float:
+        """About how much processor time all tasks take."""
+        return (self._now - self._began) * max(self._total, self._number) / max(self._number - 1, 1)
+
+
+def with_few(source: SourceSection) -> SourceSection:
+    """The same dataset with fewer tasks; rows stay as they are."""
+    if source.dataset is None:
+        return source
+    few = {"size": min(source.size or DATASET_SIZE, FEW), "heldout": min(cast(int, source.num_heldout), FEW // 8)}
+    return source.model_copy(update=few)

@@ -1,0 +1,179 @@
+"""A trial: a process that tries something for a command, and is waited for as long as it moves.
+
+The process writes lines of JSON to its standard output: what it does now, a text each time, and at last its answer. A trial that stands
+still for `stall_seconds` is ended, and its last words and its stack are shown. Nothing else limits it: on a slow or busy machine it takes
+as long as it takes, and the wait says so. Importing this needs no torch.
+"""
+
+import faulthandler
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from midflight.observe.motion import Motion
+from midflight.observe.status import duration
+from midflight.run.guard import guarded
+from midflight.run.places.port import STACKS_SIGNAL
+
+LOOK_SECONDS = 1.0
+"""Between two looks at the process."""
+WORD_SECONDS = 10.0
+"""A wait of so long is said; then at twice the time, and so on."""
+STACK_LOOKS = 3
+"""Looks that a process has to write its stack; one that is stopped writes none."""
+FRAMES = 4
+OF_OTHERS = tuple(f'File "{place}' for place in ("<", *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}))
+"""Begin the frames of libraries, which wait for what the user's own code asked for."""
+LAST_LINES = 5
+
+
+class TrialFailed(Exception):
+    """The trial gave no answer. The text says why, after the words for what was tried."""
+
+
+def to_terminal(text: str) -> None:
+    """On standard error, because standard output is a command's result."""
+    sys.stderr.write(f"midflight: {text}\n")
+    sys.stderr.flush()
+
+
+# --- Of the command that waits ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How a trial is waited for. `what` is said of it while it lasts, as a participle: `trying the configuration`."""
+
+    what: str
+    stall_seconds: float
+    say: Callable[[str], None] = to_terminal
+
+
+def answer_of(
+    command: Sequence[str],
+    patience: Patience,
+    *,
+    given: bytes = b"",
+    environ: Mapping[str, str] | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> bytes:
+    """The answer of a trial, as JSON. `TrialFailed` where it stands still, or ends with another status than 0.
+
+    Waits for the process as long as that moves. An interrupt ends both at once. `meanwhile` is done first, beside it.
+    """
+    pipe = subprocess.PIPE
+    with tempfile.TemporaryFile() as file:  # not a pipe, which somebody would have to fill while the process is waited for
+        file.write(given)
+        file.seek(0)
+        with subprocess.Popen(guarded(command), stdin=file, stdout=pipe, stderr=pipe, env=environ, start_new_session=True) as process:
+            try:
+                meanwhile()
+                out, errors = _followed(process, patience)
+            finally:
+                process.kill()  # what has ended by itself keeps its status
+    if process.returncode != 0:
+        raise TrialFailed(f"ended with status {process.returncode}.{_end(errors)}")
+    return (out.splitlines() or [b""])[-1]
+
+
+def _followed(process: subprocess.Popen[bytes], patience: Patience) -> tuple[bytes, bytes]:
+    """Waits for its end, and looks now and then."""
+    motion, said_at = Motion(process.pid), WORD_SECONDS
+    while True:
+        try:
+            return process.communicate(timeout=LOOK_SECONDS)
+        except subprocess.TimeoutExpired as late:
+            out, errors = late.output or b"", late.stderr or b""
+        doing = _doing(out)
+        still = motion.look(doing)
+        if still >= patience.stall_seconds:
+            raise TrialFailed(_hung(process, patience, doing=doing, still=still, errors=errors))
+        if motion.seconds >= said_at:
+            said_at *= 2
+            patience.say(_word(patience, motion, doing=doing, still=still))
+
+
+def _doing(out: bytes) -> str:
+    """The last whole line that says what it does; empty before the first."""
+    lines = out.split(b"\n")[:-1]
+    try:
+        return msgspec.json.decode(lines[-1], type=str) if lines else ""
+    except msgspec.DecodeError:  # it is the answer
+        return ""
+
+
+def _word(patience: Patience, motion: Motion, *, doing: str, still: float) -> str:
+    does = motion.what
+    if still > 2 * LOOK_SECONDS:
+        does = f"has done nothing for {still:.0f} s; it is given up at {patience.stall_seconds:g} s (run.stall_seconds)"
+    return f"{patience.what}{f': {doing}' if doing else ''}, for {duration(motion.seconds)}, {does}"
+
+
+def _hung(process: subprocess.Popen[bytes], patience: Patience, *, doing: str, still: float, errors: bytes) -> str:
+    what = f"did nothing for {still:.0f} s{f' while it {doing}' if doing else ''}: it took no processor time, read and wrote nothing"
+    remedy = "Mend what it waits for, or raise run.stall_seconds."
+    return f"{what}. {remedy}{_stack(process, before=len(errors))}{_end(errors)}"
+
+
+def _stack(process: subprocess.Popen[bytes], *, before: int) -> str:
+    """Where the process stands, which it writes itself. Waits for that some looks at most."""
+    process.send_signal(STACKS_SIGNAL)
+    said = b""
+    for _ in range(STACK_LOOKS):
+        try:
+            said = process.communicate(timeout=LOOK_SECONDS)[1][before:]
+            break
+        except subprocess.TimeoutExpired as late:
+            said = (late.stderr or b"")[before:]
+        if b"File" in said:
+            break
+    lines = [line.strip() for line in said.decode(errors="replace").splitlines()]
+    frames = [line for line in lines if line.startswith("File ")]
+    own = [line for line in frames if not line.startswith(OF_OTHERS)] or frames
+    return "".join(f"\n{line}" for line in ["It stands at:", *own[:FRAMES]]) if own else ""
+
+
+def _end(said: bytes) -> str:
+    lines = said.decode(errors="replace").splitlines()[-LAST_LINES:]
+    return "".join(f"\n{line}" for line in ["The last it said:", *lines]) if lines else ""
+
+
+# --- Of the process that tries ----------------------------------------------------------------------------------------
+
+
+class TrialReport:
+    """The answering side. Nobody waits for a text to be read."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def doing(self, what: str) -> None:
+        """Says what is done from now on, as a verb with its object: `imports 'my_env:solve'`."""
+        self.answer(msgspec.json.encode(what))
+
+    def answer(self, line: bytes) -> None:
+        """The last line is the answer."""
+        rest = line + b"\n"
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
+
+
+@contextmanager
+def trying() -> Generator[TrialReport]:
+    """In the process that tries, for all that it does: what others print there goes to standard error, and is no answer."""
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield TrialReport(own)
+    finally:
+        sys.stdout.flush()
+        os.close(own)
