@@ -63,7 +63,8 @@ def training(checkout: Checkout) -> Costs:
     """Both train on what this checkout wrote."""
     costs: Costs = {}
     for shape in SHAPES[-1:] if checkout.smoke else SHAPES[:2]:
-        folder, out = checkout.folder / shape.name, checkout.folder / f"{shape.name}.json"
+        folder = checkout.folder / shape.name
+        out = checkout.folder / f"{shape.name}.json"
         folder.mkdir(parents=True, exist_ok=True)
         write(shape, folder)
         Checkout(checkout.root, checkout.folder).run("training_ours.py", folder, out, UNMEASURED + 5)

@@ -45,8 +45,10 @@ from midflight.types import Batch, Group, GroupKey, Reason, RolloutKey, Row, Tas
 from midflight.types.facts import Admitted, Checkpointed, GroupClosed, GroupFinished, Leased, Stepped, TrajectoryKept
 
 encode = msgspec.json.Encoder().encode
-FIRST_MS, PAGE_MS = 1000.0, 300.0
-GROUP_SIZE, GROUPS_PER_STEP = 8, 16
+FIRST_MS = 1000.0
+PAGE_MS = 300.0
+GROUP_SIZE = 8
+GROUPS_PER_STEP = 16
 WORDS = (*"abcdefghijklmnopqrstuvwxyz", "rain", "therefore", "seven", "answer", "wrong", "right", "tool", "city")
 
 
@@ -68,7 +70,8 @@ def make(folder: Path, *, rollouts: int, tokens: int, seed: int = 0) -> None:
             batch = Batch(version + 1, version, tuple(groups))
             step = Stepped(version + 1, version + 1, started=0.0, ended=1.0, num_tokens=0, metrics={})
             store.write([_deed(Leased(batch, {}, {}, {})), _deed(step), _deed(Checkpointed(version + 1))])
-            version, groups = version + 1, []
+            version = version + 1
+            groups = []
     store.close()
     beside(folder, rollouts=rollouts, steps=version, tokens=tokens)
 
@@ -76,10 +79,12 @@ def make(folder: Path, *, rollouts: int, tokens: int, seed: int = 0) -> None:
 def beside(folder: Path, *, rollouts: int, steps: int, tokens: int) -> None:
     """The journal, the timeline and the configuration of the same run: a rollout takes 4 s and has three answers, 32 run at a time."""
     (folder / "config.toml").write_text(as_toml(Config()))
-    each, per_step = 4.0 / 32, GROUP_SIZE * GROUPS_PER_STEP
+    each = 4.0 / 32
+    per_step = GROUP_SIZE * GROUPS_PER_STEP
     with (folder / "timeline.jsonl").open("wb") as lines, (folder / "metrics.jsonl").open("wb") as journal:
         for number in range(rollouts):
-            began, step = number * each, number // per_step
+            began = number * each
+            step = number // per_step
             turns = [
                 TurnTimes(began + n, began + n + 0.9, (("engine0", began + n),), ((step, began + n + 0.2),), tokens // 3) for n in range(3)
             ]
@@ -100,7 +105,8 @@ def beside(folder: Path, *, rollouts: int, steps: int, tokens: int) -> None:
 
 
 def _step_line(step: int, at: float, rollouts: int, tokens: int) -> StepLine:
-    rising, lengths = 0.2 + 0.6 * step / (step + 200), histogram([tokens * (5 + n) / 10 for n in range(6)])
+    rising = 0.2 + 0.6 * step / (step + 200)
+    lengths = histogram([tokens * (5 + n) / 10 for n in range(6)])
     trainer: dict[str, float | None] = {
         "rho/ess": 0.9,
         "mismatch/mean": 1e-3,
@@ -218,7 +224,8 @@ def seen(folder: Path) -> int:
     late = False
     for name, path in PAGES.items():
         with viewer(folder) as (address, process):
-            url, before = address + path.format(run=folder.name), _processor_ms(process)
+            url = address + path.format(run=folder.name)
+            before = _processor_ms(process)
             answers = [_answered(url)]
             worked = _processor_ms(process) - before
             answers += [_answered(url) for _ in range(5)]

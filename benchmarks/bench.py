@@ -38,7 +38,8 @@ def line(name: str, figure: dict[str, Any], printed: str, *, within: float) -> t
     found = re.search(figure["pattern"], printed, re.MULTILINE)
     if found is None:
         return f"| {name} | {figure['found']:g} | not found | |", False
-    now, was = float(found[1]), float(figure["found"])
+    now = float(found[1])
+    was = float(figure["found"])
     return f"| {name} | {was:g} | {now:g} | {now / was:.2f} |", now >= within * was
 
 
@@ -47,7 +48,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="commands that have this in them")
     parser.add_argument("--within", type=float, default=0.8, help="of the committed figure, from which on a figure is as good as it was")
     options = options_of(parser, only="single_turn")
-    began, good = time.monotonic(), True
+    began = time.monotonic()
+    good = True
     print("| figure | committed | now | now / committed |\n|---|---|---|---|", flush=True)
     for entry in tomllib.loads((HERE / "figures.toml").read_text())["commands"]:
         if options.only not in entry["command"]:

@@ -54,7 +54,10 @@ def trainer(width: int, inner: int, depth: int, vocabulary: int) -> PolicyTraine
 
 
 def row(name: str, ours: PolicyTrainer, folder: Path, *, rounds: int) -> str:
-    whole, copied, written, stalls = [], [], [], []
+    whole = []
+    copied = []
+    written = []
+    stalls = []
     num_bytes = sum(t.nbytes for t in stage(ours, cursor="").tensors.values())
     for _ in range(rounds):
         ours.version += 1
@@ -78,7 +81,8 @@ class Ticks:
     """A thread that wants the interpreter every millisecond, and knows how long it waited at most, in seconds."""
 
     def __enter__(self) -> Ticks:
-        self.longest, self._over = 0.0, threading.Event()
+        self.longest = 0.0
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         return self
@@ -87,7 +91,8 @@ class Ticks:
         last = time.perf_counter()
         while not self._over.wait(0.001):
             now = time.perf_counter()
-            self.longest, last = max(self.longest, now - last), now
+            self.longest = max(self.longest, now - last)
+            last = now
 
     def __exit__(self, *_: object) -> None:
         self._over.set()

@@ -21,8 +21,10 @@ from midflight.config.sources import CurriculumSection
 from midflight.environments.tasks import SeededStream, Source
 from midflight.types import GroupKey, Task
 
-GROUP, BATCH = 8, 16
-SHARED, OWN = 0.02, 0.5
+GROUP = 8
+BATCH = 16
+SHARED = 0.02
+OWN = 0.5
 """Step sizes of what all tasks share, and of a task's own part."""
 IMPOSSIBLE = float("inf")
 WAYS = {
@@ -68,7 +70,8 @@ class Policy:
 def rollouts_until(reward: float, curriculum: CurriculumSection, *, tasks: int, seed: int, most: int) -> int:
     """Of training, until the mean chance over all tasks that can be passed is `reward`; `most` where it is not reached."""
     difficulty = difficulties(tasks)
-    policy, dice = Policy(difficulty), random.Random(seed)
+    policy = Policy(difficulty)
+    dice = random.Random(seed)
     stream = SeededStream([Source("mixed", 1.0, tuple(Task(str(i), "mixed") for i in range(tasks)))], seed=seed, curriculum=curriculum)
     possible = np.isfinite(difficulty)
     for step in range(most // (GROUP * BATCH)):

@@ -35,7 +35,9 @@ def steps_per_second(folder: Path, *, steps: int, seen: bool, smoke: bool) -> tu
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    browser, before, spent = None, 0.0, (0.0, 0.0)
+    browser = None
+    before = 0.0
+    spent = (0.0, 0.0)
     try:
         while run.poll() is None:
             if seen and browser is None and any(line["kind"] == "step" for line in journal(folder)):
@@ -104,7 +106,8 @@ def main() -> None:
                 f"round {number + 1}, {'open' if seen else 'shut'}: {rate:.3f} steps a second, viewer {100 * share:.1f} % of CPU",
                 flush=True,
             )
-    shut, opened = statistics.median(rates[False]), statistics.median(rates[True])
+    shut = statistics.median(rates[False])
+    opened = statistics.median(rates[True])
     print(
         f"{'Chromium' if CHROMIUM else 'one visit'}: open {opened:.3f}, shut {shut:.3f} steps a second: {100 * (1 - opened / shut):.1f} % slower"
         f" with the browser on these cores; the viewer takes {100 * statistics.median(shares):.1f} % of the run's CPU seconds"

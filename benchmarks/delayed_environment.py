@@ -40,7 +40,8 @@ class Delays:
 
     def of(self, task: Task, occurrence: int) -> float:
         """The delay of the n-th rollout of a task: the same in every run, in whatever order the rollouts come."""
-        median, sigma = _number(task, "delay_median_seconds", self.median), _number(task, "delay_sigma", self.sigma)
+        median = _number(task, "delay_median_seconds", self.median)
+        sigma = _number(task, "delay_sigma", self.sigma)
         longest = _number(task, "delay_max_seconds", 20 * median if self.longest is None else self.longest)
         normal = random.Random(f"{self.seed}|{task.source}|{task.id}|{occurrence}").gauss(0.0, 1.0)
         return min(median * math.exp(sigma * normal), longest)

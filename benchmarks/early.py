@@ -67,7 +67,8 @@ def main() -> None:
     )  # fmt: skip
     trainer = PolicyTrainer(model, Objective(), scoring=Scoring(), schedule=Schedule(), adam=Adam(1e-4))
     parts = (0, options.groups // 4, 3 * options.groups // 4)
-    cpu, left = {begun: list[float]() for begun in parts}, {begun: list[float]() for begun in parts}
+    cpu = {begun: list[float]() for begun in parts}
+    left = {begun: list[float]() for begun in parts}
     for number in range(options.rounds + 1):
         for begun in parts:
             whole = groups(trainer.version, first=0, number=options.groups, answer=options.answer)

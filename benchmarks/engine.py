@@ -93,7 +93,8 @@ def bare(hidden: int) -> Side:
 
     @torch.inference_mode()
     def side(asked: Prompts, answer: int) -> int:
-        ids, cache = torch.tensor(asked), DynamicCache()
+        ids = torch.tensor(asked)
+        cache = DynamicCache()
         for _ in range(answer):
             logits = own(input_ids=ids, **{name: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
             ids = torch.multinomial(torch.softmax(logits, -1), 1)
@@ -108,7 +109,8 @@ class Prototype:
     def __init__(self, hidden: int) -> None:
         self.own = model(hidden)
         self.name = cache_name(self.own) or ""
-        self.config, self.decoder = self.own.config, self.own.model
+        self.config = self.own.config
+        self.decoder = self.own.model
         self.layers = [
             (
                 torch.cat([layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight]).detach(),
@@ -122,13 +124,17 @@ class Prototype:
 
     @torch.inference_mode()
     def __call__(self, asked: Prompts, answer: int) -> int:
-        c, num, cache = self.config, len(asked), DynamicCache()
+        c = self.config
+        num = len(asked)
+        cache = DynamicCache()
         shape = (c.num_hidden_layers, num, c.num_key_value_heads, CONTEXT, c.head_dim)
-        keys, values = torch.zeros(shape), torch.zeros(shape)
+        keys = torch.zeros(shape)
+        values = torch.zeros(shape)
         logits = self.own(input_ids=torch.tensor(asked), **{self.name: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
         layers: Any = cache.layers  # of the kind that keeps keys
         for number, layer in enumerate(layers):
-            keys[number, :, :, : len(asked[0])], values[number, :, :, : len(asked[0])] = layer.keys, layer.values
+            keys[number, :, :, : len(asked[0])] = layer.keys
+            values[number, :, :, : len(asked[0])] = layer.values
         for place in range(len(asked[0]), len(asked[0]) + answer):
             ids = torch.multinomial(torch.softmax(logits, -1), 1)[:, 0]
             if place + 1 < len(asked[0]) + answer:
@@ -136,8 +142,12 @@ class Prototype:
         return answer * num
 
     def step(self, ids: Tensor, place: int, keys: Tensor, values: Tensor) -> Tensor:
-        c, x = self.config, embedding(ids, self.decoder.embed_tokens.weight)
-        heads, kv_heads, size, eps = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.rms_norm_eps
+        c = self.config
+        x = embedding(ids, self.decoder.embed_tokens.weight)
+        heads = c.num_attention_heads
+        kv_heads = c.num_key_value_heads
+        size = c.head_dim
+        eps = c.rms_norm_eps
         cos, sin = (turn[place] for turn in self.turns)
         for number, (qkv, gate_up, layer) in enumerate(self.layers):
             h = linear(rms_norm(x, x.shape[-1:], layer.input_layernorm.weight, eps), qkv).view(len(ids), -1, size)
@@ -146,7 +156,8 @@ class Prototype:
             qk = torch.cat([q, k], 1)
             turned = torch.cat([-qk[..., size // 2 :], qk[..., : size // 2]], -1)
             qk = qk * cos + turned * sin
-            keys[number, :, :, place], values[number, :, :, place] = qk[:, heads:], h[:, heads + kv_heads :]
+            keys[number, :, :, place] = qk[:, heads:]
+            values[number, :, :, place] = h[:, heads + kv_heads :]
             grouped = qk[:, :heads].reshape(len(ids), kv_heads, -1, size)
             out = scaled_dot_product_attention(grouped, keys[number, :, :, : place + 1], values[number, :, :, : place + 1])
             x = x + linear(out.reshape(len(ids), -1), layer.self_attn.o_proj.weight)
@@ -237,7 +248,8 @@ def rates(sides: dict[str, Side], asked: Prompts, *, answer: int, rounds: int) -
         side(asked, 4)
     for number in range(rounds):
         for name in list(sides)[:: 1 if number % 2 else -1]:
-            wall, cpu = time.perf_counter(), time.process_time()
+            wall = time.perf_counter()
+            cpu = time.process_time()
             tokens = sides[name](asked, answer)
             found[name].append((tokens / (time.perf_counter() - wall), tokens / max(time.process_time() - cpu, 1e-9)))
     return {name: (statistics.median(w for w, _ in pairs), statistics.median(c for _, c in pairs)) for name, pairs in found.items()}

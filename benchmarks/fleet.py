@@ -61,7 +61,8 @@ async def microseconds(engines: int, *, requests: int, beside: int) -> float:
 
 async def handed_over(engines: int, *, beside: int, max_paused: int, watched: bool = False) -> tuple[float, float, int]:
     """CPU seconds and virtual seconds of a version, the mean of three in a row; where `watched`, how many were served at once."""
-    fleet, seen = Fleet(), [0]
+    fleet = Fleet()
+    seen = [0]
     await filled(fleet, engines=engines, beside=beside)
     handover = Handover(fleet, pause_mode=PauseMode.RECOMPUTE, stage_seconds=600, commit_seconds=600, record=unheard, max_paused=max_paused)
 
@@ -72,7 +73,8 @@ async def handed_over(engines: int, *, beside: int, max_paused: int, watched: bo
 
     async with asyncio.TaskGroup() as group:
         watching = group.create_task(watch()) if watched else None
-        began, cpu = asyncio.get_running_loop().time(), time.process_time()
+        began = asyncio.get_running_loop().time()
+        cpu = time.process_time()
         for version in (1, 2, 3):
             await handover.publish(WeightManifest(version, f"print-{version}", "file", "nowhere", ()))
         took = (time.process_time() - cpu) / 3, (asyncio.get_running_loop().time() - began) / 3, max(seen)
@@ -83,7 +85,8 @@ async def handed_over(engines: int, *, beside: int, max_paused: int, watched: bo
 
 async def idle_share(engines: int, *, beside: int, max_paused: int, seconds: float) -> float:
     """Mean over virtual time of the slots without a request that goes on."""
-    fleet, lengths = Fleet(), random.Random(engines)
+    fleet = Fleet()
+    lengths = random.Random(engines)
     made = [ScriptedEngine(f"e{number}", commit_seconds=0.08) for number in range(engines)]
     for engine in made:
         fleet.attach(engine)

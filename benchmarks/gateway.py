@@ -83,7 +83,8 @@ def main() -> None:
 
 
 def started(stack: contextlib.ExitStack, peers: Path | None, *, step_us: int) -> Iterable[Side]:
-    engine_port, upstream_port = free_port(), free_port()
+    engine_port = free_port()
+    upstream_port = free_port()
     for name, port, more in (("engine", engine_port, [str(step_us)]), ("upstream", upstream_port, [])):
         process = stack.enter_context(running([sys.executable, HERE / "gateway_sides.py", name, str(port), *more]))
         wait_for(port, process)

@@ -23,14 +23,17 @@ from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import Chunk, Finish, FinishReason, GroupKey, Json, RolloutKey, SamplingParams
 
-TURNS, PROMPT, ANSWER = 4, 247, 250
+TURNS = 4
+PROMPT = 247
+ANSWER = 250
 """Per turn: 247 letters of the user, 250 tokens of answer, and the template's three marks."""
 
 
 class InstantGenerator:
     async def generate(self, answer: Answer, *, affinity: str, may_abort: bool, told: Callable[[], None]) -> None:
         """At once."""
-        letters, sampling = b"abcdefghijklmnopqrstuvwxyz", answer.request.sampling
+        letters = b"abcdefghijklmnopqrstuvwxyz"
+        sampling = answer.request.sampling
         ids = tuple(letters[(sampling.seed + k) % 26] for k in range(sampling.max_tokens))
         chunk = Chunk(ids, tuple(-0.001 * k for k in range(len(ids))), 0, 0, Finish(FinishReason.LENGTH))
         answer.accept(chunk, vocab_size=262)
@@ -49,7 +52,8 @@ async def main(sessions: int) -> None:
         tokenizer = Tokenizer.load(Path(folder))
     limits = EngineLimits(max_context=8192, vocab_size=262)
     gateway = Gateway(cast(Generator, InstantGenerator()), tokenizer, Metrics().apply, model="policy", limits=limits, max_sessions=sessions)
-    empty, started = resident_mb(), time.process_time()
+    empty = resident_mb()
+    started = time.process_time()
     for number in range(sessions):
         handle = gateway.open(RolloutKey(GroupKey(0, number), 0), sampling=SamplingParams(max_tokens=ANSWER), tracked=True)
         session = gateway.session_for(path_token=handle.api_key, api_key=None)
@@ -60,7 +64,8 @@ async def main(sessions: int) -> None:
             [answer] = await gateway.answers(gateway.prepare(session, call))
             messages.append({"role": "assistant", "content": answer.text})
     spent = time.process_time() - started
-    full, peak = resident_mb(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    full = resident_mb()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     tokens = sessions * TURNS * (PROMPT + ANSWER + 3)
     print(
         f"{sessions} sessions of {tokens // sessions} tokens in {TURNS} turns: {full:.0f} MB resident ({empty:.0f} MB before, peak {peak:.0f} MB), "

@@ -81,7 +81,8 @@ class StaticUpstream(asyncio.Protocol):
             length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
             if len(self._buffer) < end + 4 + length:
                 return
-            body, self._buffer = self._buffer[end + 4 : end + 4 + length], self._buffer[end + 4 + length :]
+            body = self._buffer[end + 4 : end + 4 + length]
+            self._buffer = self._buffer[end + 4 + length :]
             self._transport.write(STREAM if b'"stream":true' in body else WHOLE)
 
 
@@ -144,7 +145,8 @@ class TrivialEngine:
 
     def _take(self, frame: Submit | Abort | Rejected) -> None:
         if isinstance(frame, Submit):
-            self._running[frame.handle], self._lengths[frame.handle] = frame.request, frame.request.num_output_tokens
+            self._running[frame.handle] = frame.request
+            self._lengths[frame.handle] = frame.request.num_output_tokens
             self._work.set()
         else:
             self._running.pop(frame.handle, None)
@@ -179,7 +181,8 @@ class TrivialEngine:
                 del self._running[handle], self._lengths[handle]
                 finishes.append((handle, Finish(FinishReason.LENGTH)))
         self._num_tokens += len(handles)
-        now, rows = time.monotonic(), np.zeros(len(handles), dtype=ROW)
+        now = time.monotonic()
+        rows = np.zeros(len(handles), dtype=ROW)
         rows["handle"], rows["token_id"], rows["logprob"], rows["kv_version"] = handles, ord("a"), -0.5, self._version
         return StepFrame(
             version=self._version,

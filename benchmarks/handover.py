@@ -123,7 +123,10 @@ class Rounds:
     """The handovers of one engine, one after the other, each with streams of its own."""
 
     def __init__(self, side: Side, trainer: RemoteTrainer, *, in_flight: int, max_tokens: int, pause_mode: str) -> None:
-        self._side, self._trainer, self._in_flight, self._max_tokens = side, trainer, in_flight, max_tokens
+        self._side = side
+        self._trainer = trainer
+        self._in_flight = in_flight
+        self._max_tokens = max_tokens
         self._keeps = pause_mode == "keep"
         self._version: Version = 0
         self._releasable: tuple[Version, ...] = ()
@@ -142,9 +145,11 @@ class Rounds:
         async with streaming(self._side.engine, self._in_flight, max_tokens=self._max_tokens) as streams:
             await streams.each_has(SETTLED)
             copy = await self._trainer.copy()
-            cpu, final = cpu_seconds(), time.perf_counter()
+            cpu = cpu_seconds()
+            final = time.perf_counter()
             done = await (self._reload() if way == RELOAD else self._hand_over(way))
-            served, cpu = time.perf_counter(), cpu_seconds() - cpu
+            served = time.perf_counter()
+            cpu = cpu_seconds() - cpu
             await streams.each_has(SETTLED)
         await self._trainer.release(self._releasable)
         change = served - done.change_seconds
@@ -195,7 +200,8 @@ class Alone:
     """A fleet of one engine, which stays in it whatever happens."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._version = engine, 0
+        self._engine = engine
+        self._version = 0
 
     def engines(self) -> tuple[Engine, ...]:
         return (self._engine,)

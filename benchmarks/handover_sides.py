@@ -98,7 +98,8 @@ class Trainer:
     def __init__(self, size: Size, folder: Path) -> None:
         torch.set_num_threads(1)
         disable_progress_bar()
-        self._folder, self._open = folder, ExitStack()
+        self._folder = folder
+        self._open = ExitStack()
         self._models = [size.model(seed) for seed in (0, 1)]
         self._weights = [named_tensors(model) for model in self._models]
         self._into = {name: torch.empty_like(t) for name, t in self._weights[0].items()}
@@ -130,7 +131,8 @@ class Trainer:
 
 
 def timed(deed: Callable[[], T]) -> tuple[T, Cost]:
-    began, cpu = time.perf_counter(), time.thread_time()
+    began = time.perf_counter()
+    cpu = time.thread_time()
     result = deed()
     return result, Cost(time.perf_counter() - began, time.thread_time() - cpu)
 
@@ -278,7 +280,8 @@ async def engine_side(kind: str, size: Size, folder: Path, *, max_running: int, 
     disable_progress_bar()
     size.write(model)
     async with AsyncExitStack() as stack:
-        server, more = None, []
+        server = None
+        more = []
         if kind != "embedded":
             given = {
                 "engine.kind": kind,

@@ -66,7 +66,11 @@ class Site:
     """Rollout side and workers for one round. `slots` by fault, none for the healthy."""
 
     def __init__(self, config: Config, slots: Counter[str], folder: Path, *, seed: int, shortest: float) -> None:
-        self._config, self._slots, self._folder, self._seed, self._shortest = config, slots, folder, seed, shortest
+        self._config = config
+        self._slots = slots
+        self._folder = folder
+        self._seed = seed
+        self._shortest = shortest
         self._numbers = itertools.count()
         self._counting = False
         self.found = Round()

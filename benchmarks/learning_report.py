@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"
+BEGIN = "<!-- learning: begin -->"
+END = "<!-- learning: end -->"
 PICTURE = Path("images/learning.svg")
 COLORS = {"synchronous": "#444b54", "one-step-off": "#8b3a8b", "async-1": "#2563a8", "async-4": "#2e8b57", "async-8": "#c2571a"}
 AGED = ("aged-4", "aged-8")

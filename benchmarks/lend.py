@@ -99,7 +99,8 @@ async def virtual_seconds(more: tuple[str, ...], step_seconds: float, steps: int
     """Of a run whose steps take so long."""
     sizes = (f"run.steps={steps}", "rollout.groups_per_step=8", "rollout.group_size=8", "rollout.max_staleness=2", "engine.max_running=16")
     config = load_config(None, [*sizes, "environment.max_tokens=200", *more])
-    tokenizer, script = scripted_tokenizer(), Script(mean_length=80)
+    tokenizer = scripted_tokenizer()
+    script = Script(mean_length=80)
     engines = [
         Prefilling(
             f"engine{number}",
@@ -117,7 +118,8 @@ async def virtual_seconds(more: tuple[str, ...], step_seconds: float, steps: int
             config, engines, tokenizer=tokenizer, sources=[Source("numbers", 1.0, tasks)], environment=asks_once, folder=Path(folder)
         )
         async with made as opened:
-            began, trainer = asyncio.get_running_loop().time(), SimulatedTrainer()
+            began = asyncio.get_running_loop().time()
+            trainer = SimulatedTrainer()
             await opened.train(trainer, trainer, service=SlowSteps(opened.system, seconds=lambda: step_seconds))
             return asyncio.get_running_loop().time() - began
 

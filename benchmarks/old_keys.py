@@ -58,7 +58,8 @@ def main() -> None:
     options = options_of(parser, rates=[1e-4], commits=1, every=4, answers=8, pretrain=2)
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model, data = new_model(), batches()
+    model = new_model()
+    data = batches()
     loss = train(model, data, rate=PRETRAIN_RATE, steps=options.pretrain)[-1]
     start = deepcopy(model.state_dict())
     print(f"loss {loss:.2f} nats per byte after {options.pretrain} steps\n")

@@ -73,7 +73,8 @@ def _options() -> argparse.Namespace:
 def _round(options: argparse.Namespace, model: Path) -> tuple[Measured, ...]:
     sync_steps = options.sync_steps or max(3, options.steps // 6)
     synchronous = ring(_config(options, model, "synchronous", steps=1 + sync_steps, staleness=0), warmup=1)
-    steps, warmup = options.warmup + options.steps, options.warmup
+    steps = options.warmup + options.steps
+    warmup = options.warmup
     asynchronous = ring(_config(options, model, "asynchronous", steps=steps), warmup=warmup)
     generation, batches = generation_alone(_config(options, model, "generation", steps=steps), model, warmup=warmup)
     training = training_alone(_config(options, model, "training", steps=steps), model, batches, warmup=warmup)
@@ -129,7 +130,8 @@ def _report(options: argparse.Namespace, found: dict[str, list[Measured]]) -> No
     print(f"\n{'':18}{'steps':>7}{'samples/s':>11}{'spread':>15}{'s/step':>8}   CPU s/step:{head}{'all':>8}")
     size = rollout.groups_per_step * rollout.group_size
     for name, runs in found.items():
-        rate, rates = _rate(runs), [run.samples_per_second for run in runs]
+        rate = _rate(runs)
+        rates = [run.samples_per_second for run in runs]
         cpu = {process: statistics.median(run.cpu.get(process, 0.0) for run in runs) for process in processes}
         shown = "".join(f"{cpu[process]:10.3f}" for process in processes)
         print(
@@ -162,8 +164,11 @@ def _bounded(options: argparse.Namespace, ideal: float, training: float, *, hand
     To begin them later, or more of them under one version, only makes the longest of them end later.
     """
     rollout = _config(options, options.folder / "model" / "start", "asynchronous", steps=options.steps).rollout
-    size, delays = rollout.groups_per_step * rollout.group_size, Delays.from_surroundings()
-    ends, begun, ended = [0.0], 0.0, 0.0
+    size = rollout.groups_per_step * rollout.group_size
+    delays = Delays.from_surroundings()
+    ends = [0.0]
+    begun = 0.0
+    ended = 0.0
     for step in range(BOUND_STEPS):
         oldest = step - rollout.max_staleness
         begun = max(begun + size / ideal, ended, ends[oldest] if oldest >= 0 else 0.0)

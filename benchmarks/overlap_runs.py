@@ -62,7 +62,9 @@ def ring(config: Config, *, warmup: int) -> Measured:
 def generation_alone(config: Config, model: Path, *, warmup: int) -> tuple[Measured, list[PackedBatch]]:
     """Also returns batches to train on."""
     fresh(config)
-    watch, steps, token = Watch(), NoSteps(), secrets.token_urlsafe()
+    watch = Watch()
+    steps = NoSteps()
+    token = secrets.token_urlsafe()
     watch.ring = Ring(config, on_message=watch.hear, control_token=token, model=ModelReady(str(model), 0))
 
     async def main() -> None:
@@ -167,7 +169,9 @@ class Watch:
 
     def measured(self, config: Config, *, warmup: int) -> Measured:
         steps = read_journal(config.run.folder / "metrics.jsonl").steps
-        first, last, num_steps = steps[warmup - 1], steps[-1], len(steps) - warmup
+        first = steps[warmup - 1]
+        last = steps[-1]
+        num_steps = len(steps) - warmup
         samples = num_steps * config.rollout.groups_per_step * config.rollout.group_size
         names = sorted({name for reading in self._cpu for name in reading})
         cpu = {name: self._used(name, first.seconds, last.seconds) for name in names}

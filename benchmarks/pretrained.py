@@ -41,7 +41,8 @@ from midflight.run.launcher.folder import can_go_on  # noqa: E402
 
 SCORE = re.compile(r"^\S+: (\d\.\d+) \(", re.MULTILINE)
 """As `midflight evaluate` prints it."""
-CORRECTED, UNCORRECTED = "tokens weighted for their age", "trained as if they were fresh"
+CORRECTED = "tokens weighted for their age"
+UNCORRECTED = "trained as if they were fresh"
 AGES = (0, 1, 4)
 
 

@@ -15,7 +15,8 @@ import msgspec
 from midflight.observe.journal import PastLines, read_journal
 from midflight.observe.plot import COLORS, moving_average
 
-USED, UNTRAINED = "used.json", "untrained.json"
+USED = "used.json"
+UNTRAINED = "untrained.json"
 """In a run's folder: the processor time of its starts so far, and the score of the model as it was fetched."""
 WINDOW = 5
 """Steps of the moving mean in the picture."""
@@ -182,7 +183,8 @@ def shortfalls(outcomes: Sequence[Outcome]) -> list[str]:
     """A sentence for each recipe whose score rises by less than is promised."""
     found: list[str] = []
     for its in _by_recipe(outcomes):
-        promised, rise = its[0].recipe.promised, statistics.mean(outcome.rise for outcome in its)
+        promised = its[0].recipe.promised
+        rise = statistics.mean(outcome.rise for outcome in its)
         if promised is not None and rise < promised:
             found.append(
                 f"{its[0].recipe.name}: the held-out score rises by {rise:.3f} in the mean of {len(its)} seeds, {promised:g} is promised."
@@ -196,7 +198,8 @@ def shortfalls(outcomes: Sequence[Outcome]) -> list[str]:
 def write_docs(table: str, outcomes: Sequence[Outcome], docs: Path) -> None:
     """Replaces what stands between the table's two comments in pretrained.md, and draws its picture."""
     page = docs / "pretrained.md"
-    begin, end = f"<!-- {table}: begin -->", f"<!-- {table}: end -->"
+    begin = f"<!-- {table}: begin -->"
+    end = f"<!-- {table}: end -->"
     before, _, rest = page.read_text().partition(begin)
     _, found, after = rest.partition(end)
     if not found:

@@ -89,7 +89,9 @@ def engine(way: str, folder: str) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         manifest = msgspec.json.decode(line, type=WeightManifest)
-        began, cpu, before = time.perf_counter(), time.process_time(), pulling.num_bytes
+        began = time.perf_counter()
+        cpu = time.process_time()
+        before = pulling.num_bytes
         own.fetch(manifest)
         came = pulling.num_bytes - before if way == "pull" else sum(spec.num_bytes for spec in manifest.tensors)
         print(json.dumps([time.perf_counter() - began, time.process_time() - cpu, came]), flush=True)
@@ -133,7 +135,8 @@ def handed_over(way: str, engines: Engines, number: int, *, megabytes: int) -> S
     version = time.monotonic_ns()
     count = max(1, megabytes // 8)
     tensors = {f"w{n}": torch.full((megabytes * 2**18 // count,), float(number + n)) for n in range(count)}
-    cpu, sent = time.process_time(), sent_by(made)
+    cpu = time.process_time()
+    sent = sent_by(made)
     began = time.perf_counter()
     manifest = made.publish(version, tensors)
     wait = time.perf_counter() - began

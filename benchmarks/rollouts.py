@@ -64,7 +64,8 @@ def config_of(options: argparse.Namespace, folder: Path) -> Config:
 
 async def measured(options: argparse.Namespace, config: Config, engine_port: int, folder: Path) -> list[float]:
     """CPU milliseconds a rollout, of each round."""
-    state, metrics = RunState(name="run", steps=0, start_version=0, slots=options.in_flight), Metrics()
+    state = RunState(name="run", steps=0, start_version=0, slots=options.in_flight)
+    metrics = Metrics()
     observers = [state.apply, metrics.apply, Journal(folder / "metrics.jsonl", state).apply]
     record = Observers(observers, of=frequent(state, metrics)).apply
     remote = RemoteEngine("trivial", f"http://127.0.0.1:{engine_port}", token=None, record=record)
@@ -89,9 +90,11 @@ async def measured(options: argparse.Namespace, config: Config, engine_port: int
 
 async def give_back(system: RolloutSystem, options: argparse.Namespace, config: Config, found: list[float]) -> None:
     """Waits for batches and ends when enough were measured. The first round warms up."""
-    size, version = config.rollout.groups_per_step * config.rollout.group_size, 0
+    size = config.rollout.groups_per_step * config.rollout.group_size
+    version = 0
     for _ in range(options.rounds + 1):
-        began, first = time.process_time(), version
+        began = time.process_time()
+        first = version
         while (version - first) * size < options.rollouts:
             batch = await system.take(version)
             version += 1

@@ -36,7 +36,8 @@ from midflight.types import GenerateRequest, SamplingParams, UInt8
 from midflight.types.facts import unheard
 from midflight.weights.transports.select import receiver
 
-CONTEXT, PROMPT_TOKENS = 512, 64
+CONTEXT = 512
+PROMPT_TOKENS = 64
 
 
 def main() -> None:
@@ -47,7 +48,8 @@ def main() -> None:
     options = options_of(parser, steps=2, answers=8, tokens=8)
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model, data = new_model(), batches()
+    model = new_model()
+    data = batches()
     loss = train(model, data, rate=PRETRAIN_RATE, steps=options.steps)[-1]
     weights = in_dtype(named_tensors(model), torch.bfloat16)
     prompts = [row[:PROMPT_TOKENS] for _ in range(-(-options.answers // 8)) for row in next(data).tolist()][: options.answers]
@@ -104,11 +106,15 @@ def answered(model: PreTrainedModel, prompts: list[list[int]], *, num_tokens: in
 
 
 def report(sampled: Sampled, policy: Policy, *, replays: bool, engine: str) -> None:
-    found, others, began = torch.zeros(len(sampled.logprobs)), list[float](), time.perf_counter()
-    routers, record = policy.routers, sampled.predictions.experts
+    found = torch.zeros(len(sampled.logprobs))
+    others = list[float]()
+    began = time.perf_counter()
+    routers = policy.routers
+    record = sampled.predictions.experts
     assert routers is not None and record is not None
     for micro in split(sampled.predictions, np.arange(len(found)), budget=4096, device=torch.device("cpu")):
-        given, micro = micro.experts, micro if replays else replace(micro, experts=None)
+        given = micro.experts
+        micro = micro if replays else replace(micro, experts=None)
         with torch.no_grad(), routers.recording() as chosen:
             found[micro.predictions] = policy(micro, temperature=1.0)[0]
         others.append(different(routers, routers.packed(chosen), given))

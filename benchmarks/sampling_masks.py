@@ -54,7 +54,8 @@ def row(name: str, plain: SamplingBatch, logits: torch.Tensor, hidden: torch.Ten
     lengths = np.array([len(record) for record in records])
     kept = Kept(*unpack_kept(np.frombuffer(b"".join(records), np.uint8), lengths))
     counts = np.diff(kept.offsets)
-    targets, behaviour = torch.from_numpy(found.token_ids), torch.from_numpy(found.logprobs)
+    targets = torch.from_numpy(found.token_ids)
+    behaviour = torch.from_numpy(found.logprobs)
 
     def scored(over: Kept | None) -> torch.Tensor:
         scores, _ = token_scores(hidden, weight, None, targets, temperature=1.0, kept=over)

@@ -112,7 +112,8 @@ def midflight(folder: Path, options: argparse.Namespace, stack: ExitStack) -> Se
 
 
 def vllm(folder: Path, options: argparse.Namespace, stack: ExitStack) -> Server:
-    port, python = free_port(), options.vllm_python.absolute()
+    port = free_port()
+    python = options.vllm_python.absolute()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "policy"]
     command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", str(CONTEXT)]
     command += ["--max-num-seqs", str(max(options.running)), "--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
@@ -122,7 +123,8 @@ def vllm(folder: Path, options: argparse.Namespace, stack: ExitStack) -> Server:
 
 
 def llama(gguf: Path, folder: Path, options: argparse.Namespace, stack: ExitStack) -> Server:
-    port, python = free_port(), options.llama_python.absolute()
+    port = free_port()
+    python = options.llama_python.absolute()
     command = [str(python), "-m", "llama_cpp.server", "--model", str(gguf), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--n_ctx", str(CONTEXT), "--n_threads", str(options.threads), "--n_threads_batch", str(options.threads)]
     environ = {"PYTHONPATH": "", "OMP_NUM_THREADS": str(options.threads)}
@@ -144,7 +146,8 @@ async def one(session: aiohttp.ClientSession, server: Server, *, prompt: list[in
 async def rate(session: aiohttp.ClientSession, server: Server, *, running: int, options: argparse.Namespace) -> tuple[float, float]:
     """Tokens per second of wall time, and of the server's CPU time. As many requests as make the smallest load a few seconds' work."""
     prompts = [[random.randrange(options.vocabulary) for _ in range(options.prompt)] for _ in range(running)]
-    began, cpu = time.perf_counter(), server.cpu_seconds()
+    began = time.perf_counter()
+    cpu = server.cpu_seconds()
     found = await asyncio.gather(*(one(session, server, prompt=prompt, answer=options.answer) for prompt in prompts))
     return sum(found) / (time.perf_counter() - began), sum(found) / (server.cpu_seconds() - cpu + 1e-9)
 
@@ -184,11 +187,14 @@ def roofline(folder: Path, options: argparse.Namespace) -> str:
     """What no step can be faster than, with the weights in float32."""
     torch.set_num_threads(options.threads)
     sizes = sizes_of(folder)
-    source, square = torch.ones(2**26), torch.ones(2048, 2048)
-    target, product = torch.ones_like(source), torch.empty_like(square)
+    source = torch.ones(2**26)
+    square = torch.ones(2048, 2048)
+    target = torch.ones_like(source)
+    product = torch.empty_like(square)
     bandwidth = 2 * source.nbytes / best_seconds(lambda: target.copy_(source))
     products = 2 * 2048**3 / best_seconds(lambda: torch.mm(square, square, out=product))
-    weights, work = sizes.weight_bytes("float32"), 2 * sizes.num_parameters
+    weights = sizes.weight_bytes("float32")
+    work = 2 * sizes.num_parameters
     return (
         f"bounds: {weights / 1e6:,.0f} MB of weights a step at the {bandwidth / 1e9:.1f} GB/s of a copy are {bandwidth / weights:,.1f} steps/s; "
         f"their products at the {products / 1e9:,.0f} GFLOP/s of a large one are {products / work:,.0f} tokens/s, however many requests."

@@ -38,8 +38,10 @@ class Batches:
         return web.json_response({"choices": [], "usage": {"completion_tokens": await done}})
 
     async def _answer(self) -> None:
-        batch, self._waiting = self._waiting, []
-        prompts, answer = torch.tensor([body["prompt"] for body, _ in batch]), int(batch[0][0]["max_tokens"])
+        batch = self._waiting
+        self._waiting = []
+        prompts = torch.tensor([body["prompt"] for body, _ in batch])
+        answer = int(batch[0][0]["max_tokens"])
         await asyncio.to_thread(self._generated, prompts, answer)
         for _, done in batch:
             done.set_result(answer)

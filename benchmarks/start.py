@@ -22,7 +22,9 @@ from smoke import SETTINGS, options_of
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.toml"
 COMMAND = (sys.executable, "-m", "midflight")
-HELP_SECONDS, LINE_SECONDS, STEP_SECONDS = 0.3, 2.0, 10.0
+HELP_SECONDS = 0.3
+LINE_SECONDS = 2.0
+STEP_SECONDS = 10.0
 COMPUTES = {"trainer", "engine"}
 """Processes that may have torch."""
 PATIENCE_SECONDS = 600.0
@@ -37,7 +39,9 @@ def help_seconds() -> float:
 def run_seconds(folder: Path, *sets: str) -> tuple[float, float, dict[str, bool]]:
     """Until the first line; from the end of the warm start to the first step; and of each process whether it has loaded torch."""
     words = [word for each in ("warm_start.target_accuracy=0.05", *sets) for word in ("--set", each)]
-    began, said, has_torch = time.time(), list[float](), dict[str, bool]()
+    began = time.time()
+    said = list[float]()
+    has_torch = dict[str, bool]()
     with subprocess.Popen([*COMMAND, "train", CONFIG, "--folder", folder, *words], stdout=subprocess.PIPE, text=True) as run:
         hearing = threading.Thread(target=hear, args=(run.stdout, said))
         hearing.start()
@@ -83,13 +87,18 @@ def main() -> int:
     options = options_of(parser, times=1)
     helped = statistics.median(help_seconds() for _ in range(3 * options.times))
     print(f"midflight --help: {helped:.2f} s (at most {HELP_SECONDS})", flush=True)
-    lines, steps, torch = list[float](), list[float](), dict[str, bool]()
+    lines = list[float]()
+    steps = list[float]()
+    torch = dict[str, bool]()
     for _ in range(options.times):
         with tempfile.TemporaryDirectory() as made:
             line, step, seen = run_seconds(Path(made) / "run", *(SETTINGS if options.smoke else ()))
         print(f"first line after {line:.2f} s, first step {step:.2f} s after the warm start", flush=True)
-        lines, steps, torch = [*lines, line], [*steps, step], torch | seen
-    line, step = statistics.median(lines), statistics.median(steps)
+        lines = [*lines, line]
+        steps = [*steps, step]
+        torch = torch | seen
+    line = statistics.median(lines)
+    step = statistics.median(steps)
     print(f"medians: first line {line:.2f} s (at most {LINE_SECONDS}), first step {step:.2f} s (at most {STEP_SECONDS})")
     print("torch is loaded by: " + ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in sorted(torch.items())))
     late = helped > HELP_SECONDS or line > LINE_SECONDS or step > STEP_SECONDS

@@ -60,7 +60,10 @@ async def row(size: int, folder: Path) -> str:
 
 async def felt(writer: StoreWriter, meanwhile: Awaitable[object]) -> tuple[float, float]:
     """The longest of a turn's way to the disk, and of a turn of the loop."""
-    done, written, turned, number = asyncio.ensure_future(meanwhile), 0.0, 0.0, 0
+    done = asyncio.ensure_future(meanwhile)
+    written = 0.0
+    turned = 0.0
+    number = 0
     while not done.done():
         began = time.perf_counter()
         await asyncio.sleep(BETWEEN_SECONDS)

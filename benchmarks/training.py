@@ -243,7 +243,8 @@ def _side(runs: Sequence[dict[str, Any]], *, unmeasured: int) -> Side:
 
 def _difference(ours: Path, theirs: Path) -> float:
     """Norm of the difference of two gradients over the norm of one."""
-    a, b = np.load(ours), np.load(theirs)
+    a = np.load(ours)
+    b = np.load(theirs)
     if set(a) != set(b):
         raise SystemExit(f"the sides train different parameters: {sorted(set(a) ^ set(b))}")
     squares = [(np.sum((a[k] - b[k]) ** 2, dtype=np.float64), np.sum(b[k] ** 2, dtype=np.float64)) for k in a]

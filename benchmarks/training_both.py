@@ -98,6 +98,7 @@ REWARDS: Mapping[str, Callable[[str, str], float]] = {"short": exact, "larger": 
 
 async def write_e(task: Task, client: AsyncOpenAI) -> float:
     """One question, one reply, scored by `share_of_e`."""
-    question, expected = str(task.data["question"]), str(task.data["answer"])
+    question = str(task.data["question"])
+    expected = str(task.data["answer"])
     completion = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": question}])
     return share_of_e(completion.choices[0].message.content or "", expected)

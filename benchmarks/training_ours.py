@@ -79,8 +79,11 @@ class Products(TorchDispatchMode):
 def main(folder: Path, out: Path, steps: int, options: list[str]) -> None:
     torch.set_num_threads(1)
     shape = json.loads((folder / "shape.json").read_text())
-    trainer, batch = _trainer(folder, options, longest=shape["longest"]), _batch(folder, shape)
-    meter, floor, attention = Meter(), Meter(), Meter()
+    trainer = _trainer(folder, options, longest=shape["longest"])
+    batch = _batch(folder, shape)
+    meter = Meter()
+    floor = Meter()
+    attention = Meter()
     before = resident_mib()
     reset_peak()
 
@@ -116,7 +119,8 @@ def _trainer(folder: Path, options: list[str], *, longest: int) -> PolicyTrainer
 
 
 def _batch(folder: Path, shape: dict[str, Any]) -> PackedBatch:
-    data, size = np.load(folder / "batch.npz"), shape["num_groups"] * shape["group_size"]
+    data = np.load(folder / "batch.npz")
+    size = shape["num_groups"] * shape["group_size"]
     rows = [
         [*data["prompts"][i // shape["group_size"]], *answer]
         for i, answer in enumerate(np.split(data["completions"], np.cumsum(data["lengths"])[:-1]))

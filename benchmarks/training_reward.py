@@ -75,7 +75,8 @@ def compare(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
     """Both sides in turn, `options.reward_rounds` times. Each row holds what every side found in that round."""
     race = RACES[name]
     folder = options.folder / name
-    model, plan = _model(folder, race), folder / "plan"
+    model = _model(folder, race)
+    plan = folder / "plan"
     every = {
         "midflight": [sys.executable, HERE / "training_reward.py", plan, folder / "midflight.json"],
         "trl": [options.trl_python, HERE / "training_trl.py", "reward", plan, folder / "trl.json"],
@@ -102,7 +103,8 @@ def table(name: str, rounds: list[dict[str, Any]]) -> str:
     ]
     for side in rounds[0]:
         found = [row[side] for row in rounds]
-        seconds, steps = [run["seconds"] for run in found], statistics.median(run["steps"] for run in found)
+        seconds = [run["seconds"] for run in found]
+        steps = statistics.median(run["steps"] for run in found)
         pace, cpu = (statistics.median(run[key] / run["steps"] for run in found) for key in ("seconds", "cpu"))
         lines.append(
             f"| {side} | {statistics.median(seconds):.1f} ({min(seconds):.1f}-{max(seconds):.1f}) | {steps:g} | {pace:.2f} | {cpu:.2f} "
@@ -185,7 +187,8 @@ class Watch:
         from midflight.run.launcher.ring import Ring
 
         self.ring = Ring(config, on_message=self.hear, control_token=secrets.token_urlsafe())
-        self.serving, self.ended = 0.0, 0.0
+        self.serving = 0.0
+        self.ended = 0.0
         self._peaks: dict[str, float] = {}
         self._cpu: dict[str, float] = {}
         self._cpu_before = 0.0
@@ -193,7 +196,8 @@ class Watch:
     def hear(self, message: Message) -> None:
         if isinstance(message, Ready) and message.url is not None and not self.serving:
             self._look()
-            self.serving, self._cpu_before = time.monotonic(), sum(self._cpu.values())
+            self._cpu_before = sum(self._cpu.values())
+            self.serving = time.monotonic()
         if isinstance(message, Progress | ModelReady):
             self._look()
             self.ended = time.monotonic()

@@ -31,8 +31,11 @@ def options(**more: Any) -> GRPOConfig:
 
 def step(folder: Path, out: Path, steps: int) -> None:
     """Times forward, backward and optimiser step; preparing inputs (generation, rewards, advantages, padding) is left out."""
-    shape, data, meter = json.loads((folder / "shape.json").read_text()), np.load(folder / "batch.npz"), Meter()
-    size, group = shape["num_groups"] * shape["group_size"], shape["group_size"]
+    shape = json.loads((folder / "shape.json").read_text())
+    data = np.load(folder / "batch.npz")
+    meter = Meter()
+    size = shape["num_groups"] * shape["group_size"]
+    group = shape["group_size"]
     answers = [a.tolist() for a in np.split(data["completions"], np.cumsum(data["lengths"])[:-1])]
 
     def written(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -48,7 +51,8 @@ def step(folder: Path, out: Path, steps: int) -> None:
 
     class Timed(GRPOTrainer):
         def _prepare_inputs(self, generation_batch: Any) -> Any:
-            wall, cpu = time.perf_counter(), time.process_time()
+            wall = time.perf_counter()
+            cpu = time.process_time()
             inputs = super()._prepare_inputs(generation_batch)
             meter.leave_out(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu)
             return inputs
@@ -74,7 +78,8 @@ def step(folder: Path, out: Path, steps: int) -> None:
 
 class _Steps(TrainerCallback):
     def __init__(self, meter: Meter, gradient: Path) -> None:
-        self._meter, self._gradient = meter, gradient
+        self._meter = meter
+        self._gradient = gradient
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._meter.begin()
@@ -92,7 +97,8 @@ class _Steps(TrainerCallback):
 
 def reward(plan: Path, out: Path) -> None:
     """Trains until the mean reward over the last steps reaches the target, or for as many steps as the plan says."""
-    numbers, tasks = json.loads((plan / "numbers.json").read_text()), json.loads((plan / "tasks.json").read_text())
+    numbers = json.loads((plan / "numbers.json").read_text())
+    tasks = json.loads((plan / "tasks.json").read_text())
     until = _Until(numbers["target"], numbers["window"])
 
     def scored(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
@@ -123,7 +129,8 @@ class _Until(TrainerCallback):
     def __init__(self, target: float, window: int) -> None:
         self.rewards: list[float] = []
         self.seconds = self.cpu = 0.0
-        self._target, self._window = target, window
+        self._target = target
+        self._window = window
         self._start = (0.0, 0.0)
 
     @property
@@ -134,7 +141,8 @@ class _Until(TrainerCallback):
         self._start = (time.perf_counter(), time.process_time())
 
     def on_step_end(self, _args: Any, _state: Any, control: Any, **__: Any) -> None:
-        self.seconds, self.cpu = time.perf_counter() - self._start[0], time.process_time() - self._start[1]
+        self.cpu = time.process_time() - self._start[1]
+        self.seconds = time.perf_counter() - self._start[0]
         control.should_training_stop |= self.reached
 
 

@@ -127,7 +127,8 @@ class Watched(Looked):
         """Of the clock, and of processors, up to that step; not a number where either moment passed between two looks."""
         if not {0, number} <= self.marks.keys():
             return float("nan"), float("nan")
-        began, ended = self.marks[0], self.marks[number]
+        began = self.marks[0]
+        ended = self.marks[number]
         return (ended[0] - began[0]) / number, (ended[1] - began[1]) / number
 
 

@@ -42,10 +42,12 @@ def group_advantages(rollouts: list[dict[str, Any]]) -> list[float]:
 def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: dict[str, Any], *, temperature: float) -> float:
     """One update; returns the loss. Tokens sampled under older weights count min(policy / behaviour, 2), as in truncated importance sampling."""
     advantages = group_advantages(batch["rollouts"])
-    num_tokens, total = max(1, sum(sum(row["loss_mask"]) for row in batch["rows"])), 0.0
+    num_tokens = max(1, sum(sum(row["loss_mask"]) for row in batch["rows"]))
+    total = 0.0
     optimizer.zero_grad()
     for row in batch["rows"]:
-        ids, mask = torch.tensor(row["token_ids"]), torch.tensor(row["loss_mask"])[1:]
+        ids = torch.tensor(row["token_ids"])
+        mask = torch.tensor(row["loss_mask"])[1:]
         policy = (model(ids[None]).logits[0, :-1].float() / temperature).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         behaviour = torch.tensor(row["logprobs"])[1:]
         weight = (policy.detach() - behaviour).exp().clamp(max=2.0)
@@ -60,7 +62,8 @@ def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: dict[s
 def train(endpoint: dict[str, Any], *, steps: int, learning_rate: float, folder: Path) -> None:
     info = ask(endpoint)
     model = AutoModelForCausalLM.from_pretrained(info["model_path"], dtype=torch.float32)
-    optimizer, version = torch.optim.AdamW(model.parameters(), lr=learning_rate), info["served_version"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    version = info["served_version"]
     for _ in range(steps):
         while (batch := ask(endpoint, "/take", train_version=version, wait_seconds=30)) is None:
             pass

@@ -20,7 +20,8 @@ from pathlib import Path
 
 SEED = 1_000_000
 """Where the levels of these prompts begin: far above those of the run."""
-SHOWN, ANSWERS = 80, 16
+SHOWN = 80
+ANSWERS = 16
 """Tasks, and layouts for each."""
 
 
@@ -50,10 +51,8 @@ def make_model(folder: Path, asked: list[str], answers: list[str]) -> None:
     lines = [prompt.splitlines(keepends=True) for prompt in asked]
     shared = set(lines[0]).intersection(*lines)
     backend = Tokenizer(models.BPE())
-    digits, rest = (
-        pre_tokenizers.Split(Regex(r"\d"), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    )
+    digits = pre_tokenizers.Split(Regex(r"\d"), behavior="isolated")
+    rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
     backend.decoder = decoders.ByteLevel()
     learnt = [line for prompt in lines for line in prompt if line not in shared]
@@ -74,7 +73,8 @@ def make_model(folder: Path, asked: list[str], answers: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    folder, chance = Path(sys.argv[1]), random.Random(0)
+    folder = Path(sys.argv[1])
+    chance = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
     asked = prompts(SHOWN)
     shown = [(prompt, layout(prompt, chance)) for _ in range(ANSWERS) for prompt in asked]

@@ -23,7 +23,11 @@ Task = tuple[str, str]
 
 # --- 1. Text ---------------------------------------------------------------------------------------------------------
 # One token per byte, and a few tokens that no text contains.
-END, USER, ASSISTANT, PAD, VOCAB = 256, 257, 258, 261, 262
+END = 256
+USER = 257
+ASSISTANT = 258
+PAD = 261
+VOCAB = 262
 
 
 def encode(text: str) -> list[int]:
@@ -190,7 +194,8 @@ def run(
             rollouts += group
 
         optimizer.zero_grad()
-        num_tokens, loss = sum(len(r.answer) for r in rollouts), 0.0
+        num_tokens = sum(len(r.answer) for r in rollouts)
+        loss = 0.0
         for rollout in rollouts:
             policy = token_logprobs(model, rollout, temperature=temperature)
             behaviour = torch.tensor(rollout.logprobs, dtype=policy.dtype, device=policy.device)
@@ -245,6 +250,7 @@ def words(*, size: int, seed: int) -> list[Task]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    policy, lesson = make(), words(size=32, seed=0)
+    policy = make()
+    lesson = words(size=32, seed=0)
     warm_up(policy, lesson, steps=700)
     run(policy, lesson, steps=30, groups=8, samples=8, max_tokens=6, learning_rate=2e-3)

@@ -42,7 +42,8 @@ QUIET_TIMES = 5
 """So often in a row there were no more calls in so many seconds: the journey has ended, only watches are left."""
 STALL_SECONDS = 120.0
 """A process that starts and does nothing for so long will not come up. One that is slow is waited for."""
-SOURCES, SOCKET = "MIDFLIGHT_JOURNEY_SOURCES", "MIDFLIGHT_JOURNEY_SOCKET"
+SOURCES = "MIDFLIGHT_JOURNEY_SOURCES"
+SOCKET = "MIDFLIGHT_JOURNEY_SOCKET"
 SIZES = {"hidden_size": 512, "intermediate_size": 8192, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_context": 256}
 CONFIG = f"""
 [run]
@@ -206,7 +207,8 @@ class Counters:
 
     def quiet(self) -> None:
         """Waits until hardly anything is called, which takes 0.1 s at least."""
-        before, times = 0, 0
+        before = 0
+        times = 0
         while times < QUIET_TIMES:
             time.sleep(QUIET_SECONDS)
             now = sum(self._ask("total"))
@@ -232,7 +234,9 @@ class Counters:
 
 def count() -> None:
     """Counts in this process from now on, as the script at the other end of the socket asks."""
-    sources, calls, on = os.environ[SOURCES], Counter[Any](), False
+    sources = os.environ[SOURCES]
+    calls = Counter[Any]()
+    on = False
 
     def hook(frame: FrameType, event: str, argument: object) -> None:
         if on and event == "call" and frame.f_code.co_filename.startswith(sources):

@@ -130,7 +130,8 @@ class Allowance:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Never waits."""
-        scope, self._scope = self._scope, None
+        scope = self._scope
+        self._scope = None
         assert scope is not None
         self._set_timer()
         try:

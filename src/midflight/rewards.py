@@ -16,7 +16,8 @@ _NUMBER = re.compile(r"[-+−]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:
 
 def exact_match(completion: str, answer: object, *, ignore_case: bool = False) -> float:
     """1 if the completion is the answer, but for white space around either; else 0."""
-    said, expected = completion.strip(), str(answer).strip()
+    said = completion.strip()
+    expected = str(answer).strip()
     return float(said.lower() == expected.lower() if ignore_case else said == expected)
 
 

@@ -43,7 +43,8 @@ class Dockerfile:
 
 def copied_by(context: Path) -> Dockerfile:
     """Of the Dockerfile in that folder; where there is none, of an empty one. `FROM` is passed over."""
-    found, path = Dockerfile(), context / "Dockerfile"
+    found = Dockerfile()
+    path = context / "Dockerfile"
     for line in re.sub(r"\\\n", " ", path.read_text() if path.exists() else "").splitlines():
         if not line.strip() or line.lstrip().startswith("#"):
             continue
@@ -60,7 +61,8 @@ def copied_by(context: Path) -> Dockerfile:
 
 def _copied(context: Path, sources: list[str], start: str, to: str) -> Iterator[tuple[str, bytes]]:
     """A folder's content, or a file: into a folder where several are copied, or the name says that it is one."""
-    target, into = PurePosixPath(start, to), len(sources) > 1 or to.endswith(("/", "."))
+    target = PurePosixPath(start, to)
+    into = len(sources) > 1 or to.endswith(("/", "."))
     for pattern in sources:
         name = str(PurePosixPath("/", pattern))[1:]
         if not (matching := sorted(context.glob(name)) if name else [context]):

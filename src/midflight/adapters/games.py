@@ -50,7 +50,9 @@ async def played(task: Task, client: Any, game: Game, *, bound: GameBound) -> Re
     """One game. Each answer earned what its move earned. Waits for answers and moves; ended by its caller."""
     shown = await game.begin()
     messages: list[dict[str, Json]] = with_observation(task.messages, f"\n\n{shown}" if task.prompt else shown)
-    earned, metrics, num_invalid = list[float](), dict[str, float](), 0
+    earned = list[float]()
+    metrics = dict[str, float]()
+    num_invalid = 0
     for _ in range(bound.max_turns):
         if (answer := await answered(client, messages)) is None:
             break

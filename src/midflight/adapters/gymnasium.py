@@ -57,7 +57,9 @@ class GymnasiumGame:
     """Implements `Game`."""
 
     def __init__(self, told: Any, *, seed: int) -> None:
-        self.name, self._seed, self._actions = str(told["env"]), seed, [str(action) for action in told["actions"]]
+        self.name = str(told["env"])
+        self._seed = seed
+        self._actions = [str(action) for action in told["actions"]]
         gym = package(NAME, extra=NAME)
         try:
             shown_as = {"render_mode": "ansi"} if "ansi" in _modes(gym, self.name) else {}

@@ -23,7 +23,8 @@ from midflight.errors import ConfigError, EnvironmentFailed
 from midflight.types import Json, Result, Task
 
 NAME = "harbor"
-TESTS, REWARDS = "/tests", "/logs/verifier"
+TESTS = "/tests"
+REWARDS = "/logs/verifier"
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 TESTED = f"""find {TESTS} -mindepth 1 -maxdepth 1 ! -path "$1" -exec rm -rf {{}} + && find "$1" -mindepth 1 -maxdepth 1 -exec mv {{}} {TESTS} ";"
 rm -rf {REWARDS} && mkdir -p {REWARDS} && bash {TESTS}/test.sh"""
@@ -103,7 +104,8 @@ async def play(task: Task, client: Any) -> Result:
 
 async def chat(task: Task, client: Any, box: Box) -> None:
     """Our agent. Waits for answers and scripts."""
-    told, messages = settings(task, NAME), list[dict[str, Json]](task.messages)
+    told = settings(task, NAME)
+    messages = list[dict[str, Json]](task.messages)
     for _ in range(int(told["turns"])):
         said = await answered(client, messages) or {}
         if (script := re.search(r"```(?:bash|sh)?\n(.*?)```", str(said.get("content")), re.DOTALL)) is None:

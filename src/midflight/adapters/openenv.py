@@ -82,8 +82,11 @@ class OpenEnvGame:
     """Implements `Game`."""
 
     def __init__(self, told: Mapping[str, Any], server: Any, *, seed: int) -> None:
-        self.name, self._server, self._seed = str(told["url"]), server, seed
-        self._action, self._observation = str(told["action"]), str(told["observation"])
+        self.name = str(told["url"])
+        self._server = server
+        self._seed = seed
+        self._action = str(told["action"])
+        self._observation = str(told["observation"])
         self._read, self._show = named_function(told["read"], "read"), named_function(told["show"], "show")
 
     async def begin(self) -> str:

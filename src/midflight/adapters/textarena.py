@@ -57,7 +57,9 @@ class TextArenaGame:
     """Implements `Game`."""
 
     def __init__(self, told: Any, *, seed: int) -> None:
-        self.name, self._players, self._seed = str(told["env"]), int(told["players"]), seed
+        self.name = str(told["env"])
+        self._players = int(told["players"])
+        self._seed = seed
         self._seat = seed % self._players
         opponent = str(told["opponent"])
         self._opponent = load_entry(opponent, option="options.opponent", such_as="my_players:opponent") if opponent else None

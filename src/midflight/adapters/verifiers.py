@@ -78,7 +78,8 @@ def _opened(told: str, size: int) -> tuple[Any, Sequence[Any]]:
 @lru_cache(maxsize=16)
 def _made(told: str, size: int) -> tuple[Any, Sequence[Any]]:
     options = json.loads(told)
-    vf, loaders = package("verifiers.v1", extra=NAME), package("verifiers.v1.utils.loaders", extra=NAME)
+    vf = package("verifiers.v1", extra=NAME)
+    loaders = package("verifiers.v1.utils.loaders", extra=NAME)
     name = options["taskset"]
     try:
         _prepare(vf)
@@ -120,7 +121,8 @@ def _prepare(vf: Any) -> None:
     """Our agent, which asks what the task asks, and knows no tools; and one trust in certificates: to read them takes as long as an episode."""
     if CHAT in sys.modules:
         return
-    clients, http = package("verifiers.v1.clients.eval", extra=NAME), package("httpx", extra=NAME)
+    clients = package("verifiers.v1.clients.eval", extra=NAME)
+    http = package("httpx", extra=NAME)
 
     def client(config: Any, trust: Any = http.create_ssl_context()) -> Any:
         return http.AsyncClient(timeout=http.Timeout(**config.timeout.model_dump()), verify=trust)

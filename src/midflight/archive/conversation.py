@@ -88,7 +88,8 @@ def conversation_of(folder: Path, key: RolloutKey, *, with_advantages: bool = Tr
     if not page.groups:
         command = f"midflight samples {folder}{' --evaluation' if held_out else ''}"
         raise NoRun(f"{folder} has no rollout {key}; `{command}` names those that it has.")
-    group, config = page.groups[0], config_of(folder)
+    group = page.groups[0]
+    config = config_of(folder)
     rollout = next((brief for brief in group.rollouts if brief.key == key), None)
     with reading(folder, key.kind) as store:
         rows, fields, turn_rewards = _rows(store, key) if rollout else (_running(store, key), {}, ())
@@ -146,12 +147,14 @@ def _running(store: StoreReading, key: RolloutKey) -> tuple[Row, ...]:
 
 
 def _write(row: Row, turn: Turn, number: int) -> None:
-    begin, whole = len(turn.prompt_ids), np.array((*turn.prompt_ids, *turn.output_ids), np.int32)
+    begin = len(turn.prompt_ids)
+    whole = np.array((*turn.prompt_ids, *turn.output_ids), np.int32)
     if row.turns is None or not np.array_equal(row.token_ids[: len(whole)], whole):
         return
     span = slice(begin, len(whole))
     row.generated[span] = row.loss_mask[span] = True
-    row.logprobs[span], row.turns[span] = turn.logprobs, number
+    row.logprobs[span] = turn.logprobs
+    row.turns[span] = number
     for segment in turn.segments:
         row.versions[begin + segment.start : begin + segment.end] = segment.version
         row.kv_versions[begin + segment.start : begin + segment.end] = segment.kv_version
@@ -279,7 +282,8 @@ def as_json(seen: ConversationSeen) -> dict[str, Json]:
 
 
 def _tokens(branch: BranchSeen) -> dict[str, Json]:
-    row, known = branch.row, ~np.isnan(branch.advantages)
+    row = branch.row
+    known = ~np.isnan(branch.advantages)
     return {
         "token_ids": row.token_ids.tolist(),
         "text": list(branch.pieces),

@@ -59,7 +59,8 @@ def _of_step(store: StoreReading, version: Version) -> Sequence[Group]:
 def _group(store: StoreReading, key: GroupKey) -> Group:
     """Without tokens: rewards are all that advantages are made of."""
     (blob,) = store.ask("SELECT task FROM groups WHERE (epoch, position, attempt) = (?, ?, ?)", key.epoch, key.index, key.attempt)[0]
-    task, made = store.task(blob), list[Trajectory]()
+    task = store.task(blob)
+    made = list[Trajectory]()
     for sample, reward, room, truncated, scored in store.ask(
         "SELECT sample, reward, room, truncated, scored FROM rollouts WHERE (epoch, position, attempt) = (?, ?, ?)",
         *(key.epoch, key.index, key.attempt),

@@ -55,7 +55,8 @@ class _Exported:
 
 def write_export(folder: Path, out: Path, form: ExportFormat, choice: ExportChoice) -> int:
     """Writes the file whole or not at all; says how many lines. `ConfigError` where nothing was chosen."""
-    lines, building = 0, out.with_name(f".{out.name}.new")
+    lines = 0
+    building = out.with_name(f".{out.name}.new")
     try:
         with reading(folder, choice.kind) as store, building.open("wb") as file:
             for line in _lines(store, reader_of(folder), form, choice):
@@ -85,7 +86,8 @@ def _lines(store: StoreReading, reader: MessageReader, form: ExportFormat, choic
 
 def _kept(store: StoreReading, reader: MessageReader, choice: ExportChoice) -> Iterator[_Exported]:
     """In the order of the run's tasks, one group after the other. One at a time is in memory."""
-    where, values = ["reward IS NOT NULL"], list[int]()
+    where = ["reward IS NOT NULL"]
+    values = list[int]()
     if choice.versions is not None and choice.kind is Kind.EVALUATION:
         where.append("epoch BETWEEN ? AND ?")
         values += choice.versions
@@ -103,7 +105,8 @@ def _kept(store: StoreReading, reader: MessageReader, choice: ExportChoice) -> I
         if choice.sources and asked.source not in choice.sources:
             continue
         key = RolloutKey(GroupKey(epoch, position, attempt), sample, choice.kind)
-        version, of = epoch if choice.kind is Kind.EVALUATION else version, store.decoded(decode_scored, scored)
+        version = epoch if choice.kind is Kind.EVALUATION else version
+        of = store.decoded(decode_scored, scored)
         for role in sorted({row.role for row in decoded}):
             rows_of = tuple(row for row in decoded if row.role == role)
             longest = max(rows_of, key=lambda row: len(row.token_ids))
@@ -126,7 +129,8 @@ def _said(one: _Exported) -> dict[str, Json]:
 
 def _pair(group: Sequence[_Exported], choice: ExportChoice) -> Iterator[dict[str, Any]]:
     """The best and the worst, where they answer the same and one is better."""
-    best, worst = max(group, key=lambda one: one.reward), min(group, key=lambda one: one.reward)
+    best = max(group, key=lambda one: one.reward)
+    worst = min(group, key=lambda one: one.reward)
     margin = best.reward - worst.reward
     prompt, chosen = _answer(best)
     asked, rejected = _answer(worst)

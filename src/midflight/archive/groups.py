@@ -281,7 +281,8 @@ def briefs(store: StoreReading, key: GroupKey, found: frozenset[RolloutKey] = fr
     for sample, reward, error, truncated, seconds, num, blob in store.ask(
         f"SELECT {columns} FROM rollouts {of} ORDER BY sample", *_values(key)
     ):
-        scored, rollout = store.decoded(decode_scored, blob), RolloutKey(key, sample, store.kind)
+        scored = store.decoded(decode_scored, blob)
+        rollout = RolloutKey(key, sample, store.kind)
         failure = failure_class(error) if reward is None else None
         said = (scored.components, scored.metrics, tokens[sample], rollout in found)
         made.append(RolloutBrief(rollout, reward, error, failure, bool(truncated), seconds, num, *said))

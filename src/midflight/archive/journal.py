@@ -20,8 +20,11 @@ class Tail:
 
     def __init__(self, path: Path, *, newest: int | None = None) -> None:
         """`newest`: bytes of a file that is longer are all that is read of it at first."""
-        self._path, self._newest = path, newest
-        self._file, self._read, self._mark = 0, 0, b""
+        self._path = path
+        self._newest = newest
+        self._file = 0
+        self._read = 0
+        self._mark = b""
 
     def new(self) -> tuple[bool, list[bytes]]:
         """Whether the file was written anew since the last look, as after a crash, and the lines; from its beginning then.
@@ -40,12 +43,16 @@ class Tail:
                     begin += len(file.readline())  # the rest of one
                 whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
-            was_there, self._file, self._read, self._mark = self._file, 0, 0, b""
+            was_there = self._file
+            self._file = 0
+            self._read = 0
+            self._mark = b""
             return was_there != 0, []
         anew = self._file != 0 and not goes_on
         whole += newline
         self._mark = ((self._mark if goes_on else b"") + whole)[-MARK_BYTES:]
-        self._file, self._read = found.st_ino, begin + len(whole)
+        self._file = found.st_ino
+        self._read = begin + len(whole)
         return anew, [line for line in whole.split(b"\n") if line.strip()]
 
 

@@ -82,7 +82,8 @@ def _sources(store: StoreReading) -> tuple[LedgerLine, ...]:
 
 def _accounts(store: StoreReading, total: Mapping[tuple[Fate, Reason | None], int]) -> Accounts:
     """Groups whose step was made are trained, in a checkpoint or not; one that is to be run again counts with its next try."""
-    groups, dropped = Counter[str](), Counter[str]()
+    groups = Counter[str]()
+    dropped = Counter[str]()
     for state, reason, done, number in store.ask(
         "SELECT state, reason, COALESCE(done, 0), COUNT(*) FROM groups LEFT JOIN leases USING (lease) GROUP BY 1, 2, 3"
     ):

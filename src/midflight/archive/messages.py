@@ -140,10 +140,12 @@ class MessageReader:
 
     def _marks(self) -> list[_Mark]:
         """A role that the template refuses has none."""
-        user_end, assistant_end = self._around(_USER)[-1:], self._around(_USER, _ASSISTANT)[-1:]
+        user_end = self._around(_USER)[-1:]
+        assistant_end = self._around(_USER, _ASSISTANT)[-1:]
         if not user_end or not assistant_end:
             return []
-        asked, answered = self._around(_USER, _ASSISTANT), self._around(_USER, _ASSISTANT, _USER)
+        asked = self._around(_USER, _ASSISTANT)
+        answered = self._around(_USER, _ASSISTANT, _USER)
         opens = {"user": answered[2:3], "assistant": asked[1:2]}
         marks = [
             _Mark("user", "".join(opens["user"]).removeprefix(assistant_end[0]), user_end[0]),
@@ -154,7 +156,8 @@ class MessageReader:
         for before in (calling, _ASSISTANT):
             if len(parts := self._around(_USER, before, tool, tool)) == 5:
                 called = self._around(_USER, before)[-1]
-                between, ending = parts[3], self._around(_USER, before, tool)[-1]
+                between = parts[3]
+                ending = self._around(_USER, before, tool)[-1]
                 marks += [_Mark("tool", parts[2].removeprefix(called), ending)]
                 if not between.startswith(ending):  # several answers in one message
                     marks.append(_Mark("tool", between, ending))

@@ -17,7 +17,8 @@ from midflight.errors import NoRun, RunGone
 from midflight.trajectories.pairs import STORE
 from midflight.types import Json
 
-CONFIG, SUMMARY = "config.toml", "summary.json"
+CONFIG = "config.toml"
+SUMMARY = "summary.json"
 MAX_DEPTH = 3
 """Folders below the one that is searched: `runs/team/name` is found from `runs` and from where it lies, and no disk is read through."""
 
@@ -83,7 +84,8 @@ class ArchivedRun:
         return {}
 
     def describe(self) -> RunDescription:
-        past, config = self.journal().past, self.config().get("run", {})
+        past = self.journal().past
+        config = self.config().get("run", {})
         last = past.steps[-1] if past.steps else None
         step = last.step if last else 0
         rewards = [line.reward for line in past.steps if line.reward is not None]

@@ -54,7 +54,8 @@ def chosen(folder: Path, choice: SampleChoice) -> list[RolloutKey]:
 
 def in_words(seen: ConversationSeen, *, whole: bool = False) -> str:
     """Messages in order, `>` what was said to the model, `<` what it said; long ones are cut unless `whole`."""
-    task, rollout = seen.group.task, seen.rollout
+    task = seen.group.task
+    rollout = seen.rollout
     head = f"{seen.key}: {task.source}, task {task.id}"
     if rollout is None:
         lines = [f"{head}, not ended"]

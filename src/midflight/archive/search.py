@@ -41,7 +41,8 @@ class WordIndex:
     """The index of one run. Several viewers may let it grow at once."""
 
     def __init__(self, folder: Path, kind: Kind = Kind.TRAINING) -> None:
-        self._folder, self._kind = folder, kind
+        self._folder = folder
+        self._kind = kind
         store = self._store = file_of(folder, kind).resolve()
         with suppress(FileNotFoundError):
             place = f"{SHAPE}:{store}:{store.stat().st_ino}".encode()

@@ -24,7 +24,8 @@ class StoreReading:
     """One look at a store: a transaction of its own, so that all that is asked in it is of one moment."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection, kind: Kind = Kind.TRAINING) -> None:
-        self.path, self.kind = path, kind
+        self.path = path
+        self.kind = kind
         self._connection = connection
         for name, function in (("source_of", _source), ("task_of", _task_id), ("failure_of", failure_class)):
             connection.create_function(name, 1, function, deterministic=True)

@@ -74,7 +74,8 @@ class Times:
             self._tail = self._tail or Tail(self.folder / TIMELINE, newest=self.newest)
             anew, lines = self._tail.new()
         else:
-            anew, lines = False, [] if self._was_read else self.part.lines(self.folder)
+            anew = False
+            lines = [] if self._was_read else self.part.lines(self.folder)
             self._was_read = True
         if anew:
             for kept in (self.rollouts, self.evaluated, self.steps, self.commits, self.waits, self.scores):
@@ -145,7 +146,9 @@ def before_newest(folder: Path) -> float | None:
 
 def _place(file: BinaryIO, seconds: float, size: int) -> int:
     """Of the first line that was written then or later: by halving, and at last line by line."""
-    low, high = 0, size  # what lies before `low` was written earlier, what lies from `high` on was not
+    # what lies before `low` was written earlier, what lies from `high` on was not
+    low = 0
+    high = size
     while high - low > NEAR_BYTES and (middle := _line_at(file, (low + high) // 2)) < high:
         if _seconds_at(file, middle) < seconds:
             low = middle
@@ -213,7 +216,8 @@ def busy_shares(times: Times, *, slots: int | None = None) -> Shares:
     begin, end = (times.steps[0].began, max(step.ended for step in times.steps)) if times.steps else (0.0, 0.0)
     if (seconds := end - begin) <= 0:
         return Shares()
-    engines, trainer = Spans(), Spans()
+    engines = Spans()
+    trainer = Spans()
     for spans in engine_spans(times.rollouts).values():
         for started, ended in zip(spans.starts, spans.ends, strict=True):
             engines.add(max(begin, started), min(end, ended))

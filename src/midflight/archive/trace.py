@@ -60,7 +60,8 @@ class RunTrace(msgspec.Struct, frozen=True, rename={"events": "traceEvents", "un
 def trace_of(folder: Path) -> RunTrace:
     """Of the run in a folder, also while it goes on. `NoRun` where there is none."""
     run = open_run(folder)
-    past, lines = run.journal().past, timeline.read_timeline(folder / timeline.TIMELINE)
+    past = run.journal().past
+    lines = timeline.read_timeline(folder / timeline.TIMELINE)
     about = {"run": str(run.config().get("run", {}).get("name") or folder.name), "times": "since the run began"}
     if not lines:
         about["missing"] = (
@@ -159,7 +160,8 @@ class Drawing:
                 busy[engine].append((placed, until))
         names = sorted({*busy, *self._pauses, *(line.engine for line in self._lines if isinstance(line, timeline.EngineTimed))})
         for number, engine in enumerate(names):
-            work, handovers = (ENGINES, 2 * number + 1), (ENGINES, 2 * number + 2)
+            work = (ENGINES, 2 * number + 1)
+            handovers = (ENGINES, 2 * number + 2)
             yield from _named(work, f"{engine}: generating")
             yield from _named(handovers, f"{engine}: handovers")
             for began, ended in merged(busy[engine]):
@@ -222,7 +224,8 @@ class Drawing:
         yield slice_of(f"rollout {name}", NOWHERE, rollout.began, rollout.ended, **args)
         yield from self.turns(rollout)
         fate = self._fates.get(rollout.key[:3], _GroupEnd()) if rollout.of is Kind.TRAINING and rollout.reward is not None else _GroupEnd()
-        step, dropped = fate.step, fate.dropped
+        step = fate.step
+        dropped = fate.dropped
         if step is not None and step.began >= rollout.ended:
             yield slice_of("waiting", NOWHERE, rollout.ended, step.began, until="its step began")
             yield slice_of(f"trained v{step.version}", NOWHERE, step.began, step.ended)
@@ -232,9 +235,11 @@ class Drawing:
 
     def turns(self, rollout: timeline.RolloutTimed) -> Iterator[TraceEvent]:
         """Turns that ran beside each other are drawn one after another, as far as they go beyond the one before."""
-        at, gap = rollout.began, "before the first call"
+        at = rollout.began
+        gap = "before the first call"
         for turn in sorted(rollout.turns, key=lambda turn: (turn.began, turn.ended)):
-            began, ended = max(at, turn.began), min(turn.ended, rollout.ended)
+            began = max(at, turn.began)
+            ended = min(turn.ended, rollout.ended)
             if ended <= began:
                 continue
             if began - at > SHORTEST:
@@ -242,7 +247,8 @@ class Drawing:
             for name, since, until in phases(turn, began=began, ended=ended):
                 yield slice_of(name, NOWHERE, since, until)
                 yield from self._paused(turn, since, until)
-            at, gap = ended, "tool"
+            at = ended
+            gap = "tool"
         if rollout.ended - at > SHORTEST:
             yield slice_of("reward" if rollout.turns else "environment", NOWHERE, at, rollout.ended, what=ESTIMATED)
 
@@ -268,7 +274,8 @@ def phases(turn: TurnTimes, *, began: float, ended: float) -> Iterator[tuple[str
     marks += [(at, f"segment v{version}") for version, at in versions]
     marks.sort(key=lambda mark: mark[0])
     for (since, name), (until, _) in zip(marks, [*marks[1:], (turn.ended, "")], strict=True):
-        since, until = max(since, began), min(until, ended)
+        since = max(since, began)
+        until = min(until, ended)
         if until > since:
             yield name, since, until
 

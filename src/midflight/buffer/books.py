@@ -146,7 +146,8 @@ class Books:
         """
         if train_version < self._next:
             raise OutOfTurn(f"A batch for version {train_version} was asked, but the next is {self._next}; ask for that one.")
-        limits, floor = self._limits, train_version - self._limits.max_staleness
+        limits = self._limits
+        floor = train_version - self._limits.max_staleness
         match limits.policy:
             case StalePolicy.WAIT:
                 shed = surplus(
@@ -170,8 +171,10 @@ class Books:
         `running_oldest` gives the oldest version among the tokens of each running group, of its ended rollouts too, `None` before
         the first. What is `overdue` must be closed before.
         """
-        limits, aged = self._limits, self._aged(train_version)
-        chosen, left = aged[: limits.groups_per_step], aged[limits.groups_per_step :]
+        limits = self._limits
+        aged = self._aged(train_version)
+        chosen = aged[: limits.groups_per_step]
+        left = aged[limits.groups_per_step :]
         if len(chosen) < limits.groups_per_step:
             have = f"{len(chosen)} of {limits.groups_per_step} groups"
             return Wait("generation", f"step {train_version} has {have}; {self.num_running} are running")
@@ -235,7 +238,8 @@ class Books:
             case facts.Admitted(key=key):
                 assert not self._is_open(key), f"{key} is admitted already"
                 self._line.discard(key)
-                self._running[key], self.submitted = self._limits.group_size, self.submitted + 1
+                self._running[key] = self._limits.group_size
+                self.submitted = self.submitted + 1
             case facts.SlotFreed(key=key):
                 assert self._running[key] > 0, f"{key} has no rollout left to end"
                 self._running[key] -= 1
@@ -265,7 +269,8 @@ class Books:
             case facts.CarriedOver():
                 self._carry_over(fact)
             case facts.VersionServed(version=version):
-                self._served, self._made = version, max(self._made, version)
+                self._served = version
+                self._made = max(self._made, version)
             case _:
                 return
         self._check()
@@ -276,7 +281,8 @@ class Books:
         self._running.clear()
 
     def _keep(self, kept: facts.TrajectoryKept) -> None:
-        trajectory, number = kept.trajectory, kept.trajectory.num_trainable
+        trajectory = kept.trajectory
+        number = kept.trajectory.num_trainable
         group = trajectory.key.group
         self.tokens.received += number + sum(kept.masked.values()) + sum(kept.dropped.values())
         self.tokens.masked.update(kept.masked)
@@ -373,7 +379,8 @@ class Books:
         self._line.update(carried.in_line)
         self._next = self._next if carried.next_version is None else carried.next_version
         self._highest = self._highest if carried.highest_version is None else carried.highest_version
-        self._num_leases, self._num_finished = carried.num_leases, carried.num_finished
+        self._num_leases = carried.num_leases
+        self._num_finished = carried.num_finished
 
     # --- Looking up ---
 

@@ -73,7 +73,8 @@ def without_stale_trajectories(group: Group, floor: Version) -> Trimmed:
 def with_stale_tokens_masked(group: Group, floor: Version) -> Trimmed:
     """`mask`: an over-age token stays as context without a gradient; a row without any trainable token left is dropped."""
     kept: list[Trajectory] = []
-    num_masked, num_dropped = Counter[RolloutKey](), Counter[RolloutKey]()
+    num_masked = Counter[RolloutKey]()
+    num_dropped = Counter[RolloutKey]()
     for trajectory in group.trajectories:
         rows: list[Row] = []
         for row in trajectory.rows:
@@ -120,7 +121,8 @@ class Finished:
         if self.oldest >= floor:
             return Trimmed(self.group, {}, {})
         if self.floor != floor:
-            self.floor, self.trimmed = floor, trim(policy, self.group, floor)
+            self.trimmed = trim(policy, self.group, floor)
+            self.floor = floor
         return self.trimmed
 
 

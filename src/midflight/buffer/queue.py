@@ -72,7 +72,8 @@ class GroupQueue:
 
     def wake(self) -> None:
         """Something changed that may end a wait."""
-        changed, self._changed = self._changed, asyncio.Event()
+        changed = self._changed
+        self._changed = asyncio.Event()
         changed.set()
 
     def close(self) -> None:
@@ -160,7 +161,8 @@ class GroupQueue:
 
     def _note(self, who: str, wait: Wait) -> None:
         """Keeps whom `who` waits for. A change of whom is one wait ended, another begun."""
-        now, before = asyncio.get_running_loop().time(), self._waits.get(who)
+        now = asyncio.get_running_loop().time()
+        before = self._waits.get(who)
         if before is not None and before.wait.for_whom == wait.for_whom:
             before.wait = wait
             return

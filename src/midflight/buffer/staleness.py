@@ -127,7 +127,8 @@ def surplus(finished: Iterable[tuple[Version, int]], train_version: Version, *, 
     `finished` holds the oldest version of each and its place in the order of finishing, which is told. For k = -1..S at most (k + 1) B of
     them may be <= v + k - S, the batches of steps v..v + k; k = -1 says that over-age groups cannot be trained at all.
     """
-    left, shed = sorted(finished, key=lambda one: one[1]), set[int]()
+    left = sorted(finished, key=lambda one: one[1])
+    shed = set[int]()
     for k in range(-1, max_staleness + 1):
         due = [order for oldest, order in left if oldest <= train_version + k - max_staleness and order not in shed]
         shed.update(due[(k + 1) * groups_per_step :])

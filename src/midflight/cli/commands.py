@@ -20,7 +20,9 @@ from midflight.version import described
 if TYPE_CHECKING:
     from midflight.config import Config
 
-FAILED, WRONG_CONFIG, INTERRUPTED = 1, 2, 130
+FAILED = 1
+WRONG_CONFIG = 2
+INTERRUPTED = 130
 """Exit statuses beside 0. A wrong configuration and wrong usage are one."""
 
 _SHARED = Path(sysconfig.get_path("data")) / "share" / "midflight"
@@ -407,7 +409,8 @@ def _report(error: MidflightError, *, debug: bool) -> int:
 
 def _usage(error: Exception) -> int:
     """A wrong option is the user's, and shows its own help; anything else is ours, and keeps its traceback."""
-    show, status = getattr(error, "show", None), getattr(error, "exit_code", None)
+    show = getattr(error, "show", None)
+    status = getattr(error, "exit_code", None)
     if show is None or not isinstance(status, int):
         raise error
     show()

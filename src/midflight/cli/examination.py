@@ -31,7 +31,8 @@ from midflight.types import Json
 
 STALL_SECONDS = RunSection().stall_seconds
 """A process that looks at a library and does nothing for so long hangs."""
-MIN_FILES, GOOD_FILES = 256, 4096
+MIN_FILES = 256
+GOOD_FILES = 4096
 """Open files. A rollout holds two connections, and several hundred may run."""
 MIN_PROCESSES = 512
 """Of a user, threads counted."""
@@ -204,7 +205,8 @@ def machine() -> Iterator[Finding]:
     from midflight.config.derived import machine_bytes
     from midflight.weights.transports.files import SHARED
 
-    cores, allowed = os.cpu_count() or 1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     note = "" if allowed == cores else f", of which this process may use {allowed}"
     yield Finding(Gravity.FINE, "processors", f"{cores}{note}")
     yield Finding(Gravity.FINE, "memory", size(machine_bytes()))
@@ -261,7 +263,8 @@ def model(folder: Path) -> Iterator[Finding]:
 def _sizes(folder: Path) -> Iterator[Finding]:
     from midflight.models.sizes import read_config, sizes_of
 
-    sizes, architecture = sizes_of(folder), read_config(folder).get("model_type")
+    sizes = sizes_of(folder)
+    architecture = read_config(folder).get("model_type")
     text = f"{architecture}, {sizes.num_parameters:,} parameters, context of {sizes.max_context or 'unknown'}"
     yield Finding(Gravity.FINE, "model", text, f"whether it is computed right: midflight check-model {folder}")
 
@@ -281,7 +284,8 @@ def _tokenizer(folder: Path) -> Iterator[Finding]:
         return
     asked = tokenizer.render([{"role": "user", "content": "1 + 1"}], add_generation_prompt=True)
     whole = tokenizer.render([{"role": role, "content": content} for role, content in zip(PROBED, ("1 + 1", "two"), strict=True)])
-    calls, thinking = tool_format("auto", tokenizer), reasoning_format("auto", tokenizer)
+    calls = tool_format("auto", tokenizer)
+    thinking = reasoning_format("auto", tokenizer)
     formats = f"calls as {type(calls).__name__ if calls else 'Hermes (no sign of another)'}, {'thinks' if thinking else 'no thinking'}"
     yield Finding(Gravity.FINE, "chat template", f"writes a question in {len(tokenizer.encode(asked))} tokens; {formats}")
     behind = tokenizer.encode(whole.rpartition("two")[2])

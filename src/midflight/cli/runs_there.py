@@ -72,7 +72,8 @@ def _numbers(chosen: Sequence[ArchivedRun]) -> Iterator[tuple[str, ...]]:
     """Rows of a table with a column for each run."""
     from midflight.observe.status import UNKNOWN, duration, number
 
-    described, past = [run.describe() for run in chosen], [run.journal().past for run in chosen]
+    described = [run.describe() for run in chosen]
+    past = [run.journal().past for run in chosen]
     yield "state", *(of.condition.value for of in described)
     yield "steps", *(str(of.step) for of in described)
     yield "time", *(duration(of.seconds) for of in described)

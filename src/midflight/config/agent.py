@@ -9,7 +9,8 @@ from midflight.config.sections import Config, EnvironmentSection
 from midflight.config.sources import source_names
 from midflight.entries import ENTRY
 
-SINGLE_TURN, CLAIMED = "midflight.environments.single_turn:answer", "midflight.environments.claimed:claimed"
+SINGLE_TURN = "midflight.environments.single_turn:answer"
+CLAIMED = "midflight.environments.claimed:claimed"
 """Entries of ours: they run in the rollout process, because they block nothing."""
 BUILT_IN = "built-in loop"
 """In the place of an entry."""

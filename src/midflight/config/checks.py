@@ -53,7 +53,8 @@ def effective_loss(config: Config) -> tuple[str, ...]:
 
 
 def _lines(config: Config) -> Iterator[str]:
-    o, loss = config.objective, loss_of(config.objective, config.correction)
+    o = config.objective
+    loss = loss_of(config.objective, config.correction)
     yield _token(config, loss)
     yield from _ratios(config, loss)
     for name, bounds in loss.masks.items():
@@ -98,7 +99,8 @@ def _ratios(config: Config, loss: Loss) -> Iterator[str]:
 
 
 def _advantage(config: Config) -> Iterator[str]:
-    d, c = config.distillation, config.critic
+    d = config.distillation
+    c = config.critic
     if d.teacher is None or d.rewards:
         yield formulas.ADVANTAGES[config.objective.advantage].text.format(discount=c.discount, trace=c.discount * c.trace_decay)
     if config.objective.advantage == "gae":
@@ -132,7 +134,8 @@ def contradictions(config: Config) -> tuple[str, ...]:
 
 
 def _rollout(config: Config) -> Iterator[str]:
-    r, every = config.rollout, config.weights.every
+    r = config.rollout
+    every = config.weights.every
     if every - 1 > r.max_staleness:
         old = f"weights.every ({every}) leaves the last step before a publication tokens that are {every - 1} versions old, and rollout.max_staleness is {r.max_staleness}"
         yield f"{old}; lower weights.every to at most {r.max_staleness + 1}, or raise rollout.max_staleness"
@@ -160,7 +163,8 @@ def _rollout(config: Config) -> Iterator[str]:
 
 
 def _model(config: Config) -> Iterator[str]:
-    m, e = config.model, config.environment
+    m = config.model
+    e = config.environment
     if m.path is None and m.hidden_size % m.num_heads:
         yield f"model.num_heads ({m.num_heads}) must divide model.hidden_size ({m.hidden_size})"
     elif m.path is None and (m.hidden_size // m.num_heads) % 2:
@@ -176,7 +180,8 @@ def _model(config: Config) -> Iterator[str]:
 
 def _trainer(config: Config) -> Iterator[str]:
     yield from loss_contradictions(config.objective, config.correction)
-    o, t = config.objective, config.trainer
+    o = config.objective
+    t = config.trainer
     if t.updates_per_step > (groups := config.rollout.groups_per_step):
         yield f"trainer.updates_per_step ({t.updates_per_step}) is more than rollout.groups_per_step ({groups}), and an update has a group at least; lower it"
     if o.overlong_buffer > config.environment.max_tokens:
@@ -189,7 +194,8 @@ def _trainer(config: Config) -> Iterator[str]:
 
 def loss_contradictions(objective: ObjectiveSection, correction: CorrectionSection) -> Iterator[str]:
     """One sentence for each pair of options that cannot both hold: above all what would weigh by one ratio twice."""
-    formula, weight = formula_of(objective, correction), correction.weight
+    formula = formula_of(objective, correction)
+    weight = correction.weight
     if formula.form == "bypass" and weight not in (None, "off"):
         yield (
             f'objective.kind = "{objective.kind}" with correction.weight = "{weight}" would count the ratio to the behaviour policy twice; '
@@ -222,7 +228,8 @@ def _added_contradictions(objective: ObjectiveSection) -> Iterator[str]:
             f"objective.behaviour_coefficient ({objective.behaviour_coefficient:g}) adds what mirror_descent has already, log² R; "
             "remove it, and set objective.tau to twice of both together"
         )
-    low, high = objective.cov_low, objective.cov_high
+    low = objective.cov_low
+    high = objective.cov_high
     if low is not None and high is not None and low >= high:
         yield f"objective.cov_low ({low:g}) must be less than objective.cov_high ({high:g})"
     if objective.advantage == "maxrl" and objective.overlong_buffer:

@@ -26,7 +26,8 @@ def most_in_flight(rollout: RolloutSection) -> int:
 
 def in_flight(config: Config, slots: int | None = None) -> int:
     """Rollouts running at once: `max_in_flight`, else one for each of the engines' `slots`, and n - 1: a group starts when one is free."""
-    rollout, slots = config.rollout, engine_slots(config) if slots is None else slots
+    rollout = config.rollout
+    slots = engine_slots(config) if slots is None else slots
     return rollout.max_in_flight or min(most_in_flight(rollout), max(1, slots) + rollout.group_size - 1)
 
 
@@ -143,10 +144,14 @@ class Knob:
 
 def knobs(config: Config) -> tuple[Knob, ...]:
     """The six knobs of asynchrony. Those that bound the rollouts at work are compared; the tightest binds, ties both."""
-    r, slots = config.rollout, engine_slots(config)
-    running, admitted, waiting = in_flight(config), (r.max_staleness + 1) * batch_rollouts(r), buffer_groups(r)
+    r = config.rollout
+    slots = engine_slots(config)
+    running = in_flight(config)
+    admitted = (r.max_staleness + 1) * batch_rollouts(r)
+    waiting = buffer_groups(r)
     tightest = min(running, admitted)
-    every, batches = config.evaluation.eval_every, waiting / r.groups_per_step
+    every = config.evaluation.eval_every
+    batches = waiting / r.groups_per_step
     return (
         Knob("rollout.max_in_flight", str(running), f"rollouts at once; {min(running, slots)} decode together", running == tightest),
         Knob(

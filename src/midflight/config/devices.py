@@ -58,7 +58,8 @@ class DevicePool:
     """
 
     def __init__(self, number: int | None = None, *, shared: bool = False) -> None:
-        self._number, self._shared = number, shared
+        self._number = number
+        self._shared = shared
         self._owners = defaultdict[int, list[DeviceRequest]](list)
 
     def give_all(self, requests: Sequence[DeviceRequest]) -> Mapping[str, tuple[int, ...]]:

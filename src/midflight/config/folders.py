@@ -19,12 +19,14 @@ def check_teacher(config: Config) -> None:
         return
     if not teacher.is_dir():
         raise ConfigError(f"distillation.teacher is {str(teacher)!r}, and there is no such folder; give that of a Hugging Face model.")
-    theirs, ours = sizes_of(teacher).vocab_size, model_sizes(config.model).vocab_size
+    theirs = sizes_of(teacher).vocab_size
+    ours = model_sizes(config.model).vocab_size
     if theirs < ours:  # more are padding: the tokenizers are compared below
         raise ConfigError(
             f"distillation.teacher has a vocabulary of {theirs} tokens, fewer than the student's {ours}; choose a teacher of the student's family."
         )
-    their_ids, our_ids = _ids(teacher), _ids(config.model.path)
+    their_ids = _ids(teacher)
+    our_ids = _ids(config.model.path)
     if different := sorted(their_ids.items() ^ our_ids.items(), key=lambda item: item[1]):
         token, number = different[0]
         raise ConfigError(
@@ -35,7 +37,8 @@ def check_teacher(config: Config) -> None:
 
 def check_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a model folder. `ConfigError` when it has more ids than the model has rows: such an id would have no embedding."""
-    tokenizer, rows = Tokenizer.load(folder), sizes_of(folder).vocab_size
+    tokenizer = Tokenizer.load(folder)
+    rows = sizes_of(folder).vocab_size
     if tokenizer.vocab_size > rows:
         raise ConfigError(
             f"the tokenizer in {str(folder)!r} has ids up to {tokenizer.vocab_size - 1}, and the model has {rows} rows of embeddings; "
@@ -61,7 +64,8 @@ def check_same_model(config: Config) -> None:
     began |= {"lora.rank": None, "lora.alpha": None} if adapter is None else {"lora.rank": adapter.rank, "lora.alpha": adapter.alpha}
     asked["lora.rank"], asked["lora.alpha"] = _adapters_asked(config)
     if adapter is not None and config.lora.targets:
-        began["lora.targets"], asked["lora.targets"] = sorted(adapter.targets), sorted(config.lora.targets)
+        began["lora.targets"] = sorted(adapter.targets)
+        asked["lora.targets"] = sorted(config.lora.targets)
     differing = [f"{name} was {began[name]} and is now {asked[name]}" for name in began if began[name] != asked[name]]
     if differing:
         raise ConfigError(

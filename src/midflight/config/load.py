@@ -125,7 +125,8 @@ def _option(key: str, variants: list[Schema], *, optional: bool, required: bool,
     kind = "a list of tables" if _is_list_of_tables(first) else kind
     if len(variants) > 1 and not choices:
         each = [" ".join([_KINDS[str(variant.get("type", "string"))], " and ".join(_bounds(variant))]).strip() for variant in variants]
-        kind, bounds = " or ".join(each), ()
+        kind = " or ".join(each)
+        bounds = ()
     return Option(key, kind, bounds, tuple(choices), optional, required, default)
 
 
@@ -246,7 +247,8 @@ def load_config(
 
 def _lay_over(table: Table, name: str, value: object) -> None:
     """A copy as it is after a trip through JSON; tables are laid over tables."""
-    under, over = table.get(name), cast(Json, json.loads(json.dumps(value, default=str)))
+    under = table.get(name)
+    over = cast(Json, json.loads(json.dumps(value, default=str)))
     table[name] = {**under, **over} if isinstance(under, dict) and isinstance(over, dict) else over
 
 
@@ -308,7 +310,8 @@ def _toml_message(path: Path, message: str) -> str:
     where = re.search(r" \(at line (\d+), column (\d+)\)", message)
     if where is None:
         return f"{path}: not valid TOML: {message}; something is still open at the end of the file"
-    line, column = int(where[1]), int(where[2])
+    line = int(where[1])
+    column = int(where[2])
     text = path.read_text().splitlines()[line - 1].strip() if line <= len(path.read_text().splitlines()) else ""
     return f"{path}:{line}:{column}: not valid TOML: {message[: where.start()]}, in the line {text!r}"
 
@@ -348,7 +351,8 @@ def _unknown_members(value: Json, path: KeyPath, origin: _Origin) -> Iterator[st
 
 def _suggestion(path: KeyPath) -> str:
     """The nearest key: first the same word in another section, then a similar word here."""
-    word, prefix = str(path[-1]), ".".join("*" if isinstance(part, int) else part for part in path[:-1])
+    word = str(path[-1])
+    prefix = ".".join("*" if isinstance(part, int) else part for part in path[:-1])
     elsewhere = [key for key in options() if key.rpartition(".")[2] == word]
     if elsewhere:
         return f" Did you mean {elsewhere[0]!r}?"

@@ -163,7 +163,8 @@ class Loss:
 
 def loss_of(objective: ObjectiveSection, correction: CorrectionSection) -> Loss:
     """What the two sections ask for. They are free of `checks.loss_contradictions`."""
-    formula, weight = formula_of(objective, correction), weight_of(objective, correction)
+    formula = formula_of(objective, correction)
+    weight = weight_of(objective, correction)
     given = {name: value for name in formula.all_options if (value := getattr(objective, name)) is not None}
     return Loss(
         formula=formula,

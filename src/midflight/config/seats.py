@@ -25,7 +25,9 @@ MANY_ENGINES = 8
 
 def placed(config: Config) -> Config:
     """What a run's place and size change of its sections: how many engines a cluster has, and how weights go where that is not said."""
-    engine, weights, cluster = config.engine, config.weights, config.cluster
+    engine = config.engine
+    weights = config.weights
+    cluster = config.cluster
     if cluster.kind != "local" and cluster.engines_max is not None and not engine.urls and not engine.servers:
         engine = engine.model_copy(update={"count": cluster.engines_max})
     config = config.model_copy(update={"engine": engine})
@@ -81,7 +83,8 @@ def engines_min(config: Config) -> int:
 
 def seat_resources(config: Config) -> Mapping[str, Resources]:
     """What one seat of each part asks for, by the section's option."""
-    trainer, cluster = config.trainer, config.cluster
+    trainer = config.trainer
+    cluster = config.cluster
     return {
         "engine": engine_resources(config, None),
         "trainer": cluster.trainer if cluster.trainer is not None else _computing(trainer.threads, trainer.device, gpus=1),
@@ -91,7 +94,8 @@ def seat_resources(config: Config) -> Mapping[str, Resources]:
 
 def engine_resources(config: Config, server: ServerSection | None) -> Resources:
     """What the seat of one engine asks for. Without a server: one that would do for any."""
-    engine, asked = config.engine, config.cluster.engine
+    engine = config.engine
+    asked = config.cluster.engine
     if asked is None and not engine.urls:
         sizes = [server_size(engine, one) for one in ((server,) if server is not None else engine.servers or (None,))]
         asked = _computing(engine.threads, engine.device, gpus=max(sizes))
@@ -130,7 +134,8 @@ def lent_engine(engine: EngineSection) -> str | None:
 
 
 def _lending_contradictions(config: Config) -> Iterator[str]:
-    engine, needs = config.engine, "engine.lend is one more embedded engine in the trainer's place"
+    engine = config.engine
+    needs = "engine.lend is one more embedded engine in the trainer's place"
     if engine.kind != "embedded" or engine.servers:
         given = "engine.servers are given" if engine.servers else f'engine.kind is "{engine.kind}"'
         yield f"{needs}, and {given}; remove one"
@@ -157,7 +162,8 @@ class Laid:
     devices: tuple[int, ...] = ()
 
 
-THIS_MACHINE, ANY_MACHINE = "this machine", "any with room"
+THIS_MACHINE = "this machine"
+ANY_MACHINE = "any with room"
 
 
 def device_map(config: Config, *, number: int | None = None, ranks: bool = True, teacher: bool = True) -> Sequence[Laid]:
@@ -178,7 +184,8 @@ def device_map(config: Config, *, number: int | None = None, ranks: bool = True,
 
 
 def _requests(config: Config, *, ranks: bool, teacher: bool) -> Iterator[DeviceRequest]:
-    engine, trainer = config.engine, config.trainer
+    engine = config.engine
+    trainer = config.trainer
     if ranks and trainer.device != "cpu":
         for rank in range(trainer.ranks):
             named = trainer.devices[rank : rank + 1] or _numbered(trainer.device)
@@ -210,7 +217,9 @@ def server_of(config: Config, name: str) -> ServerSection | None:
 
 def config_in_place(config: Config, name: str) -> Config:
     """As the part of that name reads it, which sees its own GPUs alone and numbers them from 0; an engine has its own server."""
-    section, trainer, own = config.engine, config.trainer, server_of(config, name)
+    section = config.engine
+    trainer = config.trainer
+    own = server_of(config, name)
     servers = section.servers if own is None else (own,)
     changed = {"device": section.device.partition(":")[0], "servers": tuple(one.model_copy(update={"devices": ()}) for one in servers)}
     trained = {"device": trainer.device.partition(":")[0], "devices": ()}
@@ -219,7 +228,9 @@ def config_in_place(config: Config, name: str) -> Config:
 
 def server_contradictions(config: Config) -> Iterator[str]:
     """Of `[[engine.servers]]` and `trainer.devices`; and every GPU that two would have, however many there are."""
-    engine, trainer, local = config.engine, config.trainer, config.cluster.kind == "local"
+    engine = config.engine
+    trainer = config.trainer
+    local = config.cluster.kind == "local"
     for index, server in enumerate(engine.servers):
         yield from _server_contradictions(engine, f"engine.servers.{index}", server, local=local)
     for name, given in (("engine.urls", len(engine.urls)), ("engine.count", engine.count if engine.count > 1 else 0)):
@@ -241,7 +252,8 @@ def server_contradictions(config: Config) -> Iterator[str]:
 
 
 def _adapter_contradictions(config: Config) -> Iterator[str]:
-    lora, engine = config.lora, config.engine
+    lora = config.lora
+    engine = config.engine
     if lora.merged and (lora.rank is None or engine.kind == "embedded"):
         yield "lora.merged is for adapters that vLLM or SGLang serve, and there are none: remove it, or set lora.rank and engine.kind"
     if lora.rank is None or lora.merged or engine.kind == "embedded":
@@ -253,7 +265,8 @@ def _adapter_contradictions(config: Config) -> Iterator[str]:
 
 
 def _server_contradictions(engine: EngineSection, at: str, server: ServerSection, *, local: bool) -> Iterator[str]:
-    size, given = server_size(engine, server), list(server.devices)
+    size = server_size(engine, server)
+    given = list(server.devices)
     if server.host and local:
         yield f'{at}.host ({server.host}) is a machine of a cluster, and cluster.kind is "local"; remove it, or set cluster.kind'
     if engine.kind == "embedded" and (server.world_size > 1 or server.arguments):
@@ -275,7 +288,8 @@ def cluster_contradictions(config: Config) -> Iterator[str]:
     yield from shard_contradictions(config)
     if cluster.kind == "local":  # the rest then waits for the day when it is not
         return
-    least, most = engines_min(config), num_engines(config.engine)
+    least = engines_min(config)
+    most = num_engines(config.engine)
     if least > most:
         yield f"cluster.engines_min ({least}) is more than the engines that the run asks for ({most}); lower it, or raise cluster.engines_max"
     if cluster.engines_min is not None and (apart := config.environment.untracked.engines) >= least:

@@ -18,7 +18,8 @@ def shard_folder(folder: Path, shard: int) -> Path:
 
 def shard_of(config: Config, shard: int) -> Config:
     """With one process it is the run's own configuration. What engines hold is shared too (`run.rollout.capacity`)."""
-    shards, r = config.gateway.shards, config.rollout
+    shards = config.gateway.shards
+    r = config.rollout
     if shards == 1:
         return config
     part = {
@@ -43,7 +44,8 @@ def unsharded(config: Config) -> Config:
 
 
 def shard_contradictions(config: Config) -> Iterator[str]:
-    shards, r = config.gateway.shards, config.rollout
+    shards = config.gateway.shards
+    r = config.rollout
     if shards == 1:
         return
     if shards > MOST_SHARDS:

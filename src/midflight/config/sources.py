@@ -10,7 +10,8 @@ from pydantic import Field, JsonValue
 from midflight.config.section import Above0, Count, Fraction, Positive, Section
 from midflight.entries import ENTRY
 
-DATASET_SIZE, DATASET_HELDOUT = 2000, 256
+DATASET_SIZE = 2000
+DATASET_HELDOUT = 256
 """Of a dataset of reasoning-gym, which is as large as one likes."""
 
 Share = Annotated[float, Field(ge=0, lt=1)]

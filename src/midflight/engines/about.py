@@ -44,7 +44,8 @@ def about_route(engine: Engine, model: Path) -> BaseRoute:
     process = secrets.token_hex(8)
 
     async def about(request: Request) -> Response:
-        weights, nonce = bool(request.query_params.get("weights")), Path(request.query_params.get("nonce", ""))
+        weights = bool(request.query_params.get("weights"))
+        nonce = Path(request.query_params.get("nonce", ""))
         identity = await asyncio.to_thread(ModelIdentity.of, model, weights=weights)
         sees = await asyncio.to_thread(_seen, nonce) if nonce.name.startswith(NONCE) else None
         return json_answer(About(process, __version__, engine.capabilities, (await engine.health()).version, identity, sees))

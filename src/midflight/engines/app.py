@@ -208,10 +208,12 @@ class _ChunkClient(_WireClient):
         self._gathered.append((number, chunk))
 
     def _flush(self) -> None:
-        gathered, self._gathered = self._gathered, []
+        gathered = self._gathered
+        self._gathered = []
         if gathered:
             self.worked()
-            started, self._since = self._since, asyncio.get_running_loop().time()
+            started = self._since
+            self._since = asyncio.get_running_loop().time()
             self.outbox.send(wire.pack_chunks(gathered, started=started, ended=self._since, num_running=len(self.tasks)))
 
 
@@ -323,7 +325,10 @@ class EngineRoutes(Generic[E]):
         """`serve` is the engine's end of the wire to one client, until that leaves: `relay` does for any engine.
         `scorer` is the engine again, where it can score. `committed` is told each version that the engine has attested, and `worked` is
         called before scores are sent."""
-        self._engine, self._serve, self._scorer, self._committed = engine, serve, scorer, committed
+        self._engine = engine
+        self._serve = serve
+        self._scorer = scorer
+        self._committed = committed
         self._worked = worked
 
     def wire(self) -> Sequence[BaseRoute]:

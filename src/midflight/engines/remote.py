@@ -22,7 +22,8 @@ from midflight.wire.client import LOSSES, Answered, HttpClient
 
 _log = logging.getLogger(__name__)
 R = TypeVar("R")
-_FIRST_DELAY, _LONGEST_DELAY = 0.05, 2.0
+_FIRST_DELAY = 0.05
+_LONGEST_DELAY = 2.0
 """Seconds between attempts to attach: short enough not to be noticed after a restart, long enough to cost nothing meanwhile."""
 _HEARTBEAT_SECONDS = 120.0
 """Between two pings; a peer that has not answered one after half of it is gone. No engine's life hangs on it: one that says nothing is left by its
@@ -37,7 +38,9 @@ class RemoteEngine:
     """Implements the engine port over the wire. `run` holds the connection; while there is none, requests raise `EngineUnavailable`."""
 
     def __init__(self, name: str, url: str, *, token: str | None, record: Record) -> None:
-        self._name, self._url, self._record = name, url, record
+        self._name = name
+        self._url = url
+        self._record = record
         self._http = HttpClient(url, lost=self._unavailable, token=token)
         self._capabilities: types.Capabilities | None = None
         self._outbox: _Unsent | None = None
@@ -192,7 +195,8 @@ class RemoteEngine:
         rows = wire.step_rows(frame)
         tops = wire.step_tops(frame) if frame.top_ids else ()
         kept = wire.step_kept(frame) if frame.kept_lengths else ()
-        attested, experts = frame.attested, frame.experts
+        attested = frame.attested
+        experts = frame.experts
         self._streams.take(frame.version, rows, tops, kept, finishes=frame.finishes, attested=attested, experts=experts)
         if frame.num_running:
             shift = self._clock.shift(frame.ended, now=time.monotonic())
@@ -231,7 +235,8 @@ class _Unsent:
         if not self._frames:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        frames, self._frames = self._frames, []
+        frames = self._frames
+        self._frames = []
         return frames
 
 

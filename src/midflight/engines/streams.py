@@ -28,7 +28,8 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int
     _check_ids("stop_token_ids", request.sampling.stop_token_ids, vocab_size)
     _check_ids("logit_bias", tuple(i for i, _ in request.sampling.logit_bias), vocab_size)
     check_sampling(request.sampling)
-    length, prompt = len(request.input_ids), request.num_prompt_tokens
+    length = len(request.input_ids)
+    prompt = request.num_prompt_tokens
     if length == 0:
         raise RequestRejected("generating: the prompt is empty. Send at least one token.", param="input_ids")
     if not 1 <= prompt <= length:
@@ -214,9 +215,11 @@ class ChunkStream:
         """Of the caller, who waits alone: one future a token costs half of what an `asyncio.Event` does. True: it has had enough."""
         self._take: Callable[[Chunk], bool] | None = None
         """Of a caller who has the chunks brought."""
-        self._eager, self._at_once = eager, True
+        self._eager = eager
+        self._at_once = True
         self._timer: asyncio.TimerHandle | None = None
-        self._on_open, self._on_close = on_open, on_close
+        self._on_open = on_open
+        self._on_close = on_close
         self.is_closed = False
         """Whether it is read no more, and the engine has been told."""
 
@@ -248,7 +251,9 @@ class ChunkStream:
         if not self._gathered:
             self._gathered.append(_Gathered(version, version))
         last = self._gathered[-1]
-        last.finish, last.attested, last.experts = finish, attested, experts
+        last.finish = finish
+        last.attested = attested
+        last.experts = experts
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -257,7 +262,8 @@ class ChunkStream:
         self._wake()
 
     def _wake(self) -> None:
-        was_ready, self._is_ready = self._is_ready, True
+        was_ready = self._is_ready
+        self._is_ready = True
         if self._take is not None:
             if not was_ready:  # once for all that one message brings
                 asyncio.get_running_loop().call_soon(self._bring)
@@ -266,7 +272,8 @@ class ChunkStream:
 
     def _bring(self) -> None:
         """Gives the caller what has gathered; with the end of it, or with what `take` raises, the wait in `each` ends."""
-        take, waiter = self._take, self._waiter
+        take = self._take
+        waiter = self._waiter
         if take is None or waiter is None or waiter.done():
             return
         self._is_ready = enough = False
@@ -290,7 +297,8 @@ class ChunkStream:
             raise self._error or StopAsyncIteration
         try:
             if self._on_open is not None:
-                opened, self._on_open = self._on_open, None
+                opened = self._on_open
+                self._on_open = None
                 opened(self)
             if not self._is_ready:
                 self._waiter = asyncio.get_running_loop().create_future()
@@ -307,7 +315,8 @@ class ChunkStream:
         """As the iteration, but `take` is called with each chunk as it comes, without a switch of tasks, until it says that it is enough
         or a chunk has `finish`. Waits for that, or for `fail`, whose error it raises, as it does what `take` raises."""
         try:
-            self._take, self._waiter = take, asyncio.get_running_loop().create_future()
+            self._waiter = asyncio.get_running_loop().create_future()
+            self._take = take
             if self._on_open is not None:
                 self._on_open(self)
             self._bring()
@@ -325,7 +334,10 @@ class ChunkStream:
         elif self._timer is not None and not self._gathered:
             self._timer.cancel()
             self._timer = None
-        ids, logprobs, tops, kept = tuple(part.token_ids), tuple(part.logprobs), tuple(part.top_logprobs), tuple(part.kept)
+        ids = tuple(part.token_ids)
+        logprobs = tuple(part.logprobs)
+        tops = tuple(part.top_logprobs)
+        kept = tuple(part.kept)
         return Chunk(ids, logprobs, part.version, part.kv_version, part.finish, tops, part.attested, kept, part.experts)
 
     async def aclose(self) -> None:
@@ -378,13 +390,15 @@ class ChunkStreams:
         meanwhile is dropped."""
         streams = self._streams
         each = zip(rows, tops or itertools.repeat(None), kept or itertools.repeat(None), strict=False)
-        last, part = -1, None
+        last = -1
+        part = None
         for (handle, token, logprob, kv), top, left in each:
             if handle == last and part is not None and part.kv_version == kv and top is None and left is None:
                 part.token_ids.append(token)
                 part.logprobs.append(logprob)
             elif (stream := streams.get(handle)) is not None:
-                last, part = handle, stream.add(token, logprob, version=version, kv_version=kv, top=top, kept=left)
+                last = handle
+                part = stream.add(token, logprob, version=version, kv_version=kv, top=top, kept=left)
         for handle, finish in finishes:
             if (stream := streams.pop(handle, None)) is not None:
                 stream.end(version, finish, attested=dict(attested).get(handle, ()), experts=dict(experts).get(handle, b""))
@@ -395,6 +409,7 @@ class ChunkStreams:
             stream.fail(error)
 
     def fail(self, error: Exception) -> None:
-        streams, self._streams = self._streams, {}
+        streams = self._streams
+        self._streams = {}
         for stream in streams.values():
             stream.fail(error)

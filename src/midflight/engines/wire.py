@@ -180,7 +180,8 @@ def step_tops(frame: StepFrame) -> list[Top]:
     """The alternatives of each token; empty where nobody asks."""
     if not frame.top_ids:
         return []
-    ids, logprobs = np.frombuffer(frame.top_ids, dtype="<i4").tolist(), np.frombuffer(frame.top_logprobs, dtype="<f4").tolist()
+    ids = np.frombuffer(frame.top_ids, dtype="<i4").tolist()
+    logprobs = np.frombuffer(frame.top_logprobs, dtype="<f4").tolist()
     pairs = list(zip(ids, logprobs, strict=True))
     width = len(pairs) * _ROW.size // len(frame.rows)
     return [tuple(pair for pair in pairs[at : at + width] if pair[0] >= 0) or None for at in range(0, len(pairs), width)]

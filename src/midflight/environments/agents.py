@@ -66,7 +66,9 @@ class AgentsHere:
         plain_client_for: Callable[[SessionHandle], OpenAI],
     ) -> None:
         """Both make the client of a session; the caller owns and closes their connections."""
-        self._environment, self._client_for, self._plain_client_for = environment, client_for, plain_client_for
+        self._environment = environment
+        self._client_for = client_for
+        self._plain_client_for = plain_client_for
         self._is_async = is_async(environment)
 
     async def run(self, task: Task, session: SessionHandle) -> object:
@@ -108,7 +110,8 @@ async def in_thread(work: Callable[[], object]) -> object:
             done.set_result(value) if error is None else done.set_exception(error)
 
     def run() -> None:
-        value, error = None, None
+        value = None
+        error = None
         try:
             value = work()
         except Exception as failure:
@@ -142,7 +145,8 @@ class HideSecrets(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
         if (hidden := without_secrets(message)) != message:
-            record.msg, record.args = hidden, ()
+            record.msg = hidden
+            record.args = ()
         return True
 
 
@@ -170,7 +174,9 @@ class SharedClients:
         not trained is answered; what is outside the run is reached over the network, and by proxies. `public_url`: `gateway.public_url`."""
         hide_secrets()
         self._sdk = _Sdk()
-        self._transport, self._untracked, self._public_url = transport, untracked, public_url.rstrip("/")
+        self._public_url = public_url.rstrip("/")
+        self._transport = transport
+        self._untracked = untracked
         self._client = self._sdk.client(transport)
         self._plain: PlainClient | None = None
         self._outside: dict[bool, Any] = {}
@@ -227,7 +233,8 @@ class _Sdk:
             import httpx2 as _  # noqa: F401
         from midflight.environments import clients
 
-        self.openai, self.clients = openai, clients
+        self.openai = openai
+        self.clients = clients
         self.limits = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=None)
         self._pool: dict[str, Any] = {"trust_env": False, "limits": self.limits}
         self._options: dict[str, Any] = {"base_url": "http://unused.invalid/v1", "api_key": "unused", "timeout": None}

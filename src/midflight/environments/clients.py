@@ -114,7 +114,8 @@ class Client(PartsOfRollout, AsyncOpenAI):
 
     def copy(self, **options: Any) -> Self:
         made = super().copy(**options)
-        made.beside, made.is_untracked = self.beside, self.is_untracked
+        made.beside = self.beside
+        made.is_untracked = self.is_untracked
         return made
 
     with_options = copy
@@ -134,7 +135,8 @@ class PlainClient(PartsOfRollout, OpenAI):
 
     def copy(self, **options: Any) -> Self:
         made = super().copy(**options)
-        made.beside, made.is_untracked = self.beside, self.is_untracked
+        made.beside = self.beside
+        made.is_untracked = self.is_untracked
         return made
 
     with_options = copy

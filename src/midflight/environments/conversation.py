@@ -65,7 +65,8 @@ class BuiltInLoop:
     def __init__(self, section: EnvironmentSection, post: Post | None = None, *, stateful: type | None = None) -> None:
         """`ConfigError` names what cannot be used. `stateful` is the class that `environment.entry` names, if it names one. `post` is
         needed to run."""
-        self._section, self._post = section, post
+        self._section = section
+        self._post = post
         self.rewards = Rewards(section.rewards, section.sandbox)
         found = [*load_tools(section.tools), *([] if stateful is None else [stateful])]
         classes = [
@@ -144,7 +145,8 @@ class BuiltInLoop:
             with self._tools(session, self._servers.start_seconds):
                 servers = await open_now.enter_async_context(self._servers.of_rollout())
             tools = [*self._functions, *(episode.tools if episode else []), *servers]
-            seconds, slots = self._section.tool_seconds, self._slots
+            seconds = self._section.tool_seconds
+            slots = self._slots
             toolbox = Toolbox(tools, seconds=seconds, slots=slots, one_by_one=episode is not None)
             attempt = await self._begun(task, episode)
             await self._converse(attempt, session, toolbox)
@@ -267,7 +269,8 @@ class StatefulClass:
 
     def __init__(self, found: type, *, where: str) -> None:
         """`ConfigError` names file, line and function if it cannot be used."""
-        self.found, self.name = found, str(getattr(found, "environment_name", found.__name__))
+        self.found = found
+        self.name = str(getattr(found, "environment_name", found.__name__))
         try:
             inspect.signature(found).bind()
         except TypeError as error:
@@ -288,7 +291,8 @@ class Episode:
     """An object of one rollout."""
 
     def __init__(self, instance: Any, of: StatefulClass) -> None:
-        self.instance, self._of = instance, of
+        self.instance = instance
+        self._of = of
         self.tools = [tool.bound_to(instance) for tool in of.tools]
 
     @property

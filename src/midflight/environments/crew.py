@@ -151,7 +151,10 @@ class Crew:
         self, recorder: Recorder, *, stall_seconds: float, names: Sequence[str] = (), say: Callable[[str], None] = lambda _: None
     ) -> None:
         """`names` of the workers that there are to be. `say` is told what people should know."""
-        self._recorder, self._stall_seconds, self._names, self._say = recorder, stall_seconds, names, say
+        self._recorder = recorder
+        self._stall_seconds = stall_seconds
+        self._names = names
+        self._say = say
         self._looks = Lateness(LOOK_SECONDS, memory_seconds=MEMORY * stall_seconds)
         self._delay = 0.0
         """Of words, as of the last look."""
@@ -181,7 +184,8 @@ class Crew:
                 except AgentLost:
                     if job.attempts is None:
                         job.session = self._recorder.reopen(session_id)
-                    job.ended, job.excused = loop.create_future(), loop.time() - job.began
+                    job.ended = loop.create_future()
+                    job.excused = loop.time() - job.began
                     job.tools = ToolTime()
         finally:
             self._withdraw(job)
@@ -229,11 +233,13 @@ class Crew:
     def hear(self, seat: Seat) -> None:
         """Any word of the worker's loop: a silence is over, and nobody's but of whoever is known to have blocked it. A word that is late says that
         the machine or this process was busy, which is nobody's time either."""
-        silence, late = self._silence(seat), max(0.0, self._now() - seat.heard - BEAT_SECONDS)
+        silence = self._silence(seat)
+        late = max(0.0, self._now() - seat.heard - BEAT_SECONDS)
         for session_id, job in seat.jobs.items():
             job.excused += 0.0 if session_id == seat.culprit else (silence or late)
         seat.words.came(self._now(), counts=seat.culprit is None)
-        seat.heard, seat.culprit = self._now(), None
+        seat.heard = self._now()
+        seat.culprit = None
         if silence:
             self._assign()
 
@@ -304,7 +310,9 @@ class Crew:
 
     def _hangs(self, seat: Seat) -> str | None:
         """Why the worker is to be ended, if it is."""
-        silence, culprit, grace = self._silence(seat), seat.culprit, GRACE_SECONDS + self._delay
+        silence = self._silence(seat)
+        culprit = seat.culprit
+        grace = GRACE_SECONDS + self._delay
         overdue = sum(self._now() - since > grace for since in seat.left.values())
         if silence and culprit in seat.left:
             if self._now() - seat.left[culprit] > grace:
@@ -331,7 +339,8 @@ class Crew:
     # --- Inside ------------------------------------------------------------------------------------------------------
 
     def _put(self, job: Assignment) -> None:
-        job.seat, job.since = None, self._now()
+        job.since = self._now()
+        job.seat = None
         self._line.append(job)
         self._assign()
 
@@ -348,7 +357,8 @@ class Crew:
 
     def _assign(self) -> None:
         """Gives whoever waits to the workers. A rollout that is to be alone waits for a worker without any; one is kept free for it."""
-        now, kept = self._now(), deque[Assignment]()
+        now = self._now()
+        kept = deque[Assignment]()
         while self._line:
             job = self._line.popleft()
             if (seat := self._seat_for(job, kept)) is None:

@@ -36,7 +36,8 @@ class SourcePools:
     """The tasks of one source, by their place in it. Those under way are in no pool that is drawn from."""
 
     def __init__(self, size: int, section: CurriculumSection) -> None:
-        self._size, self._section = size, section
+        self._size = size
+        self._section = section
         self._ended = defaultdict[int, list[Passes]](list)
         self._under_way = Counter[int]()
         self.passed = self.scored = 0
@@ -149,7 +150,9 @@ class Curriculum:
     ) -> None:
         """`sizes` of the sources. `place_at` gives by epoch and index the number of the source that has its turn, and the place of its task."""
         self._pools = [SourcePools(size, section) for size in sizes] if section.chooses else []
-        self._section, self._seed, self._place_at = section, seed, place_at
+        self._section = section
+        self._seed = seed
+        self._place_at = place_at
         self.chosen: dict[tuple[int, int], int] = {}
         """By position the place of a task that was chosen here, or before a crash."""
 

@@ -86,7 +86,8 @@ class Evaluator:
 
         Every scored task was answered by `version` alone. `over`, once set, ends what is unfinished: those tasks have failed.
         """
-        kept, seen = set[int](), Counter[str]()
+        kept = set[int]()
+        seen = Counter[str]()
         for i, task in enumerate(tasks):
             kept |= {i} if seen[task.source] < self._keep else set()
             seen[task.source] += 1

@@ -40,7 +40,8 @@ class McpTool:
     """A tool of a server. Implements `ToolSource`."""
 
     def __init__(self, found: Tool, server: McpServer) -> None:
-        self.name, self._server = found.name, server
+        self.name = found.name
+        self._server = server
         parameters = cast("dict[str, Json]", dict(found.input_schema))
         function: dict[str, Json] = {"name": found.name, "description": found.description or "", "parameters": parameters}
         self.schema: Mapping[str, Json] = {"type": "function", "function": function}
@@ -56,7 +57,8 @@ class _Connection:
         self._section = section
         loop = asyncio.get_running_loop()
         self.client: asyncio.Future[Client] = loop.create_future()
-        self._over, self.ended = asyncio.Event(), asyncio.Event()
+        self._over = asyncio.Event()
+        self.ended = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -95,7 +97,8 @@ class McpServer:
     """A server that is begun again when it is lost. `open` and `close` frame its use."""
 
     def __init__(self, section: McpSection, tasks: asyncio.TaskGroup) -> None:
-        self._section, self._tasks = section, tasks
+        self._section = section
+        self._tasks = tasks
         self._connection: _Connection | None = None
         self._opening = asyncio.Lock()
         self.tools: list[McpTool] = []
@@ -151,7 +154,8 @@ class McpServer:
 
     async def close(self) -> None:
         """Waits until it has ended, for some seconds at most."""
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is not None:
             connection.close()
             async with asyncio.timeout(CLOSE_SECONDS):

@@ -129,7 +129,8 @@ class ScoredAgents:
     """Implements `AgentHost` around another: reward functions score what its environment gives in `fields`."""
 
     def __init__(self, host: AgentHost, rewards: Rewards) -> None:
-        self._host, self._rewards = host, rewards
+        self._host = host
+        self._rewards = rewards
 
     async def run(self, task: Task, session: SessionHandle) -> Result | Unjudged:
         """As the port. An environment that says nothing but None could not run its agent: that is not scored (I10)."""
@@ -151,7 +152,8 @@ class ScoredAgents:
         return self._host.tool_seconds(session_id)
 
     def _attempt(self, task: Task, said: Result) -> Dialogue:
-        fields, messages = said.fields, said.fields.get("messages")
+        fields = said.fields
+        messages = said.fields.get("messages")
         if not isinstance(messages, list):
             asked = next((name for name in ("messages", "completion", "completions") if self._rewards.asks_for(name)), None)
             if asked is not None and asked not in fields:

@@ -73,8 +73,11 @@ class RewardFunction:
 
     def __init__(self, section: RewardSection, function: Callable[..., object]) -> None:
         """`ConfigError` names file, line and function if it cannot be called."""
-        self.label, self.weight, self._options = section.label, section.weight, section.options
-        self.function, self.place = function, place_of(function)
+        self.label = section.label
+        self.weight = section.weight
+        self._options = section.options
+        self.place = place_of(function)
+        self.function = function
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError) as error:

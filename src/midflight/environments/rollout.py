@@ -81,8 +81,11 @@ class RolloutRunner:
         self._rollout_seconds = rollout_seconds
         self._record = record
         self._fates = fates
-        self._tracked, self._own = tracked, own
-        self._bound, self._outage_seconds, self._delayed_seconds = bound, outage_seconds, delayed_seconds
+        self._tracked = tracked
+        self._own = own
+        self._bound = bound
+        self._outage_seconds = outage_seconds
+        self._delayed_seconds = delayed_seconds
         self._trouble = trouble
         self._judging = Judging(agents, seconds=rollout_seconds)
         self._abandoned = set[asyncio.Task[Outcome]]()
@@ -166,7 +169,8 @@ class RolloutRunner:
         if self._own:
             return await self._outcome_here(task, session, allowance, spent)
         loop = asyncio.get_running_loop()
-        attempt, ended = loop.create_task(self._attempt(task, session), name=f"agent of task {task.id}"), loop.create_future()
+        attempt = loop.create_task(self._attempt(task, session), name=f"agent of task {task.id}")
+        ended = loop.create_future()
         attempt.add_done_callback(lambda _: ended.done() or ended.set_result(None))
         late: RolloutTimeout | None = None
         try:

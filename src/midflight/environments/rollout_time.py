@@ -42,12 +42,18 @@ class RolloutTime:
     ) -> None:
         """`delayed`: seconds so far in which this process had no processor, where the agent runs here. `outage`: in which no engine took
         requests."""
-        self._session_id, self._own_seconds = session_id, own_seconds
-        self._bound, self._watch, self._host, self._delayed, self._outage = bound, watch, host, delayed, outage
+        self._session_id = session_id
+        self._own_seconds = own_seconds
+        self._bound = bound
+        self._watch = watch
+        self._host = host
+        self._delayed = delayed
+        self._outage = outage
         self._loop = asyncio.get_running_loop()
         self.began = self._at = self._loop.time()
         self._own = 0.0
-        self._waited, self._num_restarts = watch.waits, watch.num_restarts
+        self._waited = watch.waits
+        self._num_restarts = watch.num_restarts
         """As of the last look."""
         self._excused = self._now_excused()
         self._outage_before = outage()
@@ -84,7 +90,9 @@ class RolloutTime:
 
     def why_late(self) -> str:
         """Which limit it has reached, what counted and what did not, and the remedy."""
-        own, requests, tools = self.own, self._watch.read(), self._host.tool_seconds(self._session_id)
+        own = self.own
+        requests = self._watch.read()
+        tools = self._host.tool_seconds(self._session_id)
         asked = f"{requests.num_requests} request{'' if requests.num_requests == 1 else 's'}"
         if own >= self._own_seconds * (1 - 1e-6):
             left_out = [f"{requests.seconds:.0f} s of {asked}"] if requests.num_requests else []
@@ -106,13 +114,16 @@ class RolloutTime:
 
     def _advance(self) -> None:
         """What was excused while a request was under way is excused already."""
-        now, excused = self._loop.time(), self._now_excused()
+        now = self._loop.time()
+        excused = self._now_excused()
         if not self._waited:
             self._own = max(0.0, self._own + (now - self._at) - (excused - self._excused))
         if self._watch.num_restarts != self._num_restarts:
             self._num_restarts = self._watch.num_restarts
             self._own = 0.0
-        self._at, self._excused, self._waited = now, excused, self._watch.waits
+        self._at = now
+        self._excused = excused
+        self._waited = self._watch.waits
 
     def _now_excused(self) -> float:
         return self._host.excused(self._session_id) + self._host.tool_seconds(self._session_id) + self._delayed()

@@ -35,7 +35,8 @@ class TaskMaker:
     def __init__(self, section: SourceSection, *, name: str, option: str) -> None:
         """`option` is the source's own key, such as `environment.sources.0`."""
         self.name = name
-        self._section, self._option = section, option
+        self._section = section
+        self._option = option
         self._columns = _template_columns(section.prompt, option)
 
     def task(self, row: Columns, *, default_id: str) -> Task:
@@ -89,7 +90,8 @@ class TaskMaker:
         return value
 
     def _conversation(self, value: Json) -> list[Json]:
-        column, wanted = f"column {self._section.prompt!r}", "expected a text, or a list of messages that ends with a user's or a tool's"
+        column = f"column {self._section.prompt!r}"
+        wanted = "expected a text, or a list of messages that ends with a user's or a tool's"
         if not isinstance(value, list) or not value:
             raise RowBroken(f"{column} holds {_short(value)}; {wanted}.")
         for number, message in enumerate(value):
@@ -159,7 +161,10 @@ class RowTasks(Sequence[Task]):
 
     def __init__(self, rows: SourceRows, maker: TaskMaker, numbers: range | NDArray[np.uint32], *, prefix: str = "") -> None:
         """`numbers` of the rows, rising. `prefix` begins the ids of rows that have none."""
-        self.rows, self._maker, self._numbers, self._prefix = rows, maker, numbers, prefix
+        self.rows = rows
+        self._maker = maker
+        self._numbers = numbers
+        self._prefix = prefix
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -207,7 +212,8 @@ class RowSource:
 
     def __init__(self, section: SourceSection, *, name: str, number: int, seed: int) -> None:
         """Opens what the section names. `number` is its place in `environment.sources`."""
-        self._section, self._seed = section, seed
+        self._section = section
+        self._seed = seed
         self._option = f"environment.sources.{number}"
         self._pattern = pattern_of(section.only)
         self._maker = TaskMaker(section, name=name, option=self._option)

@@ -75,7 +75,8 @@ class _FileLines:
     """The lines of a file by number, with `skip_empty` of those that are not. Two numbers for each are in memory."""
 
     def __init__(self, path: Path, *, skip_empty: bool) -> None:
-        self.path, self._skip_empty = path, skip_empty
+        self.path = path
+        self._skip_empty = skip_empty
         self._file = path.open("rb")
         ends, self.has_quotes = _line_ends(self._file)
         self._begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
@@ -101,10 +102,12 @@ class _FileLines:
 
     def place(self, number: int) -> str:
         """Counts the lines before it, empty ones too."""
-        left, before = int(self._begins[number]), 0
+        left = int(self._begins[number])
+        before = 0
         with self.path.open("rb") as file:
             while left > 0 and (chunk := file.read(min(left, CHUNK))):
-                before, left = before + chunk.count(b"\n"), left - len(chunk)
+                before = before + chunk.count(b"\n")
+                left = left - len(chunk)
         return f"{self.path}:{before + 1}"
 
 
@@ -117,11 +120,14 @@ def _without_mark(file: BinaryIO) -> Iterator[bytes]:
 def _line_ends(file: BinaryIO) -> tuple[NDArray[np.int64], bool]:
     """Where each line ends, its newline included, and whether any of them holds a quotation mark."""
     found: list[NDArray[np.int64]] = []
-    at, quoted, last = 0, False, b"\n"
+    at = 0
+    quoted = False
+    last = b"\n"
     while chunk := file.read(CHUNK):
         found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + (at + 1))
         quoted = quoted or b'"' in chunk
-        at, last = at + len(chunk), chunk[-1:]
+        at = at + len(chunk)
+        last = chunk[-1:]
     if last != b"\n":
         found.append(np.array([at], np.int64))
     return (np.concatenate(found) if found else np.zeros(0, np.int64)), quoted
@@ -141,7 +147,8 @@ class JsonLines:
         return self._row(self._lines.raw(number), number)
 
     def __iter__(self) -> Iterator[Columns]:
-        decode, number = self._decode, 0
+        decode = self._decode
+        number = 0
         for number, line in enumerate(self._lines.all()):
             try:
                 yield decode(line)
@@ -243,7 +250,8 @@ class DatasetRows:
     """A `datasets.Dataset`, whose columns lie in files that are mapped into memory."""
 
     def __init__(self, dataset: Any, origin: str) -> None:
-        self._dataset, self._origin = dataset.with_format(None), origin
+        self._dataset = dataset.with_format(None)
+        self._origin = origin
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -300,7 +308,8 @@ class GivenRows:
     """A list, or whatever has a length and gives rows by number, such as a torch `Dataset`."""
 
     def __init__(self, given: Sequence[object], origin: str) -> None:
-        self._given, self._origin = given, origin
+        self._given = given
+        self._origin = origin
 
     def __len__(self) -> int:
         return len(self._given)

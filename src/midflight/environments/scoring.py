@@ -173,7 +173,8 @@ class Judging:
 
     def __init__(self, host: ScoresGroups, *, seconds: float) -> None:
         """`seconds` that scoring a group may take: the functions themselves, without a wait for a place to run."""
-        self._host, self._seconds = host, seconds
+        self._host = host
+        self._seconds = seconds
         self._of: defaultdict[GroupKey, _Awaited] = defaultdict(_Awaited)
 
     def joined(self, key: GroupKey) -> None:

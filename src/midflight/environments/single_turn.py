@@ -32,7 +32,8 @@ def text_field(task: Task, name: str) -> str:
 
 async def answer(task: Task, client: AsyncOpenAI) -> float:
     """Asks the task's prompt and compares the reply with `answer`. Waits for the reply; ended by its caller."""
-    messages, expected = task.messages, task.text("answer")
+    messages = task.messages
+    expected = task.text("answer")
     completion = await client.chat.completions.create(model="policy", messages=cast(Any, messages))
     return exact_match(completion.choices[0].message.content or "", expected)
 
@@ -51,7 +52,8 @@ class AnswersHere:
 
     async def run(self, task: Task, session: SessionHandle) -> float:
         """Waits for the reply, and a little before each further try, where the gateway is busy; ended by its caller."""
-        messages, expected = task.messages, task.text("answer")
+        messages = task.messages
+        expected = task.text("answer")
         for number in itertools.count(1):
             try:
                 return exact_match(await self._chats.reply(session.api_key, messages), expected)

@@ -188,7 +188,8 @@ class SeededStream:
         """Continues at a position, as a resumed run does. What was requeued stays."""
         if epoch < 0 or not 0 <= index <= self.epoch_length:
             raise ConfigError(f"cannot start at epoch {epoch}, index {index}: an epoch has {self.epoch_length} positions.")
-        self._epoch, self._index = epoch, index
+        self._epoch = epoch
+        self._index = index
 
     def task_at(self, epoch: int, index: int) -> Task:
         """The task at a position, wherever the stream is: for a resumed run that tries an unfinished one again."""

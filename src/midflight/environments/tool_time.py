@@ -18,10 +18,12 @@ class ToolTime:
     def begin(self, limit: float) -> None:
         """For so many seconds at most. One time under way ends with the next."""
         self.end()
-        self._since, self._limit = asyncio.get_running_loop().time(), limit
+        self._since = asyncio.get_running_loop().time()
+        self._limit = limit
 
     def end(self) -> None:
-        self._seconds, self._since = self.seconds(), None
+        self._seconds = self.seconds()
+        self._since = None
 
     def seconds(self) -> float:
         if self._since is None:

@@ -52,7 +52,8 @@ class CallableTool:
     @classmethod
     def of(cls, function: Callable[..., object], *, where: str, skip_self: bool = False) -> CallableTool:
         """`ConfigError` names file, line and function of one without types. `skip_self`: a method that is not bound yet."""
-        name, place = getattr(function, "__name__", type(function).__name__), place_of(function)
+        name = getattr(function, "__name__", type(function).__name__)
+        place = place_of(function)
         said = f"{where}: {place}"
         adapter = _arguments(function, said, skip_self=skip_self)
         try:
@@ -209,7 +210,9 @@ class Toolbox:
         """`seconds`: of each call, the wait for a slot not counted. `one_by_one`: those of one answer run in their order, because they
         share a state."""
         self._tools = {tool.name: tool for tool in tools}
-        self._seconds, self._slots, self._one_by_one = seconds, slots, one_by_one
+        self._seconds = seconds
+        self._slots = slots
+        self._one_by_one = one_by_one
         self._tallies = {name: Tally() for name in self._tools}
         self._unknown = 0
 
@@ -226,7 +229,8 @@ class Toolbox:
     def metrics(self) -> dict[str, float]:
         every = self._tallies
         total = Tally(*(sum(getattr(tally, name) for tally in every.values()) for name in ("calls", "failures", "seconds")))
-        total.calls, total.failures = total.calls + self._unknown, total.failures + self._unknown
+        total.calls = total.calls + self._unknown
+        total.failures = total.failures + self._unknown
         named = {"tools": total, **{f"tools/{name}": tally for name, tally in every.items()}}
         found = {f"{name}/{key}": float(getattr(tally, key)) for name, tally in named.items() for key in ("calls", "failures", "seconds")}
         return {**found, "tools/unknown": float(self._unknown)}

@@ -133,7 +133,8 @@ def auto_class(config: Any) -> type[AutoModelForCausalLM | AutoModelForImageText
 
 def other_parts(model: PreTrainedModel) -> tuple[str, ...]:
     """The beginnings of the names of what stands beside the text tower and the output layer: towers for images, projectors."""
-    decoder, output = model.get_decoder(), model.get_output_embeddings()
+    decoder = model.get_decoder()
+    output = model.get_output_embeddings()
     if model.config.get_text_config() is model.config or decoder is None:
         return ()
     text = {id(module) for part in (decoder, output) if part is not None for module in part.modules()}
@@ -330,7 +331,8 @@ def merged_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 @torch.no_grad()
 def merged(base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
     """W + scale B A for each adapted layer, in at least float32, rounded to the dtype of W; other tensors as they are. Names are those of files."""
-    tensors, layers = dict(base), adapted_layers(list(adapters))
+    tensors = dict(base)
+    layers = adapted_layers(list(adapters))
     if unknown := sorted(adapters.keys() - {name for layer in layers for name in factor_names(layer)}):
         raise WeightsCorrupt(f"merging adapters: tensor {unknown[0]!r} is of no linear layer; give plain adapters of linear layers.")
     for layer in layers:
@@ -390,6 +392,7 @@ def _config_of(model: PreTrainedModel) -> LoraConfig:
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
     """The last words of the names of the text tower's linear layers, sorted; without the output layer, which may be the embedding."""
-    output, others = model.get_output_embeddings(), other_parts(model)
+    output = model.get_output_embeddings()
+    others = other_parts(model)
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not output}
     return sorted({name.rpartition(".")[2] for name in linear if not name.startswith(others)})

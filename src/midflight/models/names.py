@@ -92,7 +92,9 @@ def as_bytes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpec, memory
 def side_by_side(tensors: Sequence[Tensor], *, turned: bool = False) -> Tensor | None:
     """The tensors as one along their first dimension, without copying; `None` where they do not lie so in one storage: one after the
     other, or `turned`, when each is a stretch of the columns of one matrix in memory."""
-    first, end, num = tensors[0], tensors[0].data_ptr(), sum(map(len, tensors))
+    first = tensors[0]
+    end = tensors[0].data_ptr()
+    num = sum(map(len, tensors))
     for tensor in tensors:
         lies_so = tensor.stride() == (1, num) if turned else tensor.is_contiguous()
         if not lies_so or tensor.data_ptr() != end or tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:

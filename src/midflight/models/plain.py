@@ -23,7 +23,8 @@ def is_plain(model: PreTrainedModel) -> bool:
 
 
 def _is_plain_layer(layer: Any) -> bool:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     if parts_of(layer) != _LAYER or parts_of(attention) - {"q_norm", "k_norm"} != _ATTENTION or parts_of(mlp) != _MLP:
         return False
     sides = sides_of(layer)
@@ -35,7 +36,8 @@ def _is_plain_layer(layer: Any) -> bool:
 
 def sides_of(layer: Any) -> list[list[Any]]:
     """The products of a layer, those of one input together."""
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     return [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
 
 

@@ -193,7 +193,8 @@ def rows_to_try(model: PreTrainedModel, *, max_context: int | None = None) -> li
     draw = np.random.default_rng(0)
     known = np.setdiff1d(np.arange(3, _vocabulary(model)), list(_special(model.config)))
     row = draw.choice(known, longest)
-    fork, other = 2 * longest // 3, longest - 3
+    fork = 2 * longest // 3
+    other = longest - 3
     branch = np.concatenate([row[:fork], draw.choice(known, other - fork)])
     between = np.concatenate([row[:5], draw.choice(known, max(1, longest // 2 - 5))])
     return [row, draw.choice(known, 5), branch, between]

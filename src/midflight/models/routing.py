@@ -35,8 +35,10 @@ class Routers:
 
     def __init__(self, layers: Mapping[int, nn.Module], *, num_layers: int, num_experts: int, num_chosen: int) -> None:
         """`layers` by number, of `num_layers` that the model has: some may have no experts."""
-        self.num_experts, self.num_chosen = num_experts, num_chosen
-        self._layers, self._num_layers = tuple(layers), num_layers
+        self.num_experts = num_experts
+        self.num_chosen = num_chosen
+        self._layers = tuple(layers)
+        self._num_layers = num_layers
         self._dtype = np.dtype("u1") if num_experts <= 256 else np.dtype("<u2")
         self._chosen: dict[int, list[Tensor]] = {}
         self._given: Int[Tensor, "L N k"] | None = None
@@ -54,7 +56,8 @@ class Routers:
     @contextmanager
     def recording(self) -> Generator[dict[int, list[Tensor]]]:
         """Forwards inside fill what is yielded: by place among the layers that have experts, those [N, k] of the tokens of each forward."""
-        self._chosen, self._records = {place: [] for place in range(len(self._layers))}, True
+        self._chosen = {place: [] for place in range(len(self._layers))}
+        self._records = True
         try:
             yield self._chosen
         finally:
@@ -133,7 +136,8 @@ class _TopkMode(TorchFunctionMode):
         found = func(*args, **kwargs)
         if func not in _TOPK:
             return found
-        scores, num_chosen = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs["k"]
+        scores = args[0] if args else kwargs["input"]
+        num_chosen = args[1] if len(args) > 1 else kwargs["k"]
         return self._see(scores, found, num_chosen)
 
 
@@ -141,7 +145,8 @@ class _RouterHooks:
     """Hooks that watch one router while it runs, also where its activations are computed a second time."""
 
     def __init__(self, on_topk: Callable[..., Any], place: int) -> None:
-        self._on_topk, self._place = on_topk, place
+        self._on_topk = on_topk
+        self._place = place
         self._modes: list[_TopkMode] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:

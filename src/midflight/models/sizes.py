@@ -173,7 +173,8 @@ def sizes_of(folder: Path) -> ModelSizes:
         raise ModelNotFound(
             f"reading the sizes of {folder}: config.json lacks {', '.join(missing)}; give the folder of a decoder-only model."
         )
-    hidden, heads = _int(text, "hidden_size", 0), _int(text, "num_attention_heads", 1)
+    hidden = _int(text, "hidden_size", 0)
+    heads = _int(text, "num_attention_heads", 1)
     return ModelSizes(
         vocab_size=_int(text, "vocab_size", 0),
         hidden_size=hidden,
@@ -335,7 +336,8 @@ def piece_digest(piece: memoryview) -> bytes:
 
 FOLDER = "adapter"
 """The folder of the adapters in a model folder. They are not beside the base's weights, where `transformers` would load them unasked."""
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _IN_MEMORY = re.compile(r"(.*)\.(lora_[AB])\.default\.weight")
 _IN_FILES = re.compile(re.escape(_PREFIX) + r"(.*)\.lora_A\.weight")

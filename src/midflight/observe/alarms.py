@@ -12,7 +12,9 @@ from midflight.types import Kind, Reason, facts
 
 REPEAT_SECONDS = 600.0
 """Before the same is said again: what comes and goes must not fill a log."""
-WINDOW, MIN_FAILED, FAILED_SHARE = 64, 8, 0.1
+WINDOW = 64
+MIN_FAILED = 8
+FAILED_SHARE = 0.1
 """Of the last 64 tries of rollouts, a tenth and 8 at least must have failed: one bad answer of a tool is no alarm."""
 EQUAL_STEPS = 3
 """Steps' worth of rollouts without a difference between their rewards: one batch of hard tasks is no alarm."""
@@ -55,7 +57,9 @@ class Alarms:
     ) -> None:
         """`log`: where people find this process's log. `step_rollouts`: of one step; none where training needs no differing rewards.
         `learning`: of a run that trains."""
-        self._record, self._log, self._clock = record, log, clock
+        self._record = record
+        self._log = log
+        self._clock = clock
         self._equal_after = None if step_rollouts is None else EQUAL_STEPS * step_rollouts
         self._said: dict[str, float] = {}
         self._failures = Failures()

@@ -19,7 +19,10 @@ class Completions:
         self, tell: Callable[[facts.CompletionsShown], None], decode: Callable[[Sequence[int]], str], *, every: int, number: int
     ) -> None:
         """`number` of rollouts are told. `decode` makes token ids text."""
-        self._tell, self._decode, self._every, self._number = tell, decode, every, number
+        self._tell = tell
+        self._decode = decode
+        self._every = every
+        self._number = number
         self._batches: dict[Version, Batch] = {}
         """By the version that the step on it makes; at most one is ahead of the step."""
 
@@ -55,7 +58,8 @@ class LastRollout:
 
     def apply(self, fact: facts.Fact) -> None:
         if isinstance(fact, facts.TrajectoryKept) and fact.trajectory.rows:
-            self._last, self._shown = fact.trajectory, None
+            self._last = fact.trajectory
+            self._shown = None
 
     def now(self) -> facts.Shown | None:
         if self._shown is None and self._last is not None:

@@ -43,7 +43,8 @@ def most_common(counts: Counter[str], most: int = 4) -> str:
     return ", ".join([*shown, *([f"{left} more"] if left else [])])
 
 
-MAX_FRAMES, MAX_WIDTH = 3, 160
+MAX_FRAMES = 3
+MAX_WIDTH = 160
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>[^\n]+)\n(?:[ |]*(?!File ")(?P<code>[^\n]+))?')
 _PACKAGES = ("site-packages", "dist-packages", "<frozen")
 _OURS = str(Path(__file__).parents[1])

@@ -214,7 +214,8 @@ class Journal:
 
         Later lines are of steps that did not survive.
         """
-        self._state, self._path = state, path
+        self._state = state
+        self._path = path
         history = PastLines()
         if resume_at is not None:
             history = read_journal(path, until=resume_at)
@@ -263,7 +264,8 @@ class Journal:
             case facts.Leased():
                 self._leased(fact)
             case facts.WeightsCommitted():
-                self._stage, self._pause = max(self._stage or 0.0, fact.stage_seconds), max(self._pause or 0.0, fact.pause_seconds)
+                self._stage = max(self._stage or 0.0, fact.stage_seconds)
+                self._pause = max(self._pause or 0.0, fact.pause_seconds)
             case facts.Stepped(version=version) if version not in self._steps:
                 self._steps.add(version)
                 self._write(self._step_line(fact))
@@ -351,7 +353,8 @@ class Journal:
     def _forget(self) -> None:
         """What a line says of rollouts, waits and commits is what happened since the line before."""
         self._rollouts = 0
-        self._failures, self._learning = Failures(), Learning()
+        self._failures = Failures()
+        self._learning = Learning()
         self._rewards: defaultdict[str, list[float]] = defaultdict(list)
         self._waits: defaultdict[str, float] = defaultdict(float)
         self._dropped: Counter[str] = Counter()
@@ -395,7 +398,9 @@ class Observers:
 
     def __init__(self, observers: Sequence[facts.Record], *, of: Mapping[type, Sequence[facts.Record]] = {}) -> None:
         """`of`: who applies the facts of a type, where most pass it over; to ask all of them about each costs more than what one does."""
-        self._observers, self._of, self._reported = observers, of, set[facts.Record]()
+        self._reported = set[facts.Record]()
+        self._observers = observers
+        self._of = of
 
     def apply(self, fact: facts.Fact) -> None:
         for observe in self._of.get(type(fact), self._observers):

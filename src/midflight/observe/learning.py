@@ -24,7 +24,8 @@ def histogram(values: Sequence[float]) -> Histogram:
 
     Where all are alike there is one bin, half to each side of them.
     """
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if low == high:
         return Histogram((low - 0.5, high + 0.5), (len(values),))
     bins = min(MAX_BINS, int(high - low) + 1) if all(float(value).is_integer() for value in values) else MAX_BINS
@@ -105,7 +106,8 @@ def deviation(numbers: Sequence[float]) -> float:
 
 def _lengths(rollouts: Iterable[facts.RolloutEnded]) -> dict[str, float]:
     tokens = [(rollout.num_tokens, rollout.truncated) for rollout in rollouts]
-    every, ended = [length for length, _ in tokens], [length for length, truncated in tokens if not truncated]
+    every = [length for length, _ in tokens]
+    ended = [length for length, truncated in tokens if not truncated]
     found = {"min": float(min(every)), "max": float(max(every))} if every else {}
     if ended:
         found |= {"terminated_mean": sum(ended) / len(ended), "terminated_min": float(min(ended)), "terminated_max": float(max(ended))}

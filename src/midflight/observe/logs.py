@@ -50,8 +50,10 @@ class PrintedLines(io.TextIOBase):
 
     def __init__(self, process: str, *, level: str) -> None:
         super().__init__()
-        self._process, self._level = process, level
-        self._left, self._lock = "", threading.Lock()
+        self._process = process
+        self._level = level
+        self._left = ""
+        self._lock = threading.Lock()
 
     def write(self, text: str) -> int:
         with self._lock:
@@ -72,7 +74,8 @@ def as_asked() -> None:
     """For a child at its start: from now on its log is JSON, if the launcher wants it so."""
     if process := os.environ.get(PROCESS_VARIABLE):
         logging.getLogger().addHandler(JsonRecords(process))
-        sys.stdout, sys.stderr = PrintedLines(process, level="info"), PrintedLines(process, level="error")
+        sys.stdout = PrintedLines(process, level="info")
+        sys.stderr = PrintedLines(process, level="error")
         sys.excepthook = lambda kind, error, trace: log_failure(error)
         threading.excepthook = lambda found: None if found.exc_value is None else log_failure(found.exc_value)
 

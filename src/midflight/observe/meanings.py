@@ -14,7 +14,10 @@ class Meaning(NamedTuple):
     """In a run that learns, in a few words; empty where it depends on the task."""
 
 
-_SHARE, _TOKENS, _SECONDS, _RATE = "share, 0 to 1", "tokens", "s", "tokens/s"
+_SHARE = "share, 0 to 1"
+_TOKENS = "tokens"
+_SECONDS = "s"
+_RATE = "tokens/s"
 
 MEANINGS = (
     Meaning("train/loss", "mean of the loss over the updates made"),

@@ -23,7 +23,9 @@ class PeakMemory:
 
     def __init__(self, pid: int, *, elsewhere: Callable[[], int] = lambda: 0, proc: Path = PROC) -> None:
         """`elsewhere`: bytes of what belongs to it and is not below `pid` here, but on other machines for instance."""
-        self._pid, self._elsewhere, self._proc = pid, elsewhere, proc
+        self._pid = pid
+        self._elsewhere = elsewhere
+        self._proc = proc
         self._peak = self._found = 0
         self._resident = 0
         """The largest at which the kernel was asked."""
@@ -123,5 +125,6 @@ def _parent(folder: Path) -> int | None:
 
 
 def _accounted_bytes() -> int:
-    here, below = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    here = resource.getrusage(resource.RUSAGE_SELF)
+    below = resource.getrusage(resource.RUSAGE_CHILDREN)
     return (here.ru_maxrss + below.ru_maxrss) * 1024

@@ -48,7 +48,9 @@ def _own_work(folder: Path) -> ProcessWork | None:
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    state, ticks, faults = fields[0], sum(map(int, fields[11:15])), int(fields[9]) + int(fields[10])
+    state = fields[0]
+    ticks = sum(map(int, fields[11:15]))
+    faults = int(fields[9]) + int(fields[10])
     return ProcessWork(
         ticks / os.sysconf("SC_CLK_TCK"), num_bytes_of(folder.name, proc=folder.parent) + faults * resource.getpagesize(), state == "R"
     )
@@ -120,7 +122,9 @@ class Motion:
     def __init__(
         self, pid: int, *, work: Callable[[int], ProcessWork | None] = work_of, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._pid, self._work, self._clock = pid, work, clock
+        self._pid = pid
+        self._work = work
+        self._clock = clock
         self.began = self._looked = self._moved = clock()
         self._before: ProcessWork | None = work(pid)
         self._was_runnable = False
@@ -140,12 +144,14 @@ class Motion:
             self._moved += now - self._looked
         self._looked = now
         if (what := self._moves(said, now)) is not None:
-            self.what, self._moved = what, now
+            self.what = what
+            self._moved = now
         return now - self._moved
 
     def _moves(self, said: str, now: float) -> str | None:
         """What it does, as a verb; None where it does nothing that counts."""
-        work, before = self._work(self._pid), self._before
+        work = self._work(self._pid)
+        before = self._before
         if work is None or before is None:
             return "is under way"
         has_spoken = said != self._said

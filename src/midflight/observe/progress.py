@@ -19,7 +19,8 @@ REWARD_ROLLOUTS = 256
 RECENT_BATCHES = 20
 """Window of the staleness histogram and of the time per step that the ETA is taken from."""
 
-ENGINE, TRAINER = 0, 1
+ENGINE = 0
+TRAINER = 1
 
 
 @dataclass(slots=True)
@@ -32,7 +33,8 @@ class SourceState:
     last: facts.Evaluated | None = None
 
     def evaluated(self, score: facts.Evaluated) -> None:
-        self.first, self.last = self.first or score, score
+        self.first = self.first or score
+        self.last = score
 
     def status(self, name: str) -> SourceStatus:
         reward = self.reward.value()
@@ -65,29 +67,38 @@ class RunState:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`slots`: requests that may decode together, in all engines."""
-        self._clock, self._began, self._before = clock, clock(), 0.0
+        self._began = clock()
+        self._clock = clock
+        self._before = 0.0
         self.accounts: Callable[[], Accounts] | None = None
-        self._name, self._steps = name, steps
+        self._name = name
+        self._steps = steps
         self._phase = Phase.STARTING
-        self._step, self._version, self._live = 0, start_version, start_version
+        self._step = 0
+        self._version = start_version
+        self._live = start_version
         self._counts = Counter[str]()  # by the name of a field of `Totals`
         self.sources: dict[str, SourceState] = {}
         self.overlap = Overlap()
-        self._slots, self._slot_seconds = slots, 0.0  # in use since training began
+        # in use since training began
+        self._slots = slots
+        self._slot_seconds = 0.0
         self._cores = cores
         self._evaluation = (0, 0)
         self._reward = Mean(REWARD_ROLLOUTS)
         self._ages: deque[Mapping[int, int]] = deque(maxlen=RECENT_BATCHES)
         self._step_ends: deque[float] = deque(maxlen=RECENT_BATCHES)
         self._unsaved: list[tuple[Version, int]] = []  # made and in no checkpoint yet: version, tokens
-        self._generation, self._training = Rate(RATE_SECONDS), Rate(RATE_SECONDS)
+        self._generation = Rate(RATE_SECONDS)
+        self._training = Rate(RATE_SECONDS)
         self._running: dict[str, tuple[int, float]] = {}
         self._waits: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._dropped: Counter[str] = Counter()
         self._quarantined: dict[str, str] = {}
         self._joined: dict[str, bool] = {}  # whether it serves by now
         self._num_left = 0
-        self._failures, self.learning = Failures(), Learning(REWARD_ROLLOUTS)
+        self._failures = Failures()
+        self.learning = Learning(REWARD_ROLLOUTS)
         self._trainer: dict[str, float | None] = {}
 
     # --- What the assembling code tells, because no station knows it -------------------------------------------------
@@ -105,8 +116,11 @@ class RunState:
 
     def restore(self, *, step: int, version: Version, totals: Totals, seconds: float = 0.0) -> None:
         """Goes on from the counts of an earlier process of the same run, which ran for `seconds`. Versions only grow, also after a crash."""
-        self._step, self._counts, self._before = step, Counter(asdict(totals)), seconds
-        self._version, self._live = max(self._version, version), max(self._live, version)
+        self._counts = Counter(asdict(totals))
+        self._step = step
+        self._before = seconds
+        self._version = max(self._version, version)
+        self._live = max(self._live, version)
 
     # --- Facts -------------------------------------------------------------------------------------------------------
 
@@ -197,7 +211,8 @@ class RunState:
 
     def _resumed(self, resumed: facts.Resumed) -> None:
         """The store knows what was recorded after the journal's last line."""
-        accounts, failed = resumed.accounts, sum(resumed.failed.values())
+        accounts = resumed.accounts
+        failed = sum(resumed.failed.values())
         known = {
             "generated_tokens": accounts.received_tokens + resumed.unfinished_tokens,
             "rollouts": sum(resumed.scored.values()) + failed,

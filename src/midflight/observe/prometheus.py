@@ -31,7 +31,9 @@ class Buckets:
     """A histogram of what one thread counts for every request: the library's locks take more than the counting."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
-        self._name, self._text, self._bounds = name, text, bounds
+        self._name = name
+        self._text = text
+        self._bounds = bounds
         self._numbers = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
@@ -93,7 +95,8 @@ class Metrics:
         self._count_training()
 
     def _count_training(self) -> None:
-        r, self._failures = self.registry, Failures()
+        r = self.registry
+        self._failures = Failures()
         self._sources = dict[str, tuple[Histogram, Counter, Gauge]]()
         self._failed_rollouts = Counter("midflight_failed_rollouts", "Rollouts without a reward, by class of error.", ["error"], registry=r)
         self._ignored = Counter("midflight_ignored_fields", "Requests with a field that has no effect.", ["path", "field"], registry=r)

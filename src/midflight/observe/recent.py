@@ -67,7 +67,8 @@ class Spans:
         first = bisect_left(self.ends, start)
         after = bisect_right(self.starts, end)
         if first < after:
-            start, end = min(start, self.starts[first]), max(end, self.ends[after - 1])
+            start = min(start, self.starts[first])
+            end = max(end, self.ends[after - 1])
         self.starts[first:after] = [start]
         self.ends[first:after] = [end]
 
@@ -88,7 +89,9 @@ class Spans:
 
 def common_length(a: Spans, b: Spans) -> float:
     """Length of the intersection, in one pass over both."""
-    total, i, j = 0.0, 0, 0
+    total = 0.0
+    i = 0
+    j = 0
     while i < len(a.starts) and j < len(b.starts):
         total += max(0.0, min(a.ends[i], b.ends[j]) - max(a.starts[i], b.starts[j]))
         if a.ends[i] <= b.ends[j]:
@@ -147,7 +150,8 @@ class Overlap:
     def _settle(self, line: float) -> None:
         if self._line is None or line <= self._line:
             return
-        a, b = self._sides[0].cut(line), self._sides[1].cut(line)
+        a = self._sides[0].cut(line)
+        b = self._sides[1].cut(line)
         for number, seconds in enumerate((a.length(), b.length(), common_length(a, b))):
             self._settled[number] += seconds
         self._line = line

@@ -284,7 +284,8 @@ def judge(
     """
     if engine_busy is None or trainer_busy is None:
         return Bound.UNKNOWN, ""
-    trainer_idle, free = 1 - trainer_busy, None if slots_used is None else 1 - slots_used
+    trainer_idle = 1 - trainer_busy
+    free = None if slots_used is None else 1 - slots_used
     engine_idle = 1 - engine_busy if free is None or trainer_idle >= WAITS else free
     if trainer_idle >= engine_idle + BALANCED:
         return Bound.GENERATION, f"the trainer is idle {trainer_idle:.0%}{_more_generation(free, cores)}"

@@ -47,7 +47,8 @@ class Terminal:
     def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic, as_json: bool = False) -> None:
         """`as_json`: everything is one JSON object a line, and nothing is redrawn."""
         self._console = console or Console()
-        self._clock, self._json = clock, as_json
+        self._clock = clock
+        self._json = as_json
         redraws = self._console.is_terminal and not as_json
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if redraws else None
         self._last_line: tuple[float, Phase] | None = None
@@ -177,7 +178,8 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
     return [*rows, *_trouble(status), *([] if status.sample is None else [("last rollout", _sample(status.sample))])]
 
 
-PROMPT_LINES, COMPLETION_LINES = 2, 4
+PROMPT_LINES = 2
+COMPLETION_LINES = 4
 
 
 def _sample(shown: facts.Shown) -> RenderableType:

@@ -137,7 +137,8 @@ class Timeline:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._state = state
         self._shift = state.seconds - time.monotonic()
-        self._file, self._flushed = path.open("ab" if goes_on else "wb"), 0.0
+        self._file = path.open("ab" if goes_on else "wb")
+        self._flushed = 0.0
         self._write(Began(self._now(), round(time.time(), 3)))
 
     def close(self) -> None:

@@ -29,7 +29,8 @@ class RowsFile:
         """Reads them all. `ConfigError` names the row that cannot be written."""
         self._file = tempfile.NamedTemporaryFile("wb", prefix="midflight-", suffix=".jsonl")  # noqa: SIM115 (it lives as long as this)
         self.path = Path(self._file.name)
-        encode, number = msgspec.json.Encoder(enc_hook=_plain).encode, -1
+        encode = msgspec.json.Encoder(enc_hook=_plain).encode
+        number = -1
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise ConfigError(f"data: row {number} is {type(row).__name__} {row!r:.80}, expected a dict from columns to values.")
@@ -108,7 +109,8 @@ class Arguments:
 
     def asked(self) -> AskedRun:
         """`ConfigError` with everything that is wrong with them."""
-        objects, rows = Objects(), None
+        objects = Objects()
+        rows = None
         file, tables = (None, self.config) if isinstance(self.config, Mapping) else (self.config, {})
         environment = self._environment(objects)
         if self.data is not None:

@@ -63,8 +63,12 @@ class BackgroundRun:
     """A run from its start to its end. Everything here may be called from any thread."""
 
     def __init__(self, config: Config, program: launch.Program, *, resume: bool, overwrite: bool, own_loss: str | None) -> None:
-        self._config, self._own_loss, self._resume, self._overwrite = config, own_loss, resume, overwrite
-        self._program, program.hear = program, self._hear
+        self._config = config
+        self._own_loss = own_loss
+        self._resume = resume
+        self._overwrite = overwrite
+        self._program = program
+        program.hear = self._hear
         self._journal = Path(config.run.folder) / "metrics.jsonl"
         before = Lines(self._journal)
         before.new()
@@ -181,7 +185,9 @@ class Trainer:
         self._asked = Arguments(model, data, given, rewards, tools, environment, steps, folder, config).asked()
         self.config = self._asked.config
         self.folder = Path(self.config.run.folder)
-        self._resume, self._overwrite, self._progress = resume, overwrite, progress
+        self._resume = resume
+        self._overwrite = overwrite
+        self._progress = progress
         self._callbacks = Callbacks(on_step, on_evaluation, on_checkpoint, on_end)
         self._under_way: BackgroundRun | None = None
         self._lines = Lines(self.folder / "metrics.jsonl")
@@ -233,7 +239,8 @@ class Trainer:
         """Everything that can be checked is checked before the folder is touched."""
         if self.running:
             raise ConfigError(f"{self.folder} is in use by this trainer, which trains already; call stop() and wait() first.")
-        resume, overwrite = self._resume if resume is None else resume, self._overwrite if overwrite is None else overwrite
+        resume = self._resume if resume is None else resume
+        overwrite = self._overwrite if overwrite is None else overwrite
         checked.check_engine(self.config)
         checked.check_sizes(self.config)
         with _in_words_of_python():
@@ -246,7 +253,9 @@ class Trainer:
         rows = self._asked.rows
         program = launch.Program(self._asked.objects, None if rows is None else rows.path, shown)
         self._under_way = BackgroundRun(self.config, program, resume=resume, overwrite=overwrite, own_loss=found.own_loss)
-        self._lines, self._listener, self._failure = self._under_way.lines(since_start=True), None, None
+        self._lines = self._under_way.lines(since_start=True)
+        self._listener = None
+        self._failure = None
         self._under_way.begin()
 
     def _follow(self) -> None:
@@ -271,7 +280,8 @@ class Trainer:
 
     def _waited(self) -> Summary:
         """Waits for the run's end; ended by it. An interruption stops the run."""
-        under_way, asked = self._started(), list[signal.Signals]()
+        under_way = self._started()
+        asked = list[signal.Signals]()
 
         def ask(number: signal.Signals) -> None:
             asked.append(number)
@@ -304,7 +314,8 @@ class Trainer:
             yield from (line for line in Lines(self.folder / "metrics.jsonl").new() if isinstance(line, StepLine))
             return
         under_way = self._under_way
-        lines, over = under_way.lines(), False
+        lines = under_way.lines()
+        over = False
         while not over:
             over = under_way.over
             yield from (line for line in under_way.wait(lines) if isinstance(line, StepLine))

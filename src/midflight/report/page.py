@@ -123,7 +123,9 @@ def write_report(folders: Sequence[Path], out: Path) -> list[Path]:
 
 def report_of(run: ArchivedRun, title: str) -> RunReport:
     """`_Missing` says of each part that could not be read why it is not there."""
-    missing, past, folder = _Missing(), run.journal().past, run.folder
+    missing = _Missing()
+    past = run.journal().past
+    folder = run.folder
     summary = _read(folder / SUMMARY)
     if not summary:
         missing.notes.append(f"no {SUMMARY}: the run has not ended in order, and numbers are those of its last step")
@@ -136,7 +138,8 @@ def report_of(run: ArchivedRun, title: str) -> RunReport:
     verdict, advice = (training.verdict, training.advice) if training else ("", "")
     if summary.get("engine_busy") is not None:  # by the steps of the engines, which is more exact
         shares = {name: summary.get(name) for name in ("engine_busy", "trainer_busy", "slots_used")}
-        verdict, advice = f"{summary['bound']}: {busy_words(**shares)}", str(summary["advice"])
+        verdict = f"{summary['bound']}: {busy_words(**shares)}"
+        advice = str(summary["advice"])
     return RunReport(
         title=title,
         folder=str(folder),
@@ -210,7 +213,8 @@ def _pictures(pasts: Mapping[str, PastLines]) -> dict[str, bytes]:
     """PNGs by name."""
     title = " and ".join(pasts)
     with tempfile.TemporaryDirectory(prefix="midflight-") as place:
-        reward, work = Path(place) / "reward.png", Path(place) / "work.png"
+        reward = Path(place) / "reward.png"
+        work = Path(place) / "work.png"
         if len(pasts) == 1:
             plot.draw_history(next(iter(pasts.values())), reward, title=title)
         else:

@@ -89,7 +89,8 @@ class Ends:
     """The ends of the parent and of the command, as the guard waits for them."""
 
     def __init__(self, parent: int, command: int, descriptors: Sequence[int]) -> None:
-        self._parent, self._command = parent, command
+        self._parent = parent
+        self._command = command
         self._descriptors = descriptors
         """Of both processes, or none."""
 

@@ -294,7 +294,8 @@ async def serve_while(main: Coroutine[Any, Any, T], *services: Coroutine[Any, An
 
 
 NAME = "endpoint.json"
-MIN_TOKEN_LENGTH, MAX_TOKEN_LENGTH = 16, 512
+MIN_TOKEN_LENGTH = 16
+MAX_TOKEN_LENGTH = 512
 TOKEN_VARIABLE = "MIDFLIGHT_CONTROL_TOKEN"
 """Kept from children: what an agent inherits, it could score itself with."""
 

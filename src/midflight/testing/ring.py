@@ -100,7 +100,8 @@ class SlowSteps:
     """
 
     def __init__(self, service: RolloutService, *, seconds: Callable[[], float]) -> None:
-        self._service, self._seconds = service, seconds
+        self._service = service
+        self._seconds = seconds
 
     async def take(self, train_version: Version) -> PackedBatch:
         return await self._service.take(train_version)
@@ -228,7 +229,8 @@ async def open_ring(
     await serving.adopt()
     serving.gateway.address = "http://ring"
     phases = PhaseLog()
-    app, untracked = build_app(serving.gateway, serving.control), config.environment.untracked
+    app = build_app(serving.gateway, serving.control)
+    untracked = config.environment.untracked
     async with asyncio.TaskGroup() as requests, SharedClients(transport=MemoryTransport(app, requests), untracked=untracked) as clients:
         given = partial(client_for, serving) if client_for else clients.client_for
         host = AgentsHere(environment, client_for=given, plain_client_for=clients.plain_client_for)

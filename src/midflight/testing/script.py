@@ -117,7 +117,8 @@ class ScriptedRun(Generic[S]):
 
     def peek(self, max_tokens: int, version: Version) -> list[tuple[int, float]]:
         """Up to `max_tokens` next tokens under one version: fewer at the limit or at a token that ends the answer."""
-        state, tokens = self._state, list[tuple[int, float]]()
+        state = self._state
+        tokens = list[tuple[int, float]]()
         for index in range(self.num_output, min(self.num_output + max_tokens, self._sampling.max_tokens)):
             token_id, logprob = self._script.choose(state, version, may_end=index >= self._sampling.min_tokens)
             state = self._script.extend(state, token_id)

@@ -75,10 +75,13 @@ class ScriptedEngine:
         fingerprint: str = "initial",
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        self.name, self.capabilities = name, capabilities
+        self.name = name
+        self.capabilities = capabilities
         self.script: ScriptedPolicy[Any] = script or Script()
-        self.step_seconds, self.chunk_tokens = step_seconds, chunk_tokens
-        self.stage_seconds, self.commit_seconds = stage_seconds, commit_seconds
+        self.step_seconds = step_seconds
+        self.chunk_tokens = chunk_tokens
+        self.stage_seconds = stage_seconds
+        self.commit_seconds = commit_seconds
         self.ignores_pause = False
         """Says that it paused, and goes on."""
         self.mangle: Callable[[types.Chunk], Iterable[types.Chunk]] | None = None
@@ -169,7 +172,9 @@ class ScriptedEngine:
         """A new process: initial weights, nothing staged, not paused, no requests."""
         self.thaw()
         self._dead = self._exhausted = False
-        self._served, self._staged, self._paused = self._initial, None, None
+        self._served = self._initial
+        self._staged = None
+        self._paused = None
         self._num_tokens = 0
 
     # --- The port ----------------------------------------------------------------------------------------------------
@@ -343,7 +348,8 @@ class ScriptedEngine:
 
     async def _decode(self, running: _ScriptedRequest) -> types.Chunk:
         """Tokens of one version; whatever pokes the engine cuts them at the last token that had its time."""
-        loop, version = asyncio.get_running_loop(), self._served.version
+        loop = asyncio.get_running_loop()
+        version = self._served.version
         tokens = running.run.peek(self._until_interruption(running), version)
         running.decoding = (loop.time(), len(tokens))
         num_done = 0
@@ -385,7 +391,8 @@ class ScriptedEngine:
     ) -> types.Chunk:
         if not self.capabilities.versions_per_token:
             version = running.first_version
-        ids, logprobs = tuple(t for t, _ in tokens), tuple(p for _, p in tokens)
+        ids = tuple(t for t, _ in tokens)
+        logprobs = tuple(p for _, p in tokens)
         num_top = running.request.sampling.top_logprobs
         top = tuple(likeliest(t, p, num_top) for t, p in tokens) if num_top else ()
         return types.Chunk(ids, logprobs, version, min(version, running.kv_version), finish, top)

@@ -192,11 +192,13 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
 
     def _take(self) -> list[asyncio.Handle]:
         """What runs in this round: all that is ready, or with a seed a random part of it in random order."""
-        taken, self._due = self._due, []
+        taken = self._due
+        self._due = []
         if self._random is not None and len(taken) > 1:
             self._random.shuffle(taken)
             cut = self._random.randint(1, len(taken))
-            taken, self._due = taken[:cut], taken[cut:]
+            self._due = taken[cut:]
+            taken = taken[:cut]
         return taken
 
     def _forget_cancelled(self) -> None:

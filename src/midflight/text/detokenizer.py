@@ -134,7 +134,8 @@ class StopMatcher:
     def take(self) -> str:
         """The text that has become safe to show: no later token can make it part of a stop string."""
         if not self._stop:
-            text, self._text = self._text, ""
+            text = self._text
+            self._text = ""
             return text
         return self._give(len(self._text) if self.match else len(self._text) - self._held())
 
@@ -165,5 +166,6 @@ class StopMatcher:
         piece = self._text[self._taken : end]
         self._taken = max(self._taken, end)
         surplus = max(0, self._taken - self._window)
-        self._text, self._taken = self._text[surplus:], self._taken - surplus
+        self._text = self._text[surplus:]
+        self._taken = self._taken - surplus
         return piece

@@ -99,7 +99,8 @@ class Tokenizer:
 
     def _encode_behind(self, anchor: str, text: str) -> tuple[int, ...]:
         """Ids of the text alone, tokenised behind the anchor; as a text of its own where the two do not come apart."""
-        lead, whole = self.encode(anchor), self.encode(anchor + text)
+        lead = self.encode(anchor)
+        whole = self.encode(anchor + text)
         return whole[len(lead) :] if whole[: len(lead)] == lead else self.encode(text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = False, keep: frozenset[int] = frozenset()) -> str:

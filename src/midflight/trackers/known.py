@@ -25,7 +25,8 @@ class TensorBoard(Tracker):
     """Event files in `tensorboard` of the run's folder, written by tensorboardX, which needs neither torch nor TensorFlow."""
 
     def open(self, run: TrackedRun) -> None:
-        self._folder, self._number = run.folder / "tensorboard", len(list((run.folder / "tensorboard").glob("*")))
+        self._number = len(list((run.folder / "tensorboard").glob("*")))
+        self._folder = run.folder / "tensorboard"
         self._begin(None)
         if run.id is None:
             options = "\n".join(f"    {key} = {value!r}" for key, value in run.config.items())
@@ -123,7 +124,9 @@ def _has_key() -> bool:
 class MLflow(Tracker):
     """The store that `MLFLOW_TRACKING_URI` names; else files in `mlruns` of the run's folder. Histograms and tables are artifacts."""
 
-    MAX_METRICS, MAX_OPTIONS, MAX_LETTERS = 1000, 100, 500
+    MAX_METRICS = 1000
+    MAX_OPTIONS = 100
+    MAX_LETTERS = 500
     """Of one request, and of one option's value."""
 
     def open(self, run: TrackedRun) -> str:
@@ -208,7 +211,8 @@ class OpenTelemetry(Tracker):
     """Of one request."""
 
     def open(self, run: TrackedRun) -> None:
-        sdk, self._api = import_module("opentelemetry.sdk.trace"), import_module("opentelemetry.trace")
+        sdk = import_module("opentelemetry.sdk.trace")
+        self._api = import_module("opentelemetry.trace")
         said = {"service.name": "midflight", "midflight.run": run.name, "midflight.project": run.project}
         resource = import_module("opentelemetry.sdk.resources").Resource.create(said)
         self._ended: list[Any] = []
@@ -238,7 +242,8 @@ class OpenTelemetry(Tracker):
 
     def flush(self) -> None:
         """What could not be sent is lost: it is in the run's timeline, which `midflight trace` draws."""
-        ended, self._ended[:] = self._ended[:], []
+        ended = self._ended[:]
+        self._ended[:] = []
         for at in range(0, len(ended), self.MAX_SPANS):
             if self._exporter.export(ended[at : at + self.MAX_SPANS]).name != "SUCCESS":
                 raise ConnectionError(f"{len(ended) - at} spans could not be sent to {self._exporter._endpoint}")

@@ -45,9 +45,12 @@ class Teller(threading.Thread):
 
     def __init__(self, name: str, config: Config, folder: Path, ending: threading.Event) -> None:
         super().__init__(name=name, daemon=True)
-        self._config, self._folder, self._ending = config, folder, ending
+        self._config = config
+        self._folder = folder
+        self._ending = ending
         self._told = Told(folder / "trackers" / f"{name.replace(':', '-')}.told")
-        self._tail, self._timeline = Tail(folder / JOURNAL), Tail(folder / TIMELINE)
+        self._tail = Tail(folder / JOURNAL)
+        self._timeline = Tail(folder / TIMELINE)
         self._rollouts = RolloutSpans(told=self._told.timeline)
         self._failed = False
 

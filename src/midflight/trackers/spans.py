@@ -36,7 +36,8 @@ class RolloutSpans:
 
     def __init__(self, *, told: int = 0) -> None:
         """`told`: lines at the beginning of which nothing is to be made any more."""
-        self.num_read, self._told = 0, told
+        self.num_read = 0
+        self._told = told
         self._epoch = 0.0
         self._commits: deque[CommitTimed] = deque(maxlen=COMMITS)
 
@@ -63,7 +64,8 @@ class RolloutSpans:
         ]
         said: dict[str, Json] = {"rollout": "-".join(map(str, rollout.key)), "source": rollout.source, "kind": rollout.of.value}
         said |= {"reward": rollout.reward, "tokens": rollout.num_tokens, "truncated": rollout.truncated}
-        began, ended = self._epoch + rollout.began, self._epoch + rollout.ended
+        began = self._epoch + rollout.began
+        ended = self._epoch + rollout.ended
         return RolloutSpan("rollout", began, ended, _attributes(said), rollout.failure, tuple(parts))
 
 

@@ -20,7 +20,10 @@ from midflight.trainer.step import named_parameters
 from midflight.trainer.trainer import Fork, PolicyTrainer
 from midflight.types import Version
 
-WEIGHTS, MOMENTS, GENERATORS, CRITIC = "model/", "optimizer/", "rng/", "critic/"
+WEIGHTS = "model/"
+MOMENTS = "optimizer/"
+GENERATORS = "rng/"
+CRITIC = "critic/"
 """Tensors are named `model/<name>`, `optimizer/<moment>/<parameter>` and `rng/<rank>/<device>`; those of a critic
 `critic/model/<parameter>` and `critic/optimizer/<moment>/<parameter>`."""
 
@@ -123,7 +126,8 @@ def load_checkpoint(folder: Path, trainer: PolicyTrainer, *, as_version: Version
         _take_moments(model, optimizer, _named(prefix + MOMENTS, room))
     _take_generators(generators)
     trainer.version = state.version if as_version is None else as_version
-    trainer.num_steps, trainer.num_skipped = state.num_steps, state.num_skipped
+    trainer.num_steps = state.num_steps
+    trainer.num_skipped = state.num_skipped
     trainer.lineage = state.lineage if trainer.version == state.version else (*state.lineage, Fork(state.version, trainer.version))
     return state
 

@@ -75,7 +75,9 @@ class Critic:
         """`adam`: of the policy; the critic has all of it but the learning rate."""
         self.model = passes.reader
         self.optimizer = adamw(self.model, learning_rate=valuation.learning_rate, betas=adam.betas, weight_decay=adam.weight_decay)
-        self._passes, self._valuation, self._ranks = passes, valuation, ranks
+        self._passes = passes
+        self._valuation = valuation
+        self._ranks = ranks
         self._max_grad_norm = adam.max_grad_norm
 
     def judge(self, tokens: LossTokens) -> Judged:
@@ -115,7 +117,8 @@ class Critic:
             (share if is_mine else share * 0).backward()
             if is_mine:
                 total += share.detach()
-        loss, norm = float(self._ranks.sum(total)), math.nan
+        loss = float(self._ranks.sum(total))
+        norm = math.nan
         if math.isfinite(loss):
             norm = clipped_step(self.optimizer, learning_rate=self._valuation.learning_rate * rate_factor, max_norm=self._max_grad_norm)
         return loss, norm
@@ -124,7 +127,8 @@ class Critic:
 def _at_the_end(tokens: LossTokens) -> Float[Tensor, " K"]:
     """What is left to come at each token, less what is at the rollout's next: the reward at its last, 0 at most others."""
     order = tokens.rollout.argsort(stable=True)
-    to_come, rollout = tokens.advantage[order], tokens.rollout[order]
+    to_come = tokens.advantage[order]
+    rollout = tokens.rollout[order]
     is_last = torch.cat([rollout[1:] != rollout[:-1], rollout.new_ones(1, dtype=torch.bool)])
     then = torch.cat([to_come[1:], to_come.new_zeros(1)]).masked_fill(is_last, 0)
     return torch.empty_like(to_come).index_copy(0, order, to_come - then)

@@ -113,7 +113,8 @@ class EarlyWork:
 
 def found_in(tokens: LossTokens, parts: Sequence[Part], ahead: Ahead) -> EarlyWork:
     """The parts as they lie in a batch; nothing where one of their groups is not in it just as it was. `tokens`: of the batch."""
-    there, found = defaultdict[bytes, list[Index]](list), list[tuple[Part, Index, Index]]()
+    there = defaultdict[bytes, list[Index]](list)
+    found = list[tuple[Part, Index, Index]]()
     for mark, at in _groups(tokens, with_advantage=ahead.gradient) if parts else ():
         there[mark].append(at)
     for part in parts:
@@ -127,7 +128,8 @@ def found_in(tokens: LossTokens, parts: Sequence[Part], ahead: Ahead) -> EarlyWo
 
 def _groups(tokens: LossTokens, *, with_advantage: bool) -> Iterator[tuple[bytes, Index]]:
     """Each group that has tokens: a hash of all that its part of a step depends on, and where its tokens are."""
-    predictions, row = tokens.predictions, tokens.predictions.row
+    predictions = tokens.predictions
+    row = tokens.predictions.row
     columns = [column.cpu().numpy() for column in (tokens.behaviour, tokens.age, tokens.has_older_keys)]
     if with_advantage:
         columns.append(tokens.advantage.cpu().numpy())

@@ -91,7 +91,8 @@ def newest_whole(root: Path, say: Callable[[str], None]) -> Path | None:
 
     It is the newest afterwards: see `set_newest`.
     """
-    found, named = checkpoints(root), latest_checkpoint(root)
+    found = checkpoints(root)
+    named = latest_checkpoint(root)
     wrong = [] if named is not None or not found else [f"{root / 'latest'} names no checkpoint."]
     for folder in found if named is None else [one for one in found if one <= named]:
         try:

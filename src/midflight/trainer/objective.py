@@ -146,7 +146,8 @@ class Objective:
         own: Callable[..., Tensor] | None = None,
     ) -> Objective:
         """`ConfigError` with a sentence for each contradiction. `own`: the function that `objective.kind` names as `module:function`."""
-        objective, correction = objective or ObjectiveSection(), correction or CorrectionSection()
+        objective = objective or ObjectiveSection()
+        correction = correction or CorrectionSection()
         if problems := list(loss_contradictions(objective, correction)):
             raise ConfigError("\n".join(problems))
         loss = loss_of(objective, correction)
@@ -166,7 +167,8 @@ class Objective:
     @property
     def looks_beyond(self) -> bool:
         """Some part needs the log-probabilities of a whole rollout, or of the batch, before any token's loss is known."""
-        weight, masks = WEIGHTS[self.loss.weight].function, (MASKS[name].function for name in self.loss.masks)
+        weight = WEIGHTS[self.loss.weight].function
+        masks = (MASKS[name].function for name in self.loss.masks)
         functions = (self.function, *(getattr(corrections, name) for name in (weight, *masks)))
         return self.self_normalised or any(not _BEYOND.isdisjoint(parameters(function)) for function in functions)
 
@@ -283,7 +285,8 @@ class Objective:
     def over_ones(self, over: Denominators) -> float:
         """What a sum taken over 1 token and 1 rollout, and over the tokens of each rollout, is to be multiplied by for the whole: every
         reduction is linear in 1 / tokens and in 1 / rollouts."""
-        loss, rollout = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+        loss = torch.ones(1, dtype=torch.float64)
+        rollout = torch.zeros(1, dtype=torch.int64)
         ones = Denominators(1, 1, rollout + 1)
         whole = Denominators(over.num_tokens, over.num_rollouts, rollout + 1)
         return float(self.reduce(loss, rollout, over=whole) / self.reduce(loss, rollout, over=ones))

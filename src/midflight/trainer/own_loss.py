@@ -19,7 +19,8 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 def objective_of(config: Config) -> Objective:
     """What a configuration asks for. `ConfigError` if the loss it names is of the user's own and cannot be trained with."""
-    section, kind = config.objective, config.objective.kind
+    section = config.objective
+    kind = config.objective.kind
     if kind in OBJECTIVES:
         return Objective.of(section, config.correction, constant_length=config.environment.max_tokens)
     found = load_entry(kind, option="objective.kind", such_as="examples.own_loss:spo")
@@ -35,7 +36,8 @@ def objective_of(config: Config) -> Objective:
 def described(config: Config) -> str:
     """The user's loss in a sentence, after it was tried."""
     objective = objective_of(config)
-    options, looked_at = objective.loss.options, parameters(objective.function)
+    options = objective.loss.options
+    looked_at = parameters(objective.function)
     taken = ", ".join(f"{name} = {options[name]:g}" if name in options else name for name in looked_at)
     first = (inspect.getdoc(objective.function) or "no docstring").partition("\n")[0]
     return f"{config.objective.kind}({taken}): {first} Tried on {len(_made_up().now)} tokens: one finite loss for each, with a gradient."
@@ -43,7 +45,8 @@ def described(config: Config) -> str:
 
 def _check_parameters(kind: str, objective: Objective) -> None:
     """Each parameter must be something that a loss is given; each option that is set must be one of them."""
-    known, options = (*PER_TOKEN, *WHOLE, *OBJECTIVE_OPTIONS), objective.loss.options
+    known = (*PER_TOKEN, *WHOLE, *OBJECTIVE_OPTIONS)
+    options = objective.loss.options
     taken = inspect.signature(objective.function).parameters
     for name, parameter in taken.items():
         if parameter.kind not in _NAMED:

@@ -98,16 +98,22 @@ class PolicyTrainer:
     ) -> None:
         """`reference`: what a divergence is taken from; none is `model` as it is now. `valuation`: of the critic, for generalised advantages."""
         assert (valuation is not None) == (scoring.advantage == "gae"), "a critic is there for generalised advantages, and for nothing else"
-        scale, self.ranks = scale or Scale(), ranks or Ranks()
-        self.model, self.objective, self.version = model, objective, version
+        scale = scale or Scale()
+        self.ranks = ranks or Ranks()
+        self.model = model
+        self.objective = objective
+        self.version = version
         self.num_steps = 0
         """Steps since the first version: the schedule's clock, which a fork does not advance."""
         self.num_skipped = 0
         self.lineage: tuple[Fork, ...] = ()
-        self._scoring, self._schedule, self._adam = scoring, schedule, adam
+        self._scoring = scoring
+        self._schedule = schedule
+        self._adam = adam
         self._rules = rules or StepRules()
         like = next(model.parameters())
-        self._device, self._dtype = like.device, torch.promote_types(like.dtype, torch.float32)
+        self._dtype = torch.promote_types(like.dtype, torch.float32)
+        self._device = like.device
         self._reference: Passes | None = None
         if objective.kl_coefficient:
             held = (reference or copy.deepcopy(model)).requires_grad_(False)
@@ -129,7 +135,8 @@ class PolicyTrainer:
         if scale.compile:
             compile_layers(reader.model)
         shard(reader, self.ranks, compute_dtype=scale.compute_dtype)
-        budget, dtype = scale.micro_batch_tokens, scale.compute_dtype
+        budget = scale.micro_batch_tokens
+        dtype = scale.compute_dtype
         return Passes(reader, self.ranks, budget=budget, temperature=temperature, compute_dtype=dtype, device=self._device)
 
     @property
@@ -171,7 +178,8 @@ class PolicyTrainer:
         tokens = self._tokens(batch, max_missing_share=self._rules.max_missing_share)
         record, tokens = self._update_all(tokens)
         report = steps.report_of(record, batch, tokens, version=self.version + 1, learning_rate=self.learning_rate)
-        self.version, self.num_steps = report.version, self.num_steps + 1
+        self.version = report.version
+        self.num_steps = self.num_steps + 1
         self.num_skipped += report.skipped is not None
         return report
 
@@ -199,8 +207,10 @@ class PolicyTrainer:
 
     def _update(self, tokens: LossTokens) -> StepRecord:
         record = StepRecord.of(tokens, masks=tuple(self.objective.loss.masks))
-        proximal, reference = None, None
-        begun, self._begun = found_in(tokens, self._begun, self._ahead), []
+        proximal = None
+        reference = None
+        begun = found_in(tokens, self._begun, self._ahead)
+        self._begun = []
         begun.note(record)
         if tokens.num_tokens and self.objective.needs_scores(updates_per_step=self._rules.updates_per_step):
             proximal = begun.scores(self._passes_of_policy, tokens, "proximal")
@@ -306,7 +316,8 @@ def trainer_of(
     ranks: Ranks | None = None,
 ) -> PolicyTrainer:
     """The trainer a configuration asks for. `layout`: one in which the model is right."""
-    section, c = config.trainer, config.critic
+    section = config.trainer
+    c = config.critic
     return PolicyTrainer(
         model,
         objective_of(config),

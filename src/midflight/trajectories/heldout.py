@@ -23,7 +23,8 @@ class HeldoutStore:
     """Writes in a thread of its own. If it fails, it says so in the log and keeps no more: the run goes on."""
 
     def __init__(self, path: Path, *, run: str) -> None:
-        self._path, self._run = path, run
+        self._path = path
+        self._run = run
         self._thread = ThreadPoolExecutor(1, "held-out")
         self._database: Database | None = None
         self._failed = False
@@ -48,7 +49,8 @@ class HeldoutStore:
             _log.warning("conversations of evaluations are not kept any more: %s", error)
 
     def _write(self, kept: facts.EvaluationKept) -> None:
-        made, number = kept.trajectory, kept.trajectory.key.group.index
+        made = kept.trajectory
+        number = kept.trajectory.key.group.index
         key = kept.version, number, 0
         db = self._database = self._database or Database(self._path, run=self._run, logged=False)
         with db.transaction():

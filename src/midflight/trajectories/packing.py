@@ -238,7 +238,8 @@ def _component_names(header: Mapping[str, str]) -> tuple[str, ...]:
 
 def _check_tables(packed: PackedBatch) -> None:
     """Each has a line for each rollout, all as long."""
-    num, names = len(packed.rewards), packed.component_names
+    num = len(packed.rewards)
+    names = packed.component_names
     _require((packed.turns is None) == (packed.turn_rewards is None), "turns and turn_rewards come together or not at all")
     if packed.turn_rewards is not None and packed.turns is not None:
         _require(num > 0 and len(packed.turn_rewards) % num == 0, f"{len(packed.turn_rewards)} turn_rewards for {num} rollouts")
@@ -262,7 +263,8 @@ def _check_arrays(arrays: Mapping[str, NDArray[Any]]) -> None:
     for beside in ({**_TOKENS, **_TEACHER, **_TURNS, **_EXPERTS, **_KEPT}, {**_ROLLOUTS, **_ROOM}):
         lengths = {name: len(arrays[name]) for name in beside if name in arrays}
         _require(len(set(lengths.values())) == 1, f"lengths disagree: {lengths}")
-    size, said = len(arrays.get("kept", ())), arrays.get("kept_lengths", np.zeros(0, np.int32))
+    size = len(arrays.get("kept", ()))
+    said = arrays.get("kept_lengths", np.zeros(0, np.int32))
     _require(not (said < 0).any() and int(said.sum()) == size, f"kept_lengths say {int(said.sum())} bytes, kept has {size}")
 
 
@@ -278,7 +280,8 @@ def _check_offsets(packed: PackedBatch) -> None:
 
 
 def _check_numbering(packed: PackedBatch) -> None:
-    rollouts, groups = packed.row_rollout, packed.rollout_group
+    rollouts = packed.row_rollout
+    groups = packed.rollout_group
     _require(
         not len(rollouts) or (rollouts.min() >= 0 and rollouts.max() < len(packed.rewards)), f"row_rollout is outside {len(packed.rewards)}"
     )

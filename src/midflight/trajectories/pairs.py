@@ -159,13 +159,15 @@ def _numbers(store: Path) -> Mapping[str, int] | None:
 
 def is_behind(store: Path, copy: Copy) -> bool:
     """Whether the run has gone on from a newer copy than this store has, or the store is of an earlier run in the same folder."""
-    here, there = _numbers(store), _numbers(copy.path)
+    here = _numbers(store)
+    there = _numbers(copy.path)
     return here is None or here.get(COPIED, -1) < copy.version or (there is not None and here.get(BEGUN) != there.get(BEGUN))
 
 
 def readable(folder: Path, store_folder: Path | None) -> tuple[Path, Copy | None]:
     """What to read of a run: its store, or the copy where that is newer or alone."""
-    store, copy = store_path(folder, store_folder), newest_copy(folder)
+    store = store_path(folder, store_folder)
+    copy = newest_copy(folder)
     if copy is not None:
         with suppress(MidflightError):
             return (copy.path, copy) if is_behind(store, copy) else (store, None)
@@ -177,7 +179,8 @@ def go_on(folder: Path, store_folder: Path | None) -> str | None:
 
     Says what it did where that is not the usual. `ConfigError` where neither is there, though steps were made.
     """
-    store, copy = store_path(folder, store_folder), newest_copy(folder)
+    store = store_path(folder, store_folder)
+    copy = newest_copy(folder)
     here = copied_at(store)
     if here is not None and (copy is None or not is_behind(store, copy)):
         return None
@@ -216,7 +219,8 @@ def remove_left(disk: Path, *, but: Path) -> Sequence[Path]:
     gone: list[Path] = []
     for note in disk.glob(f"*{OWNER}"):
         with suppress(MidflightError, OSError, UnicodeDecodeError):
-            store, copy = note.with_suffix(".sqlite"), newest_copy(Path(note.read_text()))
+            store = note.with_suffix(".sqlite")
+            copy = newest_copy(Path(note.read_text()))
             for one in (store, older(store)):
                 if copy is not None and one != but and one.is_file() and is_behind(one, copy):
                     remove(one)
@@ -254,7 +258,8 @@ def check_local(store: Path, *, mounts: Path = Path("/proc/self/mountinfo")) -> 
 
 def file_system(folder: Path, *, mounts: Path) -> str:
     """The type of the file system that a folder lies on; empty where the system does not say. Of mounts over each other the last counts."""
-    found, kind = -1, ""
+    found = -1
+    kind = ""
     with suppress(OSError):
         for line in mounts.read_text(errors="replace").splitlines():
             before, _, after = line.partition(" - ")
@@ -262,5 +267,6 @@ def file_system(folder: Path, *, mounts: Path) -> str:
                 continue
             point = Path(fields[4].encode().decode("unicode_escape"))  # a blank is written in octal
             if folder.is_relative_to(point) and len(point.parts) >= found:
-                found, kind = len(point.parts), after.split()[0]
+                found = len(point.parts)
+                kind = after.split()[0]
     return kind

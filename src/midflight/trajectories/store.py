@@ -130,7 +130,8 @@ class Store:
 
     def _keep(self, kept: Sequence[facts.TrajectoryKept], turns: Sequence[facts.TurnKept]) -> None:
         """The turns of a rollout that has ended are in its rows. Number 0 begins anew, so a retry forgets what it replaces."""
-        gone, going_on = {deed.trajectory.key for deed in kept}, dict[RolloutKey, list[facts.TurnKept]]()
+        gone = {deed.trajectory.key for deed in kept}
+        going_on = dict[RolloutKey, list[facts.TurnKept]]()
         for turn in (turn for turn in turns if turn.key not in gone):
             going_on[turn.key] = [*(going_on.get(turn.key, ()) if turn.number else ()), turn]
         gone.update(key for key, made in going_on.items() if made[0].number == 0)
@@ -295,7 +296,8 @@ class Store:
         return last + 1
 
     def _carried_over(self) -> facts.CarriedOver:
-        trained, dropped = 0, dict[Reason, int]()
+        trained = 0
+        dropped = dict[Reason, int]()
         for state, reason, number in self._db.execute(
             "SELECT state, reason, COUNT(*) FROM groups WHERE state IN (?, ?) GROUP BY state, reason", State.TRAINED, State.DROPPED
         ):

@@ -36,7 +36,8 @@ class StoreWriter:
         self._num_put = 0
         self._num_written = 0
         self._writing = threading.Lock()  # between the thread and `close`
-        self._arrived, self._awaited = asyncio.Event(), asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._awaited = asyncio.Event()
         self._written = asyncio.Event()
         self._failure: BaseException | None = None
 
@@ -105,7 +106,8 @@ class StoreWriter:
             self._failure = error
             raise
         finally:
-            written, self._written = self._written, asyncio.Event()
+            written = self._written
+            self._written = asyncio.Event()
             written.set()
 
     def _write(self) -> None:

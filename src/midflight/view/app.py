@@ -103,7 +103,8 @@ class _Hosts:
     """`wire.server.guarded` as FastAPI takes it."""
 
     def __init__(self, app: ASGIApp, *, host: str, names: Collection[str]) -> None:
-        self._app, self._guarded = app, guarded(app, host=host, names=names)
+        self._guarded = guarded(app, host=host, names=names)
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await (self._app if scope["type"] == "lifespan" else self._guarded)(scope, receive, send)

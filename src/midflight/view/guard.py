@@ -21,7 +21,8 @@ class OnlyWithToken:
     """Passes on what brings the token: as `?token=`, which a cookie then replaces, as a cookie, or as a bearer. Anybody else gets a form."""
 
     def __init__(self, app: ASGIApp, *, token: str) -> None:
-        self._app, self._token = app, token
+        self._app = app
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):

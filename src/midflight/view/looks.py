@@ -115,13 +115,15 @@ def _still(element: ui.element) -> str:
     """The element and what is in it. Of a chart there is its room; what can be typed into has its room until it answers."""
     told = {name: value for name, value in element.props.items() if isinstance(value, str)}
     told |= {"class": " ".join(element.classes), "style": "; ".join(f"{name}: {value}" for name, value in element.style.items())}
-    tag, inside = element.tag if element.tag in PLAIN else "div", ""
+    tag = element.tag if element.tag in PLAIN else "div"
+    inside = ""
     match element:
         case ui.html():
             told["class"] += " unready" if "<form" in element.content or "<textarea" in element.content else ""
             inside = element.content
         case ui.link():
-            tag, inside = "a", escape(element.text)
+            tag = "a"
+            inside = escape(element.text)
         case ui.label():
             inside = escape(element.text)
         case _ if element.tag in PLAIN:

@@ -64,7 +64,8 @@ class Chart:
                 by_step[at].append(value)
         whole = [(at, values) for at, values in sorted(by_step.items()) if len(values) == len(runs)]
         bare = {"type": "line", "showSymbol": False, "lineStyle": {"opacity": 0}, "stack": name, "silent": True, "tooltip": {"show": False}}
-        lows, highs = thinned([(at, min(v)) for at, v in whole]), thinned([(at, max(v)) for at, v in whole])
+        lows = thinned([(at, min(v)) for at, v in whole])
+        highs = thinned([(at, max(v)) for at, v in whole])
         self.series.append({**bare, "name": f"{name}, least", "data": lows})
         spans = [(at, high - low) for (at, low), (_, high) in zip(lows, highs, strict=True)]
         self.series.append({**bare, "name": f"{name}, most", "data": spans, "areaStyle": {"color": color, "opacity": 0.2}})
@@ -220,7 +221,8 @@ def seeds(runs: Sequence[ArchivedRun]) -> dict[str, list[ArchivedRun]]:
 
 
 def _overlaid(title: str, name: str, families: Mapping[str, Sequence[ArchivedRun]]) -> Panel | None:
-    lines, said = Chart(), list[str]()
+    lines = Chart()
+    said = list[str]()
     for at, (label, runs) in enumerate(families.items()):
         each: list[Points] = [_points(run.readings.past.steps, name) for run in runs]
         if len(runs) > 1 and all(each):

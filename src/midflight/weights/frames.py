@@ -39,7 +39,8 @@ _SAMPLE = 1 << 12
 
 def encode(old: memoryview, new: memoryview, *, width: int) -> Iterator[bytes]:
     """The frames that turn `old` into `new`, one by one; both have the same length, in words of `width` bytes."""
-    before, after = _words(old, width), _words(new, width)
+    before = _words(old, width)
+    after = _words(new, width)
     for start in range(0, before.size, BLOCK):
         yield _frame(before[start : start + BLOCK], after[start : start + BLOCK])
 
@@ -94,7 +95,8 @@ class Frames:
     def _take(self, length: int) -> memoryview:
         if length > len(self._left):
             raise ValueError("it ends within a frame")
-        taken, self._left = self._left[:length], self._left[length:]
+        taken = self._left[:length]
+        self._left = self._left[length:]
         return taken
 
 
@@ -104,9 +106,11 @@ def _frame(before: Words, after: Words) -> bytes:
     if not where.size:
         return bytes(4)
     if where.size > DENSE * before.size:
-        bits, folded = b"", _folded(after - before)
+        bits = b""
+        folded = _folded(after - before)
     else:
-        bits, folded = _packed(np.packbits(changed)), _folded(after[where] - before[where])
+        bits = _packed(np.packbits(changed))
+        folded = _folded(after[where] - before[where])
     planes = [_packed(plane) for plane in np.ascontiguousarray(folded.view(np.uint8).reshape(-1, before.itemsize).T)]
     return b"".join([struct.pack(f"<{2 + len(planes)}I", folded.size, len(bits), *map(len, planes)), bits, *planes])
 

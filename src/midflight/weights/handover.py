@@ -74,7 +74,8 @@ class Committer:
 
     def __init__(self, fleet: EngineFleet, *, pause_mode: PauseMode | Literal["auto"], seconds: float, record: Record) -> None:
         """`seconds`: the engine's own time for all of it; what it waits for others at the barrier does not count."""
-        self._fleet, self._record = fleet, record
+        self._fleet = fleet
+        self._record = record
         self._pause_mode: PauseMode | Literal["auto"] = pause_mode
         self._seconds = seconds
 
@@ -189,8 +190,10 @@ class Handover:
     ) -> None:
         """`stage_seconds` and `commit_seconds` are deadlines for one engine; the commit's includes its pause."""
         self._fleet = fleet
-        self._way, self._max_paused = way, max_paused
-        self._stage_seconds, self._commit_seconds = stage_seconds, commit_seconds
+        self._way = way
+        self._max_paused = max_paused
+        self._stage_seconds = stage_seconds
+        self._commit_seconds = commit_seconds
         self._committer = Committer(fleet, pause_mode=pause_mode, seconds=commit_seconds, record=record)
         self._turnstile = Turnstile()
         self._current: WeightManifest | None = None
@@ -278,7 +281,8 @@ class Handover:
     async def _in_turn(self, delivery: _Delivery, engines: Sequence[Engine]) -> None:
         """All stage at once, while they generate, and are committed in the order in which they have. Those that cannot stage load one after
         the other."""
-        turns, loading = asyncio.Semaphore(self._max_paused), asyncio.Lock()
+        turns = asyncio.Semaphore(self._max_paused)
+        loading = asyncio.Lock()
         async with asyncio.TaskGroup() as group:
             for engine in engines:
                 alone = nullcontext() if engine.capabilities.stages_weights else loading

@@ -17,14 +17,16 @@ async def ask(app: ASGIApp, path: str, body: bytes) -> Answered:
 
 class _Exchange:
     def __init__(self, body: bytes) -> None:
-        self.status, self.parts = 500, list[bytes]()
+        self.parts = list[bytes]()
+        self.status = 500
         self._body: bytes | None = body
 
     async def receive(self) -> Message:
         """The body once. Whoever asks again waits for a disconnection that never comes, until it is cancelled."""
         if self._body is None:
             await asyncio.get_running_loop().create_future()
-        body, self._body = self._body, None
+        body = self._body
+        self._body = None
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(self, message: Message) -> None:

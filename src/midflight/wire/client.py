@@ -27,7 +27,9 @@ class HttpClient:
     ) -> None:
         """`lost` makes the error from what the server did, such as "did not answer /health: ...". `connect_seconds` bound connecting where a call has no
         bound of its own; the caller may try again. `line_bytes` is the longest line of a streamed answer."""
-        self._url, self._lost, self._line_bytes = url, lost, line_bytes
+        self._url = url
+        self._lost = lost
+        self._line_bytes = line_bytes
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds)
         self._session: aiohttp.ClientSession | None = None
@@ -40,7 +42,8 @@ class HttpClient:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        session, self._session = self._session, None
+        session = self._session
+        self._session = None
         if session is not None:
             await session.close()
 

@@ -141,7 +141,8 @@ class RequireToken:
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._token = app, token
+        self._app = app
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get("path") == "/health":

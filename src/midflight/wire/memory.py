@@ -111,7 +111,8 @@ class _MemoryAnswer(httpx.AsyncByteStream):
     async def _receive(self) -> Message:
         """The body once; then waits for the client to leave, or for the end of the response, as a server does."""
         if self._request is not None:
-            message, self._request = self._request, None
+            message = self._request
+            self._request = None
             return message
         if not (self._gone or self._whole):
             self._watcher = self._loop.create_future()
@@ -121,7 +122,8 @@ class _MemoryAnswer(httpx.AsyncByteStream):
     async def send(self, message: Message) -> None:
         """Waits while the reader is far behind; ended by its reading or leaving."""
         if message["type"] == "http.response.start":
-            self.status, self.headers = message["status"], list(message["headers"])
+            self.status = message["status"]
+            self.headers = list(message["headers"])
             _resolve(self.started)
             return
         while len(self._parts) >= _MAX_PARTS and not self._gone:
@@ -146,7 +148,8 @@ class _MemorySend:
     """The `send` that the application gets."""
 
     def __init__(self, answer: _MemoryAnswer) -> None:
-        self._answer, self.push = answer, answer.push
+        self._answer = answer
+        self.push = answer.push
 
     async def __call__(self, message: Message) -> None:
         await self._answer.send(message)

@@ -98,7 +98,8 @@ class _Sending:
     __slots__ = ("_cycle", "_send", "begun")
 
     def __init__(self, send: Send) -> None:
-        self._send, self.begun = send, False
+        self._send = send
+        self.begun = False
         cycle = getattr(send, "__self__", None)
         self._cycle = cycle if isinstance(cycle, RequestResponseCycle) else None
 
@@ -153,7 +154,9 @@ class _ClientConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._has_begun, self._has_head, self._has_waited = True, False, False
+        self._has_begun = True
+        self._has_head = False
+        self._has_waited = False
         self._num_come = 0
         self._await_request()
 
@@ -277,7 +280,8 @@ class OnlyHosts:
     """
 
     def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
-        self._app, self._names = app, frozenset(name.lower() for name in names)
+        self._names = frozenset(name.lower() for name in names)
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         host = headers_of(scope).get(b"host", b"").decode("latin-1").lower()

@@ -34,7 +34,8 @@ class KvCache:
     """
 
     def __init__(self, *, max_slots: int, max_context: int) -> None:
-        self._max_slots, self._max_context = max_slots, max_context
+        self._max_slots = max_slots
+        self._max_context = max_context
         self._slots = 0
         self.context = 0
         """Positions a slot has room for now."""
@@ -169,7 +170,8 @@ class Bucket:
 
     def mask(self, reach: Reach, dtype: torch.dtype) -> Tensor:
         """[b, 1, Q, K]: 0 where a query may look (keys up to its own position, within `reach`), -inf elsewhere."""
-        keys, positions = torch.arange(self.num_keys, device=self.positions.device), self.positions[..., None]
+        keys = torch.arange(self.num_keys, device=self.positions.device)
+        positions = self.positions[..., None]
         hidden = keys > positions
         if reach.window is not None:
             hidden |= keys <= positions - reach.window
@@ -287,7 +289,8 @@ def _attend(
     keys, values = cache.read(place, bucket.slots, length=bucket.num_keys)
     mask = bucket.masks[reach]
     num, length = bucket.positions.shape
-    heads, kv_heads = queries.shape[1], keys.shape[1]
+    heads = queries.shape[1]
+    kv_heads = keys.shape[1]
     if weighing is not None:
         split = queries.reshape(num, length, heads, -1).transpose(1, 2)
         out = weighed(split, keys, values, mask=mask, weighing=weighing).transpose(1, 2).reshape(num * length, heads, -1)
@@ -328,7 +331,8 @@ def weighed(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, weighing
 
 def _weighed_outside(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, weighing: Weighing) -> Tensor:
     """Outside a step: [b, heads, Q, D] -> [b, Q, heads, E]. No mask means that the queries, the last of the keys, see all before them."""
-    (length, num_keys) = query.shape[2], key.shape[2]
+    length = query.shape[2]
+    num_keys = key.shape[2]
     if mask is None:
         mask = torch.ones(1, 1, length, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - length)
     if mask.dtype == torch.bool:

@@ -86,12 +86,14 @@ class DecodeThread:
                 self._changed.wait()
             if self._ended is not None:
                 return None
-            commands, self._commands = self._commands, deque()
+            commands = self._commands
+            self._commands = deque()
             return commands
 
     def _settle_quiet(self) -> None:
         if self._scheduler.is_quiet() or self._scheduler.paused is None:
-            waiting, self._quiet = self._quiet, []
+            waiting = self._quiet
+            self._quiet = []
             for future in waiting:
                 if future.set_running_or_notify_cancel():
                     future.set_result(None)
@@ -99,7 +101,8 @@ class DecodeThread:
     def _close(self, error: EngineUnavailable) -> None:
         with self._changed:
             self._ended = error
-            commands, self._commands = self._commands, deque()
+            commands = self._commands
+            self._commands = deque()
         for future in [*self._quiet, *(future for _, future in commands)]:
             if future is not None and future.set_running_or_notify_cancel():
                 future.set_exception(error)

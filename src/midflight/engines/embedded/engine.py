@@ -78,8 +78,12 @@ class EmbeddedEngine:
 
         Afterwards `warning` says why the model is served more slowly than others; it is empty where it is not.
         """
-        self._name, self._tokenizer, self._record, self._lease_seconds = name, tokenizer, record, pause_lease_seconds
-        self._model, self._max_batch_tokens = model, max_batch_tokens
+        self._name = name
+        self._tokenizer = tokenizer
+        self._record = record
+        self._lease_seconds = pause_lease_seconds
+        self._model = model
+        self._max_batch_tokens = max_batch_tokens
         self._capabilities = _capabilities(model, max_context=max_context, max_running=max_running)
         routers = routers_of(model) if records_experts else None
         sizes = {"max_running": max_running, "max_batch_tokens": max_batch_tokens, "max_context": max_context}
@@ -223,7 +227,8 @@ class EmbeddedEngine:
         c = self._capabilities
         check_rows(token_ids, row_offsets, temperature=temperature, vocab_size=c.vocab_size, max_context=c.max_context)
         found = np.zeros(len(token_ids), dtype=np.float32)
-        rows, places = np.split(token_ids, row_offsets[1:-1]), np.split(np.arange(len(token_ids)), row_offsets[1:-1])
+        rows = np.split(token_ids, row_offsets[1:-1])
+        places = np.split(np.arange(len(token_ids)), row_offsets[1:-1])
         for portion in portions(np.diff(row_offsets), max_tokens=self._max_batch_tokens):
             scoring = partial(
                 token_logprobs, self._model, [rows[row] for row in portion], temperature=temperature, resumes=self._manner.resumes
@@ -237,7 +242,8 @@ class EmbeddedEngine:
 
     async def prompt_logprobs(self, token_ids: Sequence[int], *, top: int) -> Sequence[types.Likely]:
         """As the port's `PromptScorer`. Waits for the decode thread, which generates nothing meanwhile."""
-        row, c = np.asarray(token_ids, dtype=np.int32), self._capabilities
+        row = np.asarray(token_ids, dtype=np.int32)
+        c = self._capabilities
         check_rows(row, np.array([0, len(row)], dtype=np.int32), temperature=1.0, vocab_size=c.vocab_size, max_context=c.max_context)
         scoring = partial(likely_tokens, self._model, token_ids, top=top, resumes=self._manner.resumes)
         try:

@@ -41,7 +41,8 @@ class ExpertRecords:
         """The runner's, with what the routers chose put down."""
         with self._routers.recording() as chosen:
             logits = runner.forward(batch)
-        found, start = self._routers.packed(chosen), 0
+        found = self._routers.packed(chosen)
+        start = 0
         for slot, first, count in zip(batch.slots.tolist(), batch.starts.tolist(), batch.counts.tolist(), strict=True):
             fill_unknown(self._of_slot[slot][first : first + count], found[start : start + count])
             start += count

@@ -31,7 +31,9 @@ class Constraint:
     """What one answer may say next. Errors are `RequestRejected`: the request ends, nothing else does."""
 
     def __init__(self, matcher: llguidance.LLMatcher, *, ends: frozenset[int], vocab_size: int) -> None:
-        self._matcher, self._ends, self._vocab_size = matcher, ends, vocab_size
+        self._matcher = matcher
+        self._ends = ends
+        self._vocab_size = vocab_size
         self.ended = False
         """Whether an end of turn followed a complete answer: nothing may come after it, whatever `ignore_eos` says."""
 
@@ -62,7 +64,8 @@ class Grammars:
     """Compiles grammars for one tokenizer. For one thread at a time, which need not be the decode thread."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._ends = frozenset(i for i in tokenizer.eos_token_ids if i < vocab_size)
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()

@@ -40,7 +40,8 @@ class LoneRunner:
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
         """Logits [R, V] of the wanted tokens, each the last of its sequence; what the model keeps of all tokens is stored."""
-        logits, start = list[Tensor](), 0
+        logits = list[Tensor]()
+        start = 0
         for slot, first, count in zip(*(x.tolist() for x in (batch.slots, batch.starts, batch.counts)), strict=True):
             tokens = torch.from_numpy(batch.tokens[start : start + count]).to(self.model.device)
             last = self._extend(slot, tokens, first=first)
@@ -65,7 +66,8 @@ class LoneRunner:
         for part in parts:
             options: dict[str, object] = {"logits_to_keep": 1} if "logits_to_keep" in self._takes else {}
             out = self.model(input_ids=part[None], use_cache=True, **{self._name: cache}, **options)
-            cache, logits = out[self._name], cast(Tensor, out.logits)[0, -1]
+            cache = out[self._name]
+            logits = cast(Tensor, out.logits)[0, -1]
         self._caches[slot] = cache
         return logits
 

@@ -116,7 +116,8 @@ def _tried(model: PreTrainedModel, *, max_context: int, max_batch_tokens: int) -
         return Manner(), Proof("engine", Way.REFUSED, reason=str(error))
     if ahead is not None:
         return Manner(), Proof("engine", Way.REFUSED, reason=ahead)
-    errors, failures = list[float](), list[str]()
+    errors = list[float]()
+    failures = list[str]()
     for manner in _manners(model, max(max_context, max_batch_tokens)):
         tried.set_attn_implementation(own)
         try:
@@ -199,7 +200,9 @@ Plan = dict[int, tuple[int, int]]
 def _plan(rows: Sequence[Row]) -> tuple[list[Plan], int, list[Plan]]:
     """Steps, the length at which slot 0 is then copied to slot 2, and the steps after. Row 2 begins as row 0 does."""
     shared = min(len(rows[0]), len(rows[2]))
-    fork, long, middle = int((rows[0][:shared] != rows[2][:shared]).argmax()), len(rows[0]), len(rows[3])
+    fork = int((rows[0][:shared] != rows[2][:shared]).argmax())
+    long = len(rows[0])
+    middle = len(rows[3])
     before: list[Plan] = [{0: (0, fork // 2), 1: (1, 1)}, {0: (0, fork), 1: (1, 2)}]
     after: list[Plan] = [{0: (0, long - 4), 1: (1, 3), 2: (2, fork + 1), 3: (3, max(1, middle - 4))}]
     after += [{0: (0, long - 4 + n), 1: (1, 3 + n), 2: (2, fork + 1 + n), 3: (3, middle - 4 + n)} for n in (1, 2, 3, 4)]
@@ -211,7 +214,9 @@ class _Trial:
     """Runs steps and compares the log-probabilities after the last token of each sequence with those of the model alone."""
 
     def __init__(self, runner: AnyRunner, rows: Sequence[Row], expected: Sequence[Tensor]) -> None:
-        self._runner, self._rows, self._expected = runner, rows, expected
+        self._runner = runner
+        self._rows = rows
+        self._expected = expected
         self._at: dict[int, tuple[int, int]] = {}
         """By slot the row in it, and how many tokens of it."""
         self.worst = 0.0
@@ -220,7 +225,8 @@ class _Trial:
         parts: list[tuple[int, int, int, int]] = []
         for slot, (row, asked) in plan.items():
             known, length = self._at.get(slot, (row, 0))
-            start, end = length if known == row else 0, min(asked, len(self._rows[row]))
+            start = length if known == row else 0
+            end = min(asked, len(self._rows[row]))
             if end > start:
                 self._at[slot] = row, end
                 start = 0 if self._runner.recomputes else start
@@ -275,7 +281,8 @@ def _with_scores(
     targets = [
         log[:-1].gather(-1, torch.from_numpy(row[1:, None]).to(log.device))[:, 0].cpu() for row, log in zip(rows, expected, strict=True)
     ]
-    vocabulary, worst = expected[0].shape[-1], torch.inf
+    vocabulary = expected[0].shape[-1]
+    worst = torch.inf
     for resumes in (True, False):
         try:
             scores = token_logprobs(

@@ -84,7 +84,8 @@ class Runner:
             self._states.reserve(slots=num_slots)
             self._states.cohorts = cohorts(batch.slots, batch.starts, batch.counts, self.device)
         buckets = self._buckets(batch, offsets, positions, slots)
-        step, states = STEP.set(StepPlaces(self._cache, slots, positions, buckets, self._reaches)), RUNNING.set(self._states)
+        step = STEP.set(StepPlaces(self._cache, slots, positions, buckets, self._reaches))
+        states = RUNNING.set(self._states)
         try:
             return self._logits(tokens, positions, np.flatnonzero(batch.wanted))
         finally:
@@ -129,33 +130,42 @@ class Runner:
             classes = np.ceil(np.log2(batch.counts[num_single:])).astype(np.int64)
             edges = num_single + np.flatnonzero(np.diff(classes)) + 1
             for first, last in itertools.pairwise([num_single, *edges.tolist(), len(batch.counts)]):
-                start, end = int(offsets[first]), int(offsets[last - 1] + batch.counts[last - 1])
+                start = int(offsets[first])
+                end = int(offsets[last - 1] + batch.counts[last - 1])
                 buckets.append(self._chunk_bucket(batch, slice(first, last), positions, start=start, end=end))
         return buckets
 
     def _single_bucket(self, batch: StepBatch, num: int, positions: Tensor, slots: Tensor) -> Bucket:
         """Where the slots are nearly a range, the whole range is read as a view: an idle row in it costs less than gathering all."""
-        low, high = int(batch.slots[0]), int(batch.slots[num - 1]) + 1
+        low = int(batch.slots[0])
+        high = int(batch.slots[num - 1]) + 1
         num_keys = int(batch.positions[:num].max()) + 1
         if high - low == num or high - low > num + num // 2:
             where = slice(low, high) if high - low == num else slots[:num]
             return Bucket(where, positions[:num, None], start=0, end=num, num_keys=num_keys)
-        rows, padded = np.zeros(high - low, dtype=np.int64), np.zeros((high - low, 1), dtype=np.int64)
+        rows = np.zeros(high - low, dtype=np.int64)
+        padded = np.zeros((high - low, 1), dtype=np.int64)
         picks = batch.slots[:num] - low
-        rows[picks], padded[picks, 0] = np.arange(num), batch.positions[:num]
+        rows[picks] = np.arange(num)
+        padded[picks, 0] = batch.positions[:num]
         where = slice(low, high)
         return Bucket(where, self._put(padded), start=0, end=num, num_keys=num_keys, rows=self._put(rows), picks=self._put(picks))
 
     def _chunk_bucket(self, batch: StepBatch, part: slice, positions: Tensor, *, start: int, end: int) -> Bucket:
-        counts, slots = batch.counts[part], self._put(batch.slots[part])
-        num, longest = len(counts), int(counts[-1])
+        counts = batch.counts[part]
+        slots = self._put(batch.slots[part])
+        num = len(counts)
+        longest = int(counts[-1])
         num_keys = int(batch.positions[start:end].max()) + 1
         if counts[0] == longest:
             return Bucket(slots, positions[start:end].reshape(num, longest), start=start, end=end, num_keys=num_keys)
         filled = np.arange(longest) < counts[:, None]
-        rows, padded = np.zeros((num, longest), dtype=np.int64), np.zeros((num, longest), dtype=np.int64)
-        rows[filled], padded[filled] = np.arange(end - start), batch.positions[start:end]
-        rows_on, picks = self._put(rows.reshape(-1)), self._put(np.flatnonzero(filled))
+        rows = np.zeros((num, longest), dtype=np.int64)
+        padded = np.zeros((num, longest), dtype=np.int64)
+        rows[filled] = np.arange(end - start)
+        padded[filled] = batch.positions[start:end]
+        rows_on = self._put(rows.reshape(-1))
+        picks = self._put(np.flatnonzero(filled))
         return Bucket(slots, self._put(padded), start=start, end=end, num_keys=num_keys, rows=rows_on, picks=picks)
 
     def _put(self, values: Ints) -> Tensor:
@@ -186,7 +196,8 @@ class SpanOfSlot:
 
 def reaches(config: PreTrainedConfig) -> dict[int, Reach]:
     """What the configuration says about layers that see only a part of what stands before them."""
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None)
     known = {"sliding_attention": Reach(window=window), "chunked_attention": Reach(chunk=chunk)}
     kinds: list[str] = getattr(config, "layer_types", None) or []
     return {number: known[kind] for number, kind in enumerate(kinds) if kind in known}
@@ -254,7 +265,8 @@ class PlainRunner(Runner):
         self._turns_weights = multiplies_by_mkl and num_bytes <= TURNED_BYTES
         self._packs = packs and multiplies_by_mkl and TURNED_BYTES < num_bytes <= PACKED_BYTES and self._packing_is_right()
         first = attentions[0]
-        self._size, self._scale = int(first.head_dim), float(first.scaling)
+        self._size = int(first.head_dim)
+        self._scale = float(first.scaling)
         self._heads, self._kv_heads = (len(product.weight) // self._size for product in (first.q_proj, first.k_proj))
         self._eps = torch.tensor(self._decoder.norm.variance_epsilon, device=self.device)
         self._which_norm = torch.tensor([0] * self._heads + [1] * self._kv_heads, device=self.device)
@@ -288,7 +300,8 @@ class PlainRunner(Runner):
         if self._pointers != self._places() or (self._ahead is not None and self._ahead.pointers == self._pointers):
             self._lay_out()
         cos, sin = self._turned(step.cache.context)
-        cos, sin = cos[positions][:, None], sin[positions][:, None]
+        cos = cos[positions][:, None]
+        sin = sin[positions][:, None]
         norms = self._head_norms() if self._norms else [None] * len(self._layers)
         x = embedding(tokens, self._embedding)
         for number, (layer, norm) in enumerate(zip(self._layers, norms, strict=True)):
@@ -299,7 +312,9 @@ class PlainRunner(Runner):
 
     def _through(self, x: Tensor, number: int, layer: _Layer, *, cos: Tensor, sin: Tensor, norm: Tensor | None, step: StepPlaces) -> Tensor:
         """One layer: x [N, hidden] -> [N, hidden]. cos and sin [N, 1, head_dim], norm [heads + kv_heads, head_dim]."""
-        num, turned, place = len(x), self._heads + self._kv_heads, (number, 0)
+        num = len(x)
+        turned = self._heads + self._kv_heads
+        place = (number, 0)
         qkv = layer.qkv.of(self._normed(x, layer.first_norm)).view(num, turned + self._kv_heads, self._size)
         qk = qkv[:, :turned] if norm is None else self._normed(qkv[:, :turned], norm)
         qk = torch.addcmul(qk * cos, qk.roll(self._size // 2, -1), sin)
@@ -325,7 +340,8 @@ class PlainRunner(Runner):
         """cos and sin [length, head_dim] of each position, from the model's own rotary embedding. The sine has the sign of what it adds:
         (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
         if len(self._turns[0]) < length:
-            like, places = torch.empty(0, dtype=self.model.dtype, device=self.device), torch.arange(length, device=self.device)
+            like = torch.empty(0, dtype=self.model.dtype, device=self.device)
+            places = torch.arange(length, device=self.device)
             cos, sin = (turn[0] for turn in self._decoder.rotary_emb(like, places[None]))
             if cos.shape[-1] != self._size:
                 raise NotSupported(

@@ -96,7 +96,8 @@ def penalised(logits: Tensor, penalties: Penalties) -> Tensor:
 
     The first is Keskar et al. 2019 (CTRL), eq. 2, which divides negative logits too; they would become likelier.
     """
-    rows, tokens = _on(penalties.rows, logits), _on(penalties.tokens, logits)
+    rows = _on(penalties.rows, logits)
+    tokens = _on(penalties.tokens, logits)
     index = torch.arange(tokens.shape[1], device=logits.device)
     before = index < _column(penalties.length, logits)
     output = before & (index >= _column(penalties.num_prompt, logits))
@@ -372,7 +373,8 @@ def _nucleus(log_p: Tensor, *, top_k: Tensor, top_p: Tensor) -> Tensor:
 def _likeliest(log_p: Tensor, num_top: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The `num_top` [R] likeliest ids of each row of [R, V] that are possible at all, and their log-probabilities."""
     width = min(int(num_top.max(initial=0)), log_p.shape[-1])
-    ids, logprobs = np.full((len(log_p), width), -1), np.zeros((len(log_p), width))
+    ids = np.full((len(log_p), width), -1)
+    logprobs = np.zeros((len(log_p), width))
     if not width:
         return ids, logprobs
     rows = np.flatnonzero(num_top)
@@ -382,8 +384,11 @@ def _likeliest(log_p: Tensor, num_top: NDArray[np.int64]) -> tuple[NDArray[np.in
     row, column = near.nonzero().T.cpu().numpy()
     value = part[near].cpu().numpy()
     order = np.lexsort((column, -value, row))
-    row, column, value = row[order], column[order], value[order]
+    row = row[order]
+    column = column[order]
+    value = value[order]
     rank = np.arange(len(row)) - np.searchsorted(row, np.arange(len(rows)))[row]
     kept = rank < num_top[rows][row]
-    ids[rows[row[kept]], rank[kept]], logprobs[rows[row[kept]], rank[kept]] = column[kept], value[kept]
+    ids[rows[row[kept]], rank[kept]] = column[kept]
+    logprobs[rows[row[kept]], rank[kept]] = value[kept]
     return ids, logprobs

@@ -158,18 +158,23 @@ class Scheduler:
         batch = None if self.paused is not None and self.is_quiet() else self._schedule()
         if batch is None:
             return self._flush(StepOutput(version=self.version, started=started, ended=time.monotonic()))
-        touched, running = frozenset(self._table.outlets[batch.slots].tolist()), self._table.num_active
+        touched = frozenset(self._table.outlets[batch.slots].tolist())
+        running = self._table.num_active
         with self._threads.of(self._num_parameters * len(batch.tokens)):
             logits = self._runner.forward(batch) if self._experts is None else self._experts.forward(self._runner, batch)
             self._mark_cached(batch)
-            rows, masks = np.flatnonzero(batch.wanted), None
+            rows = np.flatnonzero(batch.wanted)
+            masks = None
             if self._table.constrained[batch.token_slots[rows]].any():
                 rows, logits, masks = self._constrained(batch, rows, logits)
-            slots, positions = batch.token_slots[rows], batch.positions[rows] + 1
+            slots = batch.token_slots[rows]
+            positions = batch.positions[rows] + 1
             sampled = sample(logits, self._table.sampling(slots, positions, masks)) if len(slots) else _nothing_sampled()
         if self._guesses and len(slots):
             stand = self._that_stand(slots, sampled.token_ids, guessed=batch.tokens[rows])
-            slots, positions, sampled = slots[stand], positions[stand], sampled.of(stand)
+            slots = slots[stand]
+            positions = positions[stand]
+            sampled = sampled.of(stand)
         kv_versions = self._postprocess(slots, positions, sampled.token_ids)
         return self._flush(
             StepOutput(
@@ -203,14 +208,16 @@ class Scheduler:
         if self._runner.keeps_states:
             # A prompt that others may copy stops before its last token, which is where they take it over.
             missing -= table.leading & (missing > 1)
-        wanted, missing = missing, missing[ready]
+        wanted = missing
+        missing = missing[ready]
         singles = ready[missing == 1]
         chunks = ready[missing > 1]
         chunks = chunks[np.argsort(table.handles[chunks], kind="stable")]
         wanted = wanted[chunks]
         before = np.cumsum(wanted) - wanted
         counts = np.minimum(wanted, self._max_batch_tokens - len(singles) - before)
-        chunks, counts = chunks[counts > 0], counts[counts > 0]
+        chunks = chunks[counts > 0]
+        counts = counts[counts > 0]
         order = np.argsort(counts, kind="stable")
         # A prefill whose chunk is one token is attended like a decode, so it stands among them, in order of slots.
         slots = np.concatenate([singles, chunks[order]])
@@ -236,11 +243,13 @@ class Scheduler:
 
     def _guess(self, slots: Ints) -> tuple[Ints, Ints]:
         """Writes behind each sequence what it may go on with. Slots and counts of tokens, in the order that a batch has."""
-        table, counts = self._table, np.ones(len(slots), dtype=np.int64)
+        table = self._table
+        counts = np.ones(len(slots), dtype=np.int64)
         room = np.minimum(table.guesses[slots], table.limit[slots] - table.length[slots] - 1)
         room[table.constrained[slots] | table.has_matcher[slots]] = 0
         for row in np.flatnonzero(room > 0).tolist():
-            tokens, length = table.tokens[slots[row]], int(table.length[slots[row]])
+            tokens = table.tokens[slots[row]]
+            length = int(table.length[slots[row]])
             found = guess(tokens[:length], most=int(room[row]))
             tokens[length : length + len(found)] = found
             counts[row] += len(found)
@@ -291,7 +300,8 @@ class Scheduler:
         [R, V] of the others."""
         slots = batch.token_slots[wanted]
         rows = np.flatnonzero(self._table.constrained[slots])
-        kept, allowed = np.ones(len(slots), dtype=np.bool_), list[NDArray[np.bool_]]()
+        kept = np.ones(len(slots), dtype=np.bool_)
+        allowed = list[NDArray[np.bool_]]()
         for row in rows.tolist():
             try:
                 allowed.append(self._table.constraint(int(slots[row])).allowed())
@@ -311,7 +321,8 @@ class Scheduler:
         stopped = (table.stop_ids[slots] == token_ids[:, None]).any(1)
         full = positions + 1 >= table.limit[slots]
         for row in np.flatnonzero(stopped | full | table.has_matcher[slots] | table.constrained[slots]).tolist():
-            slot, token_id = int(slots[row]), int(token_ids[row])
+            slot = int(slots[row])
+            token_id = int(token_ids[row])
             try:
                 finish = Finish(FinishReason.STOP, token_id) if stopped[row] else self._finish(slot, token_id)
             except RequestRejected as error:
@@ -361,7 +372,8 @@ class Scheduler:
         known, version = self._prefixes.fill(slot, table.tokens[slot, : len(prompt)])
         self.num_reused += known
         if known:
-            table.cached[slot], table.kv_version[slot] = known, version
+            table.cached[slot] = known
+            table.kv_version[slot] = version
         if self._room.num_bytes and len(prompt) - known > 1:
             self._leaders[prompt] = slot
             table.leading[slot] = True
@@ -374,7 +386,8 @@ class Scheduler:
 
     def _finished_before(self, submission: Submission) -> Finish | None:
         """How a request ends with the tokens it brings, if it does."""
-        request, matcher = submission.request, submission.matcher
+        request = submission.request
+        matcher = submission.matcher
         if submission.aborted:
             return _ABORT
         if submission.constraint is not None and submission.constraint.ended:
@@ -405,13 +418,17 @@ class Scheduler:
     def _flush(self, output: StepOutput) -> StepOutput:
         if not (self._finishes or self._failures):
             return output
-        finishes, self._finishes = tuple(self._finishes), []
-        failures, self._failures = tuple(self._failures), []
-        experts, self._records = tuple(self._records), []
+        finishes = tuple(self._finishes)
+        self._finishes = []
+        failures = tuple(self._failures)
+        self._failures = []
+        experts = tuple(self._records)
+        self._records = []
         touched = output.touched | {outlet for _, outlet, _ in (*finishes, *failures)}
         return replace(output, finishes=finishes, failures=failures, experts=experts, touched=touched)
 
 
 def _nothing_sampled() -> Sampled:
-    no_ids, no_logprobs = np.empty(0, dtype=np.int64), np.empty(0)
+    no_ids = np.empty(0, dtype=np.int64)
+    no_logprobs = np.empty(0)
     return Sampled(no_ids, no_logprobs, no_ids.reshape(0, 0), no_logprobs.reshape(0, 0))

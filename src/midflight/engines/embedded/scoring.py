@@ -52,7 +52,8 @@ def likely_tokens(
     ids = torch.tensor([row], device=model.device)
     found: list[Likely] = []
     for places, logits in _stretches(model, ids, max_logits=max_logits, resumes=resumes):
-        scores, own = _log_softmax(logits, 1.0), ids[:, places]
+        scores = _log_softmax(logits, 1.0)
+        own = ids[:, places]
         best, which = scores[0].topk(min(top, scores.shape[-1]), dim=-1)
         pairs = zip(own[0].tolist(), _chosen(scores, own)[0].tolist(), which.tolist(), best.tolist(), strict=True)
         found += [((token, logprob), *zip(others, theirs, strict=True)) for token, logprob, others, theirs in pairs]

@@ -47,7 +47,8 @@ def cohorts(slots: Ints, starts: Ints, counts: Ints, device: torch.device) -> li
     """Of a step's sequences, in their order. Slots that are a range are read and written in place."""
     kinds = np.stack([counts, starts == 0])
     edges = np.flatnonzero((np.diff(kinds) != 0).any(0)) + 1
-    bounds, offsets = [0, *edges.tolist(), len(counts)], np.concatenate([[0], np.cumsum(counts)])
+    bounds = [0, *edges.tolist(), len(counts)]
+    offsets = np.concatenate([[0], np.cumsum(counts)])
     made: list[Cohort] = []
     for first, last in itertools.pairwise(bounds):
         part = slots[first:last]
@@ -61,7 +62,8 @@ class States:
     """A tensor [slots, ...] per state, made when a layer first leaves one. Rows of slots that begin anew are never read."""
 
     def __init__(self, *, max_slots: int) -> None:
-        self._max_slots, self._slots = max_slots, 0
+        self._max_slots = max_slots
+        self._slots = 0
         self._rows: dict[Key, Tensor] = {}
         self.cohorts: list[Cohort] = []
         """Of the step that runs."""
@@ -112,13 +114,15 @@ class States:
         for number, kind, state in self._keys(layer):
             rows = self._rows[number, kind, state][cohort.slots]
             if kind == "conv":
-                view.conv_states[state], view.conv_kernel_size[state] = rows, rows.shape[-1]
+                view.conv_states[state] = rows
+                view.conv_kernel_size[state] = rows.shape[-1]
                 view.is_conv_states_initialized[state] = True
             else:
                 view.recurrent_states[state] = rows
                 view.is_recurrent_states_initialized[state] = True
             view.has_previous_state[state] = True
-            view.dtype, view.device = rows.dtype, rows.device
+            view.dtype = rows.dtype
+            view.device = rows.device
         return view
 
     def _store(self, layer: StatefulLayer, cohort: Cohort, view: LinearAttentionLayer) -> None:
@@ -215,7 +219,8 @@ def _limit_steps(module: Any, _: nn.Module, __: object, projected: Tensor) -> Te
     bounds = torch.tensor(module.time_step_limit, dtype=torch.float64)
     low, high = (bounds + (-torch.expm1(-bounds)).log()).tolist()  # softplus of these are the bounds
     limited = projected.clone()
-    steps, bias = limited[..., -module.num_heads :], module.dt_bias
+    steps = limited[..., -module.num_heads :]
+    bias = module.dt_bias
     steps.copy_((steps + bias).clamp(low, high) - bias)
     return limited
 

@@ -52,16 +52,20 @@ class SlotTable:
         """Waits for another slot to finish the same prompt."""
         self.leading = np.zeros(n, dtype=np.bool_)
         """Computes a prompt that others may copy."""
-        self.handles, self.outlets = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        self.handles = np.zeros(n, dtype=np.int64)
+        self.outlets = np.zeros(n, dtype=np.int64)
         self.tokens = np.zeros((n, max_context), dtype=np.int64)
-        self.length, self.cached = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        self.length = np.zeros(n, dtype=np.int64)
+        self.cached = np.zeros(n, dtype=np.int64)
         self.limit = np.zeros(n, dtype=np.int64)
         """Length at which the sequence ends: of its token budget or of the context."""
         self.least = np.zeros(n, dtype=np.int64)
         """Length before which no stop id may be sampled."""
         self.kv_version = np.zeros(n, dtype=np.int64)
         self.seeds = np.zeros(n, dtype=np.int64)
-        self.temperature, self.top_p, self.min_p = np.zeros(n), np.zeros(n), np.zeros(n)
+        self.temperature = np.zeros(n)
+        self.top_p = np.zeros(n)
+        self.min_p = np.zeros(n)
         self.top_k = np.zeros(n, dtype=np.int64)
         self.stop_ids = np.full((n, 2), -1, dtype=np.int64)
         self.has_matcher = np.zeros(n, dtype=np.bool_)
@@ -81,20 +85,30 @@ class SlotTable:
         """Takes the lowest free slot, so that running slots stay nearly a range."""
         slot = heapq.heappop(self._free)
         self.num_active += 1
-        request, sampling = submission.request, submission.request.sampling
+        request = submission.request
+        sampling = submission.request.sampling
         self.submissions[slot] = submission
-        self.handles[slot], self.outlets[slot] = submission.handle, submission.outlet
-        self.active[slot], self.blocked[slot], self.leading[slot] = True, False, False
+        self.handles[slot] = submission.handle
+        self.outlets[slot] = submission.outlet
+        self.active[slot] = True
+        self.blocked[slot] = False
+        self.leading[slot] = False
         self.tokens[slot, : len(request.input_ids)] = request.input_ids
-        self.length[slot], self.cached[slot] = len(request.input_ids), 0
+        self.length[slot] = len(request.input_ids)
+        self.cached[slot] = 0
         self.limit[slot] = min(request.num_prompt_tokens + sampling.max_tokens, self.max_context)
         self.least[slot] = request.num_prompt_tokens + sampling.min_tokens
         self.seeds[slot] = np.uint64(sampling.seed).astype(np.int64)
-        self.temperature[slot], self.top_p[slot], self.min_p[slot] = sampling.temperature, sampling.top_p, sampling.min_p
+        self.temperature[slot] = sampling.temperature
+        self.top_p[slot] = sampling.top_p
+        self.min_p[slot] = sampling.min_p
         self.top_k[slot] = sampling.top_k or 0
-        self.has_matcher[slot], self.guesses[slot] = submission.matcher is not None, 1
-        self.constrained[slot], self.num_top[slot] = submission.constraint is not None, sampling.top_logprobs
-        self.penalised[slot], self.biased[slot] = Feature.PENALTIES in sampling.features, bool(sampling.logit_bias)
+        self.has_matcher[slot] = submission.matcher is not None
+        self.guesses[slot] = 1
+        self.constrained[slot] = submission.constraint is not None
+        self.num_top[slot] = sampling.top_logprobs
+        self.penalised[slot] = Feature.PENALTIES in sampling.features
+        self.biased[slot] = bool(sampling.logit_bias)
         self.wants_kept[slot] = request.wants_kept
         self._set_stop_ids(slot, submission.stop_ids)
         return slot
@@ -144,7 +158,8 @@ class SlotTable:
     def append(self, slots: Ints, positions: Ints, token_ids: Ints) -> None:
         """Of several tokens of a slot the last comes last; the keys of all before it are stored."""
         self.tokens[slots, positions] = token_ids
-        self.length[slots], self.cached[slots] = positions + 1, positions
+        self.length[slots] = positions + 1
+        self.cached[slots] = positions
 
     def _submission(self, slot: int) -> Submission:
         submission = self.submissions[slot]
@@ -153,7 +168,8 @@ class SlotTable:
 
     def _penalties(self, slots: Ints, positions: Ints) -> Penalties:
         rows = np.flatnonzero(self.penalised[slots])
-        asking, length = slots[rows], positions[rows]
+        asking = slots[rows]
+        length = positions[rows]
         params = [self._submission(slot).request.sampling for slot in asking.tolist()]
         return Penalties(
             rows=rows,
@@ -237,7 +253,9 @@ class Prefixes:
     """At most `max_bytes` are kept: what was used longest ago goes first, ends before beginnings. With 0 nothing is kept."""
 
     def __init__(self, runner: KeepsSpans, *, max_bytes: int, experts: ExpertRecords | None = None) -> None:
-        self._runner, self._max_bytes, self._experts = runner, max_bytes, experts
+        self._runner = runner
+        self._max_bytes = max_bytes
+        self._experts = experts
         self._roots: dict[int, _Span] = {}
         self._spans = OrderedDict[_Span, None]()
         """The one used longest ago first; a span is used whenever one behind it is."""
@@ -266,7 +284,8 @@ class Prefixes:
         end = 0
         for known, num in self._walk(tokens):
             last = known if num == len(known.tokens) else self._split(known, num)
-            start, end = end, end + num
+            start = end
+            end = end + num
             if last.version < version or (self._runner.keeps_states and end == len(tokens) and not last.computed.has_state):
                 self._fill(last, slot, start=start, version=version, at_end=end == len(tokens))
         if end < len(tokens):
@@ -284,7 +303,11 @@ class Prefixes:
 
     def _walk(self, tokens: Ints) -> list[tuple[_Span, int]]:
         """The spans along the tokens, and how many of each agree: all, but for the last."""
-        found, children, start, words, size = list[tuple[_Span, int]](), self._roots, 0, tokens.tobytes(), tokens.itemsize
+        found = list[tuple[_Span, int]]()
+        children = self._roots
+        start = 0
+        words = tokens.tobytes()
+        size = tokens.itemsize
         while start < len(tokens) and (span := children.get(tokens.item(start))) is not None:
             width = len(span.tokens)
             if words.startswith(span.tokens.tobytes(), start * size):
@@ -296,17 +319,21 @@ class Prefixes:
             found.append((span, num))
             if num < len(span.tokens):
                 break
-            children, start = span.children, start + num
+            children = span.children
+            start = start + num
         return found
 
     def _split(self, span: _Span, num: int) -> _Span:
         """Makes two of a span; returns the first, of `num` tokens. The other keeps the place, and what stands behind it."""
-        tokens, computed = span.tokens, span.computed
+        tokens = span.tokens
+        computed = span.computed
         siblings = self._roots if span.parent is None else span.parent.children
         del siblings[int(tokens[0])]
         self.num_bytes -= computed.num_bytes
         first = self._grow(span.parent, tokens[:num], computed.cut(0, num), span.version)
-        span.tokens, span.computed, span.parent = tokens[num:], computed.cut(num, len(tokens)), first
+        span.computed = computed.cut(num, len(tokens))
+        span.tokens = tokens[num:]
+        span.parent = first
         if span.experts is not None:
             first.experts, span.experts = span.experts[:num], span.experts[num:]
         first.children[int(span.tokens[0])] = span
@@ -323,7 +350,8 @@ class Prefixes:
     def _fill(self, span: _Span, slot: int, *, start: int, version: Version, at_end: bool) -> None:
         end = start + len(span.tokens)
         self.num_bytes -= span.computed.num_bytes
-        span.computed, span.version = self._runner.take(slot, start=start, end=end, at_end=at_end), version
+        span.computed = self._runner.take(slot, start=start, end=end, at_end=at_end)
+        span.version = version
         span.experts = self._chosen(slot, start, end)
         self.num_bytes += span.computed.num_bytes
 

@@ -62,7 +62,8 @@ class _Size:
             self._seconds += (seconds - self._seconds) / (4 if self._seconds else 1)
             self._left -= 1
             if not self._left:
-                self._up, self.number = not self._up, self._neighbour()
+                self.number = self._neighbour()
+                self._up = not self._up
         else:
             self._tried.append(seconds)
             if len(self._tried) == _TRIAL:
@@ -76,6 +77,7 @@ class _Size:
         pays = seconds < self._seconds
         self._pause = self._left = _PAUSES[0] if pays else min(2 * self._pause, _PAUSES[1])
         if pays:
-            self._usual, self._seconds = self.number, seconds
+            self._usual = self.number
+            self._seconds = seconds
         self.number = self._usual
         self._tried.clear()

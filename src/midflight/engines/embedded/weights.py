@@ -34,7 +34,9 @@ class EngineWeights:
         self, model: PreTrainedModel, receiver: WeightReceiver, *, version: Version, lay_out: Callable[[Tensors], Tensors] = dict
     ) -> None:
         """`lay_out` puts tensors by name into memory as the runner wants them."""
-        self._model, self._receiver, self._lay_out = model, receiver, lay_out
+        self._model = model
+        self._receiver = receiver
+        self._lay_out = lay_out
         self._served = Attestation(version=version, fingerprint=model_fingerprint(model))
         self._shapes = {name: (t.shape, t.dtype, t.device) for name, t in named_tensors(model).items()}
         self._staged: _StagedTensors | None = None

@@ -64,7 +64,8 @@ class AdapterEngine(ServerEngine):
         """At once, paused or not. `EngineError` where the version is not staged."""
         async with self._control, self._staging:
             staged = self._staged(version)
-            self._live, self._next = staged, None
+            self._live = staged
+            self._next = None
             oldest = version - (self._shelf.num_adapters - 2)
             self._abort_these([r for r in self._running if r.adapter and _version(r.adapter) < oldest])
             return types.Attestation(version, staged.fingerprint)

@@ -80,7 +80,8 @@ class DirectWay:
     """Which versions come to one server in this way, and how."""
 
     def __init__(self, kind: str, feed: WorkerFeed) -> None:
-        self._make, self._feed = WORKERS[kind], feed
+        self._make = WORKERS[kind]
+        self._feed = feed
         self._is_open: bool | None = None
         """Whether the server can; known after the first version."""
         self._changes = False
@@ -100,7 +101,8 @@ class DirectWay:
                 raise
             except EngineError as error:
                 return self._closed(client, str(error))
-            self._is_open, self._changes = len(states) > 0, all(state.held is not None for state in states)
+            self._is_open = len(states) > 0
+            self._changes = all(state.held is not None for state in states)
         if manifest.deltas and not self._changes:
             return self._closed(client, "it is a difference, for which the server's interpreter must have xxhash")
         return True

@@ -73,7 +73,9 @@ class ServerEngine:
         """`model`: the folder that holds the weights of `version`, which the server starts with (`first_folder`), or is given when attached.
         `num_workers`: processes that are to compute for the server; None is as many as it has. `start_seconds` and `works`: see `ServerClient`."""
         self._num_workers = num_workers
-        self._name, self._server, self.tokenizer = name, server, tokenizer
+        self._name = name
+        self._server = server
+        self.tokenizer = tokenizer
         self._client = ServerClient(name, url, patience_seconds=start_seconds, works=works)
         self._direct = direct
         self._area = StagingArea(staging, model=model, receiver=receiver, merges=self._merges)
@@ -84,7 +86,9 @@ class ServerEngine:
         self._running: dict[ServerRequest, None] = {}
         self._control = asyncio.Lock()
         self._staging = asyncio.Lock()
-        self._gate, self._idle, self._attached = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._gate = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._attached = asyncio.Event()
         self._gate.set()
         self._idle.set()
         self._paused: types.PauseMode | None = None
@@ -163,7 +167,8 @@ class ServerEngine:
                 running.shape = await asyncio.to_thread(self._shape, running)
             await self._gate.wait()
             self._idle.clear()
-            running.attempt, running.adapter = Attempt(self._live.version), self._live.adapter
+            running.attempt = Attempt(self._live.version)
+            running.adapter = self._live.adapter
             path, body = self._server.body(running, salt=f"v{self._live.version}")
             reader = self._server.reader(running.request)
             async for event in self._client.events(path, body):
@@ -184,7 +189,8 @@ class ServerEngine:
 
     def _shape(self, running: ServerRequest) -> str:
         """Blocking. Also a server that compiles grammars itself would refuse this one: here it is refused as by every engine."""
-        request, sampling = running.request, running.request.sampling
+        request = running.request
+        sampling = running.request.sampling
         if self._grammars is None:
             self._grammars = Grammars(self.tokenizer, vocab_size=self.capabilities.vocab_size)
         assert sampling.grammar is not None
@@ -260,7 +266,8 @@ class ServerEngine:
     async def _pause_server(self, mode: types.PauseMode) -> None:
         """Pauses the server. It counts as paused from the first moment, even if the call fails, until `resume`."""
         self._gate.clear()
-        was_paused, self._held = self._paused is not None, False
+        was_paused = self._paused is not None
+        self._held = False
         if was_paused:  # some servers take no second pause
             await self._server.resume(self._client)
         self._paused = mode
@@ -293,7 +300,8 @@ class ServerEngine:
         await self._server.settle(self._client)
         loop = asyncio.get_running_loop()
         for _ in range(_MAX_READINGS):
-            before, since = self._num_tokens, loop.time()
+            before = self._num_tokens
+            since = loop.time()
             await self._server.settle(self._client)
             await asyncio.sleep(min(max(loop.time() - since, _QUIET_SECONDS), _MOST_QUIET_SECONDS))
             if self._num_tokens == before:
@@ -305,7 +313,8 @@ class ServerEngine:
     async def stage(self, manifest: types.WeightManifest) -> None:
         """Waits for a worker thread, which the transport feeds, or for the server's own workers; the server generates meanwhile."""
         async with self._staging:
-            self._next, direct = None, self._direct
+            self._next = None
+            direct = self._direct
             if direct is not None and await direct.opens(self._client, manifest, same_names=self._area.is_in_files(manifest)):
                 await direct.bring(self._client, manifest)
                 self._next = StagedFolder(manifest.version, manifest.fingerprint, None)
@@ -317,7 +326,8 @@ class ServerEngine:
         async with self._control, self._staging:
             if (staged := self._staged(version)) is self._live:
                 return types.Attestation(version, staged.fingerprint)
-            own_pause, admitted = self._paused is None, self._gate.is_set()
+            own_pause = self._paused is None
+            admitted = self._gate.is_set()
             if own_pause and (staged.folder is not None or self.capabilities.commit_mode is not types.PauseMode.KEEP):
                 await self._pause_server(self.capabilities.commit_mode or types.PauseMode.KEEP)
             self._gate.clear()

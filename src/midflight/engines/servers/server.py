@@ -46,7 +46,8 @@ class ServerClient:
     def __init__(self, name: str, url: str, *, patience_seconds: float, works: Works | None = None) -> None:
         """A call is given up when the server has done nothing for so long; where `works` is not given, because it cannot be seen, when it has not
         answered for so long."""
-        self.name, self.url = name, url
+        self.name = name
+        self.url = url
         self._patience_seconds = patience_seconds
         self._works = works
         self._http = HttpClient(url, lost=self.unavailable, line_bytes=_LINE_BYTES)
@@ -173,7 +174,8 @@ class EventTokens:
 
 def recorded_experts(encoded: str, *, num_choices: int | None, num_experts: int) -> UInt8:
     """A server's base64 of int32, `num_choices` for each token, or of numpy's own format, as [T, bytes] of `Row.experts`."""
-    data, kind = base64.b64decode(encoded), "u1" if num_experts <= 256 else "<u2"
+    data = base64.b64decode(encoded)
+    kind = "u1" if num_experts <= 256 else "<u2"
     try:
         numbers = np.load(BytesIO(data), allow_pickle=False) if num_choices is None else np.frombuffer(data, "<i4").reshape(-1, num_choices)
         return np.ascontiguousarray(numbers.reshape(len(numbers), -1).astype(kind)).view(np.uint8)
@@ -280,7 +282,8 @@ _OF_THE_SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers"
 
 def check_same_model(theirs: str, ours: Path, *, url: str) -> None:
     """`EngineError` where they certainly differ: our weights would not fit, and a token id outside its vocabulary kills SGLang."""
-    found, wanted = _sizes(Path(theirs)), _sizes(ours)
+    found = _sizes(Path(theirs))
+    wanted = _sizes(ours)
     if found is None or wanted is None:
         return
     for name in _OF_THE_SHAPES:

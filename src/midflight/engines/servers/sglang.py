@@ -80,7 +80,9 @@ class SglangReader:
 
     def __init__(self, request: GenerateRequest, *, num_experts: int = 0, num_choices: int = 0) -> None:
         """`num_experts`: of a mixture whose choices it records, `num_choices` for each token."""
-        self._num_tops, self._num_experts, self._num_choices = request.sampling.top_logprobs, num_experts, num_choices
+        self._num_tops = request.sampling.top_logprobs
+        self._num_experts = num_experts
+        self._num_choices = num_choices
         self._num_tokens = 0
 
     def read(self, event: bytes) -> EventTokens:
@@ -164,13 +166,19 @@ class SglangServer:
     ) -> None:
         """`direct`: versions come straight to its workers, which swap them between two steps. `theirs`: others started it, so it runs as many requests as it says. `num_experts`: of a mixture's layer, where it is to say which ones it chose, `num_choices` of all layers for each token. `num_adapters`: versions that it is to keep, if they are such."""
         self.num_adapters = num_adapters
-        self._vocab_size, self._max_running, self._max_context = vocab_size, max_running, max_context
-        self._theirs, self._deterministic = theirs, deterministic
-        self._num_experts, self._num_choices, self._records = num_experts if num_choices else 0, num_choices, False
+        self._vocab_size = vocab_size
+        self._max_running = max_running
+        self._max_context = max_context
+        self._theirs = theirs
+        self._deterministic = deterministic
+        self._num_experts = num_experts if num_choices else 0
+        self._num_choices = num_choices
+        self._records = False
         self._room = max_context
         """Some tokens less than its context: it refuses a longer prompt, and an answer to be resumed is one."""
         self._overlaps = True
-        self._direct, self._swaps = direct, False
+        self._direct = direct
+        self._swaps = False
         self._seeds = deterministic
         """Whether noise is a function of seed and position, as ours is, so that it survives a resume."""
 
@@ -245,7 +253,8 @@ class SglangServer:
 
     def body(self, asked: ServerRequest, *, salt: str) -> tuple[str, dict[str, object]]:
         """With the seed where the server goes by it and the client asked for it. A deterministic one gives all requests without one the same."""
-        request, seeded = asked.request, self._deterministic or (self._seeds and asked.request.seeded)
+        request = asked.request
+        seeded = self._deterministic or (self._seeds and asked.request.seeded)
         sampling = _sampling(request, asked.ends, room=self._room - len(request.input_ids), seeded=seeded)
         if asked.shape:
             sampling |= {"ebnf": asked.shape, "min_new_tokens": 0}  # our plugin sees to these

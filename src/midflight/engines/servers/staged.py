@@ -55,7 +55,9 @@ class StagingArea:
     def __init__(self, place: Path, *, model: Path, receiver: WeightReceiver, merges: bool = True) -> None:
         """`model`: the folder that the server's weights are from; names and shapes of what is served of it are those of every version.
         `merges`: adapters go into their base; else they stay what they are, and the server starts from the base."""
-        self._place, self._model, self._receiver = place, model, receiver
+        self._place = place
+        self._model = model
+        self._receiver = receiver
         self._adapter, self.first = adapter_of(model), first_folder(model, place) if merges else model
         self._merges = merges
         self._shapes = tensor_shapes(model)
@@ -205,7 +207,9 @@ def _fresh_copy(model: Path, folder: Path) -> None:
 
 def _write_tensors(path: Path, tensors: Iterable[tuple[TensorSpec, memoryview]]) -> None:
     """A safetensors file, from bytes as they lie: an 8-byte length, a JSON header, the tensors one after the other."""
-    given, entries, end = list(tensors), dict[str, object](), 0
+    given = list(tensors)
+    entries = dict[str, object]()
+    end = 0
     for spec, _ in given:
         entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (end, end + spec.num_bytes)}
         end += spec.num_bytes

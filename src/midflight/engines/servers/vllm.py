@@ -29,7 +29,8 @@ _NEEDED = {
     "/update_weight_version": "use vLLM 0.32 or newer",
 }
 """Routes that we cannot do without, and how to get them."""
-_LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_LOAD = "/v1/load_lora_adapter"
+_UNLOAD = "/v1/unload_lora_adapter"
 _ADAPTED = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set lora.merged = true"
 _REASONS = {"stop": types.FinishReason.STOP, "length": types.FinishReason.LENGTH, "abort": types.FinishReason.ABORT}
 _NO_NUMBER = -9999.0
@@ -89,7 +90,8 @@ class VllmReader:
 
     def __init__(self, request: types.GenerateRequest, *, num_experts: int = 0) -> None:
         """`num_experts`: of a mixture whose choices it records."""
-        self._num_tops, self._num_experts = request.sampling.top_logprobs, num_experts
+        self._num_tops = request.sampling.top_logprobs
+        self._num_experts = num_experts
         self._begins_form = request.sampling.grammar is not None
 
     def read(self, event: bytes) -> EventTokens:
@@ -101,7 +103,8 @@ class VllmReader:
             raise RequestRejected(f"vLLM took no answer of this form: {event[:300]!r}. Send a simpler grammar.", param="grammar")
         if said.error is not None or not said.choices:
             raise EngineUnavailable(f"vLLM ended an answer with {event[:300]!r}. Look at its log.")
-        choice, self._begins_form = said.choices[0], False
+        choice = said.choices[0]
+        self._begins_form = False
         content = (choice.logprobs.content if choice.logprobs else None) or ()
         spans = choice.weight_versions if choice.weight_versions is not None else ()
         return EventTokens(
@@ -144,7 +147,10 @@ class VllmServer:
     def __init__(self, *, vocab_size: int, max_running: int, theirs: bool = False, num_experts: int = 0, num_adapters: int = 0) -> None:
         """`theirs`: others started it, so it is asked how many requests it runs, and has `max_running` only where it does not say.
         `num_experts`: of a mixture's layer, where it is to say which ones it chose. `num_adapters`: versions that it is to keep, if they are such."""
-        self._vocab_size, self._max_running, self._theirs, self._num_experts = vocab_size, max_running, theirs, num_experts
+        self._vocab_size = vocab_size
+        self._max_running = max_running
+        self._theirs = theirs
+        self._num_experts = num_experts
         self.num_adapters = num_adapters
         self._seeds = False
         """Whether noise is a function of seed and position, so that it survives a resume."""

@@ -22,7 +22,8 @@ from midflight.environments.sandboxes.port import PYTHON, Box, Furnished, Limite
 from midflight.errors import SandboxUnavailable
 
 WORK = "/sandbox"
-FIRST_USER, NUM_USERS = 1_000_000, 60_000_000
+FIRST_USER = 1_000_000
+NUM_USERS = 60_000_000
 """Users of sandboxes, where we are root: another for each program, because a user's processes are counted together."""
 _programs = itertools.count()
 REMEDY = (
@@ -84,7 +85,8 @@ class Bubblewrap:
 
     def _words(self, files: Sequence[tuple[str, int]], folders: Sequence[str] = ()) -> list[str]:
         """Everything before the program's own words."""
-        limits, is_root = self._limits, os.geteuid() == 0
+        limits = self._limits
+        is_root = os.geteuid() == 0
         size = str(limits.disk_mb * 2**20)
         users = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
         words = [
@@ -136,7 +138,9 @@ class LocalBox:
     and of one that a limit ended nothing is kept."""
 
     def __init__(self, limits: SandboxSection, furnished: Furnished) -> None:
-        self._limits, self._folders, self._start = limits, furnished.folders, furnished.start
+        self._limits = limits
+        self._folders = furnished.folders
+        self._start = furnished.start
         self._archives = [packed(furnished.files)]
 
     async def run(
@@ -145,8 +149,10 @@ class LocalBox:
         sandbox = Bubblewrap(self._limits.model_copy(update={"seconds": seconds or self._limits.seconds}))
         self._archives += [packed(files)] if files else []
         with ExitStack() as stack:
-            before, after = [stack.enter_context(_in_memory(archive)) for archive in self._archives], stack.enter_context(_in_memory(b""))
-            numbers, names = " ".join(str(file.fileno()) for file in before), " ".join(path[1:] for path in self._folders)
+            before = [stack.enter_context(_in_memory(archive)) for archive in self._archives]
+            after = stack.enter_context(_in_memory(b""))
+            numbers = " ".join(str(file.fileno()) for file in before)
+            names = " ".join(path[1:] for path in self._folders)
             words = [*sandbox.within(self._folders), "sh", "-c", KEEPING, "sh", numbers, str(after.fileno()), names, self._start, *command]
             ran = await sandbox.ended(words, stdin, passed=[*before, after])
             after.seek(0)

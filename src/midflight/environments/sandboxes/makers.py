@@ -45,7 +45,8 @@ class Maker:
 @asynccontextmanager
 async def docker_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerator[Shell]:
     """A container: of its image's user where it is furnished, else of nobody, who writes to its `/tmp` alone."""
-    docker, name = package("docker", extra="docker"), f"midflight-{uuid4().hex}"
+    docker = package("docker", extra="docker")
+    name = f"midflight-{uuid4().hex}"
     client: Any = await in_thread(lambda: docker.from_env(timeout=math.ceil(furnished.seconds)))
     closed = {} if furnished.folders or furnished.build else {"user": NOBODY, "read_only": True, "cap_drop": ["ALL"]}
 
@@ -82,7 +83,8 @@ async def docker_box(section: SandboxSection, furnished: Furnished) -> AsyncGene
 async def e2b_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerator[Shell]:
     """A machine of its own. Its processors and its memory are those of the template."""
     e2b = package("e2b", extra="e2b")
-    template, seconds = furnished.image or section.image or None, math.ceil(furnished.seconds)
+    template = furnished.image or section.image or None
+    seconds = math.ceil(furnished.seconds)
     box = await e2b.AsyncSandbox.create(template, timeout=seconds, allow_internet_access=section.network)
 
     async def shell(script: str, seconds: float) -> tuple[int, str]:

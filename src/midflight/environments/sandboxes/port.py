@@ -96,7 +96,8 @@ def packed(files: Mapping[str, str | bytes]) -> bytes:
         for name, text in files.items():
             data = text.encode() if isinstance(text, str) else text
             entry = tarfile.TarInfo(name.lstrip("/"))
-            entry.size, entry.mode = len(data), 0o755
+            entry.size = len(data)
+            entry.mode = 0o755
             tar.addfile(entry, io.BytesIO(data))
     return archive.getvalue()
 
@@ -117,7 +118,10 @@ class Limited:
         self, process: asyncio.subprocess.Process, limits: SandboxSection, *, held: Callable[[], int], kill: Callable[[], None]
     ) -> None:
         """`held`: bytes of memory that it and all below it have now. `kill` ends them all."""
-        self._process, self._limits, self._held, self._kill = process, limits, held, kill
+        self._process = process
+        self._limits = limits
+        self._held = held
+        self._kill = kill
         self._why: Ended | None = None
 
     async def ended(self, stdin: str) -> Ran:
@@ -150,7 +154,8 @@ class Limited:
     async def _read(self, stream: asyncio.StreamReader | None) -> str:
         """Waits for the stream's end, or for more than may be."""
         assert stream is not None
-        found, most = b"", self._limits.output_bytes
+        found = b""
+        most = self._limits.output_bytes
         while more := await stream.read(65536):
             found += more[: most - len(found) + 1]
             if len(found) > most:

@@ -15,7 +15,8 @@ from midflight.environments.sandboxes.makers import MAKERS, Shell
 from midflight.environments.sandboxes.port import Box, Ended, Furnished, Ran, checked, packed
 from midflight.errors import MidflightError, SandboxLost, SandboxUnavailable
 
-HERE, WORK = "/tmp/.midflight", "/tmp/sandbox"
+HERE = "/tmp/.midflight"
+WORK = "/tmp/sandbox"
 ANSWER_SHARE = 0.2
 """A maker has this share of `start_seconds` for each answer."""
 HELD_SHARE = 0.1
@@ -32,7 +33,8 @@ class Remote:
     """Implements `LastingSandbox`."""
 
     def __init__(self, limits: SandboxSection) -> None:
-        self._limits, self._maker = limits, MAKERS[limits.kind]
+        self._limits = limits
+        self._maker = MAKERS[limits.kind]
 
     def check(self) -> None:
         """Makes a box and ends it, on a thread of its own, because there may be a loop already."""
@@ -82,7 +84,9 @@ class RemoteBox:
     """Implements `Box`. What a program writes goes into files of the box, of which no more is fetched than may be."""
 
     def __init__(self, shell: Shell, limits: SandboxSection, *, start: str) -> None:
-        self._run, self._limits, self._start = shell, limits, start
+        self._run = shell
+        self._limits = limits
+        self._start = start
         self._answer_seconds = ANSWER_SHARE * limits.start_seconds
         self._held_seconds = HELD_SHARE * limits.start_seconds
 
@@ -110,7 +114,8 @@ class RemoteBox:
         )
 
     def _script(self, command: Sequence[str], seconds: int) -> str:
-        limits, start = self._limits, shlex.quote(self._start)
+        limits = self._limits
+        start = shlex.quote(self._start)
         return "\n".join(
             (
                 f"mkdir -p {start} && cd {start} || exit 125",

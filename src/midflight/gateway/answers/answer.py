@@ -92,8 +92,11 @@ class Answer:
     ) -> None:
         """`number`: of its request in the session, which the choices of n > 1 share. The text is told as it comes if the request is
         `eager`."""
-        self.index, self.number, self.prompt = index, number, prompt
-        self.request, self.request_id = request, request.request_id
+        self.index = index
+        self.number = number
+        self.prompt = prompt
+        self.request = request
+        self.request_id = request.request_id
         self.output_ids: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[Likely] = []
@@ -102,7 +105,9 @@ class Answer:
         self.placed: list[tuple[str, float]] = []
         """As in `TurnTimes`, and so is the next."""
         self.sampled: list[tuple[Version, float]] = []
-        self._policy_sampled, self._tokenizer, self._chat = policy_sampled, tokenizer, chat
+        self._policy_sampled = policy_sampled
+        self._tokenizer = tokenizer
+        self._chat = chat
         self._keep = frozenset[int]() if chat is None else chat.keep
         self._labels: list[list[int]] = []
         """Version, version of the oldest key, and end of each run of tokens."""
@@ -132,7 +137,9 @@ class Answer:
 
     def next_request(self, request_id: str) -> GenerateRequest:
         """What a new attempt sends: the prompt and all tokens so far; seed, limits and `num_prompt_tokens` do not change."""
-        self._floor, self.ended, self.num_gained = None, False, 0
+        self._floor = None
+        self.ended = False
+        self.num_gained = 0
         self.num_attempts += 1
         asked = self.request
         ids = (*asked.input_ids, *self.output_ids) if self.output_ids else asked.input_ids
@@ -150,7 +157,8 @@ class Answer:
                 wrong = f"its record of experts has {len(chunk.experts)} bytes for {num_tokens} tokens"
         if wrong is not None:
             raise EngineUnavailable(f"reading a chunk of {len(chunk.token_ids)} tokens: {wrong}. Check the engine and its adapter.")
-        self.ended, self._floor = chunk.finish is not None, chunk.version
+        self.ended = chunk.finish is not None
+        self._floor = chunk.version
         num_kept, finish = self._cut(chunk.token_ids)
         if num_kept < len(chunk.token_ids):
             self.num_overshoot += len(chunk.token_ids) - num_kept
@@ -174,7 +182,8 @@ class Answer:
 
     def end_at_seam(self) -> None:
         """Finishes the answer between two attempts if no token may follow: after a stop id, or without budget."""
-        sampling, num_output = self.request.sampling, len(self.output_ids)
+        sampling = self.request.sampling
+        num_output = len(self.output_ids)
         last = self.output_ids[-1] if num_output > sampling.min_tokens else None
         if last is not None and (last in sampling.stop_token_ids or (not sampling.ignore_eos and last in self._tokenizer.eos_token_ids)):
             self.finish = Finish(FinishReason.STOP, last)
@@ -188,7 +197,9 @@ class Answer:
         self._add(turn.output_ids, turn.logprobs, (), turn.kept)
         for segment in turn.segments:
             self._label(segment.version, segment.kv_version, end=segment.end)
-        self.num_overshoot, self.num_attempts, self.finish = turn.num_overshoot, turn.num_resumes + 1, turn.finish
+        self.num_overshoot = turn.num_overshoot
+        self.num_attempts = turn.num_resumes + 1
+        self.finish = turn.finish
 
     # --- For the agent's side ------------------------------------------------------------------------------------------
 
@@ -322,16 +333,19 @@ class Answer:
         """An attempt's record of all its tokens. It counts for those that no earlier attempt has computed."""
         num_tokens = len(self.prompt.ids) + len(self.output_ids)
         found = np.frombuffer(record, np.uint8).reshape(num_tokens + num_overshoot, -1)[:num_tokens].copy()
-        known, self._experts = self._experts, found
+        known = self._experts
+        self._experts = found
         if known is not None and known.shape[1] == found.shape[1]:
-            later, earlier = found[: len(known)].copy(), found[: len(known)]
+            later = found[: len(known)].copy()
+            earlier = found[: len(known)]
             earlier[:] = known
             fill_unknown(earlier, later)
 
     def _relabel(self, attested: Sequence[Segment]) -> None:
         """The tokens of the current attempt get the labels that its engine gave at the end."""
         start = len(self.output_ids) - self.num_gained
-        before, self._labels = self._labels, []
+        before = self._labels
+        self._labels = []
         for version, kv_version, end in before:
             if not self._labels or self._labels[-1][2] < start:
                 self._label(version, kv_version, end=min(end, start))
@@ -349,7 +363,8 @@ def nonsense(chunk: Chunk, *, vocab_size: int, floor: Version | None, num_before
 
     `floor`: the version of the chunk before it in its attempt. `num_before`: the attempt's output tokens before it.
     """
-    ids, logprobs = chunk.token_ids, chunk.logprobs
+    ids = chunk.token_ids
+    logprobs = chunk.logprobs
     if len(ids) == len(logprobs) == 1 and 0 <= ids[0] < vocab_size and -math.inf < logprobs[0] <= _MAX_LOGPROB and not chunk.kept:
         pass  # as most are
     elif len(ids) != len(logprobs):
@@ -372,11 +387,13 @@ def _false_account(chunk: Chunk, *, num_tokens: int) -> str | None:
     """Why its segments cannot be an account of its attempt's `num_tokens` tokens."""
     if chunk.finish is None:
         return "it attests versions before the end"
-    end, version = 0, 0
+    end = 0
+    version = 0
     for segment in chunk.attested:
         if segment.start != end or segment.end <= end:
             return f"its account goes on from token {end} with tokens {segment.start} to {segment.end}"
         if segment.version < version or segment.kv_version > segment.version:
             return f"its account has version {segment.version} with keys of {segment.kv_version} after version {version}"
-        end, version = segment.end, segment.version
+        end = segment.end
+        version = segment.version
     return None if end == num_tokens else f"its account is of {end} tokens and it sent {num_tokens}"

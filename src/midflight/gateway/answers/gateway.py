@@ -82,7 +82,8 @@ class Gateway:
         shard: int | None = None,
     ) -> None:
         """`apart`: of the engines that answer what no run records nor trains, if there are any. `anonymous`: requests without a session's token are answered, untracked. `strict`: what has no effect is refused."""
-        self.tokenizer, self.message_format = tokenizer, message_format or MessageFormat(tokenizer)
+        self.tokenizer = tokenizer
+        self.message_format = message_format or MessageFormat(tokenizer)
         self.model = model
         self.limits = limits
         self.address = "http://127.0.0.1"
@@ -96,9 +97,13 @@ class Gateway:
         self.pace = Pace()
         """Of the answers that are trained or evaluated."""
         self._recorded: dict[RolloutKey, RecordedTurns] = {}
-        self._generator, self._apart, self._record = generator, apart, record
+        self._generator = generator
+        self._apart = apart
+        self._record = record
         self._planner = Planner(tokenizer, self.message_format, model=model, limits=limits, run=(run_name, run_seed), strict=strict)
-        self._anonymous, self._strict, self._count_all_choices = anonymous, strict, count_all_choices
+        self._anonymous = anonymous
+        self._strict = strict
+        self._count_all_choices = count_all_choices
         self._sessions = SessionRegistry(tokenizer, max_sessions=max_sessions, message_format=self.message_format, shard=shard)
         self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
         """Cancellation of the calls running in each session."""
@@ -217,7 +222,8 @@ class Gateway:
         """Waits for the answers of a call that `requests` has begun; ended by them, by the deadline of one, by the close of the
         session, when no client has read them for too long, or by the cancellation of the caller. Its failure is kept in `ongoing`.
         """
-        session, answers = ongoing.job.session, ongoing.job.answers
+        session = ongoing.job.session
+        answers = ongoing.job.answers
         error: Exception | None = None
         try:
             if session.closed:
@@ -299,7 +305,8 @@ class Gateway:
 
     async def _answer(self, ongoing: Ongoing, answer: Answer) -> None:
         """Waits for one answer. Whatever ends it early, its tokens get a fate (I3)."""
-        job, session = ongoing.job, ongoing.job.session
+        job = ongoing.job
+        session = ongoing.job.session
         answer.clock = asyncio.get_running_loop().time
         started = answer.clock()
         affinity = session.session_id if session.key is not None else ""
@@ -322,10 +329,13 @@ class Gateway:
             self.num_running -= 1
             session.abandoned(answer)
         if recorded is None or not session.recorded.in_session:  # else it was counted when it was generated
-            ended, num_versions = answer.clock(), len({segment.version for segment in turn.segments})
+            ended = answer.clock()
+            num_versions = len({segment.version for segment in turn.segments})
             if answer.placed and not session.is_apart:
                 self.pace.answered(len(turn.output_ids), ended - answer.placed[0][1])
-            length, num_resumes, seconds = len(turn.output_ids), turn.num_resumes, ended - started
+            length = len(turn.output_ids)
+            num_resumes = turn.num_resumes
+            seconds = ended - started
             if session.key is not None:
                 session.times.append(TurnTimes(started, ended, tuple(answer.placed), tuple(answer.sampled), length))
             self._record(TurnFinished(session.session_id, len(turn.prompt_ids), length, num_versions, num_resumes, seconds))

@@ -60,7 +60,9 @@ class Generator:
     async def prompt_logprobs(self, token_ids: Sequence[int], *, top: int, affinity: str) -> Sequence[Likely]:
         """As the port's `PromptScorer`, of an engine that takes requests. Waits for one and for its answer, `request_seconds` at most;
         where it dies another is asked."""
-        ticket, allowance, trouble = self.fleet.ticket(), Allowance(self.request_seconds), None
+        ticket = self.fleet.ticket()
+        allowance = Allowance(self.request_seconds)
+        trouble = None
         for _ in range(0 if self.forsaken else _MAX_FRUITLESS):
             lease: Lease | None = None
             try:
@@ -113,8 +115,11 @@ class _Attempts:
 
     def __init__(self, generator: Generator, answer: Answer, *, affinity: str, may_abort: bool, told: Callable[[], None]) -> None:
         self.answer = answer
-        self._generator, self._fleet = generator, generator.fleet
-        self._affinity, self._may_abort, self._told = affinity, may_abort, told
+        self._generator = generator
+        self._fleet = generator.fleet
+        self._affinity = affinity
+        self._may_abort = may_abort
+        self._told = told
         self._ticket = self._fleet.ticket()
         self._allowance = Allowance(generator.request_seconds, moved=self._has_moved)
         self._lease: Lease | None = None
@@ -179,7 +184,8 @@ class _Attempts:
     async def _attempt(self, lease: Lease) -> None:
         """One request to one engine, until the answer is finished or the attempt is over. Whatever ends it, the engine is told
         to stop and the place there is left."""
-        answer, vocab_size = self.answer, lease.engine.capabilities.vocab_size
+        answer = self.answer
+        vocab_size = lease.engine.capabilities.vocab_size
         self._lease = lease
         stream: AsyncIterator[Chunk] | None = None
         try:
@@ -197,7 +203,8 @@ class _Attempts:
         except Expired:
             raise self._too_slow(lease) from None
         except Overloaded as error:
-            self._trouble, self._rest_seconds = error, error.retry_after_seconds
+            self._trouble = error
+            self._rest_seconds = error.retry_after_seconds
         except (EngineUnavailable, OSError) as error:
             self._trouble = error
             self._fleet.quarantine(lease.engine.name, error, probation=True)
@@ -232,7 +239,8 @@ class _Attempts:
 
     def _has_moved(self) -> bool:
         """Whether the answer has grown since the last look, or may wait inside a full engine, which answers others meanwhile."""
-        before, self._num_seen = self._num_seen, len(self.answer.output_ids)
+        before = self._num_seen
+        self._num_seen = len(self.answer.output_ids)
         return self._num_seen != before or (self._lease is not None and self._lease.may_be_queued)
 
     def _not_taken(self) -> NoEngine:

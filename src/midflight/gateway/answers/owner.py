@@ -70,7 +70,9 @@ class OwnedSessions:
     """
 
     def __init__(self, gateway: Gateway, *, session_seconds: float, max_ended: int = MAX_ENDED) -> None:
-        self._gateway, self._seconds, self._max_ended = gateway, session_seconds, max_ended
+        self._gateway = gateway
+        self._seconds = session_seconds
+        self._max_ended = max_ended
         self._live: OrderedDict[str, _Owned] = OrderedDict()
         self._ended: OrderedDict[str, _Owned] = OrderedDict()
         self.changed = asyncio.Event()
@@ -118,7 +120,8 @@ class OwnedSessions:
         owned = self._find(session_id)
         record = owned.record or self._close(session_id)
         given = OwnedRecord(owned.key, record, owned.task, owned.said or Result(None), owned.rows_given)
-        owned.record, owned.rows_given = replace(record, rows=()), True
+        owned.record = replace(record, rows=())
+        owned.rows_given = True
         return given
 
     def has_reward(self, session_id: str) -> bool:

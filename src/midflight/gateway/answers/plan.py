@@ -81,7 +81,8 @@ def params_for(
 ) -> SamplingParams:
     """The client's wishes over the session's defaults over the dialect's. `max_tokens` shrinks to the room there is; with `strict` an
     explicit one must fit."""
-    asked, own = call.asked, defaults or SamplingParams()
+    asked = call.asked
+    own = defaults or SamplingParams()
     _check_features(call, limits)
     room = limits.max_context - num_prompt_tokens
     default = own.max_tokens if defaults is not None else (call.default_max_tokens or room)
@@ -115,7 +116,8 @@ def _min_tokens(call: CompletionCall, own: SamplingParams, max_tokens: int) -> i
     asked = call.asked.number("min_tokens")
     if asked is None:
         return min(own.min_tokens, max_tokens)
-    name, most = call.name_of("min_tokens"), call.asked.number("max_tokens") or max_tokens
+    name = call.name_of("min_tokens")
+    most = call.asked.number("max_tokens") or max_tokens
     if asked > most:
         raise RequestRejected(f"{name} is {asked}, above {call.name_of('max_tokens')} = {most}: lower it.", param=name)
     return min(asked, max_tokens)
@@ -193,8 +195,10 @@ class Planner:
         strict: bool = False,
     ) -> None:
         """`run`: its name and seed. `strict`: a limit above the room there is is refused, not lowered."""
-        self._tokenizer, self._format = tokenizer, message_format
-        self._model, self._limits = model, limits
+        self._tokenizer = tokenizer
+        self._format = message_format
+        self._model = model
+        self._limits = limits
         (self._run_name, self._run_seed), self._strict = run, strict
         self._prefix = secrets.token_hex(4)
         self._serial = 0
@@ -223,13 +227,15 @@ class Planner:
             for number in [session.next_request()]
             for k in range(call.n)
         ]
-        explicit, least = call.asked.number("max_tokens"), min([each.sampling.max_tokens for each in planned])
+        explicit = call.asked.number("max_tokens")
+        least = min([each.sampling.max_tokens for each in planned])
         clamped = "" if explicit is None or explicit <= least else f"{call.name_of('max_tokens')}={least}"
         return Job(session, call, tuple(answers), answers[0].request_id, clamped, loose)
 
     def _planned(self, call: CompletionCall, prompt: Prompt, own: SamplingParams | None) -> _Planned:
         """Rollouts of a group ask the same of a prompt that they share, mostly one after the other."""
-        last, asked = self._last, (call.asked.given, call.default_max_tokens)
+        last = self._last
+        asked = (call.asked.given, call.default_max_tokens)
         if last is None or last.prompt is not prompt or last.own is not own or last.asked != asked:
             sampling = params_for(call, len(prompt.ids), defaults=own, limits=self._limits, strict=self._strict)
             last = self._last = _Planned(prompt, own, asked, sampling, samples_the_policy(sampling, own, limits=self._limits))
@@ -250,7 +256,8 @@ class Planner:
     def _constrained(self, call: CompletionCall, prompt: Prompt, *, amid_text: bool = False) -> CompletionCall:
         """A tool call that must come is sampled under a grammar; so is a response format after thinking, or a call instead of it, and with
         `amid_text` a call that may come."""
-        source, grammar = call.sources[0], call.asked.grammar
+        source = call.sources[0]
+        grammar = call.asked.grammar
         if not isinstance(source, Messages) or (grammar is None and not amid_text and call.tool_choice is not ToolChoice.REQUIRED):
             return call
         if amid_text:
@@ -266,7 +273,9 @@ class Planner:
         return replace(call, asked=call.asked.constrained(grammar))
 
     def _answer(self, session: Session, call: CompletionCall, index: int, planned: _Planned, number: int) -> Answer:
-        prompt, sampling, policy_sampled = planned.prompt, planned.sampling, planned.policy_sampled
+        prompt = planned.prompt
+        sampling = planned.sampling
+        policy_sampled = planned.policy_sampled
         self._serial += 1
         own_seed = call.asked.number("seed")
         seed = session.seed(self._run_name, self._run_seed, prompt, asked=own_seed, choice=index % call.n)
@@ -297,10 +306,12 @@ class Planner:
 
     def _chat(self, call: CompletionCall, prompt: Prompt) -> ChatReading | None:
         """`None` where the answer is not a message."""
-        source, chosen = call.sources[0], call.tool_choice
+        source = call.sources[0]
+        chosen = call.tool_choice
         if not isinstance(source, Messages):
             return None
-        calls, forced = chosen is not ToolChoice.NONE, chosen is ToolChoice.REQUIRED
+        calls = chosen is not ToolChoice.NONE
+        forced = chosen is ToolChoice.REQUIRED
         parser = self._format.parser(prompt.text, calls=calls, forced=forced, tools=source.tools, partly=call.stream)
         # The grammar of a call that must come allows no second one.
         return ChatReading(parser, self._format.kept_token_ids, one_call=chosen is ToolChoice.AUTO and not call.parallel_tool_calls)

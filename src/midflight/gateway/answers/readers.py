@@ -61,7 +61,9 @@ class Ongoing:
             reader.wake(news=True)
 
     def end(self, error: Exception | None = None) -> None:
-        self.ended, self.error, self._scope = True, error, None
+        self.ended = True
+        self.error = error
+        self._scope = None
         for reader in self._readers:
             reader.has_news = True
             reader.stop_waiting()
@@ -218,7 +220,9 @@ class Requests:
     """At most `max_requests` under way. One that has a ticket survives the loss of its client for `orphan_seconds`."""
 
     def __init__(self, *, max_requests: int, orphan_seconds: float, max_kept: int = MAX_KEPT) -> None:
-        self._max_requests, self._orphan_seconds, self._max_kept = max_requests, orphan_seconds, max_kept
+        self._max_requests = max_requests
+        self._orphan_seconds = orphan_seconds
+        self._max_kept = max_kept
         self._by_key: dict[tuple[str, str], Ongoing] = {}
         self._by_digest: defaultdict[tuple[str, bytes], list[Ongoing]] = defaultdict(list)
         self._tickets: dict[Ongoing, RetryTicket] = {}

@@ -121,7 +121,8 @@ def _ending(body: ChatBody, messages: Sequence[Message]) -> Ending:
 
 
 def _max_tokens(body: ChatBody) -> int | None:
-    old, new = body.max_tokens, body.max_completion_tokens
+    old = body.max_tokens
+    new = body.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise RequestRejected(f"max_tokens is {old} and max_completion_tokens is {new}: send one of them.", param="max_completion_tokens")
     return old if new is None else new
@@ -134,7 +135,8 @@ def conversation(messages: Sequence[JsonObject], unread: Unread) -> tuple[Messag
 
 def _plain(message: JsonObject) -> Message | None:
     """A message that is a role and a text, as most are: nothing in it is to be refused."""
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if len(message) != 2 or not isinstance(role, str) or not isinstance(content, str) or role == "tool":
         return None
     return {"role": ROLES[role], "content": content} if role in ROLES else None

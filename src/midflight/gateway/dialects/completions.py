@@ -66,7 +66,8 @@ class CompletionExchange:
         self._logprobs = parsed.logprobs is not None
         self._names_as_ids = bool(parsed.return_tokens_as_token_ids)
         self._token_ids = bool(parsed.return_token_ids)
-        self._echo, self._prompt_logprobs = bool(parsed.echo), parsed.prompt_logprobs is not None
+        self._echo = bool(parsed.echo)
+        self._prompt_logprobs = parsed.prompt_logprobs is not None
         self._include_usage = parsed.include_usage
         self._usage_so_far = parsed.continuous_usage
         self._num_streamed = 0
@@ -161,7 +162,9 @@ class CompletionExchange:
 
     def _spread_prompt(self, tokenizer: Tokenizer, answer: Answer) -> _Object:
         """As `_spread`, of the prompt's tokens; nothing predicts the first."""
-        ids, scored, top = answer.prompt.ids, answer.prompt_logprobs, self.call.asked.number("top_logprobs")
+        ids = answer.prompt.ids
+        scored = answer.prompt_logprobs
+        top = self.call.asked.number("top_logprobs")
         lengths = [len(token_text(tokenizer, i)) for i in ids]
         named: list[Json] = [None, *(dict(self._named(tokenizer, (at[0], *reversed(at[1 : 1 + (top or 0)])))) for at in scored)]
         return {

@@ -66,7 +66,8 @@ class Repeatable(Protocol):
 
 
 E = TypeVar("E", bound=Repeatable)
-_MAX_KEPT, _MAX_KEPT_BYTES = 256, 16_384
+_MAX_KEPT = 256
+_MAX_KEPT_BYTES = 16_384
 """Bodies that are kept, and the length of each: those of some batches of groups, in 40 MB at most with what was read."""
 
 

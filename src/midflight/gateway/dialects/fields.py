@@ -149,7 +149,8 @@ def _definition(of: Parameter) -> tuple[object, object]:
         return form.annotation, form
     if of.range is None:
         return of.kind | None, None
-    least, above = of.range.least, of.range.above
+    least = of.range.least
+    above = of.range.above
     return of.kind | None, Field(default=None, gt=least if above else None, ge=None if above else least, le=of.range.most)
 
 
@@ -201,7 +202,9 @@ def _mend(read: JsonValue, place: Sequence[int | str]) -> bool:
     key: int | str = ""
     for part in place:
         if (isinstance(read, dict) and part in read) or (isinstance(read, list) and isinstance(part, int) and part < len(read)):
-            holder, key, read = read, part, cast(JsonValue, read[part])  # type: ignore[index]
+            holder = read
+            key = part
+            read = cast(JsonValue, read[part])  # type: ignore[index]
     if not isinstance(read, float) or not read.is_integer():
         return False
     cast("dict[int | str, JsonValue]", holder)[key] = int(read)
@@ -313,7 +316,8 @@ def arguments_text(value: JsonValue, param: str) -> str:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, dict) else value
         is_object = isinstance(text, str) and isinstance(from_json(text, allow_inf_nan=False, allow_partial=True), dict)
     except ValueError:
-        text, is_object = value, False
+        text = value
+        is_object = False
     if not is_object:
         raise RequestRejected(f"{param} is {value!r:.80}: send the JSON text of an object.", param=param)
     return str(text)

@@ -77,9 +77,13 @@ class MessagesExchange:
 def messages_fault(error: BaseException) -> Fault:
     """An error as Anthropic's clients read it. The text of an unexpected error goes to the log only."""
     request_id = f"req_{secrets.token_hex(12)}"
-    status, message, code = 500, "the gateway failed on this request; its log has the traceback.", "internal_error"
+    status = 500
+    message = "the gateway failed on this request; its log has the traceback."
+    code = "internal_error"
     if isinstance(error, MidflightError):
-        status, message, code = error.status, str(error), error.code
+        status = error.status
+        message = str(error)
+        code = error.code
     detail: dict[str, Json] = {"type": _ERROR_TYPES.get(status, _other_type(status)), "message": message, "details": {"error_code": code}}
     headers = ((b"request-id", request_id.encode()), *retry_headers(error))
     return Fault(status, {"type": "error", "error": detail, "request_id": request_id}, headers)
@@ -123,7 +127,8 @@ def _usage(num_prompt: int, num_output: int) -> dict[str, Json]:
     }
 
 
-_TEXT, _THINKING = "text", "thinking"
+_TEXT = "text"
+_THINKING = "thinking"
 
 
 def content(pieces: Sequence[Piece], request_id: str) -> list[Json]:
@@ -172,7 +177,8 @@ class BlockStream:
 
     def _start(self, block: dict[str, Json], kind: str) -> Iterator[Json]:
         yield from self._stop()
-        self._index, self._open = self._index + 1, kind
+        self._index = self._index + 1
+        self._open = kind
         yield {"type": "content_block_start", "index": self._index, "content_block": block}
 
     def _stop(self) -> Iterator[Json]:

@@ -114,7 +114,9 @@ class BlockReader:
 
     def _document(self, block: Block, param: str) -> str:
         """A document of text, or what a search found: title, where it is from, and the text, in lines of their own."""
-        source, content, place = block.get("source"), block.get("content"), f"{param}.content"
+        source = block.get("source")
+        content = block.get("content")
+        place = f"{param}.content"
         if block["type"] == "document":
             if not isinstance(source, dict) or source.get("type") not in ("text", "content"):
                 kind = source.get("type") if isinstance(source, dict) else source
@@ -122,7 +124,9 @@ class BlockReader:
                 raise RequestRejected(f"{param}.source is of type {kind!r:.80}: {remedy}.", param=f"{param}.source")
             fields.typed(source, f"{param}.source", {"media_type": str})
             held = "data" if source["type"] == "text" else "content"
-            content, place, source = source.get(held), f"{param}.source.{held}", block.get("context")
+            content = source.get(held)
+            place = f"{param}.source.{held}"
+            source = block.get("context")
         elif source is not None and not isinstance(source, str):
             raise RequestRejected(f"{param}.source is {source!r:.80}: send a text.", param=f"{param}.source")
         lines = [block.get("title"), source]
@@ -296,7 +300,8 @@ class MessagesBody(_ANTHROPIC.on(PromptBody)):
         if self.output_format is not None and newer is not None:
             both = "output_format and output_config.format both say what the answer must match"
             raise RequestRejected(f"{both}: send one of them.", param="output_format")
-        form, param = self.output_format or newer, self.format_param
+        form = self.output_format or newer
+        param = self.format_param
         if form is None:
             return None
         return schema_grammar(form.json_schema, f"{param}.schema")

@@ -114,9 +114,11 @@ class NativeExchange:
         _check(parsed)
         param = "text" if parsed.input_ids is None else "input_ids"
         prompt = parsed.text if parsed.input_ids is None else parsed.input_ids
-        self._logprobs, self._texts = bool(parsed.return_logprob), bool(parsed.return_text_in_logprobs)
+        self._logprobs = bool(parsed.return_logprob)
+        self._texts = bool(parsed.return_text_in_logprobs)
         self._top_logprobs = bool(parsed.top_logprobs_num)
-        start, self._wording = parsed.logprob_start_len, Wording(sampling)
+        start = parsed.logprob_start_len
+        self._wording = Wording(sampling)
         self._scored_from = start if self._logprobs and start is not None and start >= 0 else None
         self._listed = (sampling.n or 1) > 1 or _is_batch(prompt)
         asked, names = sampling.call_parts(top_logprobs=parsed.top_logprobs_num)

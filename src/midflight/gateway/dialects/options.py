@@ -53,7 +53,8 @@ def reasoning(given: Mapping[str, JsonValue] | None, unread: Unread) -> tuple[st
     """The effort, and whether the model shall think, of an object that routers of several vendors take."""
     for name in () if given is None else given.keys() - {"effort", "enabled"}:
         unread.note(f"reasoning.{name}", f"reasoning.{name} is not supported here: leave it out", known=name in ("exclude", "max_tokens"))
-    effort, enabled = (given or {}).get("effort"), (given or {}).get("enabled")
+    effort = (given or {}).get("effort")
+    enabled = (given or {}).get("enabled")
     if effort is not None and not isinstance(effort, str):
         raise RequestRejected(f"reasoning.effort is {effort!r:.80}: send a text, such as low or high.", param="reasoning.effort")
     if enabled is not None and not isinstance(enabled, bool):

@@ -15,8 +15,12 @@ from pydantic import JsonValue
 from midflight.errors import RequestRejected
 from midflight.types.generation import PARAMETERS, Api
 
-_LABELS, _CACHE, _SERVER = "the client's own labels", "engines find common prefixes by themselves", "chooses a server of the vendor's"
-_USER, _HIDDEN, _TALLY = "names the client's own user", "names what no local model has", "tokens are always counted"
+_LABELS = "the client's own labels"
+_CACHE = "engines find common prefixes by themselves"
+_SERVER = "chooses a server of the vendor's"
+_USER = "names the client's own user"
+_HIDDEN = "names what no local model has"
+_TALLY = "tokens are always counted"
 
 HARMLESS: Mapping[str, str] = {
     "user": _USER,
@@ -120,7 +124,8 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
 }
 """The values that ask for nothing. Any other value of a refused field is refused."""
 
-_PROMPT, _ONE = "write it into the prompt", "it would change the text, and no engine here has it: leave it out"
+_PROMPT = "write it into the prompt"
+_ONE = "it would change the text, and no engine here has it: leave it out"
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         (

@@ -93,7 +93,8 @@ class ResponsesExchange:
         """Log-probabilities to send with these pieces. Reasoning and calls carry none."""
         if not any(isinstance(piece, ContentPiece) for piece in pieces):
             return []
-        told, self._untold = self._untold, []
+        told = self._untold
+        self._untold = []
         return told
 
     def _logprobs(self, tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], top: Alternatives) -> list[Json]:
@@ -103,7 +104,8 @@ class ResponsesExchange:
 
     def _response(self, reply: Reply, status: str, output: list[Json]) -> dict[str, Json]:
         """The response, with what was asked for and what it is sampled with."""
-        body, sampling = self._body, reply.job.answers[0].request.sampling
+        body = self._body
+        sampling = reply.job.answers[0].request.sampling
         reasoning = body.reasoning
         return {
             "id": f"resp_{reply.job.request_id}",
@@ -217,7 +219,8 @@ class OutputItems:
         self.items: list[dict[str, Json]] = []
         """They grow with each piece, and are whole after `end`."""
         self.num_events = OPENING_EVENTS
-        self._request_id, self._tools = request_id, tools
+        self._request_id = request_id
+        self._tools = tools
         self._text: str | None = None
         """The text of the open item. None if all items are done."""
         self._logprobs: list[Json] = []
@@ -266,7 +269,8 @@ class OutputItems:
             yield self._of_part("response.reasoning_text.delta", delta=text)
 
     def _open(self, kind: str) -> Iterator[dict[str, Json]]:
-        self._text, self._logprobs = "", []
+        self._text = ""
+        self._logprobs = []
         place = len(self.items)
         if kind == "message":
             item: dict[str, Json] = {"id": f"msg_{self._request_id}_{place}", "type": kind, "role": "assistant", "content": []}
@@ -282,7 +286,8 @@ class OutputItems:
             yield from self._end_call("incomplete")
         if self._text is None:
             return
-        text, part = self._text, self._part()
+        text = self._text
+        part = self._part()
         if self.items[-1]["type"] == "message":
             yield self._of_part("response.output_text.done", text=text, logprobs=list(self._logprobs))
         else:
@@ -321,7 +326,9 @@ class OutputItems:
             yield from self._end_call("completed")
 
     def _end_call(self, status: str) -> Iterator[dict[str, Json]]:
-        item, text, self._text = self.items[-1], self._text, None
+        item = self.items[-1]
+        text = self._text
+        self._text = None
         if item["type"] == "custom_tool_call":
             yield self._of_last("response.custom_tool_call_input.done", input=text)
             self.items[-1] = {**item, "input": text, "status": status}

@@ -63,7 +63,8 @@ class _ItemReader:
     """
 
     def __init__(self, unread: Unread, kept: KeptResponses) -> None:
-        self._unread, self._kept = unread, kept
+        self._unread = unread
+        self._kept = kept
         self.messages: list[Message] = []
         self._reasoning = ""
         self._content = ""
@@ -82,7 +83,8 @@ class _ItemReader:
                 self._message(item, param)
             case "function_call" | "custom_tool_call":
                 self._calls.append(_call(item, param))
-                self._begun, self._after_message = True, False
+                self._begun = True
+                self._after_message = False
             case "function_call_output" | "custom_tool_call_output":
                 self._say(tool_result(_text(item, "output", param), call_id=filled(item.get("call_id"), f"{param}.call_id")))
             case "reasoning":
@@ -97,7 +99,9 @@ class _ItemReader:
         if not self._begun:
             return
         self.messages.append(assistant(self._content, reasoning=self._reasoning, calls=self._calls))
-        self._reasoning, self._content, self._calls = "", "", []
+        self._reasoning = ""
+        self._content = ""
+        self._calls = []
         self._begun = self._after_message = False
 
     def _message(self, item: Item, param: str) -> None:
@@ -114,7 +118,8 @@ class _ItemReader:
     def _next(self, *, message: bool) -> None:
         if self._after_message:
             self.end_turn()
-        self._begun, self._after_message = True, message
+        self._begun = True
+        self._after_message = message
 
     def _say(self, message: Message) -> None:
         self.end_turn()
@@ -188,7 +193,9 @@ def _items_of(message: Message, tools: Mapping[str, tool_bodies.Offered], calls:
         yield {"type": "message", "role": "assistant", "content": [text]}
     for call in cast("list[dict[str, Json]]", message.get("tool_calls") or []):
         function = cast("dict[str, Json]", call["function"])
-        name, arguments, tool = str(function["name"]), str(function["arguments"]), tools.get(str(function["name"]))
+        name = str(function["name"])
+        arguments = str(function["arguments"])
+        tool = tools.get(str(function["name"]))
         custom = tool is not None and tool.body.type == tool_bodies.CUSTOM
         calls[call["id"]] = kind = "custom_tool_call" if custom else "function_call"
         names: dict[str, Json] = {"name": name} if tool is None else tool.names
@@ -286,7 +293,8 @@ class ResponsesBody(constraints.SamplingBody):
     @cached_property
     def grammar(self) -> tuple[str, Grammar] | None:
         """OpenAI's field is `text.format`; the other ones are extras, as in chats."""
-        other, own = super().grammar, self.format and _grammar(self.format)
+        other = super().grammar
+        own = self.format and _grammar(self.format)
         if own is None:
             return other
         if other is not None:

@@ -58,7 +58,8 @@ class TokensExchange:
         self.unread = Unread()
         parsed = parse(TokensBody, body, unread=self.unread)
         sampling = parsed.sampling_params
-        self._logprobs, self._prompt_ids = sampling.logprobs is not None, bool(parsed.return_token_ids)
+        self._logprobs = sampling.logprobs is not None
+        self._prompt_ids = bool(parsed.return_token_ids)
         self._include_usage = parsed.stream_options is not None and bool(parsed.stream_options.include_usage)
         param, grammar = grammar_of(sampling, prefix=_PREFIX) or ("grammar", None)
         names = {"max_tokens": "max_tokens", "top_logprobs": "logprobs", "prompt_logprobs": "prompt_logprobs"}

@@ -39,7 +39,9 @@ class Describes(Protocol):
 
 D = TypeVar("D", bound=Describes)
 
-FUNCTION, CUSTOM, NAMESPACE = "function", "custom", "namespace"
+FUNCTION = "function"
+CUSTOM = "custom"
+NAMESPACE = "namespace"
 
 _DATED = re.compile(r"_(?:[0-9]{6,8}|[0-9]{4}_[0-9]{2}_[0-9]{2})$")
 
@@ -119,7 +121,8 @@ def custom_call(given: JsonValue, param: str, *, call_id: str) -> Json:
 
 def called(call: Mapping[str, JsonValue], param: str) -> str:
     """The name of the function that a call means, with its namespace if it has one."""
-    name, namespace = filled(call.get("name"), f"{param}.name"), call.get(NAMESPACE)
+    name = filled(call.get("name"), f"{param}.name")
+    namespace = call.get(NAMESPACE)
     return name if namespace is None else full_name(filled(namespace, f"{param}.{NAMESPACE}"), name)
 
 
@@ -213,7 +216,8 @@ def offered(bodies: Sequence[FunctionTool] | None) -> list[Offered]:
 
 
 def _within(body: FunctionTool, place: str) -> Iterator[Offered]:
-    namespace, words = body.called(place), body.description
+    namespace = body.called(place)
+    words = body.description
     for number, inner in enumerate(body.tools or ()):
         where = f"{place}.tools.{number}"
         if inner.type == NAMESPACE:

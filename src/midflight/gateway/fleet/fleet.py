@@ -69,7 +69,8 @@ class Fleet:
         self._pins = Pins()
         self.lent: str | None = None  # it only helps at times, and therefore keeps no version for an evaluation
         self._record = record
-        self._tickets, self._orders = itertools.count(), itertools.count()
+        self._tickets = itertools.count()
+        self._orders = itertools.count()
         self._last_served: Version = 0
         self._takes = True
 
@@ -188,7 +189,10 @@ class Fleet:
         if member is None:
             return
         rejoined = member.error is not None
-        member.version, member.error, member.on_probation, member.is_new = version, None, False, False
+        member.version = version
+        member.error = None
+        member.on_probation = False
+        member.is_new = False
         self._changed(engine)
         if rejoined:
             self._record(Rejoined(engine, version))
@@ -212,7 +216,8 @@ class Fleet:
             return
         newly = member.error is None
         if newly or ((member.on_probation or member.is_new) and not probation):
-            member.error, member.on_probation = error, probation
+            member.error = error
+            member.on_probation = probation
         member.shared.abandon()
         if newly:
             self._lose(member, error)
@@ -366,7 +371,8 @@ class Fleet:
         member = self._members.get(name)
         if member is None:
             return False
-        did, serves = member.serves is not None, member.error is None and not self._keeps(name)
+        did = member.serves is not None
+        serves = member.error is None and not self._keeps(name)
         self._count(member, member.version if serves else None)
         member.stand(takes=serves and not self._holds.held_alone(name))
         return did != serves

@@ -32,7 +32,8 @@ class StallWatch:
         record = self._records.setdefault(engine, _LastToken(-1, now))
         progress = record.progress if health is None else health.num_tokens + health.num_computed
         if health is not None and (progress != record.progress or health.paused or not _has_work(health)):
-            record.progress, record.since = progress, now
+            record.progress = progress
+            record.since = now
         if excused:
             record.since = now
         waited = now - record.since
@@ -65,7 +66,8 @@ class HealthWatch:
 
     def __init__(self, fleet: Fleet, *, interval_seconds: float, stall_seconds: float, ends_pauses: bool = True) -> None:
         """`ends_pauses`: a pause of an engine that rejoins is nobody's, and is ended. Beside another gateway it may be a commit's."""
-        self._fleet, self._ends_pauses = fleet, ends_pauses
+        self._fleet = fleet
+        self._ends_pauses = ends_pauses
         self._interval_seconds = interval_seconds
         self._answer_seconds = max(interval_seconds, stall_seconds)
         self._asked = set[str]()

@@ -173,7 +173,8 @@ class Loads:
     def add(self, engine: str, tokens: int, *, full: bool = False) -> None:
         """It has so many more than before; fewer where they are negative."""
         version, entry = self._places[engine]
-        line, changed = self._lines[version], (full, entry[1] + tokens, *entry[2:])
+        line = self._lines[version]
+        changed = (full, entry[1] + tokens, *entry[2:])
         del line[bisect.bisect_left(line, entry)]
         bisect.insort(line, changed)
         self._places[engine] = version, changed
@@ -261,7 +262,8 @@ class Member:
 
     def __init__(self, engine: Engine, version: Version, error: BaseException | None, *, loads: Loads, order: int) -> None:
         """`loads` is told of its load while it is in there; `order` is that of its arrival."""
-        self._loads, self.order = loads, order
+        self._loads = loads
+        self.order = order
         self.shared = SharedPause(engine)
         self.version = version
         self.error = error

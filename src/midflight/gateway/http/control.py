@@ -206,7 +206,8 @@ class ControlRoutes:
     `/is_paused`, `/abort_requests` and `/reset_prefix_cache`, for whoever has `token`, where there is one."""
 
     def __init__(self, control: Control, *, token: str | None) -> None:
-        self._control, self._token = control, token
+        self._control = control
+        self._token = token
 
     def routes(self) -> Sequence[BaseRoute]:
         verbs = {

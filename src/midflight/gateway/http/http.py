@@ -48,7 +48,9 @@ class WholeAnswer:
     """The answer as one body, after its end."""
 
     def __init__(self, reader: Reader, exchange: Exchange, reply: Reply) -> None:
-        self._reader, self._exchange, self._reply = reader, exchange, reply
+        self._reader = reader
+        self._exchange = exchange
+        self._reply = reply
         self.started = False
         """Whether something was sent: an error can no longer have a status of its own."""
 
@@ -94,20 +96,25 @@ class AnswerStream:
 
     def __init__(self, reader: Reader, exchange: Exchange, reply: Reply, *, dialect: Dialect, failed: Callable[[Exception], None]) -> None:
         """`failed` is called with an error before the client is told."""
-        self._reader, self._exchange, self._reply = reader, exchange, reply
-        self._dialect, self._failed = dialect, failed
+        self._reader = reader
+        self._exchange = exchange
+        self._reply = reply
+        self._dialect = dialect
+        self._failed = failed
         self.started = False
         """As in `WholeAnswer`."""
 
     async def tell(self, send: Send) -> None:
         """Waits for news and sends them; ended by the end of the answer, or by the client's disconnection. An error before the start is
         left to the caller; a later one is the last event."""
-        reader, ongoing = self._reader, self._reader.ongoing
+        reader = self._reader
+        ongoing = self._reader.ongoing
         silence = Silence(reader)
         try:
             while not reader.gone:
                 await reader.news()
-                events, ended = reader.take(), ongoing.ended
+                events = reader.take()
+                ended = ongoing.ended
                 if ended:
                     break
                 frames = self._frames(events)
@@ -154,7 +161,9 @@ class AnswerStream:
             await edge.send_more(send, frames, last=last)
 
     def _frames(self, events: list[Event]) -> bytes:
-        named, exchange, reply = self._dialect.named_events, self._exchange, self._reply
+        named = self._dialect.named_events
+        exchange = self._exchange
+        reply = self._reply
         frames: list[bytes] = []
         for event in events:
             for frame in exchange.frames(reply, event):
@@ -218,7 +227,8 @@ class Direct:
 
     def __init__(self, endpoints: Mapping[str, ASGIApp], rest: ASGIApp) -> None:
         """`endpoints`: by path, for POST; each is also there under `/s/<token>`."""
-        self._endpoints, self._rest = endpoints, rest
+        self._endpoints = endpoints
+        self._rest = rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and not scope.get("root_path"):
@@ -226,7 +236,8 @@ class Direct:
             params: dict[str, str] = {}
             if path.startswith("/s/"):
                 token, slash, rest = path[3:].partition("/")
-                path, params = slash + rest, {"token": token}
+                path = slash + rest
+                params = {"token": token}
             endpoint = self._endpoints.get(path)
             if endpoint is not None and params.get("token") != "":
                 scope["path_params"] = params
@@ -325,7 +336,9 @@ class ChatsHere:
 
     async def reply(self, token: str, messages: Sequence[Message]) -> str:
         """Waits for the whole answer; ended by it, or by the caller's cancellation."""
-        gateway, session, unread = self._gateway, None, Unread()
+        gateway = self._gateway
+        session = None
+        unread = Unread()
         try:
             session = gateway.session_for(path_token=token, api_key=None)
             call = CompletionCall((Messages(conversation(cast(Any, messages), unread)),), prompt_param="messages")
@@ -344,7 +357,9 @@ class Watch:
     """Tells a reader when its client disconnects, within `with`. Most answers come before it begins, and are spared a task."""
 
     def __init__(self, tasks: asyncio.TaskGroup, receive: Receive, reader: Reader) -> None:
-        self._tasks, self._receive, self._reader = tasks, receive, reader
+        self._tasks = tasks
+        self._receive = receive
+        self._reader = reader
         self._task: asyncio.Task[None] | None = None
         self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_SECONDS, self._begin)
 

@@ -37,7 +37,8 @@ class Lookups:
 
     def __init__(self, gateway: Gateway, *, now: Callable[[], float]) -> None:
         self._gateway = gateway
-        self._created, self._now = int(now()), now
+        self._created = int(now())
+        self._now = now
         self._of_responses = {"GET": self._response, "DELETE": self._forget}
         self._of_conversations = {"GET": self._conversation, "DELETE": self._end}
 
@@ -101,7 +102,8 @@ class Lookups:
 
     async def _input(self, request: Request) -> Response:
         """What a response answered: all of the conversation before it but the instructions; a page of it, the newest first."""
-        kept, name = self._kept(request), request.path_params["name"]
+        kept = self._kept(request)
+        name = request.path_params["name"]
         response = cast("_Object", kept.response(name))
         return json_answer(_page(input_items(response, kept.said(name, "response_id").whole[:-1]), request.query_params))
 
@@ -113,7 +115,8 @@ class Lookups:
 
     async def _begin(self, request: Request) -> Response:
         """Begins a conversation. Waits for the body."""
-        kept, unread = self._kept(request), Unread()
+        kept = self._kept(request)
+        unread = Unread()
         body = parse(BeginBody, await read_body(request.receive), unread=unread)
         self._gateway.pass_over(unread, path="/v1/conversations")
         messages = conversation(cast("list[JsonValue]", body.items), before=(), unread=unread, kept=kept) if body.items else ()
@@ -137,7 +140,9 @@ class Lookups:
 
 def _page(items: list[Json], asked: Mapping[str, str]) -> Json:
     """OpenAI's page of a list: `order`, `after` and `limit`."""
-    order, after, limit = asked.get("order", "desc"), asked.get("after"), asked.get("limit", "20")
+    order = asked.get("order", "desc")
+    after = asked.get("after")
+    limit = asked.get("limit", "20")
     if order not in ("asc", "desc"):
         raise RequestRejected(f"order is {order[:80]!r}: send asc or desc.", param="order")
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= 100):
@@ -146,9 +151,11 @@ def _page(items: list[Json], asked: Mapping[str, str]) -> Json:
     if after is not None and after not in ids:
         raise RequestRejected(f"after is {after[:80]!r}, which is none of these items: send the id of one.", param="after")
     if order == "desc":
-        items, ids = items[::-1], ids[::-1]
+        items = items[::-1]
+        ids = ids[::-1]
     start = 0 if after is None else ids.index(after) + 1
-    page, names = items[start : start + int(limit)], ids[start : start + int(limit)]
+    page = items[start : start + int(limit)]
+    names = ids[start : start + int(limit)]
     ends: _Object = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
     return {"object": "list", "data": page, **ends, "has_more": start + len(page) < len(items)}
 

@@ -92,7 +92,10 @@ class ServerRoutes:
 
     def __init__(self, gateway: Gateway, load: UnderWayCount, *, ready: Callable[[], bool], token: str | None) -> None:
         """`ready`: whether an engine is routable. `token`: the operator's."""
-        self._gateway, self._load, self._ready, self._token = gateway, load, ready, token
+        self._gateway = gateway
+        self._load = load
+        self._ready = ready
+        self._token = token
 
     def routes(self) -> Sequence[BaseRoute]:
         asked = {
@@ -129,7 +132,8 @@ class ServerRoutes:
 
     async def _model_info(self, request: Request) -> Response:
         self._session(request)
-        name, limits = self._gateway.model, self._gateway.limits
+        name = self._gateway.model
+        limits = self._gateway.limits
         told: Json = {
             "model_path": name,
             "served_model_name": name,
@@ -164,7 +168,8 @@ class ServerRoutes:
         return json_answer(told)
 
     def _state(self) -> dict[str, Json]:
-        running, active = self._gateway.num_running, self._load.num_active
+        running = self._gateway.num_running
+        active = self._load.num_active
         return {
             "dp_rank": 0,
             "num_running_reqs": active,
@@ -197,7 +202,8 @@ class ServerRoutes:
     async def _tokenize(self, request: Request) -> Response:
         """The ids that a completion of this prompt, or a chat of these messages, would send. Waits for the body."""
         session = self._session(request)
-        sent, unread = await read_body(request.receive), Unread()
+        sent = await read_body(request.receive)
+        unread = Unread()
         body: TokenizeText | TokenizeChat
         if b'"messages"' in sent:
             body = parse(TokenizeChat, sent, unread=unread)

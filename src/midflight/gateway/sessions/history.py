@@ -48,11 +48,13 @@ def text_digest(text: str) -> bytes:
 
 def beginnings(text: str, lengths: Iterable[int]) -> dict[int, bytes]:
     """`text_digest` of the first n letters for each n that the text has, in one pass over it."""
-    state, start = hashlib.blake2b(digest_size=16), 0
+    state = hashlib.blake2b(digest_size=16)
+    start = 0
     found: dict[int, bytes] = {}
     for length in sorted(n for n in set(lengths) if n <= len(text)):
         state.update(_bytes(text[start:length]))
-        found[length], start = state.copy().digest(), length
+        found[length] = state.copy().digest()
+        start = length
     return found
 
 
@@ -152,7 +154,8 @@ class Node:
     @property
     def turn(self) -> Turn:
         """As it was recorded, but for how often it was resumed."""
-        prompt, output = unpacked(self.packed_ids[: self.num_prompt * _ID_BYTES]), unpacked(self.output)
+        prompt = unpacked(self.packed_ids[: self.num_prompt * _ID_BYTES])
+        output = unpacked(self.output)
         logprobs = struct.unpack(f"<{len(output)}f", self.logprobs)
         ends = accumulate(unpacked(self.kept_lengths), initial=0)
         kept = tuple(self.kept[begin:end] for begin, end in pairwise(ends))
@@ -196,7 +199,9 @@ class Node:
 
     def columns(self, *, trained: bool, turn: int) -> tuple[bytes, ...]:
         """What it adds to those of a row but its ids: nothing for what the model read, then its output."""
-        number, read, short = self.num_output, bytes(len(self.tail)), bytes(len(self.tail) // _ID_BYTES)
+        number = self.num_output
+        read = bytes(len(self.tail))
+        short = bytes(len(self.tail) // _ID_BYTES)
         versions = [(part.end - part.start, part.version, part.kv_version) for part in self.segments]
         return (
             short + b"\1" * number,

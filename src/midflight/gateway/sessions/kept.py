@@ -20,7 +20,8 @@ from midflight.gateway.sessions import history
 from midflight.text import Message
 from midflight.types import Json
 
-MAX_RESPONSES, MAX_BYTES = 1024, 8 * 2**20
+MAX_RESPONSES = 1024
+MAX_BYTES = 8 * 2**20
 """Of one session, at most; the oldest is forgotten first. The longest tasks of coding agents have some hundred turns; a response with
 its tools has some kilobytes."""
 MAX_CONVERSATIONS = 64
@@ -98,9 +99,11 @@ class KeptResponses:
 
     def keep(self, response: Mapping[str, Json], messages: Sequence[Message], *, conversation: str | None) -> None:
         """`messages`: the whole conversation, the reply included. Keeping one again changes nothing but its body."""
-        name, output = str(response["id"]), cast("list[dict[str, Json]]", response["output"])
+        name = str(response["id"])
+        output = cast("list[dict[str, Json]]", response["output"])
         self.forget(name)
-        said, body = self._grown(messages), msgspec.json.encode(response)
+        said = self._grown(messages)
+        body = msgspec.json.encode(response)
         size = len(body) + len(msgspec.json.encode(said.messages))
         kept = _KeptResponse(body, said, tuple(str(item["id"]) for item in output), size)
         self._responses[name] = kept

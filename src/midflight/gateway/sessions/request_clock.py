@@ -94,7 +94,8 @@ class OpenRequest:
 
     def end(self) -> None:
         """Idempotent."""
-        clock, self._clock = self._clock, None
+        clock = self._clock
+        self._clock = None
         if clock is not None:
             clock.ended()
 

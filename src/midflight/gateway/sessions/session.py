@@ -169,12 +169,15 @@ class Session:
         """`matcher`: one for all sessions of a gateway. `count_all_choices`: choices (n > 1) that the agent did not continue are
         trained too; by default they are dropped(unchosen) where it continued another. `kept`: of anonymous clients with one key."""
         self.session_id = session_id
-        self.key, self.sampling, self.tracked = key, sampling, tracked
+        self.key = key
+        self.sampling = sampling
+        self.tracked = tracked
         self.count_all_choices = count_all_choices
         self.is_apart = False
         """Whether it is of a judge or simulated user, which engines of its own answer."""
         self.role_name = ""
-        self._tokenizer, self._matcher = tokenizer, matcher
+        self._tokenizer = tokenizer
+        self._matcher = matcher
         self._apart: Session | None = None
         self._main: Session | None = None
         """Of a role: the session that it is a part of. No session holds itself: its end frees it at once, and no collection has to find it."""
@@ -220,7 +223,9 @@ class Session:
                 matcher=self._matcher,
                 count_all_choices=self.count_all_choices,
             )
-            made.role_name, made.recorded, made._main = name, self.recorded, self
+            made.role_name = name
+            made.recorded = self.recorded
+            made._main = self
             made.clock = self.clock
             self._roles[name] = made
         return self._roles[name]
@@ -294,7 +299,8 @@ class Session:
         for session in self._everyone:
             for answer in list(session._open):
                 session.abandoned(answer)
-            session.recorded, session.tree = recorded, session.tree.emptied()
+            session.tree = session.tree.emptied()
+            session.recorded = recorded
             session._kept = session._room = None
             session._asked.clear()
             session._num_requests = session._num_answered = 0
@@ -349,7 +355,8 @@ class Session:
         for answer in list(self._open):
             self.abandoned(answer)
         self.closed = True
-        nodes, result = self.tree.nodes, harvest(self.tree.nodes, count_all_choices=self.count_all_choices)
+        nodes = self.tree.nodes
+        result = harvest(self.tree.nodes, count_all_choices=self.count_all_choices)
         dropped = [*result.dropped.items(), *self._dropped.items(), (Reason.ABANDONED, 0 if self.role_name else self.recorded.num_lost)]
         return SessionRecord(
             session_id=self.session_id,

@@ -33,7 +33,8 @@ _PROBE = "Zq7x"
 _MAX_TWINS = 64
 """Turns with the same messages that are read back: beyond a usual best-of-n that said the same, and some milliseconds."""
 
-_MAX_KEPT, _MAX_KEPT_BYTES = 256, 16_384
+_MAX_KEPT = 256
+_MAX_KEPT_BYTES = 16_384
 """First prompts that are kept, and their length as JSON: those of some batches of groups, in 40 MB at most."""
 _encode = msgspec.json.Encoder().encode
 
@@ -116,20 +117,23 @@ class Matcher:
         it: the output once more, and never the whole history.
         """
         specials = self.tokenizer.special_token_ids
-        tail, output = remembered.unpacked(node.tail), remembered.unpacked(node.output)
+        tail = remembered.unpacked(node.tail)
+        output = remembered.unpacked(node.output)
         start = next((k for k in reversed(range(len(tail))) if tail[k] in specials), None)
         if start is None:
             return self.tokenizer.encode(text) != remembered.unpacked(node.packed_ids) + rest_ids
         ended = bool(output) and output[-1] in specials
         stop = 0 if ended else next((k for k, i in enumerate(rest_ids) if i in specials), len(rest_ids))
-        lead, head = tail[start:], rest_ids[:stop]
+        lead = tail[start:]
+        head = rest_ids[:stop]
         first = node.num_letters - len(self.tokenizer.decode(lead))
         last = len(text) - len(rest) + (len(self.tokenizer.decode(head)) if head else 0)
         return self.tokenizer.encode(text[first:last]) != lead + output + head
 
     def _ends_there(self, node: Node, tail: str) -> bool:
         """Whether the message ends where the reply did, as far as that can be told."""
-        tail, own = tail.lstrip(), self._own_end(node)
+        tail = tail.lstrip()
+        own = self._own_end(node)
         if not tail:  # the reply itself is to be continued
             return not own
         return tail.startswith(self.end_of_turn) or (bool(own) and tail.startswith(own))
@@ -148,7 +152,8 @@ class Matcher:
     def _means_the_same(self, node: Node, chat: Chat, end: int) -> bool:
         """Compared with all that was sampled, which may be more than the agent saw; calls count, whether the agent saw them so
         or as content."""
-        prompt, written = chat.text[: node.num_letters], chat.text[node.num_letters : end]
+        prompt = chat.text[: node.num_letters]
+        written = chat.text[node.num_letters : end]
         said = self.tokenizer.decode(remembered.unpacked(node.output), skip_special=True, keep=self._format.kept_token_ids)
         texts = (written, said[: node.num_reply_letters])
         parsed = [self._format.parse(each, prompt, calls=True, forced=True, tools=chat.tools) for each in texts]
@@ -252,7 +257,8 @@ class TokenTree:
         """The replies recorded since the last time: most sessions ask once, and need no digest of what they were told."""
         for prompt, node, said in self._unread:
             whole = msgspec.structs.replace(said, content=prompt.begun + said.content) if prompt.begun else said
-            own, before = remembered.digest(remembered.assistant_reply(whole)), prompt.history or remembered.EMPTY
+            own = remembered.digest(remembered.assistant_reply(whole))
+            before = prompt.history or remembered.EMPTY
             self._by_history.setdefault(remembered.linked(before, own), []).append(node)
             self._replies.add(own)
             self._answered.add(before)
@@ -294,7 +300,9 @@ class TokenTree:
     def _longest_prefix(self, ids: tuple[int, ...]) -> Node | None:
         """The longest recorded turn that these ids go on from; it looks only at the children of turns that they do."""
         key = remembered.packed(ids) if self._roots else b""
-        best, best_end, ends = None, 0, [(0, self._roots)]
+        best = None
+        best_end = 0
+        ends = [(0, self._roots)]
         while ends:
             start, nodes = ends.pop()
             for node in nodes:

@@ -232,7 +232,8 @@ class AsyncGRPOConfig:
         shared = {"share_devices": True} if device == "cuda" and num_present(os.environ) == 1 else {}
         clip_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         staging = {"stage_seconds": float(self.weight_sync_timeout)} if "weight_sync_timeout" in self.given else {}
-        name, stall = self.run_name or Path(self.output_dir or model).name, float(self.heartbeat_stale_after_s)
+        name = self.run_name or Path(self.output_dir or model).name
+        stall = float(self.heartbeat_stale_after_s)
         return {
             "run": {"name": name, "steps": steps, "seed": self.seed, "stall_seconds": stall},
             "model": {"dtype": self._dtype(model)},
@@ -247,7 +248,8 @@ class AsyncGRPOConfig:
         }
 
     def _environment(self, model: str) -> dict[str, Any]:
-        context, turns = sizes_of(Path(model)).max_context or self.max_completion_length + 1, self.max_tool_calling_iterations
+        context = sizes_of(Path(model)).max_context or self.max_completion_length + 1
+        turns = self.max_tool_calling_iterations
         return {
             "max_tokens": min(self.max_completion_length, context - 1),
             "temperature": float(self.temperature),

@@ -31,7 +31,9 @@ class DiskWeights:
 
     def __init__(self, model: Path, fleet: Fleet, handover: Handover) -> None:
         """`model`: the folder that the engines started with; new weights must have its tensors."""
-        self._model, self._fleet, self._handover = model, fleet, handover
+        self._model = model
+        self._fleet = fleet
+        self._handover = handover
         self._one_at_a_time = asyncio.Lock()
 
     def route(self, token: str | None) -> BaseRoute:

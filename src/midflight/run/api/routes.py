@@ -152,8 +152,11 @@ class TrainerRoutes:
     ) -> None:
         """`finished` is called when the answer to `finish` has been sent. `goes_on`: beside a trainer that did not die, with the batches that it
         has and the version of the next."""
-        self._service, self._token, self._model = service, token, model
-        self._served, self._finished = served, finished
+        self._service = service
+        self._token = token
+        self._model = model
+        self._served = served
+        self._finished = finished
         self._book = StepBook(start_version=start_version)
         if goes_on is not None:
             self._book.go_on(goes_on[0], next_version=goes_on[1], now=time.monotonic())
@@ -318,7 +321,9 @@ class Teacher:
     """Asks a scorer, and again when that was lost: the launcher starts it anew. The temperature is that of the student's sampling."""
 
     def __init__(self, scorer: Scorer, *, temperature: float, seconds: float, heart: Heart | None = None) -> None:
-        self._scorer, self._temperature, self._seconds = scorer, temperature, seconds
+        self._scorer = scorer
+        self._temperature = temperature
+        self._seconds = seconds
         self._heart = heart or Heart()
 
     async def scored(self, batch: PackedBatch) -> PackedBatch:

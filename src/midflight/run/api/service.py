@@ -111,7 +111,8 @@ class RolloutClient:
 
     def __init__(self, url: str, *, token: str, life: int = 0, patient: bool = False) -> None:
         """`life`: see `LIFE`. `patient`: the process is started again when it dies, and is asked for as long as that takes."""
-        self._headers, self._patient = {LIFE: str(life)}, patient
+        self._headers = {LIFE: str(life)}
+        self._patient = patient
         # A batch may take as long as its slowest rollout, so answers have no deadline; connecting has one.
         self._http = HttpClient(url, lost=_lost, token=token, connect_seconds=60)
 
@@ -149,7 +150,8 @@ class RolloutClient:
         return msgspec.json.decode(await self._post("store", {"version": version}), type=Copied)
 
     async def _post(self, verb: str, body: object) -> bytes:
-        path, content = f"{PREFIX}/{verb}", msgspec.json.encode(body)
+        path = f"{PREFIX}/{verb}"
+        content = msgspec.json.encode(body)
         try:
             answer = await self._http.call("POST", path, content, headers=self._headers)
         except PartLost:
@@ -333,7 +335,8 @@ class ModelTensors:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
         """`tied`: the output layer is the embedding, so engines have it once, and a file may have it twice."""
-        self._shapes, self._tied = {name: shape for name, shape in shapes.items() if not (tied and name == _TIED)}, tied
+        self._shapes = {name: shape for name, shape in shapes.items() if not (tied and name == _TIED)}
+        self._tied = tied
 
     @classmethod
     def of(cls, folder: Path) -> ModelTensors:

@@ -85,7 +85,8 @@ def rows_as_lists(rows: Iterable[Row]) -> list[SessionRow]:
 
 def batch_as_lists(batch: PackedBatch) -> BatchLists:
     left = [None] * len(batch.rewards) if batch.room is None else [None if room == NO_ANSWER else room for room in batch.room.tolist()]
-    num, named = len(batch.rewards), batch.component_names
+    num = len(batch.rewards)
+    named = batch.component_names
     earned = [None] * num if batch.turn_rewards is None else batch.turn_rewards.reshape(num, -1).tolist()
     table = [()] * num if batch.components is None else batch.components.reshape(num, -1).tolist()
     components = [{name: value for name, value in zip(named, line, strict=True) if value == value} for line in table]  # no NaN
@@ -201,8 +202,13 @@ class SessionRoutes:
         public_url: str = "",
         board: Board | None = None,
     ) -> None:
-        self._gateway, self._owned, self._board = gateway, owned, board
-        self._token, self._sampling, self._served, self._public_url = token, sampling, served, public_url.rstrip("/")
+        self._gateway = gateway
+        self._owned = owned
+        self._board = board
+        self._public_url = public_url.rstrip("/")
+        self._token = token
+        self._sampling = sampling
+        self._served = served
 
     def routes(self) -> Sequence[BaseRoute]:
         return [

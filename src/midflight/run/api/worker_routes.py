@@ -28,7 +28,9 @@ from midflight.wire.edge import bearer_in, body_of, headers_of, json_answer, rou
 class WorkerRoutes:
     def __init__(self, crew: Crew, *, token: str, control_token: str) -> None:
         """`token` is the workers'; by `control_token` the launcher says that it is about to end one."""
-        self._crew, self._token, self._control_token = crew, token, control_token
+        self._crew = crew
+        self._token = token
+        self._control_token = control_token
 
     def routes(self) -> Sequence[BaseRoute]:
         return [
@@ -42,7 +44,8 @@ class WorkerRoutes:
         if not same_token(bearer_in(headers_of(socket.scope)), self._token):
             return await socket.close(code=1008)
         await socket.accept()
-        line, seat = _Line(), None
+        line = _Line()
+        seat = None
         async with asyncio.TaskGroup() as tasks:
             sending = tasks.create_task(line.drain(socket))
             try:
@@ -94,7 +97,8 @@ class _Line:
         self._messages: asyncio.Queue[wire.RunAgent | wire.CancelAgent] = asyncio.Queue()
 
     def run(self, job: Assignment) -> None:
-        task, session = job.task, job.session
+        task = job.task
+        session = job.session
         self._messages.put_nowait(
             wire.RunAgent(session.session_id, session.base_url, session.api_key, task.id, task.source, job.data, job.attempts)
         )

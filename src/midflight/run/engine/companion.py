@@ -105,7 +105,8 @@ async def speak_for_server(
     """
     kept = adapters_kept(config, model)
     first = model if kept else await asyncio.to_thread(write_first, model, staging)
-    tokenizer, wire = Tokenizer.load(model), _wire(config, model)
+    tokenizer = Tokenizer.load(model)
+    wire = _wire(config, model)
     server = started(config, first, name=name, version=version) if url is None else attached(config.engine, url, name=name)
     async with server as running:
         engine = (AdapterEngine if kept else ServerEngine)(
@@ -141,7 +142,8 @@ async def _run(engine: ServerEngine) -> None:
 
 def _wire(config: Config, model: Path) -> Server:
     num_experts = _recorded_experts(config, model)
-    engine, theirs = config.engine, bool(config.engine.urls)
+    engine = config.engine
+    theirs = bool(config.engine.urls)
     given = {"vocab_size": sizes_of(model).vocab_size, "max_running": engine.max_running, "num_experts": num_experts}
     given["num_adapters"] = adapters_kept(config, model)
     if engine.kind == "vllm":
@@ -182,7 +184,8 @@ def check_interpreter(engine: EngineSection) -> None:
 
 
 def command_for(config: Config, model: Path, *, version: int, port: int, inherited: Mapping[str, str]) -> Command:
-    dtype, adapter = served_dtype(config), adapter_of(model)
+    dtype = served_dtype(config)
+    adapter = adapter_of(model)
     served = Served(
         folder=model.absolute(),
         name=config.model.name,
@@ -260,7 +263,9 @@ class StartedServer:
     """The server's process, its address and its log. Its guard ends it and its children when this process ends, however that happens."""
 
     def __init__(self, name: str, url: str, log: Path) -> None:
-        self.name, self.url, self.log = name, url, log
+        self.name = name
+        self.url = url
+        self.log = log
         self._log_began = 0
         self._process: asyncio.subprocess.Process | None = None
 
@@ -316,7 +321,8 @@ class StartedServer:
     async def stop(self) -> None:
         """Asks the server's process alone to end, because servers end their own children in order. Waits for that; ended by it, at the latest
         by a kill. The guard ends what is left of its children."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None or process.returncode is not None:
             return
         try:

@@ -50,7 +50,8 @@ async def run_engine(spec: EngineSpec, launcher: Launcher) -> None:
         engine = await asyncio.to_thread(make_engine, config, Path(spec.model), name=spec.name, version=spec.version)
     if engine.warning and spec.name in SPEAKERS:
         launcher.tell(Words(f"{spec.name}: {engine.warning}"))
-    about, worked = about_route(engine, Path(spec.model)), FirstWork(launcher)
+    about = about_route(engine, Path(spec.model))
+    worked = FirstWork(launcher)
     app = build_app(engine, partial(relay_steps, worked=worked), token=spec.token, scorer=engine, beside=[about], worked=worked)
     with socket.socket(fileno=spec.socket_fd) as listener:
         await serve_while(engine.run(), serve_app(app, listener, ready=lambda: launcher.tell(Ready())))

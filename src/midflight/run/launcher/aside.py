@@ -23,7 +23,9 @@ import msgspec
 from midflight.errors import ConfigError
 from midflight.observe.journal import write_whole
 
-MOVING, ASIDE, GONE = ".overwritten-moving", ".overwritten", ".overwritten-gone"
+MOVING = ".overwritten-moving"
+ASIDE = ".overwritten"
+GONE = ".overwritten-gone"
 PLACES = "places.json"
 
 
@@ -97,7 +99,8 @@ def set_aside(folder: Path, places: Sequence[AsidePlace]) -> None:
 
 
 def _move_out(folder: Path, place: AsidePlace) -> None:
-    root, aside = folder / place.root, _aside_of(folder, place)
+    root = folder / place.root
+    aside = _aside_of(folder, place)
     aside.mkdir(exist_ok=True)
     for name in place.names:
         if os.path.lexists(root / name):
@@ -142,7 +145,8 @@ def _move_away(folder: Path, place: AsidePlace, gone: Path) -> None:
 
 def _move_back(folder: Path, place: AsidePlace) -> None:
     """Each name is either aside or in its place. What stands there all the same was written by somebody else meanwhile, and goes."""
-    root, aside = folder / place.root, _aside_of(folder, place)
+    root = folder / place.root
+    aside = _aside_of(folder, place)
     for name in reversed(place.names):
         if not os.path.lexists(aside / name):
             continue

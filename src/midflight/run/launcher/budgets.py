@@ -11,7 +11,8 @@ from midflight.run.places.port import PartFailed
 
 REPLENISH_SECONDS = 600.0
 """After this a restart that was spent is there again, and a death is forgotten: crashes that far apart do not end a run of a week."""
-FIRST_WAIT, LONGEST_WAIT = 2.0, 30.0
+FIRST_WAIT = 2.0
+LONGEST_WAIT = 30.0
 """Seconds before the second restart in a row, which double with each; the first is at once."""
 
 
@@ -69,7 +70,8 @@ class Budgets:
 
     def is_further(self, step: int) -> bool:
         """Whether the run has come to a step that it had not reached before. Steps that it makes once more are no work."""
-        before, self._furthest = self._furthest, max(self._furthest, step)
+        before = self._furthest
+        self._furthest = max(self._furthest, step)
         return step > before
 
     def spend_on(self, failures: BaseException, *, now: float, possible: bool = True) -> Restarted:

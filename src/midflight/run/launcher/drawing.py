@@ -33,7 +33,8 @@ class TaskDrawing:
         """`seconds` of the clock after which it raises `TakesLonger`, by default `DRAWING_SECONDS`."""
         self._total = sum(num_draws(section) for section in sections if section.dataset is not None)
         self._seconds = DRAWING_SECONDS if seconds is None else seconds
-        self._say, self._clock = say, clock
+        self._say = say
+        self._clock = clock
         self._number = 0
         self._began = self._now = self._said = 0.0
 

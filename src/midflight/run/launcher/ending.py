@@ -59,7 +59,8 @@ def _loop_runs() -> bool:
 
 
 async def _until_asked(main: Coroutine[Any, Any, object], stop: Stop) -> int:
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    task = asyncio.current_task()
+    loop = asyncio.get_running_loop()
     assert task is not None
     if threading.current_thread() is threading.main_thread():
         for number in STOPS:

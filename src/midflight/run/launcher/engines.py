@@ -82,8 +82,14 @@ class Engines:
     ) -> None:
         """`memory`: what there is, what the parts are estimated to take, and the remedy, in sentences. `holds`: requests wait for an engine for as
         long as one is started, however often that is killed; else the run ends when nothing comes of it, see `killed`."""
-        self._config, self._places, self._access = config, places, access
-        self._budgets, self._serving, self._say, self._start, self._follow = budgets, serving, say, start, follow
+        self._config = config
+        self._places = places
+        self._access = access
+        self._budgets = budgets
+        self._serving = serving
+        self._say = say
+        self._start = start
+        self._follow = follow
         self._memory = memory
         self._holds = holds
         self._killed = KilledStarts()
@@ -98,7 +104,8 @@ class Engines:
 
     async def take(self, *, with_teacher: bool) -> Sequence[Coroutine[Any, Any, None]]:
         """Places for the engines that the run starts with. Returns what keeps them, and what has the others join."""
-        section, teacher = self._config.engine, self._config.distillation.teacher
+        section = self._config.engine
+        teacher = self._config.distillation.teacher
         urls = section.urls or (None,) * num_engines(section)
         least = engines_min(self._config)
         async with asyncio.TaskGroup() as group:
@@ -267,7 +274,9 @@ class Engines:
 
         A spent budget is the failure, unless another engine serves or can still come up: then it is a longer wait.
         """
-        name, now, left = failure.part, asyncio.get_running_loop().time, False
+        name = failure.part
+        now = asyncio.get_running_loop().time
+        left = False
         budget = self._budgets.of(name)
         if name not in self._reminders:
             self._remind(name, since=now(), seconds=REMINDER_SECONDS)

@@ -143,7 +143,8 @@ def _is_step(line: bytes) -> bool:
 
 def put_back(folder: Path) -> None:
     """Puts the run back that is aside. Logs of a new one that had begun in its place stay, under another name."""
-    logs, failed = folder / LOGS, folder / FAILED_LOGS
+    logs = folder / LOGS
+    failed = folder / FAILED_LOGS
     if aside.is_aside(folder) and logs.is_dir():
         shutil.rmtree(failed, ignore_errors=True)
         logs.rename(failed)

@@ -33,7 +33,8 @@ class Routes:
     """Which gateway a request is for. Synchronous."""
 
     def __init__(self, num_gateways: int) -> None:
-        self._num_gateways, self._opened = num_gateways, count()
+        self._num_gateways = num_gateways
+        self._opened = count()
 
     def shard_of(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> int:
         """By the session in the path, else by that of the key. New sessions go to each in turn; whatever names none goes to the first, where a

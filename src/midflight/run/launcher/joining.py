@@ -88,7 +88,8 @@ def default_name() -> str:
 
 def own_address(url: str) -> str:
     """The address of this machine on its way to the gateway, by which the gateway finds it too unless there is something between."""
-    host, port = urlsplit(url).hostname or "", urlsplit(url).port or 80
+    host = urlsplit(url).hostname or ""
+    port = urlsplit(url).port or 80
     try:
         family, kind, _, _, to = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -105,7 +106,8 @@ class JoinedEngine:
         """`patience_seconds`: how long a gateway may stay away before this gives up. `drain_seconds`: how long it lets requests end here when
         this leaves."""
         self.name = name
-        self._door, self._say = door, say
+        self._door = door
+        self._say = say
         self._patience_seconds = patience_seconds
         self._drain_seconds = drain_seconds
         self._told = ""
@@ -204,7 +206,8 @@ async def join(config: Config, model: Path, joined: JoinedEngine, place: tuple[s
     remove_left()
     with listen(*place) as listener:
         host = f"[{place[0]}]" if ":" in place[0] else place[0]
-        token, up = secrets.token_urlsafe(24), asyncio.Event()
+        token = secrets.token_urlsafe(24)
+        up = asyncio.Event()
         address = EngineAddress(advertised or f"http://{host}:{listener.getsockname()[1]}", token)
 
         async def serve(engine: E, wire: Callable[[E, WebSocket], Awaitable[None]], scorer: Scorer | None = None) -> None:

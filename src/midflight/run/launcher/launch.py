@@ -94,7 +94,11 @@ class Run:
     ) -> None:
         """`loss`: the lines that say which is taken, where it is ours."""
         self._program = program or Program()
-        self._config, self._terminal, self._token, self._lock, self._loss = config, terminal, token, lock, loss
+        self._config = config
+        self._terminal = terminal
+        self._token = token
+        self._lock = lock
+        self._loss = loss
         self._folder = Path(config.run.folder)
         self._began = time.monotonic()
         self._before = 0.0
@@ -124,7 +128,8 @@ class Run:
             hear(message)
             self._program.hear(message)
 
-        token, objects = self._token.value, self._program.objects
+        token = self._token.value
+        objects = self._program.objects
         self._newest = Ring(
             self._config, on_message=told, control_token=token, lock=self._lock, model=model, budgets=budgets, objects=objects
         )
@@ -178,7 +183,8 @@ class Run:
 
     def conclude(self, *, finished: bool) -> Summary:
         """Writes summary and plot of what there is, also after an interruption or a failure, which wait less for the plot."""
-        began, primary = time.monotonic(), source_names(self._config.environment.sources)[0]
+        began = time.monotonic()
+        primary = source_names(self._config.environment.sources)[0]
         said = Said(tuple(self._loss), opening.remarks(self._config))
         summary = summarise(
             self.status, primary=primary, seconds=self.seconds, before=self._before, peak_memory_mb=self._memory.peak_mb, said=said
@@ -248,7 +254,8 @@ def train(
     In any thread, and in a notebook. `own_loss`: what a loss of the user's own says of itself.
     """
     program = program or Program()
-    folder, token = Path(config.run.folder), control_token(None)
+    folder = Path(config.run.folder)
+    token = control_token(None)
     with Terminal(program.console, as_json=as_json(config)) as terminal, held(folder, terminal.say) as lock:
         # again: while it was not held, somebody else may have used it
         check_kept(config, resume=resume, overwrite=overwrite, gives_rows=program.rows is not None)
@@ -309,14 +316,17 @@ def announce(terminal: Terminal, address: str, token: ControlToken) -> None:
 
 
 def warn(terminal: Terminal, config: Config, *, anonymous: bool) -> None:
-    host, is_elsewhere = config.gateway.host, config.cluster.kind != "local"  # where its loopback would be nobody else's
+    # where its loopback would be nobody else's
+    host = config.gateway.host
+    is_elsewhere = config.cluster.kind != "local"
     if (warning := exposure("the gateway's machine" if is_elsewhere and is_loopback(host) else host, anonymous=anonymous)) is not None:
         terminal.say(warning)
 
 
 def serve(config: Config, *, token: str | None) -> int:
     """Engines and gateway, until Ctrl-C."""
-    model, chosen = _model(config.model.path), control_token(token)
+    model = _model(config.model.path)
+    chosen = control_token(token)
     with Terminal(as_json=as_json(config)) as terminal, held(Path(config.run.folder), terminal.say) as lock:
         terminal.say(opening.serving(config))
         warn(terminal, config, anonymous=True)
@@ -348,7 +358,8 @@ def evaluate(config: Config, model: Path, *, program: Program | None = None) -> 
             elif (said := sentence(message)) is not None:
                 terminal.say(said)
 
-        token, objects = control_token(None).value, program.objects
+        token = control_token(None).value
+        objects = program.objects
         ring = Ring(config, on_message=hear, control_token=token, lock=lock, model=_model(model), objects=objects)
         status = main_task(ring.run(Purpose.EVALUATE), stop=program.stop)
         for source in last.sources:

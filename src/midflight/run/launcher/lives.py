@@ -24,7 +24,10 @@ class Lives:
     come up beside the others, or its budget is spent."""
 
     def __init__(self, folder: Path, budgets: Budgets, watchdog: Watchdog, *, say: Callable[[Restarted], None]) -> None:
-        self._folder, self._budgets, self._watchdog, self._say = folder, budgets, watchdog, say
+        self._folder = folder
+        self._budgets = budgets
+        self._watchdog = watchdog
+        self._say = say
         self._came_up = False
 
     def came_up(self) -> None:

@@ -76,9 +76,14 @@ class OneEngineSite:
         ready: Callable[[str], None],
         alarmed: Callable[[str], None],
     ) -> None:
-        self._config, self._listener, self._url = config, listener, url
-        self._token, self._ready, self._alarmed = token, ready, alarmed
-        self._model, self._tokenizer = model, Tokenizer.load(model)
+        self._config = config
+        self._listener = listener
+        self._url = url
+        self._token = token
+        self._ready = ready
+        self._alarmed = alarmed
+        self._tokenizer = Tokenizer.load(model)
+        self._model = model
 
     async def serve(self, engine: E, wire: Callable[[E, WebSocket], Awaitable[None]], *, scorer: Scorer | None = None) -> None:
         """Waits for clients, for ever; ended by cancellation. A version that is committed from outside is one that the fleet serves."""

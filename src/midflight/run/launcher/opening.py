@@ -60,7 +60,8 @@ def remarks(config: Config) -> tuple[str, ...]:
 
 
 def _beginning(config: Config) -> Iterator[str]:
-    rollout, warm = config.rollout, warm_start(config)
+    rollout = config.rollout
+    warm = warm_start(config)
     until = f", or until the mean reward is {config.run.stop_at_reward:g}" if config.run.stop_at_reward else ""
     yield f"{config.run.name}: {config.run.steps} steps{until}, each on {rollout.groups_per_step} groups of {rollout.group_size} rollouts"
     yield f"model: {_model(config)}" + (f"; a supervised warm start comes first, {warm}" if warm else "")
@@ -85,7 +86,8 @@ def _where(config: Config) -> Iterator[str]:
 
 
 def _engines(config: Config) -> str:
-    engine, number = config.engine, derived.num_engines(config.engine)
+    engine = config.engine
+    number = derived.num_engines(config.engine)
     each = f"{number} {engine.kind} engine{'s' if number > 1 else ''}"
     return f"{each} at {', '.join(engine.urls)}" if engine.urls else f"{each} on {engine.device}"
 

@@ -126,7 +126,8 @@ class Inspection:
         """Whole, or of datasets few tasks where drawing them takes too long here."""
         from midflight.environments.tasks import load_sources
 
-        sections, seed = self._config.environment.sources, self._config.run.seed
+        sections = self._config.environment.sources
+        seed = self._config.run.seed
         self._doing("opens the sources of tasks")
         drawing = TaskDrawing(sections, say=self._doing)
         try:
@@ -151,7 +152,8 @@ class Inspection:
 
     def _prompt(self, source: Source, tokenizer: Tokenizer) -> Prompt | None:
         """The first task's prompt, which is what the plainest environment and a warm start send."""
-        config, task = self._config, source.training[0]
+        config = self._config
+        task = source.training[0]
         try:
             text = tokenizer.render(task.messages, add_generation_prompt=True)
         except MidflightError as error:

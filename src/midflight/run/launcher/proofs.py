@@ -58,7 +58,8 @@ def prove_export(model: PreTrainedModel) -> Proof:
     """A folder that is written, read and written again has the same names and numbers, and computes the same."""
     row = rows_to_try(model)[0]
     with tempfile.TemporaryDirectory(prefix="midflight-") as place, torch.inference_mode():
-        first, second = Path(place) / "first", Path(place) / "second"
+        first = Path(place) / "first"
+        second = Path(place) / "second"
         try:
             model.save_pretrained(first)
             loaded = load.load_model(first, dtype="float32")
@@ -89,7 +90,8 @@ _SAID = {Way.PACKED: "right", Way.FALLBACK: "right, slower", Way.WHOLE: "right, 
 
 
 def line(proof: Proof) -> str:
-    nats, share = proof.logprob_error, proof.gradient_error
+    nats = proof.logprob_error
+    share = proof.gradient_error
     errors = [*([] if nats is None else [f"{nats:.1e} nats"]), *([] if share is None else [f"{share:.1e} of the gradient"])]
     off = f" (off by at most {', '.join(errors)})" if errors and proof.is_right else ""
     return f"{proof.part}: {_SAID[proof.way]}{off}{f'. {proof.reason}' if proof.reason else ''}"

@@ -13,7 +13,8 @@ class ReplacedRun:
     """Lets the run go that is aside in a folder, if there is one. Synchronous; a thread deletes it, which takes long where it is large."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self._folder, self._say = folder, say
+        self._folder = folder
+        self._say = say
         self._deletion: threading.Thread | None = None
 
     def look(self) -> None:

@@ -97,7 +97,8 @@ class Ring:
     ) -> None:
         """`lock` holds the run's folder while a part that writes there lives. `budgets` outlive one attempt. `objects`: of a program, packed."""
         self._objects = objects
-        self._config, self._on_message = config, on_message
+        self._config = config
+        self._on_message = on_message
         self._given_model = model
         self._writing = () if lock is None else (lock,)
         self._control_token = control_token
@@ -139,7 +140,9 @@ class Ring:
         return ray_places(self._config, say=lambda text: self._on_message(Words(text)))
 
     async def _run(self, purpose: Purpose, *, resume: bool) -> None:
-        gateway, trains, taught = self._config.gateway, purpose is Purpose.TRAIN, purpose in (Purpose.TRAIN, Purpose.ROLLOUTS)
+        gateway = self._config.gateway
+        trains = purpose is Purpose.TRAIN
+        taught = purpose in (Purpose.TRAIN, Purpose.ROLLOUTS)
         self.lay_out(ranks=trains, teacher=taught)
         config = self._config if trains else unsharded(self._config)
         self._gateway = await self._places.take(ProcessKind.ROLLOUT, host=gateway.host, port=gateway.port)
@@ -237,7 +240,8 @@ class Ring:
         for place in self._rank_places:  # of an earlier life
             place.close()
         self._rank_places = first, *others = await self._places.take_all(ProcessKind.TRAINER, self._config.trainer.ranks)
-        config, meeting = config_in_place(self._config, "trainer").model_dump_json(), f"{first.host}:{first.port}"
+        config = config_in_place(self._config, "trainer").model_dump_json()
+        meeting = f"{first.host}:{first.port}"
         spec = TrainerSpec(config, self.url, self._control_token, self._segment, resume or life > 0, life, meeting=meeting)
         spec = msgspec.structs.replace(spec, further_urls=tuple(part.url for part in self._gateways[1:]))
         ranks = [self._rank(msgspec.structs.replace(spec, rank=rank), place) for rank, place in enumerate(others, start=1)]
@@ -315,7 +319,9 @@ class Ring:
 
     async def _worker(self, name: str, part: GatewayPart) -> None:
         """Runs one process of agents, and starts it again whenever it dies, as agents may have it. `PartFailed` if it does not come up."""
-        failed_starts, num_ended, error = 0, 0, ""
+        failed_starts = 0
+        num_ended = 0
+        error = ""
         while failed_starts < MAX_FAILED_STARTS:
             worker = await self._start(ProcessKind.WORKER, name, part.place, arguments=entries_of(self._config.environment))
             try:
@@ -432,7 +438,8 @@ class Ring:
                 self._watchdog.condemn(part, why)
             case Progress(status):
                 message = Progress(status := self._told.whole(name, status))
-                totals, self._is_done = status.totals, status.phase is Phase.DONE
+                totals = status.totals
+                self._is_done = status.phase is Phase.DONE
                 if self._budgets.is_further(status.step):
                     self._earn()
                 self._watchdog.progress((status.phase, status.step, status.evaluated, totals.generated_tokens, totals.rollouts))

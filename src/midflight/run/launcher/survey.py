@@ -41,7 +41,8 @@ class Survey:
 
     def __init__(self, *, needs_answer: bool, max_context: int) -> None:
         """`needs_answer`: every task must have a text as `answer`."""
-        self._needs_answer, self._max_context = needs_answer, max_context
+        self._needs_answer = needs_answer
+        self._max_context = max_context
         self._left = LOOKING_SECONDS
         self.notes: list[str] = []
 
@@ -49,7 +50,9 @@ class Survey:
         """Makes every task of a source over rows, until the time is up."""
         if not isinstance(source.training, RowTasks):
             return
-        began, number, total = time.thread_time(), 0, len(source.training) + len(source.heldout)
+        began = time.thread_time()
+        number = 0
+        total = len(source.training) + len(source.heldout)
         ids = array("q")
         for number, task in enumerate(chain(source.training, source.heldout), start=1):
             if self._needs_answer:

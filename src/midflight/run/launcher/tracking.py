@@ -28,7 +28,9 @@ class Tracking:
     """Synchronous; a thread reads what the process says, and `hear` passes it on where the terminal is drawn."""
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
-        self._names, self._folder, self._say = config.observe.trackers, Path(config.run.folder), say
+        self._names = config.observe.trackers
+        self._folder = Path(config.run.folder)
+        self._say = say
         self._environ = {PROCESS_VARIABLE: "trackers"} if config.observe.log_format == "json" else {}
         self._process: subprocess.Popen[bytes] | None = None
         self._said: queue.SimpleQueue[TrackerSaid] = queue.SimpleQueue()

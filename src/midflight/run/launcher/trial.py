@@ -85,12 +85,14 @@ def answer_of(
 
 def _followed(process: subprocess.Popen[bytes], patience: Patience) -> tuple[bytes, bytes]:
     """Waits for its end, and looks now and then."""
-    motion, said_at = Motion(process.pid), WORD_SECONDS
+    motion = Motion(process.pid)
+    said_at = WORD_SECONDS
     while True:
         try:
             return process.communicate(timeout=LOOK_SECONDS)
         except subprocess.TimeoutExpired as late:
-            out, errors = late.output or b"", late.stderr or b""
+            out = late.output or b""
+            errors = late.stderr or b""
         doing = _doing(out)
         still = motion.look(doing)
         if still >= patience.stall_seconds:

@@ -26,9 +26,11 @@ class BesideRun:
     """Opens the address, and starts the viewer for its first visitor. One that ends is said once and not started again."""
 
     def __init__(self, config: Config, *, token: str, say: Callable[[str], None]) -> None:
-        self._folder, self._port = Path(config.run.folder), config.observe.view_port
+        self._folder = Path(config.run.folder)
+        self._port = config.observe.view_port
         self._wanted = config.observe.view == "auto" and importlib.util.find_spec("nicegui") is not None
-        self._token, self._say = token, say
+        self._token = token
+        self._say = say
 
     async def run(self) -> None:
         """Waits for a visitor, then for the viewer's end, then for ever; ended by its task group, which ends the viewer."""
@@ -74,7 +76,8 @@ class BesideRun:
 
 async def _visited(listener: socket.socket) -> None:
     """Waits for the first connection, and leaves it for the viewer to accept; ended by its task group."""
-    loop, came = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    came = asyncio.Event()
     loop.add_reader(listener, came.set)
     try:
         await came.wait()

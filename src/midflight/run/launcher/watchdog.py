@@ -62,7 +62,8 @@ class Pulse:
     """What is known of one process. `now` is CLOCK_MONOTONIC everywhere. Without a `pid` it is where only its beats are seen of it."""
 
     def __init__(self, name: str, pid: int | None, *, now: float, memory_seconds: float) -> None:
-        self.name, self.pid = name, pid
+        self.name = name
+        self.pid = pid
         self.began = self.heard = now
         self.ready: float | None = None
         """Since when it serves; none before."""
@@ -85,7 +86,8 @@ class Pulse:
 
     def hear(self, beat: Beat, *, now: float) -> None:
         self.lateness.came(now, counts=not any(doing.heavy for doing in (*self.beat.doing, *beat.doing)))
-        self.beat, self.heard = beat if beat.at is None else beat.shifted(self._clock.shift(beat.at, now=now)), now
+        self.beat = beat if beat.at is None else beat.shifted(self._clock.shift(beat.at, now=now))
+        self.heard = now
         self._told.feel(beat.cpu_seconds, beat.num_bytes, now=now)
 
     def feel(self, vitals: Vitals, *, now: float) -> None:
@@ -107,7 +109,9 @@ class Watchdog:
     """See the module. `pulses` are of the processes that run, by name."""
 
     def __init__(self, *, stall_seconds: float, vitals: Callable[[int], Vitals] = vitals_of, clock: Callable[[], float] = time.monotonic):
-        self._stall_seconds, self._vitals, self._clock = stall_seconds, vitals, clock
+        self._stall_seconds = stall_seconds
+        self._vitals = vitals
+        self._clock = clock
         self.pulses: dict[str, Pulse] = {}
         self._ended: dict[str, float] = {}
         """When parts ended that have not begun again."""
@@ -133,7 +137,8 @@ class Watchdog:
 
     def hear(self, name: str, beat: Beat) -> None:
         if (pulse := self.pulses.get(name)) is not None:
-            now, still = self._clock(), {doing.what for doing in beat.doing}
+            now = self._clock()
+            still = {doing.what for doing in beat.doing}
             if any(doing.excused(now) and doing.what not in still for doing in pulse.beat.doing):
                 self._move()
             pulse.hear(beat, now=now)
@@ -167,7 +172,8 @@ class Watchdog:
             self._move()
 
     def _move(self) -> None:
-        self._moved, self._report_after = self._clock(), self._stall_seconds
+        self._moved = self._clock()
+        self._report_after = self._stall_seconds
 
     # --- What it finds -----------------------------------------------------------------------------------------------
 
@@ -216,7 +222,8 @@ class Watchdog:
         return _stopped(pulse, now) if pulse.state == "T" else Hung(pulse.name, pulse.condemned)
 
     def _unheard(self, pulse: Pulse, now: float) -> Hung | None:
-        silent, stopped = now - pulse.heard, pulse.state == "T"
+        silent = now - pulse.heard
+        stopped = pulse.state == "T"
         if pulse.state == "t" or silent < (self._bound if stopped else self._allowed)(pulse, now):
             return None
         if stopped:
@@ -273,7 +280,8 @@ class Watchdog:
 
     def _chain(self, name: str) -> list[str]:
         """From one who waits to one who waits for nobody; where all wait for each other, as far as it goes."""
-        longest, chains = [name], [[name]]
+        longest = [name]
+        chains = [[name]]
         while chains:
             chain = chains.pop(0)
             further = [whom for whom in self._waits_for(chain[-1]) if whom not in chain]

@@ -43,7 +43,8 @@ async def check_cluster(cluster: Cluster, config: Config, *, say: Callable[[str]
         problems += [*_resources(config, machines)] or [*_room(config, machines)]
         problems += misfits(config, hardware_of(machines))
     nearest = _existing(Path(config.run.folder))
-    seconds, waiting = config.cluster.wait_seconds, {machine.address: None for machine in machines}
+    seconds = config.cluster.wait_seconds
+    waiting = {machine.address: None for machine in machines}
 
     async def asked(machine: Machine) -> Greeting | str:
         said = await _greeting(cluster, machine, nearest, seconds=seconds)
@@ -118,14 +119,16 @@ def _resources(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
 
 def _room(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     """Whether all seats with which a run begins find room at once, whoever uses it now: exactly, over all ways to place them."""
-    asked, ranks = seat_resources(config), config.trainer.ranks
+    asked = seat_resources(config)
+    ranks = config.trainer.ranks
     if len({tuple(sorted(seat.items())) for seat in engine_seats(config)}) > 1:  # of engines that differ only the sum is looked at
         yield from _sum(config, machines)
         return
     engines = engines_min(config) + (config.distillation.teacher is not None)
     best = {(0, 0): 0}  # the most engines that there is room for beside so many gateways and ranks
     for machine in machines:
-        before, best = best, {}
+        before = best
+        best = {}
         for (gateway, trainer), found in before.items():
             for more in ((g, t) for g in range(2 - gateway) for t in range(ranks - trainer + 1)):
                 if (fits := _engines_beside(machine, asked, *more, most=engines)) is None:
@@ -219,7 +222,8 @@ def _was_written(file: Path, nonce: str) -> bool:
 
 
 def _differences(greeting: Greeting, config: Config) -> Iterator[str]:
-    here, there = (__version__, platform.python_version(), metadata.version("torch")), (greeting.midflight, greeting.python, greeting.torch)
+    here = (__version__, platform.python_version(), metadata.version("torch"))
+    there = (greeting.midflight, greeting.python, greeting.torch)
     for name, ours, theirs in zip(("midflight", "Python", "torch"), here, there, strict=True):
         if _public(ours) != _public(theirs):
             yield f"{WHERE} has {name} {theirs}, and this machine has {ours}; install the same on all."

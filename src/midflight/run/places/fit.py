@@ -163,7 +163,8 @@ def _is_of_trainer(item: MemoryItem) -> bool:
 
 def _batch(config: Config, hardware: Hardware) -> Iterator[Misfit]:
     """One batch must fit beside what runs, or there is never a step."""
-    r, room = config.rollout, hardware.memory_bytes // 4
+    r = config.rollout
+    room = hardware.memory_bytes // 4
     if r.buffer_bytes is None and batch_bytes(config) > WORST_SHARE * room:
         options = ("rollout.groups_per_step", "rollout.group_size", "model.max_context")
         yield Misfit(
@@ -213,7 +214,8 @@ def _grown(options: Sequence[str], config: Config) -> str:
 
 def _times_default(option: str, config: Config) -> float:
     """A folder, and whatever has no default number, comes before a number that is the default."""
-    value, default = _node(option, config), _default(option)
+    value = _node(option, config)
+    default = _default(option)
     if not isinstance(value, int):
         return 0.0 if value is None else 1.5
     return value / default if isinstance(default, int) and default else value / 256

@@ -19,7 +19,8 @@ class LocalPlace:
     lost = is_recalled = False
 
     def __init__(self, listener: socket.socket) -> None:
-        self._listener, self.fd = listener, listener.fileno()
+        self.fd = listener.fileno()
+        self._listener = listener
         self.host, self.port = listener.getsockname()[:2]
 
     def child(

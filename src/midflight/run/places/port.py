@@ -33,7 +33,8 @@ class PartFailed(RunFailed):
     def __init__(self, message: str, *, part: str, was_killed: bool = False) -> None:
         """`was_killed`: from outside the run, which says nothing about the part."""
         super().__init__(message)
-        self.part, self.was_killed = part, was_killed
+        self.part = part
+        self.was_killed = was_killed
 
 
 class Child(Protocol):

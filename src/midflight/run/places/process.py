@@ -19,7 +19,8 @@ STACKS_SECONDS = 1.0
 """For a process to write its stacks into its log, on a busy machine too."""
 MAX_STACKS = 20_000
 """Bytes of stacks that are shown; a hundred threads make more, and are in the log."""
-MAX_LOG_BYTES, KEPT_LOG_BYTES = 64 * 2**20, 2**20
+MAX_LOG_BYTES = 64 * 2**20
+KEPT_LOG_BYTES = 2**20
 """A log that grows beyond the first, by what agents print for instance, is cut down to the last of it."""
 LAST_LINES = 20
 """Of the log, in an error."""
@@ -48,9 +49,14 @@ class LocalChild:
     ) -> None:
         """`inherited`: sockets and files that it gets under their numbers. `objects`: what the program gives to its run, packed. `cwd`: its
         working folder, if not that of this process."""
-        self._objects, self._cwd = objects, cwd
-        self.part, self.name, self.log, self._arguments = part, name, log, tuple(arguments)
-        self._environ, self._inherited = environ, tuple(inherited)
+        self._objects = objects
+        self._cwd = cwd
+        self.part = part
+        self.name = name
+        self.log = log
+        self._arguments = tuple(arguments)
+        self._environ = environ
+        self._inherited = tuple(inherited)
         self._process: asyncio.subprocess.Process | None = None
         self._hung: str | None = None
 

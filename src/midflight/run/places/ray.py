@@ -35,7 +35,8 @@ STORE_BYTES = 80 * 2**20
 
 def ray_places(config: Config, *, say: Callable[[str], None]) -> RayPlaces:
     """The places of one attempt at a run, on the cluster that its configuration names."""
-    cluster, asked = config.cluster, seat_resources(config)
+    cluster = config.cluster
+    asked = seat_resources(config)
     resources = {kind: asked[kind if kind in asked else "rollout"] for kind in ProcessKind}
     environ = {name: os.environ[name] for name in ("PYTHONPATH", *cluster.variables) if name in os.environ}
     made = connect(config)
@@ -45,7 +46,8 @@ def ray_places(config: Config, *, say: Callable[[str], None]) -> RayPlaces:
 
 def connect(config: Config) -> "RayCluster":
     """The cluster that the configuration names. Waits until it has answered. `ConfigError` says why there is none."""
-    address, token = config.cluster.address, config.cluster.token_file
+    address = config.cluster.address
+    token = config.cluster.token_file
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     if token is not None:
@@ -117,9 +119,11 @@ def _check_listens(address: str, *, seconds: float) -> None:
 
 def _why_none(error: BaseException) -> str:
     """Ray says the reason in what caused its error."""
-    said, cause = "", error
+    said = ""
+    cause = error
     while cause is not None:
-        said, cause = f"{said}{type(cause).__name__}: {cause}\n", cause.__cause__ or cause.__context__
+        said = f"{said}{type(cause).__name__}: {cause}\n"
+        cause = cause.__cause__ or cause.__context__
     if any(sign in said for sign in WRONG_TOKEN):
         return f"the token in {os.environ.get('RAY_AUTH_TOKEN_PATH', '~/.ray/auth_token')} is not its own; set cluster.token_file to that."
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -131,7 +135,8 @@ class RaySeat(SeatActor):
 
     def __new__(cls, address: str = "") -> "RaySeat":
         """This alone runs in the worker's main thread, where signals are heard."""
-        seat, before = super().__new__(cls), signal.getsignal(signal.SIGTERM)
+        seat = super().__new__(cls)
+        before = signal.getsignal(signal.SIGTERM)
 
         def recalled(number: int, frame: FrameType | None) -> None:
             if not seat.recall() and callable(before):
@@ -166,7 +171,8 @@ class RayCluster:
         return self._seat(resources, scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(machine, soft=False))
 
     async def group(self, resources: Mapping[str, float], count: int) -> tuple[Sequence[Any], Callable[[], None]]:
-        groups, strategies = import_module("ray.util.placement_group"), import_module("ray.util.scheduling_strategies")
+        groups = import_module("ray.util.placement_group")
+        strategies = import_module("ray.util.scheduling_strategies")
         group = groups.placement_group([dict(resources) or {"CPU": 0.001}] * count, strategy="PACK")
         try:
             await group.ready()
@@ -178,7 +184,9 @@ class RayCluster:
 
     def _seat(self, resources: Mapping[str, float], **options: Any) -> Any:
         asked = dict(resources)
-        cpus, gpus, memory = asked.pop("CPU", 0.0), asked.pop("GPU", 0.0), asked.pop("memory", None)
+        cpus = asked.pop("CPU", 0.0)
+        gpus = asked.pop("GPU", 0.0)
+        memory = asked.pop("memory", None)
         options |= {"num_cpus": cpus, "num_gpus": gpus, "memory": memory, "resources": asked or None}
         return self._actor.options(max_restarts=0, max_task_retries=0, **options).remote()
 

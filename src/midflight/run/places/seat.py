@@ -91,7 +91,8 @@ class BelowSeat:
     def __init__(self, child: LocalChild, life: str, *, alone_seconds: float) -> None:
         """Ends the child when nobody has heard it for `alone_seconds`: the launcher is gone or cut off then, and may have gone on with the run
         elsewhere, in the same folder."""
-        self.child, self.life = child, life
+        self.child = child
+        self.life = life
         self.lines = deque[bytes]()
         self.first = 0
         """Number of the first of them."""
@@ -150,7 +151,8 @@ class SeatActor:
     def recall(self) -> bool:
         """The machine, or whoever ends this process, will not wait long. Whether the launcher can make something of that, which it is told
         with the next answer: an engine leaves in order. Of the other parts none can, and asked twice none should."""
-        first, self._is_recalled = not self._is_recalled, True
+        first = not self._is_recalled
+        self._is_recalled = True
         return first and any(told.child.part is ProcessKind.ENGINE and told.child.running for told in self._told.values())
 
     async def hello(self, folder: str, nonce: str, cwd: str) -> bytes:

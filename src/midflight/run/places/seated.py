@@ -112,8 +112,16 @@ class SeatedPlace:
         closed: Callable[[], None],
     ) -> None:
         """`environ`: for all its processes. `closed` is called when the seat was given back."""
-        self._cluster, self._seat, self._lost_seconds, self._environ, self._closed = cluster, seat, lost_seconds, environ, closed
-        self.host, self.port, self.fd, self.gpus, self.machine = opened.host, opened.port, opened.fd, opened.gpus, opened.machine
+        self._cluster = cluster
+        self._seat = seat
+        self._lost_seconds = lost_seconds
+        self._environ = environ
+        self._closed = closed
+        self.host = opened.host
+        self.port = opened.port
+        self.fd = opened.fd
+        self.gpus = opened.gpus
+        self.machine = opened.machine
         self.lost = self._is_closed = False
         self._recalled = asyncio.Event()
 
@@ -197,8 +205,10 @@ class SeatedChild:
     pid = None
 
     def __init__(self, place: SeatedPlace, part: parts.ProcessKind, name: str, order: Order) -> None:
-        self.part, self.name = part, name
-        self._place, self._order = place, order
+        self.part = part
+        self.name = name
+        self._place = place
+        self._order = order
         self._lock = asyncio.Lock()
         self._unread = deque[bytes]()
         self._heard = 0
@@ -243,14 +253,19 @@ class SeatedChild:
             try:
                 heard = msgspec.json.decode(await self._ask("hear", self.name, self._heard, hurry=self._killed), type=Heard)
             except PartFailed as lost:
-                self._why, self._closed, self._status = str(lost), True, -signal.SIGKILL
+                self._why = str(lost)
+                self._closed = True
+                self._status = -signal.SIGKILL
                 self._log = last_lines(Path(self._order.log))
                 return
             if heard.recalled:
                 self._place.recall()
             self._unread += heard.lines
             self._heard += len(heard.lines)
-            self._closed, self._status, self._log, self.state = heard.closed, heard.status, heard.log, heard.state
+            self._closed = heard.closed
+            self._status = heard.status
+            self._log = heard.log
+            self.state = heard.state
 
     async def stacks(self) -> str:
         with suppress(PartFailed):
@@ -293,7 +308,11 @@ class RayPlaces:
         say: Callable[[str], None],
     ) -> None:
         """`resources`: what a seat of each kind asks for. `environ`: for all processes. `say` hears what is waited for."""
-        self._cluster, self._resources, self._lost_seconds, self._environ, self._say = cluster, resources, lost_seconds, environ, say
+        self._cluster = cluster
+        self._resources = resources
+        self._lost_seconds = lost_seconds
+        self._environ = environ
+        self._say = say
         self._wait_seconds = wait_seconds
         self.spread = True
         self._taken: list[SeatedPlace] = []
@@ -372,7 +391,8 @@ class RayPlaces:
         self, part: parts.ProcessKind, count: int, resources: Mapping[str, float], *, for_ever: bool = False
     ) -> AsyncGenerator[None]:
         """Of a wait for seats: what for is said again and again. `RunFailed` after `wait_seconds`, unless it may last `for_ever`."""
-        loop, asked = asyncio.get_running_loop(), ", ".join(f"{name}: {amount:g}" for name, amount in resources.items())
+        loop = asyncio.get_running_loop()
+        asked = ", ".join(f"{name}: {amount:g}" for name, amount in resources.items())
         wanted = f"{count} x a machine with {asked or 'room'}"
 
         def say(seconds: float) -> None:

@@ -46,7 +46,8 @@ class Capacity:
     """Follows the engines that take requests, the time that agents spend asking, and the length of what they ask. Synchronous."""
 
     def __init__(self, config: Config, fleet: Fleet) -> None:
-        self._config, self._fleet = config, fleet
+        self._config = config
+        self._fleet = fleet
         self.most_turns = 0
         """That a rollout with a reward took."""
         self._asking = self._running = self._tokens = self._lengths = 0.0

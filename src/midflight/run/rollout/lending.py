@@ -21,7 +21,8 @@ class Lending:
     Without an engine to lend it does nothing."""
 
     def __init__(self, fleet: Fleet, engine: str | None) -> None:
-        self._fleet, self._engine = fleet, engine
+        self._fleet = fleet
+        self._engine = engine
         self._num_waits = 0
         self._at_work = set[int]()
         """Leases of batches that the trainer has and has not reported."""

@@ -141,9 +141,14 @@ class Members:
         record: Record,
     ) -> None:
         """`first`: the engines that the serving side has. `connect` makes one that is not connected yet."""
-        self._serving, self._handover, self._limits = serving, serving.handover, serving.gateway.limits
-        self._connections, self._terms, self._record = connections, terms, record
-        self._ask, self._connect = ask, connect
+        self._serving = serving
+        self._handover = serving.handover
+        self._limits = serving.gateway.limits
+        self._connections = connections
+        self._terms = terms
+        self._record = record
+        self._ask = ask
+        self._connect = connect
         self._known = {name: _KnownEngine(engine, address) for name, (engine, address) in first.items()}
         self._joining: set[str] = set()
         self._leaving: dict[str, asyncio.Task[Left]] = {}
@@ -301,9 +306,12 @@ class Members:
         if self._is_apart(name):
             return await self._ask(address, None, True)
         current = self._handover.current
-        transport, folder, location = self._terms.transport, self._terms.weights, ""
+        transport = self._terms.transport
+        folder = self._terms.weights
+        location = ""
         if current is not None:
-            transport, location = current.transport, current.location
+            transport = current.transport
+            location = current.location
             folder = folder if transport in SENT else Path(location).parent
         with _nonce(folder if transport == "file" else SHARED) as nonce:
             about = await self._ask(address, nonce, current is None)
@@ -317,7 +325,8 @@ class Members:
         what = f"the engine at {address.url} cannot join"
         if about.midflight != __version__:
             raise EngineRefused(f"{what}: it is of Midflight {about.midflight}, the run of {__version__}; install the same.", param="url")
-        apart, first = self._is_apart(name), self._serving.home(name).served_version()
+        apart = self._is_apart(name)
+        first = self._serving.home(name).served_version()
         unpublished = apart or self._handover.current is None
         if self._identity is None or (unpublished and self._identity.weights is None):
             self._identity = await asyncio.to_thread(ModelIdentity.of, self._terms.model, weights=unpublished)

@@ -102,7 +102,9 @@ class RolloutProcess:
     """Assembles the process. The shells that wait are `RolloutSystem`, the HTTP server and the engines' connections."""
 
     def __init__(self, spec: RolloutSpec, launcher: Launcher, listener: socket.socket) -> None:
-        self._spec, self._launcher, self._listener = spec, launcher, listener
+        self._spec = spec
+        self._launcher = launcher
+        self._listener = listener
         self._config = config = Config.model_validate_json(spec.config)
         steps = 0 if spec.purpose is Purpose.EVALUATE else config.run.steps
         slots = min(derived.engine_slots(config), derived.in_flight(config))
@@ -267,7 +269,8 @@ class RolloutProcess:
     def _scoring(self) -> Teacher | None:
         if self._teacher is None:
             return None
-        temperature, seconds = self._config.environment.temperature, self._config.distillation.score_seconds
+        temperature = self._config.environment.temperature
+        seconds = self._config.distillation.score_seconds
         return Teacher(self._teacher, temperature=temperature, seconds=seconds, heart=self._launcher.heart)
 
     @asynccontextmanager
@@ -307,7 +310,8 @@ class RolloutProcess:
         return ClaimWatch(board, self._alarmed, stall_seconds=run.stall_seconds, where=str(Path(run.folder) / "endpoint.json"))
 
     async def _http(self, serving: Serving, routes: Sequence[BaseRoute], *, board: Board | None = None) -> None:
-        gateway, members = self._config.gateway, self._members(serving)
+        gateway = self._config.gateway
+        members = self._members(serving)
         owned = OwnedSessions(serving.gateway, session_seconds=gateway.session_seconds)
         app = build_app(
             serving.gateway,
@@ -338,7 +342,8 @@ class RolloutProcess:
         )
 
     def _members(self, serving: Serving) -> Members:
-        config, purpose = self._config, self._spec.purpose
+        config = self._config
+        purpose = self._spec.purpose
 
         async def ask(address: EngineAddress, nonce: Path | None, weights: bool) -> About:
             token = address.token or self._spec.token
@@ -358,7 +363,8 @@ class RolloutProcess:
 
     def _common_routes(self, serving: Serving, owned: OwnedSessions, board: Board | None) -> Sequence[BaseRoute]:
         """What every purpose offers: who is here, and sessions for agents that others run."""
-        served, token = serving.fleet.served_version, self._spec.control_token
+        served = serving.fleet.served_version
+        token = self._spec.control_token
         sessions = SessionRoutes(
             serving.gateway,
             owned,

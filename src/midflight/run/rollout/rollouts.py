@@ -111,7 +111,8 @@ class GroupSlots:
     """The slots that admission reserved for a group: leaving one frees it for the next group."""
 
     def __init__(self, key: GroupKey, record: Record) -> None:
-        self._key, self._record = key, record
+        self._key = key
+        self._record = record
 
     async def __aenter__(self) -> None:
         return None
@@ -125,7 +126,10 @@ class Recorded:
 
     def __init__(self, runner: RolloutRunner, fates: Fates, record: Record, *, kept: Callable[[Trajectory], None]) -> None:
         """`kept` looks at each that is."""
-        self._runner, self._fates, self._record, self._look = runner, fates, record, kept
+        self._runner = runner
+        self._fates = fates
+        self._record = record
+        self._look = kept
         self._finished: dict[RolloutKey, Trajectory] = {}
 
     def restore(self, trajectories: Iterable[Trajectory]) -> None:
@@ -161,9 +165,18 @@ class RolloutStream:
         passes: float,
     ) -> None:
         """`passes`: the reward of a rollout that has passed. `room` waits while the disk is far behind; `routable` says whether any engine takes requests."""
-        self._queue, self._books, self._stream, self._runner = queue, books, stream, runner
-        self._ages, self._fates, self._record, self._room, self._routable = ages, fates, record, room, routable
-        self._group_size, self._retries, self._passes = group_size, retries, passes
+        self._queue = queue
+        self._books = books
+        self._stream = stream
+        self._runner = runner
+        self._ages = ages
+        self._fates = fates
+        self._record = record
+        self._room = room
+        self._routable = routable
+        self._group_size = group_size
+        self._retries = retries
+        self._passes = passes
         self._failed_in_a_row = self._silent_in_a_row = 0
 
     async def run(self) -> None:
@@ -200,7 +213,8 @@ class RolloutStream:
 
     def _closed(self, group: Group, reason: Reason) -> GroupClosed:
         """One without spread is replaced by another task, because its own was too easy or too hard."""
-        closed, reward = self._books.closing(group.key, reason), group.trajectories[0].reward if group.trajectories else None
+        closed = self._books.closing(group.key, reason)
+        reward = group.trajectories[0].reward if group.trajectories else None
         if reason is not Reason.ZERO_SPREAD or reward is None:
             return closed
         return GroupClosed(group.key, reason, closed.num_tokens, alike="passed" if reward >= self._passes else "failed")
@@ -289,8 +303,12 @@ class Evaluations:
         """`every`: versions between two that fall due, 0 for none. Where not every version is published, the next that is falls due."""
         self._sessions = ReservedSessions(sessions)
         self._evaluator = evaluator_of(self._sessions)
-        self._tasks, self._every, self._pin_seconds = tasks, every, pin_seconds
-        self._phases, self._fleet, self._handover = phases, fleet, handover
+        self._tasks = tasks
+        self._every = every
+        self._pin_seconds = pin_seconds
+        self._phases = phases
+        self._fleet = fleet
+        self._handover = handover
         self._due = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -327,7 +345,8 @@ class Evaluations:
 
     def published(self, version: Version) -> None:
         """To be called as soon as its handover has ended, before the next can begin. One that falls due during another is left out."""
-        before, self._published = version - 1 if self._published is None else self._published, version
+        before = version - 1 if self._published is None else self._published
+        self._published = version
         due = self._tasks and self._every and version // self._every > before // self._every
         if due and version != self._before and self._sessions.reservation is None:
             self._sessions.reservation = self._fleet.reserve(version)

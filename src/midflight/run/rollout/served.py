@@ -72,7 +72,9 @@ class ServedNews:
     """The owner's. It waits in `after` alone."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self._fleet, self._life, self._count = fleet, secrets.token_hex(4), 0
+        self._life = secrets.token_hex(4)
+        self._fleet = fleet
+        self._count = 0
         self._changed = asyncio.Event()
         fleet.on_any = self._told
 
@@ -89,7 +91,8 @@ class ServedNews:
 
     def _told(self) -> None:
         self._count += 1
-        changed, self._changed = self._changed, asyncio.Event()
+        changed = self._changed
+        self._changed = asyncio.Event()
         changed.set()
 
 
@@ -114,7 +117,8 @@ class OwnerClient:
     """Implements `Ask`: a connection for each word, of which there are a few for each version."""
 
     def __init__(self, url: str, *, token: str) -> None:
-        self._url, self._token = url, token
+        self._url = url
+        self._token = token
 
     async def __call__(self, serial: str) -> ServedWord:
         async with HttpClient(self._url, lost=PartLost, token=self._token) as http:
@@ -130,7 +134,8 @@ class Follower:
     def __init__(self, fleet: Fleet, ask: Ask, *, answer_seconds: float) -> None:
         """An engine that hangs, and has not said within `answer_seconds` (`run.stall_seconds`) which version it serves, is asked again. One whose process
         dies is asked again at once."""
-        self._fleet, self._ask = fleet, ask
+        self._fleet = fleet
+        self._ask = ask
         self._answer_seconds = answer_seconds
         self._said: Mapping[str, EngineWord] = {}
         self._asked: set[str] = set()

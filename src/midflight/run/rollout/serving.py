@@ -54,7 +54,8 @@ class Rejoin:
     """Brings engines in quarantine back: one that was restarted serves old weights and must first be given the current ones (I7)."""
 
     def __init__(self, fleet: Fleet, handover: Readmission) -> None:
-        self._fleet, self._handover = fleet, handover
+        self._fleet = fleet
+        self._handover = handover
 
     async def run(self) -> None:
         """Waits for the interval to pass, for ever; ended by its task group. An engine that hangs keeps no other from rejoining."""
@@ -91,7 +92,8 @@ class Serving:
         starts engines again that die."""
         self._stall_seconds = config.run.stall_seconds / 4
         """Without a token while it has work, an engine is left by its requests; the launcher starts it again later, if it does not come back."""
-        self.role, num_apart = role, 0 if anonymous else config.environment.untracked.engines
+        self.role = role
+        num_apart = 0 if anonymous else config.environment.untracked.engines
         self.fleet, self.apart = (Fleet(record=record, come_back=come_back) for _ in range(2))
         """Those that are trained, and those that keep their weights for judges and simulated users: no handover knows these."""
         self._environment = config.environment
@@ -101,12 +103,14 @@ class Serving:
         """How late this process came to its turns."""
         self.fleet.on_outage = self._outage
         self._attach(engines, version, frozenset(engine.name for engine in engines[len(engines) - num_apart :]))
-        seconds, shares = config.gateway.request_seconds, config.gateway.shards > 1
+        seconds = config.gateway.request_seconds
+        shares = config.gateway.shards > 1
         self.generator, self.beside = (Generator(each, request_seconds=seconds) for each in (self.fleet, self.apart))
         self.control = Control(self.fleet, self.generator, beside=(self.beside,), pause_seconds=self._stall_seconds)
         self.handover = self._handover(config, record)
         self.news, self.follower = self._shared(config.run.stall_seconds) if shares else (None, None)
-        self.rejoin, self.capacity = Rejoin(self.fleet, self.follower or self.handover), Capacity(config, self.fleet)
+        self.rejoin = Rejoin(self.fleet, self.follower or self.handover)
+        self.capacity = Capacity(config, self.fleet)
         self.gateway = Gateway(
             self.generator,
             tokenizer,

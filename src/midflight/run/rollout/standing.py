@@ -39,7 +39,8 @@ class RolloutStanding:
     """Read on the loop, every second. Its own times are the loop's; a beat's are CLOCK_MONOTONIC."""
 
     def __init__(self, serving: Serving, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._serving, self._clock = serving, clock
+        self._serving = serving
+        self._clock = clock
         self._agents: Agents | None = None
         self._queue: GroupQueue | None = None
         self._absent: dict[str, Absence] = {}
@@ -104,7 +105,8 @@ class RolloutStanding:
 
     def _parted(self) -> tuple[list[RunningRollout], list[RunningRollout]]:
         """The rollouts whose agents run, and those that wait for a worker, the oldest first."""
-        run, wait = list[RunningRollout](), list[RunningRollout]()
+        run = list[RunningRollout]()
+        wait = list[RunningRollout]()
         for runner in self._agents.runners if self._agents is not None else ():
             for session, spent in runner.times.items():
                 key, since = runner.running[session]
@@ -116,7 +118,8 @@ class RolloutStanding:
         """Seconds before nothing excuses any more that it does not move: its agent's own time, or that of an answer that does not grow."""
         if not spent.waits:
             return spent.left()
-        grew, seconds = self._grown[session][1], self._serving.generator.request_seconds
+        grew = self._grown[session][1]
+        seconds = self._serving.generator.request_seconds
         return grew + seconds - asyncio.get_running_loop().time()
 
     def _growth(self, session: str) -> tuple[tuple[int, int], float]:

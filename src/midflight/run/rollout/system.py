@@ -85,7 +85,9 @@ def accounts(books: Books) -> Accounts:
 
 def resumed(books: Books, groups: Iterable[GroupScores], unfinished: Iterable[Unfinished]) -> facts.Resumed:
     """What is true of the run so far, for those who count."""
-    scored, failed, rewards = Counter[str](), Counter[str](), defaultdict[str, float](float)
+    scored = Counter[str]()
+    failed = Counter[str]()
+    rewards = defaultdict[str, float](float)
     for group in (group for group in groups if group.num_scored + group.num_failed):
         scored[group.task.source] += group.num_scored
         failed[group.task.source] += group.num_failed
@@ -95,7 +97,8 @@ def resumed(books: Books, groups: Iterable[GroupScores], unfinished: Iterable[Un
 
 
 def task_stream(agents: Agents, sources: Sequence[Source], posted: PostedTasks | None) -> TaskStream:
-    config, number = agents.config, agents.serving.role.number
+    config = agents.config
+    number = agents.serving.role.number
     return TaskStream(sources, posted, seed=config.run.seed, curriculum=config.curriculum, shard=(number, config.gateway.shards))
 
 
@@ -121,10 +124,16 @@ class RolloutSystem:
         teacher: Teacher | None = None,
         posted: PostedTasks | None = None,
     ) -> None:
-        config, serving = agents.config, agents.serving
-        self._teacher, self._version, self._folder = teacher, version, Path(config.run.folder)
-        self._observe, self._phases_told = agents.record, phases
-        self._writer, self._gateway, self._handover = StoreWriter(store), serving.gateway, serving.handover
+        config = agents.config
+        serving = agents.serving
+        self._teacher = teacher
+        self._version = version
+        self._folder = Path(config.run.folder)
+        self._observe = agents.record
+        self._phases_told = phases
+        self._writer = StoreWriter(store)
+        self._gateway = serving.gateway
+        self._handover = serving.handover
         self._gateway.on_turn = self.record
         self._ages, self._lending = GroupAges(serving.gateway), Lending(serving.fleet, lent_engine(config.engine))
         self.books = Books(buffer_limits(config.rollout), start_version=version)
@@ -134,7 +143,8 @@ class RolloutSystem:
         self._stream = task_stream(agents, sources, posted)
         fates = Fates()
         recorded = Recorded(agents.runner(self._ages, fates, tracked=True), fates, self.record, kept=serving.capacity.kept)
-        self._again, self.next_version = serving.role.again, version
+        self._again = serving.role.again
+        self.next_version = version
         if self._again or checkpoint is not None:
             self._restore(agents, store, recorded, checkpoint=checkpoint)
         self._rollouts = self._rolling_out(agents, recorded, fates)
@@ -148,7 +158,9 @@ class RolloutSystem:
             handover=serving.handover,
             sessions=serving.gateway,
         )
-        self._last_step, self._finished = asyncio.Event(), asyncio.Event()  # the trainer has said `finish`; it was answered
+        # the trainer has said `finish`; it was answered
+        self._last_step = asyncio.Event()
+        self._finished = asyncio.Event()
 
     def _rolling_out(self, agents: Agents, runner: Recorded, fates: Fates) -> RolloutStream:
         rollout = agents.config.rollout
@@ -170,7 +182,8 @@ class RolloutSystem:
     def _restore(self, agents: Agents, store: Store, recorded: Recorded, *, checkpoint: Version | None) -> None:
         """Goes on after a crash of the ring: what the checkpoint has is final, everything else waits or runs again (I8). Without a checkpoint
         after one of this process alone: what was leased or trained still is."""
-        serving, passes = agents.serving, agents.config.curriculum.passes
+        serving = agents.serving
+        passes = agents.config.curriculum.passes
         store.apply(facts.Interrupted())
         if checkpoint is not None:
             store.apply(facts.WentBack(checkpoint, self._version, store.groups_after(checkpoint)))

@@ -26,7 +26,9 @@ class Conversations:
     def __init__(self, path: Path, tokenizer: Tokenizer, *, max_tokens: int) -> None:
         """`max_tokens` of a message and all before it."""
         self._rows = open_rows(path, option="warm_start.data")
-        self._path, self._tokenizer, self._max_tokens = path, tokenizer, max_tokens
+        self._path = path
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
         if not len(self._rows):
             raise ConfigError(f"warm_start.data is {str(path)!r}, which has no conversation; give it some.")
 
@@ -48,7 +50,8 @@ class Conversations:
             raise ConfigError(
                 f"warm_start.data is {str(self._path)!r} with {len(distinct)} conversations, none of which would be left to learn from; add some."
             )
-        limit, seen = distinct[number], set[int]()
+        limit = distinct[number]
+        seen = set[int]()
         apart = [i for i, rank in enumerate(ranks) if rank < limit and not (rank in seen or seen.add(rank))]
         return [i for i, rank in enumerate(ranks) if rank >= limit], apart
 
@@ -64,7 +67,8 @@ class Conversations:
 
     def _turns(self, row: Columns, number: int) -> list[Learnt]:
         try:
-            messages, tools = _messages(row), _tools(row)
+            messages = _messages(row)
+            tools = _tools(row)
             return [self._learnt(messages, i, tools) for i, message in enumerate(messages) if message["role"] == "assistant"]
         except (ValueError, RequestRejected) as error:
             raise ConfigError(f"{self._rows.place(number)}: {error}") from None

@@ -59,7 +59,8 @@ class End(msgspec.Struct, frozen=True, tag=True):
 
 
 Deed = Step | Load | Stage | Gather | Publish | End
-_encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Deed).decode
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Deed).decode
 
 
 class Wire:
@@ -128,7 +129,9 @@ class Team:
     def __init__(
         self, trainer: PolicyTrainer, checkpoints: Path, *, keep: int, publisher: Callable[..., PullPublisher] = PullPublisher
     ) -> None:
-        self._trainer, self._checkpoints, self._keep = trainer, checkpoints, keep
+        self._trainer = trainer
+        self._checkpoints = checkpoints
+        self._keep = keep
         self._wire = Wire(trainer.ranks, publisher)
 
     @property

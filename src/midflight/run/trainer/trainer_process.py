@@ -102,7 +102,8 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
     config = Config.model_validate_json(spec.config)
     if spec.rank > 0:
         checkpoints = Path(config.run.folder) / "checkpoints"
-        made, keep = partial(_follower, config, spec), config.trainer.keep_checkpoints
+        made = partial(_follower, config, spec)
+        keep = config.trainer.keep_checkpoints
         await follow(made, checkpoints, keep=keep, heart=launcher.heart, publisher=_sharing(config, spec.host))
         return
     if config.trainer.compile:  # in processes below this one, for which the first steps wait
@@ -280,7 +281,8 @@ class ModelWeights:
 
     def __init__(self, publish: Callable[[Version, Sequence[Version]], WeightManifest], published: PublishedVersions) -> None:
         """`publish` gives those versions back, and publishes that one with the weights as they are now."""
-        self._publish, self._published = publish, published
+        self._publish = publish
+        self._published = published
         self._released: deque[Version] = deque()
 
     def publish(self, version: Version) -> WeightManifest:
@@ -323,7 +325,8 @@ async def _train(config: Config, team: Team, spec: TrainerSpec, published: Publi
             await service.finish(team.version)
         return
     full_every = section.full_every if section.delta else 1
-    engines, folder = num_engines(config.engine), Path(config.run.folder) / "weights"
+    engines = num_engines(config.engine)
+    folder = Path(config.run.folder) / "weights"
     host = sending_host(config.gateway.host, spec.host)
     with ExitStack() as closing:
         publish = team.publish

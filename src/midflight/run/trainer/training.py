@@ -108,9 +108,15 @@ class TrainingLoop:
         """`heart` hears what is done and waited for, a handover with the `handover_seconds` that it may take."""
         self._doing = (heart or Heart()).doing
         self._handover_seconds = handover_seconds
-        self._trainer, self._outlet, self._service = trainer, outlet, service
-        self._steps, self._prefetch, self._stop_at_reward = steps, prefetch, stop_at_reward
-        self._stage, self._save_every, self._publish_every = stage, save_every, publish_every
+        self._trainer = trainer
+        self._outlet = outlet
+        self._service = service
+        self._steps = steps
+        self._prefetch = prefetch
+        self._stop_at_reward = stop_at_reward
+        self._stage = stage
+        self._save_every = save_every
+        self._publish_every = publish_every
         self._rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._reports = asyncio.Lock()
         """Steps are reported in their order, also where one report takes longer than the step after it."""
@@ -123,7 +129,8 @@ class TrainingLoop:
         async with asyncio.TaskGroup() as tasks:
             drawn = tasks.create_task(self._service.take(self._trainer.version))
             handovers = deque([tasks.create_task(self._hand_over(await self._publish()))])
-            told, unpublished = handovers[-1], 0
+            told = handovers[-1]
+            unpublished = 0
             written: asyncio.Task[None] | None = None
             while not self._over():
                 batch = await self._begun(drawn)
@@ -152,7 +159,8 @@ class TrainingLoop:
 
     async def _begun(self, drawn: asyncio.Task[PackedBatch]) -> PackedBatch:
         """Waits for the batch, and works on what of it is there before."""
-        version, self._early_seconds = self._trainer.version, 0.0
+        version = self._trainer.version
+        self._early_seconds = 0.0
         while (tokens := self._trainer.early_tokens) and not drawn.done():
             with self._doing(f"waits for groups of version {version}", whom="rollout"):
                 groups = await self._service.ahead(version, tokens=tokens)

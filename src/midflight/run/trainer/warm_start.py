@@ -48,7 +48,8 @@ class Lessons:
 
 def lessons_of(config: Config, tokenizer: Tokenizer) -> Lessons:
     """From the conversations that the configuration names, else from its tasks. Blocking; `ConfigError` names what is wrong in them."""
-    section, seed = config.warm_start, config.run.seed
+    section = config.warm_start
+    seed = config.run.seed
     if section.data is None:
         sources = load_sources(config.environment.sources, seed=seed)
         heldout = [_answered(tokenizer, task) for task in sources[0].heldout[:EVALUATED]]
@@ -69,11 +70,14 @@ async def warm_start(
 
     Waits for its own steps and measurements, each in a thread; ended by the accuracy, by `max_steps`, or by cancellation between steps.
     """
-    section, target = config.warm_start, config.warm_start.target_accuracy
+    section = config.warm_start
+    target = config.warm_start.target_accuracy
     held_out = None if target is None else Accuracy(model, lessons, config)  # before the trainer changes how the model attends
     schedule = Schedule(kind="constant", warmup_steps=20, total_steps=section.max_steps)
     trainer = SupervisedTrainer(model, learning_rate=section.learning_rate, schedule=schedule, layout=layout)
-    loss, accuracy, measured = None, None, cast("asyncio.Task[float] | None", None)
+    loss = None
+    accuracy = None
+    measured = cast("asyncio.Task[float] | None", None)
     async with asyncio.TaskGroup() as beside:
         for step in range(1, section.max_steps + 1):
             try:
@@ -83,7 +87,8 @@ async def warm_start(
             is_due = step % section.evaluate_every == 0
             accuracy = None
             if measured is not None and (is_due or measured.done()):
-                accuracy, measured = await measured, None
+                accuracy = await measured
+                measured = None
             tell(WarmStart(step, loss, accuracy))
             if accuracy is not None and target is not None and accuracy >= target:
                 break
@@ -134,10 +139,13 @@ class Accuracy:
     """Exact match of one sampled answer per example. Generates with a copy of the model: trainer and engine each attend in their own way."""
 
     def __init__(self, model: PreTrainedModel, lessons: Lessons, config: Config) -> None:
-        self._model, self._tokenizer, self._examples = model, lessons.tokenizer, lessons.heldout
+        self._model = model
+        self._tokenizer = lessons.tokenizer
+        self._examples = lessons.heldout
         longest = max((len(answer) for _, answer in lessons.heldout), default=0)
         self._max_tokens = config.environment.max_tokens if config.warm_start.data is None else longest
-        self._temperature, self._target = config.environment.temperature, config.warm_start.target_accuracy or 0.0
+        self._temperature = config.environment.temperature
+        self._target = config.warm_start.target_accuracy or 0.0
         self._copy = copy.deepcopy(model)
         self._engine = EmbeddedEngine(
             self._copy,

@@ -26,7 +26,8 @@ class StartedProcesses:
 
     def __init__(self, most: int, *, session: ContextVar[str]) -> None:
         """`session` is that of the agent whose code runs."""
-        self._most, self._session = most, session
+        self._most = most
+        self._session = session
         self._started = Counter[str]()
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:

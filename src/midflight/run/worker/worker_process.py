@@ -87,7 +87,8 @@ async def run_worker(spec: WorkerSpec, launcher: Launcher) -> None:
             limit_memory(section.worker_mb)
         watch = LoopWatch(spec, loop)
         worker = Worker(spec.name, host, http_client, watch, cancels=program.cancels, count=count)
-        launcher.heart.ask, launcher.heart.beside = worker.situation, watch.held
+        launcher.heart.ask = worker.situation
+        launcher.heart.beside = watch.held
         await worker.run(launcher)
 
 
@@ -97,7 +98,11 @@ class Worker:
     def __init__(
         self, name: str, host: AgentHost, http_client: HttpClient, watch: LoopWatch, *, cancels: bool, count: StartedProcesses | None = None
     ) -> None:
-        self._name, self._host, self._http, self._watch, self._cancels = name, host, http_client, watch, cancels
+        self._name = name
+        self._host = host
+        self._http = http_client
+        self._watch = watch
+        self._cancels = cancels
         self._count = count
         self._agents: dict[str, asyncio.Task[None]] = {}
         self._began: dict[str, float] = {}
@@ -143,7 +148,8 @@ class Worker:
         if isinstance(said, wire.RunAgent):
             _running.set(said.session_id)  # for the task, which copies it; this one starts no other
             agent = tasks.create_task(self._agent(said), name=f"agent of {said.session_id}")
-            self._agents[said.session_id], self._began[said.session_id] = agent, time.monotonic()
+            self._agents[said.session_id] = agent
+            self._began[said.session_id] = time.monotonic()
         elif self._cancels and (agent := self._agents.get(said.session_id)) is not None:
             agent.cancel()
             asyncio.get_running_loop().call_later(AGAIN_SECONDS, agent.cancel)
@@ -195,7 +201,8 @@ class LoopWatch:
     """A thread that sees when the event loop is blocked, and tells the rollout process by whom, on a connection of its own."""
 
     def __init__(self, spec: WorkerSpec, loop: asyncio.AbstractEventLoop) -> None:
-        self._spec, self._loop = spec, loop
+        self._spec = spec
+        self._loop = loop
         self._turned = self._since = time.monotonic()
         self._current: object = None
         self._held: tuple[Doing, ...] = ()
@@ -235,7 +242,8 @@ class LoopWatch:
         """Seconds that the loop has been in one step of one task. On a busy machine a turn of it may take long, with a hundred agents that
         each take a moment: that is nobody's fault, and the next turn comes."""
         if current is not self._current:
-            self._current, self._since = current, now
+            self._current = current
+            self._since = now
         return now - max(self._turned, self._since)
 
     def _tell(self, seconds: float) -> None:

@@ -33,7 +33,8 @@ class Cursor:
 
     def push(self, text: str) -> None:
         assert self._at == len(self._text), "a reading stops only at the end of the text"
-        self._text, self._at = text, 0
+        self._text = text
+        self._at = 0
 
     def end(self) -> None:
         self._ended = True
@@ -121,7 +122,8 @@ class Cursor:
     def _back(self, text: str) -> None:
         """Goes back over `text`, part of which may have come with an earlier push."""
         if self._at < len(text):
-            self._text, self._at = text + self._text[self._at :], len(text)
+            self._text = text + self._text[self._at :]
+            self._at = len(text)
         self._at -= len(text)
 
     def _take(self, end: int) -> str:
@@ -160,7 +162,8 @@ class TrimmedText:
         if self.touched and not self._begun:
             given = given.lstrip(_BLANKS)
         self._held = [text[len(body) :]]
-        self._begun, self.touched = True, False
+        self._begun = True
+        self.touched = False
         return given
 
     def end(self) -> str:

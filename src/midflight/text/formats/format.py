@@ -100,7 +100,10 @@ class FormatParser:
         partly: bool = False,
     ) -> None:
         """`None` looks for none. `opened`: the text begins inside the thinking block. `known`: the tools that may be called."""
-        self._tools, self._thinking, self._opened, self._known = tools, thinking, opened, known
+        self._tools = tools
+        self._thinking = thinking
+        self._opened = opened
+        self._known = known
         self._early = {tool.name for tool in known if not tool.told_whole} if partly else set[str]()
         self._cursor = Cursor()
         self._pieces: list[assistant.Piece] = []
@@ -202,7 +205,8 @@ class FormatParser:
     def begin(self, name: str) -> None:
         if name in self._early and self._told is None:
             self._pieces.append(assistant.CallPiece(self.num_calls, assistant.ToolCall(name, ""), begins=True))
-            self._told, self._end = self._cursor.mark(), None
+            self._told = self._cursor.mark()
+            self._end = None
 
     def end(self) -> None:
         if self._told is not None:
@@ -235,7 +239,8 @@ class FormatParser:
         """A call stands before this place."""
         self._cursor.drop()
         self._content.touch()
-        self.num_calls, self._told = self.num_calls + 1, None
+        self.num_calls = self.num_calls + 1
+        self._told = None
 
     def _write(self) -> None:
         self._give(self._content.add(self._cursor.drop()))
@@ -259,7 +264,8 @@ def _merged(pieces: Iterable[assistant.Piece]) -> Iterator[assistant.Piece]:
             yield assistant.ContentPiece(text) if kind is assistant.ContentPiece else assistant.ReasoningPiece(text)
 
 
-AUTO, NONE = "auto", "none"
+AUTO = "auto"
+NONE = "none"
 
 _TOOLS: Mapping[str, Callable[[bool], assistant.ToolFormat]] = {
     "hermes": lambda named: Hermes(),

@@ -10,9 +10,12 @@ from midflight.text.formats.cursor import SPACES, Cursor, NotACall, Reading
 from midflight.text.formats.json_call import as_call, read_object
 from midflight.text.formats.lark import Lark, alternatives, arguments, literal
 
-TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
+TOOL_CALL = "<tool_call>"
+END_TOOL_CALL = "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-TOOL_CALLS, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+TOOL_CALLS = "[TOOL_CALLS]"
+ARGUMENTS = "[ARGS]"
+CALL_ID = "[CALL_ID]"
 
 _NAME = re.compile(r"[\w.:/-]+")
 
@@ -20,7 +23,8 @@ _NAME = re.compile(r"[\w.:/-]+")
 class Hermes:
     """Whitespace may stand around the object; text around the calls is content. Several objects may stand in a list, as SmolLM2 writes them."""
 
-    opening, announces = TOOL_CALL, True
+    opening = TOOL_CALL
+    announces = True
     markers = (TOOL_CALL, END_TOOL_CALL)
 
     def read(self, cursor: Cursor, calls: Calls, tools: Sequence[Tool]) -> Reading[None]:
@@ -38,7 +42,8 @@ class Hermes:
 
     def rules(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         names, objects = _objects_of(tools, "arguments")
-        opening, closing = lark.marker(TOOL_CALL), lark.marker(END_TOOL_CALL)
+        opening = lark.marker(TOOL_CALL)
+        closing = lark.marker(END_TOOL_CALL)
         return "\n".join(
             [
                 'calls: call ("\\n" call)*' if parallel else "calls: call",
@@ -62,7 +67,8 @@ class Llama3:
     """Several objects are separated by `;`. After the tag each is a call of its own; without it, the first is one where `;` or the end
     of the message follows, and so is each after it."""
 
-    opening, announces = PYTHON_TAG, False
+    opening = PYTHON_TAG
+    announces = False
     markers = (PYTHON_TAG,)
 
     def read(self, cursor: Cursor, calls: Calls, tools: Sequence[Tool]) -> Reading[None]:
@@ -112,7 +118,8 @@ class Mistral:
     named: bool
     """Whether the model is made to write the second form."""
 
-    opening, announces = TOOL_CALLS, True
+    opening = TOOL_CALLS
+    announces = True
     markers = (TOOL_CALLS, ARGUMENTS, CALL_ID)
 
     def read(self, cursor: Cursor, calls: Calls, tools: Sequence[Tool]) -> Reading[None]:

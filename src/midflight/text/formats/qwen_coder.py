@@ -11,7 +11,10 @@ from midflight.text.formats.json_formats import END_TOOL_CALL, TOOL_CALL
 from midflight.text.formats.lark import Lark, alternatives, json_value, literal
 from midflight.types import Json
 
-FUNCTION, PARAMETER, END_PARAMETER, END_FUNCTION = "<function=", "<parameter=", "</parameter>", "</function>"
+FUNCTION = "<function="
+PARAMETER = "<parameter="
+END_PARAMETER = "</parameter>"
+END_FUNCTION = "</function>"
 
 _NAME = re.compile(r"[^<>\n]+")
 _KINDS: dict[type, str] = {
@@ -29,7 +32,8 @@ class QwenCoder:
     """One newline at either end of a value belongs to the markers. A value is a string where the tool's schema says so, else
     JSON if it is JSON, else a string."""
 
-    opening, announces = TOOL_CALL, True
+    opening = TOOL_CALL
+    announces = True
     markers = (TOOL_CALL, END_TOOL_CALL)
 
     def read(self, cursor: Cursor, calls: Calls, tools: Sequence[Tool]) -> Reading[None]:
@@ -119,7 +123,8 @@ def _tool_rules(lark: Lark, name: str, tool: Tool) -> Iterator[str]:
         rule = f"{name}_{place}"
         parts.append(rule if isinstance(required, list) and key in required else f"{rule}?")
         yield from _parameter_rules(lark, rule, key, schema={**shared, **_property(tool.parameters, key)})
-    head, tail = literal(f"{FUNCTION}{tool.name}>\n"), literal(END_FUNCTION)
+    head = literal(f"{FUNCTION}{tool.name}>\n")
+    tail = literal(END_FUNCTION)
     yield f"{name}: {' '.join([head, *parts, tail])}"
 
 

@@ -72,8 +72,11 @@ class Runs:
         own, contexts = (np.repeat(sizes, self.counts) for sizes in (self.lengths, self.contexts))
         lengths = own + contexts
         places = np.arange(self.num_tokens) if self.keys is None else self.keys.cpu().numpy()
-        key_starts, starts = np.cumsum([0, *lengths])[:-1], np.cumsum([0, *own])[:-1]
-        tables, where, base = list[Any](), np.zeros(self.num_tokens, np.int64), 0
+        key_starts = np.cumsum([0, *lengths])[:-1]
+        starts = np.cumsum([0, *own])[:-1]
+        tables = list[Any]()
+        where = np.zeros(self.num_tokens, np.int64)
+        base = 0
         for rows in _alike(lengths):
             width = lengths[rows[0]]
             upto = np.minimum(np.arange(width), lengths[rows, None] - 1)
@@ -86,7 +89,8 @@ class Runs:
 
 def _alike(lengths: Int[np.ndarray, " R"]) -> list[list[int]]:
     """Rows by number, longest first, in parts that are not padded by more than `MAX_PADDING`."""
-    parts, total = list[list[int]](), 0
+    parts = list[list[int]]()
+    total = 0
     for row in np.argsort(-lengths, kind="stable").tolist():
         width = int(lengths[parts[-1][0]]) if parts else 0
         total += int(lengths[row])
@@ -153,7 +157,8 @@ def ragged_attention(
 def _chunk(module: nn.Module) -> int | None:
     """The tokens of a chunk, where this layer attends within chunks (Llama 4)."""
     config: Any = getattr(module, "config", None)
-    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
     inside = kinds and isinstance(layer, int) and layer < len(kinds) and kinds[layer] == "chunked_attention"
     return cast(int, config.attention_chunk_size) if inside else None
 
@@ -213,7 +218,8 @@ def _flash(
     laid = (x if runs.keys is None else x.index_select(2, runs.keys) for x in (key, value))
     q, k, v = (x[0].transpose(0, 1) for x in (query, *laid))
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
-    longest, longest_key = int(own.max()), int(attended.max())
+    longest = int(own.max())
+    longest_key = int(attended.max())
     capped = {} if softcap is None else {"softcap": softcap}
     found = flash_varlen(
         q, k, v, begins, key_begins, longest, longest_key, softmax_scale=scaling, causal=True, window_size=window, **capped
@@ -239,7 +245,8 @@ def _rows(x: Float[Tensor, "1 H S D"], count: int, length: int) -> Float[Tensor,
 
 def _band(length: int, context: int, window: int | None, chunk: int | None, *, device: torch.device) -> Tensor:
     """[length, context + length]: True where a token may look."""
-    at, upto = torch.arange(context, context + length, device=device), torch.arange(context + length, device=device)
+    at = torch.arange(context, context + length, device=device)
+    upto = torch.arange(context + length, device=device)
     distance = at[:, None] - upto[None, :]
     band = (distance >= 0) & (distance < (window or context + length))
     return band if chunk is None else band & (at[:, None] // chunk == upto[None, :] // chunk)

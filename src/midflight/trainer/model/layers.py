@@ -52,7 +52,8 @@ class _Unpacking(nn.Module):
             return super().forward(*given, **named)
         packed: Tensor = named["hidden_states"] if "hidden_states" in named else given[0]
         tables, where = runs.under_each_other
-        parts, found = list[Tensor](), cast("Any", None)
+        parts = list[Tensor]()
+        found = cast("Any", None)
         with laid(None):
             for table in tables:
                 index = torch.from_numpy(table).to(packed.device)

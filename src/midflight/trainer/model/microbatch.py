@@ -82,7 +82,8 @@ def families(rows: Sequence[Tokens]) -> list[Family]:
     """
     order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">u4").tobytes())
     common = np.array([_common(rows[i], rows[j]) for i, j in pairwise(order)], np.int64)
-    saved, begins = [0], list[int]()
+    saved = [0]
+    begins = list[int]()
     for end in range(len(order)):
         shared = np.minimum.accumulate(common[:end][::-1])[::-1]  # of the rows from each beginning up to this end
         gains = np.array(saved) + np.append(shared * np.arange(end, 0, -1), 0)
@@ -109,7 +110,9 @@ def fill(found: Sequence[Family], lengths: Sequence[int], *, budget: int) -> Ite
             own = lengths[row] - family.shared
             if (part or held) and total + own > budget:
                 yield [*part, *_whole(held, family.shared)]
-                part, held, total = [], [], family.shared
+                part = []
+                held = []
+                total = family.shared
             held.append(row)
             total += own
         part += _whole(held, family.shared)
@@ -281,7 +284,8 @@ def _rows(predictions: Predictions, chosen: Index, *, whole: bool = False) -> li
     numbers, first = np.unique(predictions.row[chosen], return_index=True)
     if not len(numbers):
         return []
-    begins, ends = predictions.offsets[numbers], predictions.offsets[numbers + 1]
+    begins = predictions.offsets[numbers]
+    ends = predictions.offsets[numbers + 1]
     return [
         _RowSpan(int(begin), int(end - begin) if whole else int(predictions.inputs[own[-1]] - begin) + 1, own)
         for begin, end, own in zip(begins, ends, np.split(chosen, first[1:]), strict=True)

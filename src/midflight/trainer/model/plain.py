@@ -58,7 +58,8 @@ class PlainDecoder:
         return last * decoder.norm.weight
 
     def _through(self, layer: Any, x: Float[Tensor, "N H"], turn: Complex[Tensor, "N 1 d"]) -> Float[Tensor, "N H"]:
-        attention, size = layer.self_attn, layer.self_attn.head_dim
+        attention = layer.self_attn
+        size = layer.self_attn.head_dim
         qkv, out, gate_up, down = sides_of(layer)
         weight, bias = _joined(qkv, layer.input_layernorm, turned=size)
         scale = _scales(attention, heads=len(qkv[0].weight) // size, kv_heads=len(qkv[1].weight) // size)
@@ -150,7 +151,8 @@ def _norm_backward(by_normed: Tensor, normed: Tensor) -> Tensor:
 
 
 def _all_normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    normed, inverse = torch.empty_like(x), x.new_empty(len(x), 1)
+    normed = torch.empty_like(x)
+    inverse = x.new_empty(len(x), 1)
     for part in _pieces(x, normed, inverse):
         _normed(*part, eps=eps)
     return normed, inverse
@@ -195,7 +197,8 @@ class _Heads(torch.autograd.Function):
         turned = qkv[:, :-kv_heads]
         heads = inverses = None
         if scale is not None:
-            heads, inverses = torch.empty_like(turned), turned.new_empty(*turned.shape[:2], 1)
+            heads = torch.empty_like(turned)
+            inverses = turned.new_empty(*turned.shape[:2], 1)
             for part, normed_part, inverse_part in _pieces(turned, heads, inverses):
                 _normed(part, normed_part, inverse_part, eps=eps)
                 torch.mul(normed_part, scale, out=part)
@@ -284,7 +287,8 @@ def _gated_backward(by_inner: Float[Tensor, "N I"], both: Float[Tensor, "N 2I"])
     """
     for by, gate, up in _pieces(by_inner, *both.chunk(2, -1)):
         sigmoid = torch.sigmoid(gate)
-        opened, by_opened = gate * sigmoid, by * up
+        opened = gate * sigmoid
+        by_opened = by * up
         inner = opened * up
         torch.mul(by, opened, out=up)
         torch.mul(by_opened, torch.addcmul(opened, opened, sigmoid, value=-1).add_(sigmoid), out=gate)

@@ -81,7 +81,8 @@ class Policy(TokenModel):
         """`replays`: of a mixture, tokens go to the experts that an engine recorded."""
         routers = routers_of(model) if replays else None
         super().__init__(model, layout, by_hand=by_hand)
-        self._has_plain_head, self.routers = has_plain_head(model), routers
+        self._has_plain_head = has_plain_head(model)
+        self.routers = routers
 
     def forward(self, micro: MicroBatch, *, temperature: float, with_entropy: bool = False) -> Scores:
         """log softmax(logits / temperature) of each target, in float32 (float64 for a float64 model), and the entropy in nats if asked.
@@ -94,7 +95,8 @@ class Policy(TokenModel):
             self.routers.replay(micro.experts, device=micro.input_ids.device)
         if self._has_plain_head:
             hidden = self._hidden(micro)
-            weight, bias = cast(nn.Linear, layer).weight, cast("Tensor | None", cast(nn.Linear, layer).bias)
+            weight = cast(nn.Linear, layer).weight
+            bias = cast("Tensor | None", cast(nn.Linear, layer).bias)
             return token_scores(
                 hidden, weight.to(hidden.dtype), bias, micro.targets, temperature=temperature, with_entropy=with_entropy, kept=micro.kept
             )
@@ -120,7 +122,8 @@ def check_fits(batch: PackedBatch, model: PreTrainedModel) -> None:
         raise RunFailed(
             f"the batch holds token {unknown[0]}, and the model's vocabulary ends at {size - 1}. Sample and train with one model and tokenizer."
         )
-    longest, context = int(np.diff(batch.row_offsets).max(initial=0)), _longest_context(model)
+    longest = int(np.diff(batch.row_offsets).max(initial=0))
+    context = _longest_context(model)
     if context is not None and longest > context:
         raise RunFailed(
             f"the batch holds a row of {longest} tokens, and the model's context is {context}. Lower the environment's lengths, or the engine's context."
@@ -279,7 +282,10 @@ class Passes:
     ) -> None:
         """`budget`: tokens of a micro-batch."""
         self.reader = reader
-        self._ranks, self.budget, self._temperature, self._device = ranks, budget, temperature, device
+        self._ranks = ranks
+        self.budget = budget
+        self._temperature = temperature
+        self._device = device
         self._compute_dtype = compute_dtype
 
     def forwards(self, predictions: Predictions, chosen: Index, *, trains: bool, with_entropy: bool = False) -> Iterator[Forward]:
@@ -289,7 +295,8 @@ class Passes:
         """
         mine = share_of(predictions, chosen, rank=self._ranks.rank, size=self._ranks.size)
         micros = list(split(predictions, mine, budget=self.budget, device=self._device, layout=self.reader.layout))
-        own, count = len(micros), self._ranks.largest(len(micros))
+        own = len(micros)
+        count = self._ranks.largest(len(micros))
         if count > own:
             idle = next(split(predictions, chosen[:1], budget=self.budget, device=self._device, layout=self.reader.layout))
             micros += [idle] * (count - own)

@@ -54,7 +54,8 @@ def proven_layout(model: PreTrainedModel, *, max_context: int | None = None) -> 
 
 
 def _prove(model: PreTrainedModel, max_context: int | None) -> Proof:
-    rows, own = rows_to_try(model, max_context=max_context), attention_of(model)
+    rows = rows_to_try(model, max_context=max_context)
+    own = attention_of(model)
     with eagerly(model):
         ahead = looks_ahead(model, rows[0])
     if ahead is not None:
@@ -66,7 +67,8 @@ def _prove(model: PreTrainedModel, max_context: int | None) -> Proof:
         raise
     except Exception as error:  # as below
         return Proof(PART, Way.REFUSED, reason=f"the backward of {type(model).__name__}'s own forward raises {described(error)}. {_REMEDY}")
-    closest, why = (inf, inf), ""
+    closest = (inf, inf)
+    why = ""
     for layout in Layout:
         model.set_attn_implementation(own)
         try:
@@ -115,7 +117,8 @@ class _RowsTried:
 
     def of_the_model(self, model: PreTrainedModel) -> _Numbers:
         """Row by row, as the model does it by itself."""
-        found, p = torch.zeros(len(self.weights)), self.predictions
+        found = torch.zeros(len(self.weights))
+        p = self.predictions
         model.zero_grad()
         with eagerly(model):
             for number, row in enumerate(self.rows):
@@ -128,7 +131,8 @@ class _RowsTried:
 
     def of_the_trainer(self, model: PreTrainedModel, layout: Layout) -> _Numbers:
         """As in a step, in as few micro-batches as the layout makes."""
-        found, everything = torch.zeros(len(self.weights)), np.arange(len(self.weights))
+        found = torch.zeros(len(self.weights))
+        everything = np.arange(len(self.weights))
         model.zero_grad()
         policy = Policy(model, layout)
         device = next(model.parameters()).device

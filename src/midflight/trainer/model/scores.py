@@ -126,7 +126,8 @@ class _TokenScores(torch.autograd.Function):
     ):
         precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         chosen = hidden.new_empty(len(targets), dtype=precise)
-        total, entropies = torch.empty_like(chosen), torch.zeros_like(chosen)
+        total = torch.empty_like(chosen)
+        entropies = torch.zeros_like(chosen)
         kept: Tensor | None = None
         for part in _parts(len(targets), rows):
             z = _logits(hidden[part], weight, bias, temperature, precise)
@@ -137,7 +138,10 @@ class _TokenScores(torch.autograd.Function):
                 p = (z - total[part, None]).exp_()
                 entropies[part] = total[part] - p.mul_(z).sum(-1)
             kept = z
-        ctx.temperature, ctx.entropy, ctx.rows, ctx.cut = temperature, entropy, rows, cut
+        ctx.temperature = temperature
+        ctx.entropy = entropy
+        ctx.rows = rows
+        ctx.cut = cut
         whole = kept if len(targets) <= rows and any(ctx.needs_input_grad[:3]) else None
         """One chunk was enough: its logits are within the bound, and need not be made again."""
         ctx.save_for_backward(hidden, weight, bias, targets, total, entropies, whole)

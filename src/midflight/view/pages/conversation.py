@@ -24,7 +24,8 @@ from midflight.view.visit import Visit
 SCALE = ("68,1,84", "59,82,139", "33,144,140", "93,201,99", "253,231,37")
 """Red, green and blue of viridis, dark to light: even to the eye, and told apart without red and green. As a tint under the page's own text."""
 MANY = ("0,114,178", "213,94,0", "0,158,115", "204,121,167", "230,159,0", "86,180,233", "138,109,59", "127,127,127")
-GAIN, LOSS = "0,114,178", "213,94,0"
+GAIN = "0,114,178"
+LOSS = "213,94,0"
 MAX_TOKENS = 20_000
 """Of a branch that are drawn; longer ones are in the JSON whole."""
 
@@ -88,7 +89,8 @@ def _asked(visit: Visit) -> tuple[RolloutKey, str]:
 
 
 def _show(visit: Visit, seen: ConversationSeen, tint: str) -> None:
-    task, rollout = seen.group.task, seen.rollout
+    task = seen.group.task
+    rollout = seen.rollout
     facts(
         [
             ("source", task.source),
@@ -129,12 +131,14 @@ def _advantage(seen: ConversationSeen) -> str:
     found = np.concatenate([branch.advantages[~np.isnan(branch.advantages)] for branch in seen.branches] or [np.zeros(0)])
     if not len(found):
         return number(None)
-    least, most = float(found.min()), float(found.max())
+    least = float(found.min())
+    most = float(found.max())
     return number(least) if least == most else f"{number(least)} to {number(most)}"
 
 
 def _links(visit: Visit, seen: ConversationSeen) -> str:
-    task, kind = seen.group.task, visit.query.get("kind")
+    task = seen.group.task
+    kind = visit.query.get("kind")
     step = next((line.step for line in visit.run.journal().past.steps if line.version == seen.group.version), None)
     links = [(f"all groups of task {task.id}", visit.link("groups", task=task.id, source=task.source, kind=kind))]
     if step is not None:
@@ -189,8 +193,10 @@ def _token(branch: BranchSeen, at: int, colour: str | None) -> str:
 
 
 def _tip(branch: BranchSeen, at: int) -> str:
-    row, logprob = branch.row, float(branch.row.logprobs[at])
-    version, keys = int(row.versions[at]), int(row.kv_versions[at])
+    row = branch.row
+    logprob = float(branch.row.logprobs[at])
+    version = int(row.versions[at])
+    keys = int(row.kv_versions[at])
     lines = [
         f"token {at}: {row.token_ids[at]}, {branch.pieces[at]!r}",
         f"version {version}" + ("" if keys == version else f", keys and values of version {keys}") + f", age {branch.ages[at]}",

@@ -83,8 +83,11 @@ async def draw(visit: Visit) -> None:
 
 def asked(visit: Visit) -> tuple[GroupFilter, GroupOrder, int]:
     """What the address asks for; `MidflightError` where it asks for what there is not."""
-    query, kind = visit.query, kind_of(visit)
-    step, page, order = query.get("step", ""), query.get("page", "1"), query.get("sort") or GroupOrder.NEWEST.value
+    query = visit.query
+    kind = kind_of(visit)
+    step = query.get("step", "")
+    page = query.get("page", "1")
+    order = query.get("sort") or GroupOrder.NEWEST.value
     if (step and not step.isdecimal()) or not page.isdecimal() or page == "0":
         raise MidflightError(f"step is {step!r} and page {page!r} in the address; both are whole numbers, pages from 1.")
     if order not in {each.value for each in GroupOrder}:
@@ -113,7 +116,8 @@ def kind_of(visit: Visit) -> Kind:
 
 
 def conversation_link(visit: Visit, key: RolloutKey) -> str:
-    of, kind = key.group, None if key.kind is Kind.TRAINING else key.kind.value
+    of = key.group
+    kind = None if key.kind is Kind.TRAINING else key.kind.value
     return visit.link("conversation", epoch=of.epoch, position=of.index, attempt=of.attempt, sample=key.sample, kind=kind)
 
 
@@ -162,7 +166,8 @@ def _counted(page: GroupPage, first: int) -> str:
 
 
 def _pager(visit: Visit, page: GroupPage, first: int) -> str:
-    here, last = first // ON_A_PAGE + 1, max(1, -(-page.total // ON_A_PAGE))
+    here = first // ON_A_PAGE + 1
+    last = max(1, -(-page.total // ON_A_PAGE))
     places = {"first": 1, "previous": here - 1, "next": here + 1, "last": last}
     links = [
         f'<a href="?{escape(urlencode({**visit.query, "page": place}))}" data-test="{name} page">{name}</a>'
@@ -187,7 +192,8 @@ def _table(visit: Visit, page: GroupPage) -> str:
 
 
 def _row(visit: Visit, group: GroupSeen, steps: Mapping[int, int]) -> str:
-    key, task = group.key, group.task
+    key = group.key
+    task = group.task
     question = _question(group)
     cells = [
         f'<a href="{escape(visit.link("groups", task=task.id, source=task.source, kind=visit.query.get("kind")))}">{escape(task.id)}</a> {escape(question)}',

@@ -12,7 +12,8 @@ from midflight.view.charting import COLORS, GREY
 from midflight.view.looks import charts, facts, figure, section, table
 from midflight.view.visit import Visit
 
-REFRESH_SECONDS, LATEST_SECONDS = 5.0, 60.0
+REFRESH_SECONDS = 5.0
+LATEST_SECONDS = 60.0
 SHARE = 0.05
 """Of the time that is spent on looking again: the sums of a large run take most of a second."""
 

@@ -18,7 +18,8 @@ from midflight.view import looks
 from midflight.view.panels import RECENT_STEPS, Panel, bars, of_run, of_runs
 from midflight.view.visit import Visit
 
-REFRESH_SECONDS, LATEST_SECONDS = 3.0, 15.0
+REFRESH_SECONDS = 3.0
+LATEST_SECONDS = 15.0
 """At the soonest; and at the latest, however much a look costs."""
 SHARE = 0.012
 """Of a core: what the viewer's process may take while a run's page is open. Where looking costs more, it looks less often."""
@@ -88,7 +89,8 @@ def _live(refresh: Callable[[], bool], panels: Callable[[], list[Panel]], show_m
 
     def look() -> None:
         nonlocal spent
-        before, spent = spent, time.process_time()
+        before = spent
+        spent = time.process_time()
         timer.interval = min(max(REFRESH_SECONDS, (spent - before) / SHARE), LATEST_SECONDS)
         try:
             if refresh():
@@ -107,7 +109,8 @@ def _live(refresh: Callable[[], bool], panels: Callable[[], list[Panel]], show_m
 
 
 def _head(visit: Visit, times: Times) -> None:
-    of, past = visit.run.describe(), visit.run.readings.past
+    of = visit.run.describe()
+    past = visit.run.readings.past
     last = past.steps[-1] if past.steps else None
     room = room_of(visit.run.folder)
     shares = busy_shares(times, slots=room.slots)

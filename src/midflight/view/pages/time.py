@@ -64,7 +64,8 @@ def draw(visit: Visit) -> None:
 
 def asked(visit: Visit) -> float | None:
     """From which second on the address wants to see, or from before which step; none for the newest. `MidflightError` where it says neither."""
-    since, step = visit.query.get("from", ""), visit.query.get("step", "")
+    since = visit.query.get("from", "")
+    step = visit.query.get("step", "")
     if step:
         if (line := next((line for line in visit.run.readings.past.steps if str(line.step) == step), None)) is None:
             raise MidflightError(f"there is no step {step!r} in this run yet; give the number of one, or seconds of the run as `from`.")

@@ -69,11 +69,15 @@ class CollectiveService:
         deadline_seconds: float,
     ) -> None:
         """`published` is read from the service's threads while the trainer's thread changes it."""
-        self._published, self._gathering = published, gathering
-        self._host, self._token = host, token
+        self._published = published
+        self._gathering = gathering
+        self._host = host
+        self._token = token
         self._backend: Backend = backend
-        self._bucket_bytes, self._deadline_seconds = bucket_bytes, deadline_seconds
-        self._changed, self._closing = asyncio.Event(), threading.Event()
+        self._bucket_bytes = bucket_bytes
+        self._deadline_seconds = deadline_seconds
+        self._changed = asyncio.Event()
+        self._closing = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
         self._groups: dict[frozenset[str], BroadcastGroup] = {}
         """Groups by their members, the one used last at the end."""
@@ -275,7 +279,8 @@ class CollectivePublisher:
         another. `deadline_seconds` bounds the making of a group and each bucket: 10 s for 64 MiB is a network of
         50 Mbit/s. `nccl` sends from GPU to GPU, which must be different ones.
         """
-        self._threads, self._transport = threads, transport
+        self._threads = threads
+        self._transport = transport
         self._held: dict[Version, Published] = {}
         self._buffers = StandingBuffers(num_slots)
         self._listener = _listener(host)

@@ -78,8 +78,12 @@ class DirectRound:
     def __init__(self, leg: Leg, *, member: str, group: str | None, workers: int, keeps: bool = False) -> None:
         """`group`: the one that these workers were in last, where it did not break. `member` names the server to the publisher. `keeps`:
         differences from this version are expected."""
-        self._leg, self._manifest, self._keeps = leg, leg.sent, keeps
-        self._member, self._group, self._workers = member, group, workers
+        self._leg = leg
+        self._manifest = leg.sent
+        self._keeps = keeps
+        self._member = member
+        self._group = group
+        self._workers = workers
         self._terms: Join | None = None
         self._digests: tuple[str, ...] = ()
 
@@ -98,7 +102,8 @@ class DirectRound:
                 raise WeightsCorrupt(f"fetching version {self._manifest.version}: {reason}; publish a version again.")
             case _:
                 raise RoundBroken("the publisher names a group that was never made")
-        leg, terms = self._leg, self._terms
+        leg = self._leg
+        terms = self._terms
         return TransferOrder(
             version=self._manifest.version,
             group=terms.group,
@@ -154,7 +159,9 @@ class DirectFeed:
         broken: Exception | None = None
         self._keeps = self._keeps or bool(manifest.deltas)
         for _ in range(ATTEMPTS):
-            known, self._group = self._group, None  # a round that fails, or is cancelled, leaves no group
+            # a round that fails, or is cancelled, leaves no group
+            known = self._group
+            self._group = None
             try:
                 # Also shows that they answer: for a server that was stopped nobody meets a group, which would wait for it.
                 states = await workers.states()

@@ -115,7 +115,8 @@ class _Reading(Mapping[str, memoryview]):
     `ValueError`; mapped into memory it would end the process."""
 
     def __init__(self, file: BinaryIO, specs: Specs) -> None:
-        self._file, self._specs = file, {spec.name: spec for spec in specs}
+        self._file = file
+        self._specs = {spec.name: spec for spec in specs}
 
     def __getitem__(self, name: str) -> memoryview:
         spec = self._specs[name]
@@ -151,7 +152,9 @@ class FilePublisher:
     """
 
     def __init__(self, folder: Path, *, keep: int = MAX_HELD, threads: int = 1) -> None:
-        self._folder, self._keep, self._threads = folder.absolute(), keep, threads
+        self._folder = folder.absolute()
+        self._keep = keep
+        self._threads = threads
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
         from safetensors.torch import save_file  # here, because only the trainer has torch

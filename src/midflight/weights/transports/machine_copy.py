@@ -28,7 +28,9 @@ class MachineCopy:
     """A version's bytes, and behind them its tree as JSON, once that is known."""
 
     def __init__(self, file: int, num_bytes: int, *, path: Path | None = None, is_alone: bool = True) -> None:
-        self._file, self._path, self._num_bytes = file, path, num_bytes
+        self._file = file
+        self._path = path
+        self._num_bytes = num_bytes
         self._tree_at = aligned(max(1, num_bytes), mmap.PAGESIZE)
         self.is_alone = is_alone
         """Whether nobody else uses it: then there may be anything in it, and it may be written to. Else another has found it whole."""
@@ -82,7 +84,8 @@ class MachineCopy:
 
     def close(self) -> None:
         """Removes the file if nobody else uses it. Mappings live on. Idempotent."""
-        file, self._file = self._file, -1
+        file = self._file
+        self._file = -1
         if file < 0:
             return
         with suppress(OSError):

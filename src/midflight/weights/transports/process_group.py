@@ -75,7 +75,8 @@ class BroadcastGroup:
     def _through_device(self, part: Tensor, staged: Tensor) -> None:
         if self.terms.rank == 0:
             staged.copy_(part)
-        work, late = self._start(staged), time.monotonic() + self.terms.deadline_seconds
+        work = self._start(staged)
+        late = time.monotonic() + self.terms.deadline_seconds
         while not work.is_completed():
             if time.monotonic() > late:
                 self._group.abort()
@@ -161,7 +162,8 @@ class CollectiveReceiver:
 
     def __init__(self, *, threads: int = 1, answer_seconds: float = 60.0) -> None:
         """`answer_seconds`: how long the publisher may be busy with the rounds before ours. A group's own deadlines come from it."""
-        self._threads, self._answer_seconds = threads, answer_seconds
+        self._threads = threads
+        self._answer_seconds = answer_seconds
         self._member = secrets.token_hex(8)
         self._group: BroadcastGroup | None = None
         self._one_at_a_time = threading.Lock()
@@ -183,7 +185,8 @@ class CollectiveReceiver:
             try:
                 return self._once(manifest, data)
             except GroupBroken as error:
-                self._group, broken = None, error
+                self._group = None
+                broken = error
         raise EngineUnavailable(
             f"fetching version {manifest.version}: the broadcast broke {ATTEMPTS} times ({broken}); see which other engine died and stage again, or raise weights.stage_seconds if the network is only slow."
         ) from broken

@@ -72,7 +72,9 @@ class DeltaPublisher:
         """`full_every` in versions."""
         if not 2 <= full_every <= MAX_DELTAS + 1:
             raise ConfigError(f"publishing differences: full_every is {full_every}; it must be from 2 to {MAX_DELTAS + 1}.")
-        self._inner, self._full_every, self._threads = inner, full_every, threads
+        self._inner = inner
+        self._full_every = full_every
+        self._threads = threads
         self._standing = memoryview(b"")
         """The bytes of the newest version, packed."""
         self._newest: WeightManifest | None = None
@@ -87,7 +89,8 @@ class DeltaPublisher:
         """Blocks for the comparison, the compression of what changed and one hash of the whole. `SlotBusy` until a release."""
         self._check(version)
         self._release_unneeded()
-        base, self._newest = self._newest, None
+        base = self._newest
+        self._newest = None
         manifest = self._as_difference(base, version, tensors) if base and self._is_due(base, tensors) else None
         self._newest = self._held[version] = manifest or self._whole(version, tensors)
         return self._newest
@@ -98,7 +101,10 @@ class DeltaPublisher:
 
     def close(self) -> None:
         self._inner.close()
-        self._held, self._inside, self._newest, self._standing = {}, set(), None, memoryview(b"")
+        self._standing = memoryview(b"")
+        self._held = {}
+        self._inside = set()
+        self._newest = None
 
     def __enter__(self) -> Self:
         return self
@@ -136,7 +142,8 @@ class DeltaPublisher:
 
     def _payload(self, specs: tuple[TensorSpec, ...], tensors: Mapping[str, Tensor], *, limit: int) -> bytearray | None:
         """The encoded difference, while the new bytes take the place of the old; `None` as soon as it is longer than `limit`."""
-        payload, old = bytearray(), views(specs, self._standing)
+        payload = bytearray()
+        old = views(specs, self._standing)
         for spec in specs:
             new = _bytes_of(tensors[spec.name])
             for frame in encode(old[spec.name], new, width=element_bytes(spec.dtype)):
@@ -236,7 +243,9 @@ class SharedMemoryPublisher:
         """`name` begins the file's name. `folder` defaults to /dev/shm, or the temporary folder where that is missing or too small."""
         if not name or "/" in name:
             raise ConfigError(f"publishing weights: {name!r} cannot begin a file name; use letters, digits and dashes.")
-        self._name, self._folder, self._threads = name, folder, threads
+        self._name = name
+        self._folder = folder
+        self._threads = threads
         self._versions: list[Version | None] = [None] * MAX_HELD
         self._slot_bytes = 0
         self._path: Path | None = None
@@ -349,7 +358,9 @@ class SegmentPublisher:
 
     def __init__(self, name: str, *, folder: Path | None = None, threads: int = 1) -> None:
         """The parameters are those of `SharedMemoryPublisher`."""
-        self._name, self._folder, self._threads = name, folder, threads
+        self._name = name
+        self._folder = folder
+        self._threads = threads
         self._files: dict[Version, tuple[Path, int]] = {}
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:

@@ -37,7 +37,8 @@ from midflight.weights.transports.swarm import Transfer, Tree, Views, is_right, 
 
 THREADS = 4
 """That fetch: twice what one source is asked for at once."""
-LOOK_SECONDS, CALM_SECONDS = 0.1, 1.0
+LOOK_SECONDS = 0.1
+CALM_SECONDS = 1.0
 """Between two questions what a source has: of one that gets more, or had too much to do, and of one that has all."""
 END_SECONDS = 1.0
 """For a thread that is still in a failed transfer's last question."""
@@ -48,7 +49,8 @@ KEPT = 1
 FAILURES = (OSError, http.client.HTTPException, msgspec.MsgspecError, ValueError)
 
 _log = logging.getLogger(__name__)
-_held, _tree = msgspec.json.Decoder(Held), msgspec.json.Decoder(Tree)
+_held = msgspec.json.Decoder(Held)
+_tree = msgspec.json.Decoder(Tree)
 
 
 class NotHere(Exception):
@@ -68,7 +70,8 @@ class PullReceiver:
     def __init__(self, *, answer_seconds: float = 10.0, patience: float = 20.0, places: Sequence[Path] | None = None) -> None:
         """`answer_seconds`: without a byte from a source after which it has failed. `patience`: seconds without a megabyte after which
         the transfer has. `places`: where the machine's copy may lie, the best first; default /dev/shm, then the temporary folder."""
-        self._answer_seconds, self._patience = answer_seconds, patience
+        self._answer_seconds = answer_seconds
+        self._patience = patience
         self._places = list(places) if places is not None else [SHARED, Path(tempfile.gettempdir())]
         self._server: BucketServer | None = None
         self._kept: dict[str, MachineCopy] = {}
@@ -159,10 +162,13 @@ class _Fetch:
         self, manifest: WeightManifest, copy: MachineCopy, sources: Sequence[str], *, answer_seconds: float, patience: float
     ) -> None:
         """Reads the tree, from the copy or from a source, and what of the version is in the copy already."""
-        self._manifest, self._answer_seconds, self._patience = manifest, answer_seconds, patience
+        self._manifest = manifest
+        self._answer_seconds = answer_seconds
+        self._patience = patience
         self.own_url = ""
         self.num_bytes = 0
-        self._last, self._over = time.monotonic(), False
+        self._last = time.monotonic()
+        self._over = False
         self._due: dict[str, float] = {}
         tree, is_new = self._proven_tree(copy, sources)
         tensors = views(repacked(manifest.tensors), memoryview(copy.shared()))
@@ -297,7 +303,8 @@ class _Fetch:
                 try:
                     tree, why = self._proven(connections.get(source, f"{self._manifest.fingerprint}/tree", {}).read())
                 except (NotHere, Busy, *FAILURES) as error:
-                    tree, why = None, _said(error)
+                    tree = None
+                    why = _said(error)
                 if tree is not None:
                     copy.keep_tree(msgspec.json.encode(tree))
                     return tree, True

@@ -89,7 +89,8 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
 
 Answer = Join | Again | Refused | Sent
 
-_ask, _answer = msgspec.json.Decoder(Ask), msgspec.json.Decoder(Answer)
+_ask = msgspec.json.Decoder(Ask)
+_answer = msgspec.json.Decoder(Answer)
 
 
 def line(message: Ask | Answer) -> bytes:
@@ -277,7 +278,8 @@ class DeltaReceiver:
     """
 
     def __init__(self, inner: WeightReceiver, *, threads: int = 1) -> None:
-        self._inner, self._threads = inner, threads
+        self._inner = inner
+        self._threads = threads
         self._standing: _Standing | None = None
         self._one_at_a_time = threading.Lock()
         """A caller that gave up waiting for a fetch may begin another while the first still changes the standing copy."""
@@ -314,7 +316,8 @@ class DeltaReceiver:
 
     def _nearest(self, manifest: WeightManifest, specs: tuple[TensorSpec, ...]) -> tuple[int, Bytes]:
         """The weights to begin with, and the number of differences they include. No copy is kept until they are verified again."""
-        standing, self._standing = self._standing, None
+        standing = self._standing
+        self._standing = None
         way = [d.base_fingerprint for d in manifest.deltas] + [manifest.fingerprint]
         if standing is not None and standing.specs == specs and standing.fingerprint in way:
             return way.index(standing.fingerprint), standing.bytes
@@ -324,7 +327,8 @@ class DeltaReceiver:
 
     def _apply(self, version: Version, delta: Delta, manifest: WeightManifest, weights: Bytes) -> None:
         """Makes `version`. The tensors change in the manifest's order, in which the payload was made."""
-        print_, location = delta.payload_fingerprint, delta.location
+        print_ = delta.payload_fingerprint
+        location = delta.location
         payload = WeightManifest(version, print_, manifest.transport, location, (delta.payload,), receivers=manifest.receivers)
         frames = Frames(self._inner.fetch(payload)[delta.payload.name])
         try:

@@ -33,7 +33,8 @@ class ByTransport:
     """Asks the receiver of the manifest's transport. Those that need torch, or more, are made when they are first wanted."""
 
     def __init__(self, *, threads: int = 1, stage_seconds: float = STAGE_SECONDS) -> None:
-        self._threads, self._files = threads, FileReceiver(threads=threads)
+        self._threads = threads
+        self._files = FileReceiver(threads=threads)
         self._stage_seconds = stage_seconds
         self._made: dict[str, WeightReceiver] = {}
 

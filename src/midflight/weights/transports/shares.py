@@ -70,7 +70,10 @@ class PullPublisher:
     ) -> None:
         """`host`: the address of this machine that engines reach it by; it listens there only. `dtype`: floating-point tensors are served in
         it, by default as they are. `gather` tells all ranks what each says, in the order of ranks; with several all of them publish."""
-        self._threads, self._dtype, self._rank, self._gather = threads, dtype, rank, gather
+        self._threads = threads
+        self._dtype = dtype
+        self._rank = rank
+        self._gather = gather
         self._buffers = StandingBuffers(num_slots)
         self._fingerprints: dict[Version, str] = {}
         try:
@@ -149,7 +152,8 @@ def _pieces(stretch: _OwnPart) -> Iterator[tuple[_OwnPart, int, int]]:
 def _copied(buffer: mmap.mmap, piece: tuple[_OwnPart, int, int]) -> Leaf:
     """Copies a piece, and hashes it while it is in the cache."""
     stretch, start, stop = piece
-    width, at = stretch.dtype.itemsize, stretch.offset + start - stretch.start
+    width = stretch.dtype.itemsize
+    at = stretch.offset + start - stretch.start
     values = stretch.values[(start - stretch.start) // width : (stop - stretch.start) // width]
     torch.frombuffer(buffer, dtype=stretch.dtype, count=len(values), offset=at).copy_(values)
     with memoryview(buffer)[at : at + stop - start] as copied:

@@ -36,7 +36,8 @@ QUIET_SECONDS = 3600.0
 """After which a server that nobody asks anything looks round in vain."""
 MAX_CLIENTS = 1024
 """Connections at once; each is a thread, which mostly waits."""
-MAX_SENDING, TURN_SECONDS = 16, 0.2
+MAX_SENDING = 16
+TURN_SECONDS = 0.2
 """Buckets on their way at once, and seconds that a question waits for its turn. A receiver that is refused has others to ask."""
 MAX_TOLD = 8
 """Sources named in an answer, drawn anew for each: enough that all find all by and by, few enough that a thousand do not ask a thousand."""
@@ -72,7 +73,8 @@ class SharedVersion:
             self.heard[source] = None
 
     def told(self) -> Held:
-        known, bits = tuple(self.heard), bytearray(-(-len(self.tree) // 8))
+        known = tuple(self.heard)
+        bits = bytearray(-(-len(self.tree) // 8))
         for number in tuple(self.held):
             bits[number // 8] |= 1 << number % 8
         return Held(bytes(bits), tuple(random.sample(known, min(MAX_TOLD, len(known)))))
@@ -94,7 +96,8 @@ class BucketServer(ThreadingHTTPServer):
         self.num_bytes = 0
         """Given away so far."""
         self._counting = threading.Lock()
-        self._room, self.sending = threading.BoundedSemaphore(MAX_CLIENTS), threading.BoundedSemaphore(MAX_SENDING)
+        self._room = threading.BoundedSemaphore(MAX_CLIENTS)
+        self.sending = threading.BoundedSemaphore(MAX_SENDING)
         named = f"[{host}]" if ":" in host else host
         self.url = f"http://{named}:{self.server_address[1]}/{secret}"
         threading.Thread(target=self.serve_forever, args=(QUIET_SECONDS,), name="weights-buckets", daemon=True).start()

@@ -49,11 +49,13 @@ def cut(tensor: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
 
 def bucketed(leaves: Iterable[Leaf]) -> Iterator[Bucket]:
     """Neighbours together, so that a small tensor costs no question of its own."""
-    bucket, size = list[Leaf](), 0
+    bucket = list[Leaf]()
+    size = 0
     for leaf in leaves:
         if bucket and size + leaf.stop - leaf.start > PIECE:
             yield tuple(bucket)
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append(leaf)
         size += leaf.stop - leaf.start
     if bucket:
@@ -207,7 +209,8 @@ class Transfer:
     def silent(self, source: str, why: str) -> None:
         """It did not answer."""
         if (known := self._known.get(source)) is not None:
-            known.strikes, known.holds = known.strikes + 1, frozenset()
+            known.strikes = known.strikes + 1
+            known.holds = frozenset()
             if known.strikes >= STRIKES:
                 del self._known[source]
                 self.lost[source] = why

@@ -30,8 +30,11 @@ class GroupSeat:
     """One worker's place in a group of the trainer and all workers that receive."""
 
     def __init__(self, order, rank):
-        self.name, self.rank, self._seconds = order["group"], rank, order["deadline_seconds"]
-        within, at = timedelta(seconds=self._seconds), (order["host"], order["port"])
+        self.name = order["group"]
+        self.rank = rank
+        self._seconds = order["deadline_seconds"]
+        within = timedelta(seconds=self._seconds)
+        at = (order["host"], order["port"])
         with socket.create_connection(at, timeout=self._seconds) as reached:
             own = reached.getsockname()[0]
         self._store = TCPStore(*at, timeout=within, wait_for_workers=False)  # lives as long as the group, which is made through it
@@ -45,8 +48,10 @@ class GroupSeat:
             self._staged = torch.empty(order["bucket_bytes"], dtype=torch.uint8, device="cuda")
         else:
             options = ProcessGroupGloo._Options()
-            options._devices, options._timeout = [ProcessGroupGloo.create_device(hostname=own)], within
-            self._group, self._staged = ProcessGroupGloo(named, rank, order["world"], options), None
+            options._devices = [ProcessGroupGloo.create_device(hostname=own)]
+            options._timeout = within
+            self._group = ProcessGroupGloo(named, rank, order["world"], options)
+            self._staged = None
 
     def receive(self, part):
         """Fills `part`, at most a bucket, or fails by the deadline; at once when the trainer's connection closes."""
@@ -56,7 +61,8 @@ class GroupSeat:
             self._group.broadcast([part], options).wait()
             return
         staged = self._staged[: part.numel()]
-        work, late = self._group.broadcast([staged], options), time.monotonic() + self._seconds
+        work = self._group.broadcast([staged], options)
+        late = time.monotonic() + self._seconds
         while not work.is_completed():
             if time.monotonic() > late:
                 self._group.abort()
@@ -77,7 +83,8 @@ def fingerprint(tensors, data):
     """As `midflight.models.sizes.fingerprint` has it, where it is explained."""
     import xxhash
 
-    total, view = hashlib.sha256(), memoryview(data.numpy())
+    total = hashlib.sha256()
+    view = memoryview(data.numpy())
     for name, dtype, shape, offset, num_bytes in sorted(tensors, key=lambda tensor: tensor[0]):
         for start in range(offset, offset + num_bytes, PIECE):
             total.update(xxhash.xxh3_128_digest(view[start : min(start + PIECE, offset + num_bytes)]))
@@ -90,7 +97,8 @@ def change(data, payload, tensors):
     spec = importlib.util.spec_from_file_location("midflight_frames", READER)
     reader = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reader)
-    frames, view = reader.Frames(memoryview(payload.numpy())), memoryview(data.numpy())
+    frames = reader.Frames(memoryview(payload.numpy()))
+    view = memoryview(data.numpy())
     for _, dtype, _, offset, num_bytes in tensors:
         frames.apply(view[offset : offset + num_bytes], width=DTYPES[dtype].itemsize)
     frames.end()
@@ -100,7 +108,11 @@ class Coming:
     """A version on its way. Written by its own thread alone until `done`."""
 
     def __init__(self, order):
-        self.order, self.digests, self.error, self.ready, self.done = order, [], "", None, False
+        self.order = order
+        self.digests = []
+        self.error = ""
+        self.ready = None
+        self.done = False
 
 
 class Landing:
@@ -108,20 +120,23 @@ class Landing:
 
     def __init__(self, prepare, swap):
         """`prepare` makes of named tensors what `swap` takes, which returns what was served before, or `None` where that is gone."""
-        self._prepare, self._swap = prepare, swap
+        self._prepare = prepare
+        self._swap = swap
         self._seat = self._coming = self._live = self._kept = None
 
     def begin(self, order, *, index, workers):
         """Starts to receive. What came before is forgotten, also where it is still on its way: its thread ends by its deadline."""
         if order["workers"] != workers:
             raise ValueError(f"this server has {workers} workers, and the order is for {order['workers']}")
-        before, self._coming = [self._coming], Coming(order)
+        before = [self._coming]
+        self._coming = Coming(order)
         given = (self._coming, order["rank"] + index, before)
         threading.Thread(target=self._receive, args=given, name="midflight-direct", daemon=True).start()
 
     def state(self):
         """For the companion: `done` also where it failed."""
-        coming, kept = self._coming, self._kept
+        coming = self._coming
+        kept = self._kept
         held = (kept[0] if kept else "") if CHECKS else None
         if coming is None:
             return {"version": None, "done": True, "digests": [], "error": "nothing was ordered", "live": self._live, "held": held}
@@ -140,14 +155,17 @@ class Landing:
             raise ValueError(f"version {version} is not here; here are {coming and coming.order['version']}, and {self._live} is served")
         if coming is not None and coming.ready is not None and coming.order["version"] == version:
             coming.ready = self._swap(coming.ready)
-            coming.order, self._live = {**coming.order, "version": self._live}, version
+            coming.order = {**coming.order, "version": self._live}
+            self._live = version
 
     def _receive(self, coming, rank, before):
         """In its thread. Lets go of what came before first: to give much memory back takes time."""
         before.clear()
         try:
             order = coming.order
-            seat, self._seat = self._seat, None  # a round that fails leaves no group
+            # a round that fails leaves no group
+            seat = self._seat
+            self._seat = None
             if order["again"] and (seat is None or seat.name != order["group"]):
                 raise ValueError(f"this worker was never in group {order['group']}")
             seat = seat if order["again"] else GroupSeat(order, rank)
@@ -170,7 +188,8 @@ class Landing:
 
     def _changed(self, payload, order):
         """Nothing is kept until it is verified: a difference that fails leaves neither version."""
-        kept, self._kept = self._kept, None
+        kept = self._kept
+        self._kept = None
         if kept is None or kept[0] != order["base"]:
             raise ValueError("the version that this is a difference from is not here")
         change(kept[1], payload, order["tensors"])
@@ -202,7 +221,8 @@ def can_stand_beside(model):
 def beside(model):
     """The same modules around parameters and buffers of their own. Loaders stay those of the model that is served, so that what is
     exchanged holds nothing alive."""
-    modules, tensors = {}, {}
+    modules = {}
+    tensors = {}
 
     def tensor(old):
         if old is not None and id(old) not in tensors:
@@ -235,7 +255,8 @@ EXCHANGED = ("_parameters", "_buffers", "cpu_linear", "_cpu_unpacked_conv_weight
 def exchange(model, other):
     """Each has what the other had. No byte is copied."""
     for ours, theirs in zip(model.modules(), other.modules(), strict=True):
-        a, b = vars(ours), vars(theirs)
+        a = vars(ours)
+        b = vars(theirs)
         for name in EXCHANGED:
             if name in a:
                 a[name], b[name] = b[name], a[name]

@@ -30,7 +30,8 @@ class SglangShape(BaseGrammarObject):
 
     def __init__(self, shape, tokenizer):
         super().__init__()
-        self._shape, self.llguidance_tokenizer = shape, tokenizer
+        self._shape = shape
+        self.llguidance_tokenizer = tokenizer
 
     allocate_vocab_mask = GuidanceGrammar.allocate_vocab_mask
 
@@ -156,7 +157,8 @@ def _begin(original, manager, asked):
 
     try:
         group = manager.tp_cpu_group
-        index, count = torch.distributed.get_rank(group=group), torch.distributed.get_world_size(group=group)
+        index = torch.distributed.get_rank(group=group)
+        count = torch.distributed.get_world_size(group=group)
         _landing(manager).begin(json.loads(asked.group_name.removeprefix(GROUP)), index=index, workers=count)
     except ValueError as error:
         return io_struct.InitWeightsUpdateGroupReqOutput(success=False, message=str(error))
@@ -171,7 +173,8 @@ def _take(original, manager, asked):
     from sglang.srt.runtime_context import get_serving
     from sglang.srt.utils.weight_versions import WeightVersionEvent
 
-    landing, version = _landing(manager), int(asked.weight_version)
+    landing = _landing(manager)
+    version = int(asked.weight_version)
     if not all(_each(manager, landing.holds(version))):
         return io_struct.UpdateWeightsFromDistributedReqOutput(success=False, message=f"version {version} is not with every worker")
     landing.take(version)

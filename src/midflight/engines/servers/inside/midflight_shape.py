@@ -22,7 +22,10 @@ class Shape:
 
     def __init__(self, matcher, *, ends, barred, least):
         """`ends` are ends of turn. Before `least` tokens have come, those `barred` may not, unless the grammar leaves nothing else."""
-        self._matcher, self._ends, self._barred, self._least = matcher, frozenset(ends), barred, least
+        self._matcher = matcher
+        self._ends = frozenset(ends)
+        self._barred = barred
+        self._least = least
         self.num_tokens = 0
         """From the beginning of the answer."""
         self.ended = False
@@ -45,7 +48,8 @@ class Shape:
         """Takes the last tokens back, of which only the very last can be an end."""
         self.num_tokens -= num
         if num and self.ended:
-            self.ended, num = False, num - 1
+            self.ended = False
+            num = num - 1
         if num:
             self._matcher.rollback(num)
 
@@ -66,8 +70,10 @@ class Shapes:
 
     def __init__(self, tokenizer, vocab_size):
         """`tokenizer`: of `transformers`; `vocab_size`: bits of a row."""
-        self._source, self._vocab_size = tokenizer.backend_tokenizer.to_str(), vocab_size
-        self._vocabularies, self._compiled = {}, OrderedDict()
+        self._source = tokenizer.backend_tokenizer.to_str()
+        self._vocab_size = vocab_size
+        self._vocabularies = {}
+        self._compiled = OrderedDict()
         self._one_at_a_time = Lock()
 
     def shape(self, said):

@@ -98,7 +98,8 @@ class TakeBody:
 class DirectTransfer(WeightTransferEngine):
     """vLLM's end of a way for weights: what is ordered comes in the background, and an update swaps it in."""
 
-    init_info_cls, update_info_cls = OrderBody, TakeBody
+    init_info_cls = OrderBody
+    update_info_cls = TakeBody
 
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
@@ -132,7 +133,8 @@ class DirectTransfer(WeightTransferEngine):
             return tensors
         ready = beside(self.model)
         for served, other in zip(self.model.modules(), ready.modules(), strict=True):
-            known, new = reload.get_layerwise_info(served), reload.get_layerwise_info(other)
+            known = reload.get_layerwise_info(served)
+            new = reload.get_layerwise_info(other)
             new.restore_device = known.restore_device
             new.restore_metadata = tuple({name: _unloaded(t, served) for name, t in kind.items()} for kind in known.restore_metadata)
         _reload(ready, self.model_config, tensors)
@@ -163,7 +165,8 @@ def _sample_seeded(runner, left_out: dict[str, torch.Generator], *args):
     samples are discarded, and the generator would be wound back."""
     batch = runner.input_batch
     for request_id in list(left_out):
-        generator, row = left_out.pop(request_id), batch.req_id_to_index.get(request_id)
+        generator = left_out.pop(request_id)
+        row = batch.req_id_to_index.get(request_id)
         if row is not None:
             batch.generators[row] = generator
         elif request_id in runner.requests:
