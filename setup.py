@@ -1,4 +1,6 @@
-"""Bakes the commit into wheels and source distributions, as the file `midflight/commit`; everything else is in pyproject.toml."""
+"""Bakes the commit into wheels and source distributions, as the file `midflight/commit`; everything
+else is in pyproject.toml.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ def bake(package: Path) -> None:
     """Nothing where git is not there, as in a source distribution, which brings the file along."""
     if not (ROOT / ".git").exists() or not package.is_dir():
         return
-    done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode == 0:
         (package / "commit").write_text(done.stdout)
 

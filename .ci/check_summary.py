@@ -8,7 +8,13 @@ KEYS = {
     "heldout_before", "heldout_after", "seconds", "peak_memory_mb", "weight_updates", "rollouts_spanning_versions",
     "failed_requests", "trained_tokens", "max_token_staleness", "overlap_share",
 }  # fmt: skip
-FILES = ["metrics.jsonl", "plot.png", "model/config.json", "model/model.safetensors", "model/tokenizer.json"]
+FILES = [
+    "metrics.jsonl",
+    "plot.png",
+    "model/config.json",
+    "model/model.safetensors",
+    "model/tokenizer.json",
+]
 
 
 def main(folder: Path) -> None:

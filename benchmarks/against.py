@@ -1,11 +1,14 @@
-"""This checkout beside another one: what the same work costs in CPU seconds, alternately, in one run.
+"""This checkout beside another one: what the same work costs in CPU seconds, alternately, in one
+run.
 
     git worktree add ../before COMMIT
-    python benchmarks/against.py ../before [--benchmarks engine training handover overlap gateway] [--rounds 5]
+    python benchmarks/against.py ../before [--benchmarks engine training handover overlap gateway]
+    [--rounds 5]
 
-Every round runs the benchmarks of both checkouts, each with its own sources and its own scripts, the second of them first in every
-other round. A ratio below 1 means that this checkout is cheaper; requests per second are higher is better, and their ratio is turned
-round for that. Medians of the rounds, with the lowest and the highest ratio of a round: on shared cores one round says little.
+Every round runs the benchmarks of both checkouts, each with its own sources and its own scripts,
+the second of them first in every other round. A ratio below 1 means that this checkout is cheaper;
+requests per second are higher is better, and their ratio is turned round for that. Medians of the
+rounds, with the lowest and the highest ratio of a round: on shared cores one round says little.
 """
 
 from __future__ import annotations
@@ -25,8 +28,13 @@ from smoke import options_of
 from training import SHAPES, UNMEASURED, write
 
 HERE = Path(__file__).resolve().parent
-CPU_CLOCK = "import runpy, sys, time; time.perf_counter = time.process_time; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-"""Runs a script of one process and one thread that measures rates, so that they are rates of CPU seconds."""
+CPU_CLOCK = (
+    "import runpy, sys, time; time.perf_counter = time.process_time; sys.argv = "
+    "sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+"""Runs a script of one process and one thread that measures rates, so that they are rates of CPU
+seconds.
+"""
 Costs = dict[str, float]
 """Of one run: cost for each thing measured, in a unit of its own."""
 
@@ -42,11 +50,24 @@ class Checkout:
         """What the script prints. `by` stands between the interpreter and the script."""
         command = [sys.executable, *by, self.root / "benchmarks" / script, *arguments, *self.smoke]
         paths = os.pathsep.join(str(self.root / part) for part in ("src", "benchmarks"))
-        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": paths,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
         self.folder.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run([str(part) for part in command], cwd=self.folder, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [str(part) for part in command],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
         if done.returncode:
-            raise SystemExit(f"{script} of {self.root} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+            raise SystemExit(
+                f"{script} of {self.root} ended with {done.returncode}:\n{done.stderr[-3000:]}"
+            )
         return done.stdout
 
 
@@ -55,8 +76,13 @@ def engine(checkout: Checkout) -> Costs:
     newer = "--sides" in (checkout.root / "benchmarks" / "engine.py").read_text()
     words = ("--sides", "plain", "--threads", 1, "--rounds", 2) if newer else ()
     pattern = r"^\| (\d+) \| 1 \| ([\d,]+) \(" if newer else r"^ +(\d+) +(\d+) +\d+ +[\d.]+$"
-    rows = re.findall(pattern, checkout.run("engine.py", *words, by=("-c", CPU_CLOCK)), re.MULTILINE)
-    return {f"{running} running, CPU us/token": 1e6 / float(rate.replace(",", "")) for running, rate in rows}
+    rows = re.findall(
+        pattern, checkout.run("engine.py", *words, by=("-c", CPU_CLOCK)), re.MULTILINE
+    )
+    return {
+        f"{running} running, CPU us/token": 1e6 / float(rate.replace(",", ""))
+        for running, rate in rows
+    }
 
 
 def training(checkout: Checkout) -> Costs:
@@ -67,8 +93,12 @@ def training(checkout: Checkout) -> Costs:
         out = checkout.folder / f"{shape.name}.json"
         folder.mkdir(parents=True, exist_ok=True)
         write(shape, folder)
-        Checkout(checkout.root, checkout.folder).run("training_ours.py", folder, out, UNMEASURED + 5)
-        costs[f"{shape.name}, CPU s/step"] = statistics.median(json.loads(out.read_text())["cpu"][UNMEASURED:])
+        Checkout(checkout.root, checkout.folder).run(
+            "training_ours.py", folder, out, UNMEASURED + 5
+        )
+        costs[f"{shape.name}, CPU s/step"] = statistics.median(
+            json.loads(out.read_text())["cpu"][UNMEASURED:]
+        )
     return costs
 
 
@@ -77,19 +107,27 @@ def handover(checkout: Checkout) -> Costs:
     checkout.run("handover.py", "--engines", "embedded", "--rounds", 5, "--json", out)
     samples = json.loads(out.read_text())
     ways = sorted({sample["way"] for sample in samples})
-    return {f"{way}, CPU ms": 1e3 * statistics.median(s["total_cpu"] for s in samples if s["way"] == way) for way in ways}
+    return {
+        f"{way}, CPU ms": 1e3
+        * statistics.median(s["total_cpu"] for s in samples if s["way"] == way)
+        for way in ways
+    }
 
 
 def overlap(checkout: Checkout) -> Costs:
     steps = ("--steps", 30, "--sync-steps", 5, "--warmup", 5)
-    printed = checkout.run("overlap.py", "--rounds", 1, *steps, "--folder", checkout.folder / "overlap")
+    printed = checkout.run(
+        "overlap.py", "--rounds", 1, *steps, "--folder", checkout.folder / "overlap"
+    )
     rows = re.findall(r"^(synchronous|asynchronous) .* ([\d.]+)$", printed, re.MULTILINE)
     return {f"{name}, CPU s/step": float(seconds) for name, seconds in rows}
 
 
 def gateway(checkout: Checkout) -> Costs:
     printed = checkout.run("gateway.py", "--seconds", 4, "--rounds", 1, "--sessions", 0)
-    found = re.search(r"^midflight +\S+ +\S+ +(\d+) +\S+ +(\d+) +(\d+) +([\d.]+) ", printed, re.MULTILINE)
+    found = re.search(
+        r"^midflight +\S+ +\S+ +(\d+) +\S+ +(\d+) +(\d+) +([\d.]+) ", printed, re.MULTILINE
+    )
     assert found, printed
     rate, cpu, streamed, streamed_cpu = map(float, found.groups())
     return {
@@ -110,8 +148,12 @@ BENCHMARKS: dict[str, Callable[[Checkout], Costs]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=Path, nargs="?", default=HERE.parent, help="root of the other checkout")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "other", type=Path, nargs="?", default=HERE.parent, help="root of the other checkout"
+    )
     parser.add_argument("--benchmarks", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path("runs/against"))
@@ -124,9 +166,14 @@ def main() -> None:
     for name in options.benchmarks:
         rounds: list[list[Costs]] = []
         for number in range(options.rounds):
-            found = {side.folder.name: BENCHMARKS[name](side) for side in (sides if number % 2 else sides[::-1])}
+            found = {
+                side.folder.name: BENCHMARKS[name](side)
+                for side in (sides if number % 2 else sides[::-1])
+            }
             rounds.append([found["before"], found["now"]])
-            print(f"{name}: round {number + 1} of {options.rounds} done", file=sys.stderr, flush=True)
+            print(
+                f"{name}: round {number + 1} of {options.rounds} done", file=sys.stderr, flush=True
+            )
         report(name, rounds)
 
 
@@ -135,7 +182,10 @@ def report(name: str, rounds: list[list[Costs]]) -> None:
         before, now = (statistics.median(found[side][what] for found in rounds) for side in (0, 1))
         ratios = [now[what] / before[what] for before, now in rounds]
         print(
-            f"{name + ': ' + what:45} {before:10.3f} -> {now:10.3f}   {now / before:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            (
+                f"{name + ': ' + what:45} {before:10.3f} -> {now:10.3f}   {now / before:.2f} "
+                f"({min(ratios):.2f} to {max(ratios):.2f})"
+            ),
             flush=True,
         )
 

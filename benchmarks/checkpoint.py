@@ -1,8 +1,10 @@
-"""How long a checkpoint holds the trainer: the copy that the loop waits for, beside the whole save that it would wait for otherwise.
+"""How long a checkpoint holds the trainer: the copy that the loop waits for, beside the whole save
+that it would wait for otherwise.
 
-Two models with moments, one rank, float32: the demo's and one of a hundred million parameters. Saves alternate between the two ways; numbers
-are medians. The disk under `--folder` decides much of the second. `stall` is the longest time that a thread beside the write did
-not get the interpreter: a write that holds its lock would hold the steps as well.
+Two models with moments, one rank, float32: the demo's and one of a hundred million parameters.
+Saves alternate between the two ways; numbers are medians. The disk under `--folder` decides much of
+the second. `stall` is the longest time that a thread beside the write did not get the interpreter:
+a write that holds its lock would hold the steps as well.
 
     python benchmarks/checkpoint.py [--rounds 5] [--folder DIR]
 """
@@ -30,13 +32,16 @@ SIZES = {"demo": (128, 384, 4, 262), "100 M": (768, 2048, 12, 16384)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
     options = options_of(parser, rounds=1, models=["demo"])
     print(
-        "| model | MB | held by the whole save | held by the copy | ratio | write beside the steps | stall |\n|---|---|---|---|---|---|---|"
+        "| model | MB | held by the whole save | held by the copy | ratio | write beside the steps "
+        "| stall |\n|---|---|---|---|---|---|---|"
     )
     for name in options.models:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -45,8 +50,20 @@ def main() -> None:
 
 def trainer(width: int, inner: int, depth: int, vocabulary: int) -> PolicyTrainer:
     """With moments, from gradients that nobody made."""
-    model = make_model(vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, num_layers=depth, num_heads=4, num_kv_heads=2, max_context=256, seed=0, dtype="float32")  # fmt: skip
-    made = PolicyTrainer(model, Objective(), scoring=Scoring(), schedule=Schedule(), adam=Adam(learning_rate=1e-4))
+    model = make_model(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_layers=depth,
+        num_heads=4,
+        num_kv_heads=2,
+        max_context=256,
+        seed=0,
+        dtype="float32",
+    )
+    made = PolicyTrainer(
+        model, Objective(), scoring=Scoring(), schedule=Schedule(), adam=Adam(learning_rate=1e-4)
+    )
     for _, parameter in named_parameters(model):
         parameter.grad = torch.randn_like(parameter)
     made.optimizer.step()
@@ -74,11 +91,16 @@ def row(name: str, ours: PolicyTrainer, folder: Path, *, rounds: int) -> str:
         stalls.append(ticks.longest)
         del copy
     held, brief, beside, stall = map(statistics.median, (whole, copied, written, stalls))
-    return f"| {name} | {num_bytes / 1e6:.0f} | {ms(held)} | {ms(brief)} | {held / brief:.0f} | {ms(beside)} | {ms(stall)} |"
+    return (
+        f"| {name} | {num_bytes / 1e6:.0f} | {ms(held)} | {ms(brief)} | {held / brief:.0f} | "
+        f"{ms(beside)} | {ms(stall)} |"
+    )
 
 
 class Ticks:
-    """A thread that wants the interpreter every millisecond, and knows how long it waited at most, in seconds."""
+    """A thread that wants the interpreter every millisecond, and knows how long it waited at most,
+    in seconds.
+    """
 
     def __enter__(self) -> Ticks:
         self.longest = 0.0

@@ -1,9 +1,11 @@
 """What an open viewer costs a run: `python dashboard.py`.
 
-Runs of `configs/demo.toml` take turns, with nobody looking and with a headless Chromium that has the run's own `/dashboard` open from the
-first step on. Rates are of training alone: from step 5 to the last. The browser would be on somebody else's machine; here it takes the
-same cores, though at idle priority, so the rates say what both cost together, and the CPU seconds what the viewer's process alone costs.
-Without Chromium a plain client opens the page once, which keeps the viewer less busy.
+Runs of `configs/demo.toml` take turns, with nobody looking and with a headless Chromium that has
+the run's own `/dashboard` open from the first step on. Rates are of training alone: from step 5 to
+the last. The browser would be on somebody else's machine; here it takes the same cores, though at
+idle priority, so the rates say what both cost together, and the CPU seconds what the viewer's
+process alone costs. Without Chromium a plain client opens the page once, which keeps the viewer
+less busy.
 """
 
 import argparse
@@ -27,7 +29,9 @@ FIRST = 5
 
 
 def steps_per_second(folder: Path, *, steps: int, seen: bool, smoke: bool) -> tuple[float, float]:
-    """And the viewer's CPU seconds as a share of those of all other processes of the run, from its start on, 0 to 1."""
+    """And the viewer's CPU seconds as a share of those of all other processes of the run, from its
+    start on, 0 to 1.
+    """
     sets = [f"run.steps={steps}", "warm_start.target_accuracy=0.05", "evaluation.eval_every=0"]
     words = [word for each in (*sets, *(SETTINGS if smoke else ())) for word in ("--set", each)]
     run = subprocess.Popen(
@@ -58,20 +62,43 @@ def steps_per_second(folder: Path, *, steps: int, seen: bool, smoke: bool) -> tu
 def journal(folder: Path) -> list[dict[str, Any]]:
     """Whole lines only: it may be written at this moment."""
     path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.is_file() else []
+    return (
+        [
+            json.loads(line)
+            for line in path.read_text().splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
+        if path.is_file()
+        else []
+    )
 
 
 def look(folder: Path) -> subprocess.Popen[bytes]:
-    """A browser on the run's dashboard; where there is none, a client that opens the page and then sleeps."""
+    """A browser on the run's dashboard; where there is none, a client that opens the page and then
+    sleeps.
+    """
     endpoint = json.loads((folder / "endpoint.json").read_text())
     address = f"{endpoint['url']}/dashboard?token={endpoint['control_token']}"
     if CHROMIUM is None:
-        urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPCookieProcessor()).open(address).read()
+        urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPCookieProcessor()
+        ).open(address).read()
         return subprocess.Popen(["sleep", "3600"])
     profile = tempfile.mkdtemp(dir=folder.parent)
-    words = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--remote-debugging-port=0"]
+    words = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={profile}",
+        "--remote-debugging-port=0",
+    ]
     idle = lambda: os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # noqa: E731
-    return subprocess.Popen([CHROMIUM, *words, address], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=idle)
+    return subprocess.Popen(
+        [CHROMIUM, *words, address],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=idle,
+    )
 
 
 def cpu_seconds(launcher: int) -> tuple[float, float]:
@@ -85,7 +112,9 @@ def cpu_seconds(launcher: int) -> tuple[float, float]:
             continue  # it has ended
         used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         if int(process.name) == launcher or int(fields[1]) == launcher:
-            viewer, rest = (viewer + used, rest) if "midflight.view" in words else (viewer, rest + used)
+            viewer, rest = (
+                (viewer + used, rest) if "midflight.view" in words else (viewer, rest + used)
+            )
     return viewer, rest
 
 
@@ -99,18 +128,24 @@ def main() -> None:
     for number in range(options.rounds):
         for seen in (False, True) if number % 2 == 0 else (True, False):
             with tempfile.TemporaryDirectory() as made:
-                rate, share = steps_per_second(Path(made) / "run", steps=options.steps, seen=seen, smoke=options.smoke)
+                rate, share = steps_per_second(
+                    Path(made) / "run", steps=options.steps, seen=seen, smoke=options.smoke
+                )
             rates[seen].append(rate)
             shares += [share] if seen else []
             print(
-                f"round {number + 1}, {'open' if seen else 'shut'}: {rate:.3f} steps a second, viewer {100 * share:.1f} % of CPU",
+                (
+                    f"round {number + 1}, {'open' if seen else 'shut'}: {rate:.3f} steps a second, "
+                    f"viewer {100 * share:.1f} % of CPU"
+                ),
                 flush=True,
             )
     shut = statistics.median(rates[False])
     opened = statistics.median(rates[True])
     print(
-        f"{'Chromium' if CHROMIUM else 'one visit'}: open {opened:.3f}, shut {shut:.3f} steps a second: {100 * (1 - opened / shut):.1f} % slower"
-        f" with the browser on these cores; the viewer takes {100 * statistics.median(shares):.1f} % of the run's CPU seconds"
+        f"{'Chromium' if CHROMIUM else 'one visit'}: open {opened:.3f}, shut {shut:.3f} steps a "
+        f"second: {100 * (1 - opened / shut):.1f} % slower with the browser on these cores; the "
+        f"viewer takes {100 * statistics.median(shares):.1f} % of the run's CPU seconds"
     )
 
 

@@ -1,14 +1,17 @@
-"""The demo environment with a tail: after its reply each rollout takes a log-normal time before it is scored.
+"""The demo environment with a tail: after its reply each rollout takes a log-normal time before it
+is scored.
 
-It stands for tools and judges that answer now fast, now slowly; the tail is what makes synchronous training wait.
-Name it as `environment.entry = "delayed_environment:answer"` from this folder. In the surroundings:
+It stands for tools and judges that answer now fast, now slowly; the tail is what makes synchronous
+training wait. Name it as `environment.entry = "delayed_environment:answer"` from this folder. In
+the surroundings:
 
     MIDFLIGHT_DELAY_MEDIAN_SECONDS  median of the delay (default 0.5); 0 is no delay
-    MIDFLIGHT_DELAY_SIGMA           standard deviation of its logarithm (default 1.0); larger is a longer tail
-    MIDFLIGHT_DELAY_MAX_SECONDS     longest delay (default 20 times the median)
+    MIDFLIGHT_DELAY_SIGMA           standard deviation of its logarithm (default 1.0); larger is a
+    longer tail MIDFLIGHT_DELAY_MAX_SECONDS     longest delay (default 20 times the median)
     MIDFLIGHT_DELAY_SEED            seed of the delays (default 0)
 
-A task overrules the first three by fields `delay_median_seconds`, `delay_sigma`, `delay_max_seconds` of its data.
+A task overrules the first three by fields `delay_median_seconds`, `delay_sigma`,
+`delay_max_seconds` of its data.
 """
 
 from __future__ import annotations
@@ -39,10 +42,14 @@ class Delays:
     seed: int = 0
 
     def of(self, task: Task, occurrence: int) -> float:
-        """The delay of the n-th rollout of a task: the same in every run, in whatever order the rollouts come."""
+        """The delay of the n-th rollout of a task: the same in every run, in whatever order the
+        rollouts come.
+        """
         median = _number(task, "delay_median_seconds", self.median)
         sigma = _number(task, "delay_sigma", self.sigma)
-        longest = _number(task, "delay_max_seconds", 20 * median if self.longest is None else self.longest)
+        longest = _number(
+            task, "delay_max_seconds", 20 * median if self.longest is None else self.longest
+        )
         normal = random.Random(f"{self.seed}|{task.source}|{task.id}|{occurrence}").gauss(0.0, 1.0)
         return min(median * math.exp(sigma * normal), longest)
 
@@ -59,7 +66,9 @@ class Delays:
 
 @environment(name="delayed answer")
 class DelayedAnswer:
-    """`single_turn.answer`, then the delay. Counts the rollouts of each task in this process to give each its own delay."""
+    """`single_turn.answer`, then the delay. Counts the rollouts of each task in this process to
+    give each its own delay.
+    """
 
     def __init__(self, delays: Delays | None = None) -> None:
         self._delays = delays or Delays.from_surroundings()

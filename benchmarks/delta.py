@@ -1,8 +1,11 @@
-"""What differences between versions cost and spare: real AdamW steps, served in float32 and in bfloat16.
+"""What differences between versions cost and spare: real AdamW steps, served in float32 and in
+bfloat16.
 
-A small model is trained in float32 on the bytes of this repository's sources, first for a while, then a few steps at each learning
-rate; after each step it is published, as it is or converted to bfloat16. Rows are medians over those steps. Times are CPU seconds of one
-thread, so that other work on the machine counts less; each ratio is to a plain copy, or to plain shared memory, measured between them.
+A small model is trained in float32 on the bytes of this repository's sources, first for a while,
+then a few steps at each learning rate; after each step it is published, as it is or converted to
+bfloat16. Rows are medians over those steps. Times are CPU seconds of one thread, so that other work
+on the machine counts less; each ratio is to a plain copy, or to plain shared memory, measured
+between them.
 
     python benchmarks/delta.py [--rates 1e-6 1e-5 1e-4 3e-4] [--steps 8] [--pretrain 150]
 
@@ -47,20 +50,41 @@ T = TypeVar("T")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4, 3e-4])
-    parser.add_argument("--steps", type=int, default=8, help="published, after as many that let AdamW's averages settle")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=8,
+        help="published, after as many that let AdamW's averages settle",
+    )
     parser.add_argument("--pretrain", type=int, default=150)
     options = options_of(parser, rates=[1e-4], steps=3, pretrain=2)
     torch.manual_seed(0)
-    model = make_model(vocab_size=512, hidden_size=256, intermediate_size=768, num_layers=6, num_heads=4, num_kv_heads=2, max_context=256, seed=0, dtype="float32")  # fmt: skip
+    model = make_model(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=768,
+        num_layers=6,
+        num_heads=4,
+        num_kv_heads=2,
+        max_context=256,
+        seed=0,
+        dtype="float32",
+    )
     data = batches()
     loss = train(model, data, rate=PRETRAIN_RATE, steps=options.pretrain)[-1]
     start = deepcopy(model.state_dict())
     print(
-        f"{sum(t.numel() for t in named_tensors(model).values()) / 1e6:.1f} million parameters, loss {loss:.2f} after {options.pretrain} steps\n"
+        f"{sum(t.numel() for t in named_tensors(model).values()) / 1e6:.1f} million parameters, "
+        f"loss {loss:.2f} after {options.pretrain} steps\n"
     )
-    print("| served | rate | changed | bytes | encode MB/s | x copy | apply MB/s | x copy | publish | fetch | pays below MB/s |")
+    print(
+        "| served | rate | changed | bytes | encode MB/s | x copy | apply MB/s | x copy | publish "
+        "| fetch | pays below MB/s |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for dtype in (torch.float32, torch.bfloat16):
         for rate in options.rates:
@@ -68,17 +92,28 @@ def main() -> None:
             print(row(versions(model, data, rate, options.steps, dtype), dtype, rate), flush=True)
 
 
-# --- Training --------------------------------------------------------------------------------------------------------
+# --- Training -------------------------------------------------------------------------------------
 
 
 def batches() -> Iterator[Tensor]:
-    text = np.frombuffer(b"\n".join(p.read_bytes() for p in sorted(SOURCES.rglob("*.py"))), np.uint8)
+    text = np.frombuffer(
+        b"\n".join(p.read_bytes() for p in sorted(SOURCES.rglob("*.py"))), np.uint8
+    )
     while True:
         starts = torch.randint(0, len(text) - 129, (8,))
-        yield torch.stack([torch.from_numpy(text[s : s + 129].astype(np.int64)) for s in starts.tolist()])
+        yield torch.stack(
+            [torch.from_numpy(text[s : s + 129].astype(np.int64)) for s in starts.tolist()]
+        )
 
 
-def train(model: nn.Module, data: Iterator[Tensor], *, rate: float, steps: int, after: Callable[[], object] = lambda: None) -> list[float]:
+def train(
+    model: nn.Module,
+    data: Iterator[Tensor],
+    *,
+    rate: float,
+    steps: int,
+    after: Callable[[], object] = lambda: None,
+) -> list[float]:
     """Losses. `after` is called after each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     losses: list[float] = []
@@ -94,32 +129,51 @@ def train(model: nn.Module, data: Iterator[Tensor], *, rate: float, steps: int, 
     return losses
 
 
-def versions(model: nn.Module, data: Iterator[Tensor], rate: float, steps: int, dtype: torch.dtype) -> list[Tensors]:
+def versions(
+    model: nn.Module, data: Iterator[Tensor], rate: float, steps: int, dtype: torch.dtype
+) -> list[Tensors]:
     made: list[Tensors] = []
-    train(model, data, rate=rate, steps=2 * steps, after=lambda: made.append({n: t.to(dtype, copy=True) for n, t in named_tensors(model).items()}))  # fmt: skip
+    train(
+        model,
+        data,
+        rate=rate,
+        steps=2 * steps,
+        after=lambda: made.append(
+            {n: t.to(dtype, copy=True) for n, t in named_tensors(model).items()}
+        ),
+    )
     return made[-steps - 1 :]
 
 
-# --- Measuring -------------------------------------------------------------------------------------------------------
+# --- Measuring ------------------------------------------------------------------------------------
 
 
 def row(made: list[Tensors], dtype: torch.dtype, rate: float) -> str:
     full = sum(t.nbytes for t in made[0].values())
     codec = [codec_step(old, new) for old, new in pairwise(made)]
-    changed, size, packing, adding, copying = (statistics.median(column) for column in zip(*codec, strict=True))
+    changed, size, packing, adding, copying = (
+        statistics.median(column) for column in zip(*codec, strict=True)
+    )
     publish, fetch = (statistics.median(column) for column in zip(*ring(made), strict=True))
     pays = (1 - size / full) * full / (packing + adding) / 1e6
     return (
-        f"| {str(dtype).removeprefix('torch.')} | {rate:g} | {changed:.1%} | {size / full:.3f} | {full / packing / 1e6:.0f} | {packing / copying:.0f} "
-        f"| {full / adding / 1e6:.0f} | {adding / copying:.0f} | {publish:.1f} | {fetch:.1f} | {pays:.0f} |"
+        f"| {str(dtype).removeprefix('torch.')} | {rate:g} | {changed:.1%} | {size / full:.3f} | "
+        f"{full / packing / 1e6:.0f} | {packing / copying:.0f} | {full / adding / 1e6:.0f} | "
+        f"{adding / copying:.0f} | {publish:.1f} | {fetch:.1f} | {pays:.0f} |"
     )
 
 
 def codec_step(old: Tensors, new: Tensors) -> tuple[float, float, float, float, float]:
     """Share of words changed, bytes of the payload, seconds to encode, to apply, and to copy."""
-    changed = sum(int((words(old[n]) != words(t)).sum()) for n, t in new.items()) / sum(t.numel() for t in new.values())
+    changed = sum(int((words(old[n]) != words(t)).sum()) for n, t in new.items()) / sum(
+        t.numel() for t in new.values()
+    )
     widths = {name: element_bytes(dtype) for name, dtype, _ in named_shapes(new)}
-    payload, packing = timed(lambda: b"".join(f for n, t in new.items() for f in encode(raw(old[n]), raw(t), width=widths[n])))
+    payload, packing = timed(
+        lambda: b"".join(
+            f for n, t in new.items() for f in encode(raw(old[n]), raw(t), width=widths[n])
+        )
+    )
     target = {n: t.clone() for n, t in old.items()}
     frames = Frames(memoryview(payload))
     _, adding = timed(lambda: [frames.apply(raw(t), width=widths[n]) for n, t in target.items()])
@@ -140,10 +194,14 @@ def ring(made: list[Tensors]) -> Iterator[tuple[float, float]]:
             ends = (receiver(), receiver())
             for version, tensors in enumerate(made):
                 manifests = [timed(lambda s=s: s.publish(version, tensors)) for s in (plain, small)]  # noqa: B023
-                fetched = [timed(lambda e=e, m=m: e.fetch(m))[1] for e, (m, _) in zip(ends, manifests, strict=True)]
+                fetched = [
+                    timed(lambda e=e, m=m: e.fetch(m))[1]
+                    for e, (m, _) in zip(ends, manifests, strict=True)
+                ]
                 plain.release(version - 1)
                 small.release(version - 1)
-                if manifests[1][0].deltas and version > 1:  # the first makes the receiver fetch the whole once more
+                # the first makes the receiver fetch the whole once more
+                if manifests[1][0].deltas and version > 1:
                     yield manifests[1][1] / manifests[0][1], fetched[1] / fetched[0]
 
 

@@ -1,10 +1,14 @@
-"""What `engine.deterministic` does to the mismatch of engine and trainer: the same run without and with it, in turns.
+"""What `engine.deterministic` does to the mismatch of engine and trainer: the same run without and
+with it, in turns.
 
-    python benchmarks/deterministic.py --engine vllm --python .venv-vllm/bin/python [--device cuda] [--dtype bfloat16] [--steps 20] [--rounds 3]
+    python benchmarks/deterministic.py --engine vllm --python .venv-vllm/bin/python [--device cuda]
+    [--dtype bfloat16] [--steps 20] [--rounds 3]
 
-Without it, what shares a step with a token changes how the token's sums are rounded; with it, only that the trainer's kernels are other ones
-is left. It takes a GPU, because the servers have such kernels there alone: on a CPU the run without it is all there is, and the table says so.
-The mismatch is that of tokens whose keys are of one version (`mismatch/same_keys`), in nats, the mean of the steps; tokens/s of generation.
+Without it, what shares a step with a token changes how the token's sums are rounded; with it, only
+that the trainer's kernels are other ones is left. It takes a GPU, because the servers have such
+kernels there alone: on a CPU the run without it is all there is, and the table says so. The
+mismatch is that of tokens whose keys are of one version (`mismatch/same_keys`), in nats, the mean
+of the steps; tokens/s of generation.
 """
 
 import argparse
@@ -23,7 +27,9 @@ READINGS = tuple(f"mismatch/same_keys/{name}" for name in ("mean", "max", "k3"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", choices=("embedded", "vllm", "sglang"), default="vllm")
     parser.add_argument("--python", help="the server's interpreter")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -36,7 +42,9 @@ def main() -> None:
     for number in range(options.rounds):
         for deterministic in ((False, True), (True, False))[number % 2] if can else (False,):
             found[deterministic].append(measured(options, deterministic=deterministic))
-    print(f"{options.engine} on {options.device}, {options.steps} steps, median of {options.rounds}\n")
+    print(
+        f"{options.engine} on {options.device}, {options.steps} steps, median of {options.rounds}\n"
+    )
     print("| engine.deterministic | mean | max | k3 | tokens/s |\n|---|---|---|---|---|")
     for deterministic, rows in found.items():
         cells = (
@@ -59,7 +67,9 @@ def measured(options: argparse.Namespace, *, deterministic: bool) -> list[float]
         "evaluation.eval_every": 0,
         "warm_start.target_accuracy": 0.05,
     }
-    sets = [f"{key}={value}" for key, value in settings.items() if value is not None] + (list(SETTINGS) if options.smoke else [])
+    sets = [f"{key}={value}" for key, value in settings.items() if value is not None] + (
+        list(SETTINGS) if options.smoke else []
+    )
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / "run"
         command = [
@@ -74,10 +84,15 @@ def measured(options: argparse.Namespace, *, deterministic: bool) -> list[float]
         ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"the run ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+            raise SystemExit(
+                f"the run ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+            )
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
-    readings = [statistics.mean(step["trainer"][name] for step in steps if name in step["trainer"]) for name in READINGS]
+    readings = [
+        statistics.mean(step["trainer"][name] for step in steps if name in step["trainer"])
+        for name in READINGS
+    ]
     return [*readings, statistics.mean(step["generation_rate"] for step in steps)]
 
 

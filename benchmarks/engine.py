@@ -1,8 +1,10 @@
-"""Output tokens per second of the embedded engine's decoding, and what of the floor of its matrix products that is.
+"""Output tokens per second of the embedded engine's decoding, and what of the floor of its matrix
+products that is.
 
     python benchmarks/engine.py [--threads 1 2] [--rounds 5] [--vllm-python .venv-vllm/bin/python]
 
-Every side generates the same number of tokens for the same prompts, one round after the other, in one process (vLLM in its own):
+Every side generates the same number of tokens for the same prompts, one round after the other, in
+one process (vLLM in its own):
 
 | side | what it is |
 |---|---|
@@ -13,8 +15,8 @@ Every side generates the same number of tokens for the same prompts, one round a
 | products | the matrix products of a step and nothing else: the floor |
 | vllm | vLLM's own `LLM.generate`, compiled, without HTTP |
 
-Rates are of wall time and, for those of this process, of its CPU time, which says more on a busy machine with one thread. The table has
-medians over rounds.
+Rates are of wall time and, for those of this process, of its CPU time, which says more on a busy
+machine with one thread. The table has medians over rounds.
 """
 
 from __future__ import annotations
@@ -61,9 +63,16 @@ class NoWeights:
 def model(hidden: int) -> PreTrainedModel:
     """3.2 million parameters with 256."""
     return make_model(
-        vocab_size=VOCAB_SIZE, hidden_size=hidden, intermediate_size=3 * hidden, num_layers=4, num_heads=4, num_kv_heads=2,
-        max_context=CONTEXT, seed=0, dtype="float32",
-    )  # fmt: skip
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        max_context=CONTEXT,
+        seed=0,
+        dtype="float32",
+    )
 
 
 def prompts(num: int, *, length: int) -> Prompts:
@@ -74,13 +83,25 @@ def prompts(num: int, *, length: int) -> Prompts:
 def engine(hidden: int, *, running: int, modules: bool) -> Side:
     with patch.object(plain, "FAMILIES", frozenset[str]() if modules else plain.FAMILIES):
         served = EmbeddedEngine(
-            model(hidden), tokenizer=Tokenizer(byte_tokenizer(), template=None, eos_token_ids=frozenset({END})), name="bench",
-            receiver=NoWeights(), record=unheard, max_running=running, max_batch_tokens=4096, max_context=CONTEXT, pause_lease_seconds=30,
-        )  # fmt: skip
+            model(hidden),
+            tokenizer=Tokenizer(byte_tokenizer(), template=None, eos_token_ids=frozenset({END})),
+            name="bench",
+            receiver=NoWeights(),
+            record=unheard,
+            max_running=running,
+            max_batch_tokens=4096,
+            max_context=CONTEXT,
+            pause_lease_seconds=30,
+        )
 
     def side(asked: Prompts, answer: int) -> int:
-        sampling = [SamplingParams(max_tokens=answer, ignore_eos=True, seed=i) for i in range(len(asked))]
-        requests = [GenerateRequest(str(i), ids, len(ids), s) for i, (ids, s) in enumerate(zip(asked, sampling, strict=True))]
+        sampling = [
+            SamplingParams(max_tokens=answer, ignore_eos=True, seed=i) for i in range(len(asked))
+        ]
+        requests = [
+            GenerateRequest(str(i), ids, len(ids), s)
+            for i, (ids, s) in enumerate(zip(asked, sampling, strict=True))
+        ]
         return sum(len(each.token_ids) for each in served.generate_all(requests))
 
     return side
@@ -96,7 +117,9 @@ def bare(hidden: int) -> Side:
         ids = torch.tensor(asked)
         cache = DynamicCache()
         for _ in range(answer):
-            logits = own(input_ids=ids, **{name: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
+            logits = own(input_ids=ids, **{name: cache}, use_cache=True, logits_to_keep=1).logits[
+                :, -1
+            ]
             ids = torch.multinomial(torch.softmax(logits, -1), 1)
         return answer * len(asked)
 
@@ -104,7 +127,9 @@ def bare(hidden: int) -> Side:
 
 
 class Prototype:
-    """Qwen3 by hand: keys and values [layers, n, kv_heads, context, head_dim], every sequence at the same position."""
+    """Qwen3 by hand: keys and values [layers, n, kv_heads, context, head_dim], every sequence at
+    the same position.
+    """
 
     def __init__(self, hidden: int) -> None:
         self.own = model(hidden)
@@ -113,7 +138,13 @@ class Prototype:
         self.decoder = self.own.model
         self.layers = [
             (
-                torch.cat([layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight]).detach(),
+                torch.cat(
+                    [
+                        layer.self_attn.q_proj.weight,
+                        layer.self_attn.k_proj.weight,
+                        layer.self_attn.v_proj.weight,
+                    ]
+                ).detach(),
                 torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]).detach(),
                 layer,
             )
@@ -130,7 +161,9 @@ class Prototype:
         shape = (c.num_hidden_layers, num, c.num_key_value_heads, CONTEXT, c.head_dim)
         keys = torch.zeros(shape)
         values = torch.zeros(shape)
-        logits = self.own(input_ids=torch.tensor(asked), **{self.name: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
+        logits = self.own(
+            input_ids=torch.tensor(asked), **{self.name: cache}, use_cache=True, logits_to_keep=1
+        ).logits[:, -1]
         layers: Any = cache.layers  # of the kind that keeps keys
         for number, layer in enumerate(layers):
             keys[number, :, :, : len(asked[0])] = layer.keys
@@ -150,30 +183,47 @@ class Prototype:
         eps = c.rms_norm_eps
         cos, sin = (turn[place] for turn in self.turns)
         for number, (qkv, gate_up, layer) in enumerate(self.layers):
-            h = linear(rms_norm(x, x.shape[-1:], layer.input_layernorm.weight, eps), qkv).view(len(ids), -1, size)
+            h = linear(rms_norm(x, x.shape[-1:], layer.input_layernorm.weight, eps), qkv).view(
+                len(ids), -1, size
+            )
             q = rms_norm(h[:, :heads], (size,), layer.self_attn.q_norm.weight, eps)
-            k = rms_norm(h[:, heads : heads + kv_heads], (size,), layer.self_attn.k_norm.weight, eps)
+            k = rms_norm(
+                h[:, heads : heads + kv_heads], (size,), layer.self_attn.k_norm.weight, eps
+            )
             qk = torch.cat([q, k], 1)
             turned = torch.cat([-qk[..., size // 2 :], qk[..., : size // 2]], -1)
             qk = qk * cos + turned * sin
             keys[number, :, :, place] = qk[:, heads:]
             values[number, :, :, place] = h[:, heads + kv_heads :]
             grouped = qk[:, :heads].reshape(len(ids), kv_heads, -1, size)
-            out = scaled_dot_product_attention(grouped, keys[number, :, :, : place + 1], values[number, :, :, : place + 1])
+            out = scaled_dot_product_attention(
+                grouped, keys[number, :, :, : place + 1], values[number, :, :, : place + 1]
+            )
             x = x + linear(out.reshape(len(ids), -1), layer.self_attn.o_proj.weight)
-            gate, up = linear(rms_norm(x, x.shape[-1:], layer.post_attention_layernorm.weight, eps), gate_up).chunk(2, -1)
+            gate, up = linear(
+                rms_norm(x, x.shape[-1:], layer.post_attention_layernorm.weight, eps), gate_up
+            ).chunk(2, -1)
             x = x + linear(silu(gate) * up, layer.mlp.down_proj.weight)
-        return linear(rms_norm(x, x.shape[-1:], self.decoder.norm.weight, eps), self.decoder.embed_tokens.weight)
+        return linear(
+            rms_norm(x, x.shape[-1:], self.decoder.norm.weight, eps),
+            self.decoder.embed_tokens.weight,
+        )
 
 
 def products(hidden: int) -> Side:
     parts = Prototype(hidden)
-    weights = [[qkv, layer.self_attn.o_proj.weight, gate_up, layer.mlp.down_proj.weight] for qkv, gate_up, layer in parts.layers]
+    weights = [
+        [qkv, layer.self_attn.o_proj.weight, gate_up, layer.mlp.down_proj.weight]
+        for qkv, gate_up, layer in parts.layers
+    ]
     weights.append([parts.decoder.embed_tokens.weight])
 
     @torch.inference_mode()
     def side(asked: Prompts, answer: int) -> int:
-        inputs = {size: torch.ones(len(asked), size) for size in {weight.shape[1] for layer in weights for weight in layer}}
+        inputs = {
+            size: torch.ones(len(asked), size)
+            for size in {weight.shape[1] for layer in weights for weight in layer}
+        }
         for _ in range(answer):
             for layer in weights:
                 for weight in layer:
@@ -183,7 +233,7 @@ def products(hidden: int) -> Side:
     return side
 
 
-# --- vLLM, in an interpreter of its own -------------------------------------------------------------------------------
+# --- vLLM, in an interpreter of its own -----------------------------------------------------------
 
 VLLM = """
 import json, sys
@@ -200,7 +250,9 @@ for line in sys.stdin:
 
 
 class Vllm:
-    def __init__(self, python: Path, hidden: int, *, running: int, threads: int, stack: ExitStack) -> None:
+    def __init__(
+        self, python: Path, hidden: int, *, running: int, threads: int, stack: ExitStack
+    ) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="midflight-"))
         model(hidden).save_pretrained(folder)
         environ = {
@@ -213,7 +265,15 @@ class Vllm:
         log = stack.enter_context((Path(folder) / "log").open("w"))
         self._log = Path(folder) / "log"
         self._child = stack.enter_context(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environ, cwd=folder)
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environ,
+                cwd=folder,
+            )
         )
         stack.callback(self._end)
         self._await("READY")
@@ -238,11 +298,15 @@ class Vllm:
         raise SystemExit(f"vLLM ended: {self._log.read_text()[-2000:]}")
 
 
-# --- The table --------------------------------------------------------------------------------------------------------
+# --- The table ------------------------------------------------------------------------------------
 
 
-def rates(sides: dict[str, Side], asked: Prompts, *, answer: int, rounds: int) -> dict[str, tuple[float, float]]:
-    """Of each side tokens per second of wall time and of this process's CPU time: medians of alternating rounds."""
+def rates(
+    sides: dict[str, Side], asked: Prompts, *, answer: int, rounds: int
+) -> dict[str, tuple[float, float]]:
+    """Of each side tokens per second of wall time and of this process's CPU time: medians of
+    alternating rounds.
+    """
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for side in sides.values():
         side(asked, 4)
@@ -251,8 +315,16 @@ def rates(sides: dict[str, Side], asked: Prompts, *, answer: int, rounds: int) -
             wall = time.perf_counter()
             cpu = time.process_time()
             tokens = sides[name](asked, answer)
-            found[name].append((tokens / (time.perf_counter() - wall), tokens / max(time.process_time() - cpu, 1e-9)))
-    return {name: (statistics.median(w for w, _ in pairs), statistics.median(c for _, c in pairs)) for name, pairs in found.items()}
+            found[name].append(
+                (
+                    tokens / (time.perf_counter() - wall),
+                    tokens / max(time.process_time() - cpu, 1e-9),
+                )
+            )
+    return {
+        name: (statistics.median(w for w, _ in pairs), statistics.median(c for _, c in pairs))
+        for name, pairs in found.items()
+    }
 
 
 COMPARED = ("modules", "bare", "prototype", "products", "vllm")
@@ -260,12 +332,17 @@ COMPARED = ("modules", "bare", "prototype", "products", "vllm")
 
 
 def line(running: int, threads: int, found: dict[str, tuple[float, float]]) -> str:
-    cells = [f"{wall:,.0f}" if name == "vllm" else f"{wall:,.0f} ({cpu:,.0f})" for name, (wall, cpu) in found.items()]
+    cells = [
+        f"{wall:,.0f}" if name == "vllm" else f"{wall:,.0f} ({cpu:,.0f})"
+        for name, (wall, cpu) in found.items()
+    ]
     cells += [f"{found['plain'][0] / found[name][0]:.2f}" for name in COMPARED if name in found]
     return f"| {running} | {threads} | {' | '.join(cells)} |"
 
 
-def made(options: argparse.Namespace, *, running: int, threads: int, stack: ExitStack) -> dict[str, Side]:
+def made(
+    options: argparse.Namespace, *, running: int, threads: int, stack: ExitStack
+) -> dict[str, Side]:
     hidden: int = options.hidden
     makers: dict[str, Callable[[], Side]] = {
         "modules": lambda: engine(hidden, running=running, modules=True),
@@ -273,32 +350,66 @@ def made(options: argparse.Namespace, *, running: int, threads: int, stack: Exit
         "bare": lambda: bare(hidden),
         "prototype": lambda: Prototype(hidden),
         "products": lambda: products(hidden),
-        "vllm": lambda: Vllm(options.vllm_python.absolute(), hidden, running=running, threads=threads, stack=stack),
+        "vllm": lambda: Vllm(
+            options.vllm_python.absolute(), hidden, running=running, threads=threads, stack=stack
+        ),
     }
     return {name: make() for name, make in makers.items() if name in options.sides}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--running", type=int, nargs="+", default=[1, 8, 32, 64], help="requests that are decoded together")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--running",
+        type=int,
+        nargs="+",
+        default=[1, 8, 32, 64],
+        help="requests that are decoded together",
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--answer", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sides", nargs="+", default=["modules", "plain", "bare", "prototype", "products"], help="`plain` among them")
-    parser.add_argument("--vllm-python", type=Path, help="interpreter of an environment with vLLM, which is one more side")
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        default=["modules", "plain", "bare", "prototype", "products"],
+        help="`plain` among them",
+    )
+    parser.add_argument(
+        "--vllm-python",
+        type=Path,
+        help="interpreter of an environment with vLLM, which is one more side",
+    )
     options = options_of(parser, running=[1, 8], threads=[1], answer=8, hidden=64, rounds=1)
     options.sides += ["vllm"] if options.vllm_python else []
-    headings = ["requests", "threads", *options.sides, *(f"plain / {name}" for name in COMPARED if name in options.sides)]
-    print(f"tokens/s of wall time (of CPU time)\n\n| {' | '.join(headings)} |\n{'|---' * len(headings)}|")
+    headings = [
+        "requests",
+        "threads",
+        *options.sides,
+        *(f"plain / {name}" for name in COMPARED if name in options.sides),
+    ]
+    print(
+        f"tokens/s of wall time (of CPU time)\n\n| {' | '.join(headings)} "
+        f"|\n{'|---' * len(headings)}|"
+    )
     for threads in options.threads:
         torch.set_num_threads(threads)
         for running in options.running:
             with ExitStack() as stack:
                 sides = made(options, running=running, threads=threads, stack=stack)
                 asked = prompts(running, length=options.prompt)
-                print(line(running, threads, rates(sides, asked, answer=options.answer, rounds=options.rounds)), flush=True)
+                print(
+                    line(
+                        running,
+                        threads,
+                        rates(sides, asked, answer=options.answer, rounds=options.rounds),
+                    ),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Memory of the gateway with many live sessions of 2 000 tokens over four turns: `python gateway_memory.py [SESSIONS]`."""
+"""Memory of the gateway with many live sessions of 2 000 tokens over four turns: `python
+gateway_memory.py [SESSIONS]`.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,16 @@ ANSWER = 250
 
 
 class InstantGenerator:
-    async def generate(self, answer: Answer, *, affinity: str, may_abort: bool, told: Callable[[], None]) -> None:
+    async def generate(
+        self, answer: Answer, *, affinity: str, may_abort: bool, told: Callable[[], None]
+    ) -> None:
         """At once."""
         letters = b"abcdefghijklmnopqrstuvwxyz"
         sampling = answer.request.sampling
         ids = tuple(letters[(sampling.seed + k) % 26] for k in range(sampling.max_tokens))
-        chunk = Chunk(ids, tuple(-0.001 * k for k in range(len(ids))), 0, 0, Finish(FinishReason.LENGTH))
+        chunk = Chunk(
+            ids, tuple(-0.001 * k for k in range(len(ids))), 0, 0, Finish(FinishReason.LENGTH)
+        )
         answer.accept(chunk, vocab_size=262)
 
     def forget(self, affinity: str) -> None:
@@ -43,7 +49,11 @@ class InstantGenerator:
 
 
 def resident_mb() -> float:
-    return next(int(line.split()[1]) / 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return next(
+        int(line.split()[1]) / 1024
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmRSS")
+    )
 
 
 async def main(sessions: int) -> None:
@@ -51,16 +61,31 @@ async def main(sessions: int) -> None:
         write_byte_tokenizer(Path(folder))
         tokenizer = Tokenizer.load(Path(folder))
     limits = EngineLimits(max_context=8192, vocab_size=262)
-    gateway = Gateway(cast(Generator, InstantGenerator()), tokenizer, Metrics().apply, model="policy", limits=limits, max_sessions=sessions)
+    gateway = Gateway(
+        cast(Generator, InstantGenerator()),
+        tokenizer,
+        Metrics().apply,
+        model="policy",
+        limits=limits,
+        max_sessions=sessions,
+    )
     empty = resident_mb()
     started = time.process_time()
     for number in range(sessions):
-        handle = gateway.open(RolloutKey(GroupKey(0, number), 0), sampling=SamplingParams(max_tokens=ANSWER), tracked=True)
+        handle = gateway.open(
+            RolloutKey(GroupKey(0, number), 0),
+            sampling=SamplingParams(max_tokens=ANSWER),
+            tracked=True,
+        )
         session = gateway.session_for(path_token=handle.api_key, api_key=None)
         messages: list[dict[str, Json]] = []
         for turn in range(TURNS):
-            messages.append({"role": "user", "content": f"{number:06d}.{turn:02d}".ljust(PROMPT, "q")})
-            call = CompletionCall(sources=(Messages(tuple(messages)),), asked=Asked(max_tokens=ANSWER))
+            messages.append(
+                {"role": "user", "content": f"{number:06d}.{turn:02d}".ljust(PROMPT, "q")}
+            )
+            call = CompletionCall(
+                sources=(Messages(tuple(messages)),), asked=Asked(max_tokens=ANSWER)
+            )
             [answer] = await gateway.answers(gateway.prepare(session, call))
             messages.append({"role": "assistant", "content": answer.text})
     spent = time.process_time() - started
@@ -68,8 +93,10 @@ async def main(sessions: int) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     tokens = sessions * TURNS * (PROMPT + ANSWER + 3)
     print(
-        f"{sessions} sessions of {tokens // sessions} tokens in {TURNS} turns: {full:.0f} MB resident ({empty:.0f} MB before, peak {peak:.0f} MB), "
-        f"{(full - empty) * 2**20 / tokens:.1f} bytes a token; {1e6 * spent / (sessions * TURNS):.0f} us CPU a turn"
+        f"{sessions} sessions of {tokens // sessions} tokens in {TURNS} turns: {full:.0f} MB "
+        f"resident ({empty:.0f} MB before, peak {peak:.0f} MB), "
+        f"{(full - empty) * 2**20 / tokens:.1f} bytes a token; "
+        f"{1e6 * spent / (sessions * TURNS):.0f} us CPU a turn"
     )
 
 

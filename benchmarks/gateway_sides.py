@@ -1,4 +1,5 @@
-"""The servers that `gateway.py` measures and their load, each a process of its own: `python gateway_sides.py SIDE PORT ...`.
+"""The servers that `gateway.py` measures and their load, each a process of its own: `python
+gateway_sides.py SIDE PORT ...`.
 
 | side | what it is |
 |---|---|
@@ -8,7 +9,8 @@
 | aiohttp | a proxy of ten lines over `upstream` |
 | load | keep-alive connections that send a chat request, wait for the whole answer, and send the next; prints one line of JSON |
 
-Behind the port: microseconds from one step of the engine to the next, or the port behind; for `load` see `load_side`.
+Behind the port: microseconds from one step of the engine to the next, or the port behind; for
+`load` see `load_side`.
 """
 
 from __future__ import annotations
@@ -41,7 +43,15 @@ from midflight.engines.wire import (
     decode_client_frames,
     encode,
 )
-from midflight.types import Capabilities, EngineHealth, Finish, FinishReason, GenerateRequest, LogprobKind, PauseMode
+from midflight.types import (
+    Capabilities,
+    EngineHealth,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    LogprobKind,
+    PauseMode,
+)
 
 ANSWER_TOKENS = 16
 """Of an answer that does not stream."""
@@ -61,11 +71,13 @@ CAPABILITIES = Capabilities(
 )
 
 
-# --- A static upstream -----------------------------------------------------------------------------------------------
+# --- A static upstream ----------------------------------------------------------------------------
 
 
 class StaticUpstream(asyncio.Protocol):
-    """HTTP as little as it can be: headers are skipped, the body's length is all that is read of a request."""
+    """HTTP as little as it can be: headers are skipped, the body's length is all that is read of a
+    request.
+    """
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -87,19 +99,51 @@ class StaticUpstream(asyncio.Protocol):
 
 
 def _http(body: bytes, kind: bytes) -> bytes:
-    return b"HTTP/1.1 200 OK\r\ncontent-type: " + kind + b"\r\ncontent-length: " + str(len(body)).encode() + b"\r\n\r\n" + body
+    return (
+        b"HTTP/1.1 200 OK\r\ncontent-type: "
+        + kind
+        + b"\r\ncontent-length: "
+        + str(len(body)).encode()
+        + b"\r\n\r\n"
+        + body
+    )
 
 
 def _chat(choice: dict[str, object], kind: str, **more: object) -> bytes:
-    return json.dumps({"id": "chatcmpl-1", "object": kind, "created": 1, "model": "policy", "choices": [choice], **more}).encode()
+    return json.dumps(
+        {
+            "id": "chatcmpl-1",
+            "object": kind,
+            "created": 1,
+            "model": "policy",
+            "choices": [choice],
+            **more,
+        }
+    ).encode()
 
 
 STREAM_TOKENS = 256
-_USAGE = {"prompt_tokens": 20, "completion_tokens": ANSWER_TOKENS, "total_tokens": 20 + ANSWER_TOKENS}
+_USAGE = {
+    "prompt_tokens": 20,
+    "completion_tokens": ANSWER_TOKENS,
+    "total_tokens": 20 + ANSWER_TOKENS,
+}
 _MESSAGE = {"role": "assistant", "content": "a" * ANSWER_TOKENS}
-WHOLE = _http(_chat({"index": 0, "message": _MESSAGE, "finish_reason": "length"}, "chat.completion", usage=_USAGE), b"application/json")
-_FRAMES = [_chat({"index": 0, "delta": {"content": "a"}, "finish_reason": None}, "chat.completion.chunk") for _ in range(STREAM_TOKENS)]
-STREAM = _http(b"".join(b"data: " + f + b"\n\n" for f in _FRAMES) + b"data: [DONE]\n\n", b"text/event-stream")
+WHOLE = _http(
+    _chat(
+        {"index": 0, "message": _MESSAGE, "finish_reason": "length"},
+        "chat.completion",
+        usage=_USAGE,
+    ),
+    b"application/json",
+)
+_FRAMES = [
+    _chat({"index": 0, "delta": {"content": "a"}, "finish_reason": None}, "chat.completion.chunk")
+    for _ in range(STREAM_TOKENS)
+]
+STREAM = _http(
+    b"".join(b"data: " + f + b"\n\n" for f in _FRAMES) + b"data: [DONE]\n\n", b"text/event-stream"
+)
 
 
 async def upstream(port: int) -> None:
@@ -107,14 +151,14 @@ async def upstream(port: int) -> None:
     await server.serve_forever()
 
 
-# --- A trivial engine ------------------------------------------------------------------------------------------------
+# --- A trivial engine -----------------------------------------------------------------------------
 
 
 class TrivialEngine:
     """No keys, no values, no model: a step costs what its message costs.
 
-    Every running request gets one token a step. One that is not streamed is answered whole in the first, as the static upstream
-    answers it.
+    Every running request gets one token a step. One that is not streamed is answered whole in the
+    first, as the static upstream answers it.
     """
 
     def __init__(self, step_seconds: float) -> None:
@@ -161,7 +205,9 @@ class TrivialEngine:
             await self._rest()
 
     async def _rest(self) -> None:
-        """Waits until the next step is due. A thread keeps the time, because the event loop's timers know whole milliseconds only."""
+        """Waits until the next step is due. A thread keeps the time, because the event loop's
+        timers know whole milliseconds only.
+        """
         due = max(self._due + self._step_seconds, time.monotonic() - self._step_seconds)
         if self._step_seconds:
             await asyncio.to_thread(lambda: time.sleep(max(0.0, due - time.monotonic())))
@@ -183,7 +229,12 @@ class TrivialEngine:
         self._num_tokens += len(handles)
         now = time.monotonic()
         rows = np.zeros(len(handles), dtype=ROW)
-        rows["handle"], rows["token_id"], rows["logprob"], rows["kv_version"] = handles, ord("a"), -0.5, self._version
+        rows["handle"], rows["token_id"], rows["logprob"], rows["kv_version"] = (
+            handles,
+            ord("a"),
+            -0.5,
+            self._version,
+        )
         return StepFrame(
             version=self._version,
             rows=rows.tobytes(),
@@ -194,7 +245,9 @@ class TrivialEngine:
         )
 
     async def health(self, request: web.Request) -> web.Response:
-        state = EngineHealth(self._version, not self._open.is_set(), self._num_tokens, len(self._running), 0)
+        state = EngineHealth(
+            self._version, not self._open.is_set(), self._num_tokens, len(self._running), 0
+        )
         return web.json_response({name: getattr(state, name) for name in EngineHealth.__slots__})
 
     async def pause(self, request: web.Request) -> web.Response:
@@ -211,19 +264,28 @@ class TrivialEngine:
 
     async def commit(self, request: web.Request) -> web.Response:
         self._version = (await request.json())["version"]
-        return web.json_response({"version": self._version, "fingerprint": self._staged["fingerprint"]})
+        return web.json_response(
+            {"version": self._version, "fingerprint": self._staged["fingerprint"]}
+        )
 
 
 async def engine(port: int, step_us: int) -> None:
     trivial = TrivialEngine(step_us * 1e-6)
     app = web.Application()
-    app.add_routes([web.get(STREAM_PATH, trivial.stream), web.get(f"{PREFIX}/health", trivial.health)])
-    verbs = {"pause": trivial.pause, "resume": trivial.resume, "stage": trivial.stage, "commit": trivial.commit}
+    app.add_routes(
+        [web.get(STREAM_PATH, trivial.stream), web.get(f"{PREFIX}/health", trivial.health)]
+    )
+    verbs = {
+        "pause": trivial.pause,
+        "resume": trivial.resume,
+        "stage": trivial.stage,
+        "commit": trivial.commit,
+    }
     app.add_routes([web.post(f"{PREFIX}/{name}", verb) for name, verb in verbs.items()])
     await _serve(app, port)
 
 
-# --- The gateway, and a proxy ----------------------------------------------------------------------------------------
+# --- The gateway, and a proxy ---------------------------------------------------------------------
 
 
 async def midflight(port: int, engine_port: int) -> None:
@@ -245,32 +307,51 @@ async def midflight(port: int, engine_port: int) -> None:
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
     metrics = Metrics()
-    remote = RemoteEngine("trivial", f"http://127.0.0.1:{engine_port}", token=None, record=metrics.apply)
+    remote = RemoteEngine(
+        "trivial", f"http://127.0.0.1:{engine_port}", token=None, record=metrics.apply
+    )
 
     async def main() -> None:
         await remote.connect(seconds=30)
         with TemporaryDirectory() as folder:
             write_byte_tokenizer(Path(folder))
             tokenizer = Tokenizer.load(Path(folder))
-        serving = Serving(Config(), tokenizer, [remote], record=metrics.apply, version=0, anonymous=True)
+        serving = Serving(
+            Config(), tokenizer, [remote], record=metrics.apply, version=0, anonymous=True
+        )
         sampling = SamplingParams(max_tokens=ANSWER_TOKENS)
-        tokens = [serving.gateway.open(RolloutKey(GroupKey(0, k), 0), sampling=sampling, tracked=True).api_key for k in range(SESSIONS)]
+        tokens = [
+            serving.gateway.open(
+                RolloutKey(GroupKey(0, k), 0), sampling=sampling, tracked=True
+            ).api_key
+            for k in range(SESSIONS)
+        ]
         with socket.create_server(("127.0.0.1", port)) as listener:
-            await serve_app(build_app(serving.gateway, serving.control), listener, ready=lambda: print(json.dumps(tokens), flush=True))
+            await serve_app(
+                build_app(serving.gateway, serving.control),
+                listener,
+                ready=lambda: print(json.dumps(tokens), flush=True),
+            )
 
     await serve_while(main(), remote.run())
 
 
 SESSIONS = 4096
-"""Opened before the start: each request of the load goes to a session of its own, as those of an agent's first turn do."""
+"""Opened before the start: each request of the load goes to a session of its own, as those of an
+agent's first turn do.
+"""
 
 
 async def aiohttp_proxy(port: int, upstream_port: int) -> None:
     async with ClientSession(connector=TCPConnector(limit=0)) as session:
 
         async def forward(request: web.Request) -> web.StreamResponse:
-            async with session.post(f"http://127.0.0.1:{upstream_port}{request.path}", data=await request.read()) as answer:
-                return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
+            async with session.post(
+                f"http://127.0.0.1:{upstream_port}{request.path}", data=await request.read()
+            ) as answer:
+                return web.Response(
+                    body=await answer.read(), status=answer.status, content_type=answer.content_type
+                )
 
         app = web.Application()
         app.add_routes([web.post("/{path:.*}", forward)])
@@ -284,7 +365,7 @@ async def _serve(app: web.Application, port: int) -> None:
     await asyncio.Event().wait()
 
 
-# --- Load ------------------------------------------------------------------------------------------------------------
+# --- Load -----------------------------------------------------------------------------------------
 
 
 class Connection(asyncio.Protocol):
@@ -325,11 +406,18 @@ class Connection(asyncio.Protocol):
 
 def request(*, key: str, stream: bool) -> bytes:
     message = {"role": "user", "content": "Spell midflight backward."}
-    body: dict[str, object] = {"model": "policy", "messages": [message], "max_tokens": STREAM_TOKENS if stream else 16}
+    body: dict[str, object] = {
+        "model": "policy",
+        "messages": [message],
+        "max_tokens": STREAM_TOKENS if stream else 16,
+    }
     if stream:
         body["stream"] = True
     data = json.dumps(body, separators=(",", ":")).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\ncontent-type: application/json\r\n"
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer "
+        f"{key}\r\ncontent-type: application/json\r\n"
+    )
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -337,7 +425,9 @@ FRAMES_AROUND = 3
 """Of a stream, beside those with tokens: the role, the finish, and `[DONE]`."""
 
 
-async def load(port: int, connections: int, seconds: float, *, stream: bool, keys: list[str]) -> dict[str, float]:
+async def load(
+    port: int, connections: int, seconds: float, *, stream: bool, keys: list[str]
+) -> dict[str, float]:
     loop = asyncio.get_running_loop()
     requests = cycle([request(key=key, stream=stream) for key in keys])
     latencies: list[float] = []
@@ -365,7 +455,11 @@ async def load(port: int, connections: int, seconds: float, *, stream: bool, key
         "p50_ms": statistics.median(latencies) * 1e3,
         "p99_ms": latencies[int(0.99 * (len(latencies) - 1))] * 1e3,
         "tokens_per_second": len(latencies) * STREAM_TOKENS / spent if stream else 0.0,
-        "tokens_a_message": len(latencies) * STREAM_TOKENS / max(1, num_frames - len(latencies) * FRAMES_AROUND) if stream else 0.0,
+        "tokens_a_message": len(latencies)
+        * STREAM_TOKENS
+        / max(1, num_frames - len(latencies) * FRAMES_AROUND)
+        if stream
+        else 0.0,
         "failures": failures,
     }
 
@@ -378,7 +472,11 @@ async def load_side(port: int, *rest: str) -> None:
     parser.add_argument("--keys", type=Path, help="JSON list of API keys to take turns with")
     options = parser.parse_args(rest)
     keys = json.loads(options.keys.read_text()) if options.keys else ["sk-any"]
-    print(json.dumps(await load(port, options.connections, options.seconds, stream=options.stream, keys=keys)))
+    print(
+        json.dumps(
+            await load(port, options.connections, options.seconds, stream=options.stream, keys=keys)
+        )
+    )
 
 
 if __name__ == "__main__":
@@ -386,5 +484,10 @@ if __name__ == "__main__":
     if side == "load":
         uvloop.run(load_side(int(port), *rest))
     else:
-        mains = {"upstream": upstream, "engine": engine, "midflight": midflight, "aiohttp": aiohttp_proxy}
+        mains = {
+            "upstream": upstream,
+            "engine": engine,
+            "midflight": midflight,
+            "aiohttp": aiohttp_proxy,
+        }
         uvloop.run(mains[side](int(port), *map(int, rest)))

@@ -1,12 +1,14 @@
-"""What a GPU does with a Qwen3 of 0.6 billion random weights: generation, a trainer's step, a handover, and a whole run. Skipped, with a word,
-where torch sees none.
+"""What a GPU does with a Qwen3 of 0.6 billion random weights: generation, a trainer's step, a
+handover, and a whole run. Skipped, with a word, where torch sees none.
 
     python benchmarks/gpu.py [--only generation training handover ring] [--rounds 3]
 
-Generation is of the embedded engine in bfloat16; *of an H100's bandwidth* is the share of it that reading all weights once a step takes, so
-1 is the floor of decoding. Training has weights in float32 and computes in bfloat16. The handover is from the trainer's
-weights to the engine's, by shared memory and as in a run. The ring is `midflight train` on the demo's tasks with engine and trainer on
-GPUs of their own, or sharing the only one. Medians over rounds, after one that does not count.
+Generation is of the embedded engine in bfloat16; *of an H100's bandwidth* is the share of it that
+reading all weights once a step takes, so 1 is the floor of decoding. Training has weights in
+float32 and computes in bfloat16. The handover is from the trainer's weights to the engine's, by
+shared memory and as in a run. The ring is `midflight train` on the demo's tasks with engine and
+trainer on GPUs of their own, or sharing the only one. Medians over rounds, after one that does not
+count.
 """
 
 from __future__ import annotations
@@ -50,23 +52,47 @@ DEMO = Path(__file__).parents[1] / "configs" / "demo.toml"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--vocabulary", type=int, default=151_936)
-    parser.add_argument("--running", type=int, nargs="+", default=[1, 8, 64], help="requests that are decoded together")
+    parser.add_argument(
+        "--running",
+        type=int,
+        nargs="+",
+        default=[1, 8, 64],
+        help="requests that are decoded together",
+    )
     parser.add_argument("--tokens", type=int, default=256, help="of each answer")
     parser.add_argument("--groups", type=int, default=16, help="of a step")
-    parser.add_argument("--steps", type=int, default=30, help="of the ring, of which a third does not count")
+    parser.add_argument(
+        "--steps", type=int, default=30, help="of the ring, of which a third does not count"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    smaller = {"device": "cpu", "layers": 1, "vocabulary": 512, "running": [2], "tokens": 4, "groups": 1, "steps": 3, "rounds": 1}
+    smaller = {
+        "device": "cpu",
+        "layers": 1,
+        "vocabulary": 512,
+        "running": [2],
+        "tokens": 4,
+        "groups": 1,
+        "steps": 3,
+        "rounds": 1,
+    }
     options = options_of(parser, **smaller)
     if options.device.startswith("cuda") and not torch.cuda.is_available():
-        print("skipped: torch sees no GPU here; with --smoke all of it runs on the CPU, in a small size")
+        print(
+            "skipped: torch sees no GPU here; with --smoke all of it runs on the CPU, in a small "
+            "size"
+        )
         return
     name = torch.cuda.get_device_name() if options.device.startswith("cuda") else "the CPU"
-    print(f"{datetime.date.today()}, {name}, torch {torch.__version__}\n\n| what | found |\n|---|---|")
+    print(
+        f"{datetime.date.today()}, {name}, torch {torch.__version__}\n\n| what | found |\n|---|---|"
+    )
     with tempfile.TemporaryDirectory() as scratch:
         folder = made(Path(scratch), options)
         for part in options.only:
@@ -76,7 +102,13 @@ def main() -> None:
 
 def made(scratch: Path, options: argparse.Namespace) -> Path:
     """The folder of a model of Qwen3-0.6B's shape; in the smoke form of fewer layers and words."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
     if options.smoke:
         sizes = {name: size // 16 if size > 16 else 2 for name, size in sizes.items()}
     config = Qwen3Config(
@@ -91,7 +123,11 @@ def made(scratch: Path, options: argparse.Namespace) -> Path:
     )
     torch.manual_seed(0)
     write_byte_tokenizer(scratch / "tokenizer")
-    export_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32), scratch / "tokenizer", scratch / "model")
+    export_model(
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32),
+        scratch / "tokenizer",
+        scratch / "model",
+    )
     return scratch / "model"
 
 
@@ -123,10 +159,20 @@ def generation(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str,
     )
     for running in options.running:
         params = SamplingParams(max_tokens=options.tokens, ignore_eos=True)
-        requests = [GenerateRequest(f"r{i}", tuple(range(i % 256, i % 256 + 32)), 32, params) for i in range(running)]
-        taken = seconds(lambda asked=requests: engine.generate_all(asked), device=options.device, rounds=options.rounds)
+        requests = [
+            GenerateRequest(f"r{i}", tuple(range(i % 256, i % 256 + 32)), 32, params)
+            for i in range(running)
+        ]
+        taken = seconds(
+            lambda asked=requests: engine.generate_all(asked),
+            device=options.device,
+            rounds=options.rounds,
+        )
         floor = options.tokens * weights / BANDWIDTH / taken
-        yield f"decoding {running} together", f"{running * options.tokens / taken:,.0f} tokens/s, {floor:.2f} of an H100's bandwidth"
+        yield (
+            f"decoding {running} together",
+            f"{running * options.tokens / taken:,.0f} tokens/s, {floor:.2f} of an H100's bandwidth",
+        )
 
 
 def training(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -145,15 +191,22 @@ def training(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, s
 
     taken = seconds(step, device=options.device, rounds=options.rounds)
     trained = options.groups * GROUP * (PROMPT + options.tokens)
-    yield f"a step of {options.groups} groups of {GROUP}", f"{taken:.3f} s, {trained / taken:,.0f} tokens/s"
+    yield (
+        f"a step of {options.groups} groups of {GROUP}",
+        f"{taken:.3f} s, {trained / taken:,.0f} tokens/s",
+    )
 
 
 def handover(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     source: PreTrainedModel = load_model(folder, dtype="float32", device=options.device)
-    engine = EngineWeights(load_model(folder, dtype="bfloat16", device=options.device), receiver(), version=0)
+    engine = EngineWeights(
+        load_model(folder, dtype="bfloat16", device=options.device), receiver(), version=0
+    )
     found: dict[str, list[float]] = {"publish": [], "stage": [], "commit": []}
     sent = 0
-    with publisher("shared_memory", name=f"midflight-bench-gpu-{os.getpid()}", folder=folder) as outbox:
+    with publisher(
+        "shared_memory", name=f"midflight-bench-gpu-{os.getpid()}", folder=folder
+    ) as outbox:
         for version in range(1, options.rounds + 2):
             marks = [time.perf_counter()]
             manifest = outbox.publish(version, in_dtype(named_tensors(source), torch.bfloat16))
@@ -166,7 +219,9 @@ def handover(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, s
             for what, begun, ended in zip(found, marks, marks[1:], strict=False):
                 found[what].append(ended - begun)
             sent = sum(spec.num_bytes for spec in manifest.tensors)
-    told = ", ".join(f"{what} {statistics.median(taken[1:]):.4f} s" for what, taken in found.items())
+    told = ", ".join(
+        f"{what} {statistics.median(taken[1:]):.4f} s" for what, taken in found.items()
+    )
     yield f"a version of {sent / 1e9:.2f} GB", told
 
 
@@ -176,17 +231,36 @@ def whole_ring(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str,
         DEMO,
         [
             *(SETTINGS if options.smoke else ()),
-            *(f"model.path={folder}", f"model.max_context={CONTEXT if not options.smoke else 128}", "engine.dtype=bfloat16"),
-            *(f"engine.device={options.device}", f"trainer.device={options.device}", f"engine.share_devices={str(shared).lower()}"),
-            *("trainer.compute_dtype=bfloat16", "warm_start.target_accuracy=none", f"run.steps={options.steps}"),
-            *(f"run.folder={folder.parent / 'run'}", f"run.name=gpu-{secrets.token_hex(4)}", "environment.workers=0"),
+            *(
+                f"model.path={folder}",
+                f"model.max_context={CONTEXT if not options.smoke else 128}",
+                "engine.dtype=bfloat16",
+            ),
+            *(
+                f"engine.device={options.device}",
+                f"trainer.device={options.device}",
+                f"engine.share_devices={str(shared).lower()}",
+            ),
+            *(
+                "trainer.compute_dtype=bfloat16",
+                "warm_start.target_accuracy=none",
+                f"run.steps={options.steps}",
+            ),
+            *(
+                f"run.folder={folder.parent / 'run'}",
+                f"run.name=gpu-{secrets.token_hex(4)}",
+                "environment.workers=0",
+            ),
         ],
     )
     warmup = max(1, options.steps // 3)
     found = ring(config, warmup=warmup)
     staged, paused = found.handover
     told = f"{found.samples_per_second:.1f} rollouts/s, stage {staged:.3f} s, pause {paused:.4f} s"
-    yield f"a run of {options.steps} steps" + (", engine and trainer on one GPU" if shared else ""), told
+    yield (
+        f"a run of {options.steps} steps" + (", engine and trainer on one GPU" if shared else ""),
+        told,
+    )
 
 
 PARTS: dict[str, Callable[[Path, argparse.Namespace], Iterator[tuple[str, str]]]] = {

@@ -1,12 +1,16 @@
-"""What new weights cost while requests are under way: the pause they see, the trainer's wait, and the way; by every transport and engine.
+"""What new weights cost while requests are under way: the pause they see, the trainer's wait, and
+the way; by every transport and engine.
 
-Each handover is the real one: a trainer in a process of its own publishes, `weights.Handover` stages and commits over the wire, and streams go
-on meanwhile. Beside it, in the same run, the server's own reload: the trainer saves a model folder to disk, the server is paused, reads
-it, and goes on. Ways alternate from round to round; the first round is not counted.
+Each handover is the real one: a trainer in a process of its own publishes, `weights.Handover`
+stages and commits over the wire, and streams go on meanwhile. Beside it, in the same run, the
+server's own reload: the trainer saves a model folder to disk, the server is paused, reads it, and
+goes on. Ways alternate from round to round; the first round is not counted.
 
-    python benchmarks/handover.py [--engines embedded vllm sglang] [--hidden-size 256] [--layers 4] [--model FOLDER] [--rounds 5] [--json FILE]
+    python benchmarks/handover.py [--engines embedded vllm sglang] [--hidden-size 256] [--layers 4]
+    [--model FOLDER] [--rounds 5] [--json FILE]
 
-vLLM and SGLang run from `MIDFLIGHT_VLLM_PYTHON` and `MIDFLIGHT_SGLANG_PYTHON`, or from where `make engines` puts them.
+vLLM and SGLang run from `MIDFLIGHT_VLLM_PYTHON` and `MIDFLIGHT_SGLANG_PYTHON`, or from where `make
+engines` puts them.
 """
 
 from __future__ import annotations
@@ -23,7 +27,16 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from handover_sides import PYTHONS, Cost, RemoteTrainer, Side, Size, cpu_seconds, engine_side, streaming
+from handover_sides import (
+    PYTHONS,
+    Cost,
+    RemoteTrainer,
+    Side,
+    Size,
+    cpu_seconds,
+    engine_side,
+    streaming,
+)
 from smoke import options_of
 
 from midflight.ports import Engine
@@ -48,9 +61,13 @@ class Sample:
     """A transport, or `reload`."""
     num_bytes: int
     normal_gap: float
-    """Between tokens of a stream, before the weights are final and after they are served; median."""
+    """Between tokens of a stream, before the weights are final and after they are served;
+    median.
+    """
     gap_before: float
-    """The largest while weights are published and staged, or saved; median over streams, as the next."""
+    """The largest while weights are published and staged, or saved; median over streams, as the
+    next.
+    """
     gap: float
     """The largest around the change of weights."""
     copy_seconds: float
@@ -74,25 +91,47 @@ class Sample:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
-    parser.add_argument("--pause-mode", choices=("auto", "keep"), default="auto", help="for commits and reloads; auto is each server's own")
+    parser.add_argument(
+        "--pause-mode",
+        choices=("auto", "keep"),
+        default="auto",
+        help="for commits and reloads; auto is each server's own",
+    )
     parser.add_argument("--in-flight", type=int, default=16, help="streams")
     parser.add_argument("--hidden-size", type=int, default=256, help="multiple of 128")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--model", type=Path, help="folder of a model, instead of a made one")
     parser.add_argument("--context", type=int, default=1024, help="tokens of the longest stream")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="on the disk to save to; default: the temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to save to; default: the temporary folder"
+    )
     parser.add_argument("--json", type=Path, help="where to write every sample")
     options = options_of(
-        parser, engines=["embedded"], transports=["shared_memory"], in_flight=2, hidden_size=128, layers=1, context=256, rounds=1
+        parser,
+        engines=["embedded"],
+        transports=["shared_memory"],
+        in_flight=2,
+        hidden_size=128,
+        layers=1,
+        context=256,
+        rounds=1,
     )
     samples: list[Sample] = []
     for kind in options.engines:
         if kind in PYTHONS and not PYTHONS[kind].exists():
-            print(f"{kind} is left out: no {PYTHONS[kind]}; run `make engines` or set MIDFLIGHT_{kind.upper()}_PYTHON", file=sys.stderr)
+            print(
+                (
+                    f"{kind} is left out: no {PYTHONS[kind]}; run `make engines` or set "
+                    f"MIDFLIGHT_{kind.upper()}_PYTHON"
+                ),
+                file=sys.stderr,
+            )
             continue
         with tempfile.TemporaryDirectory(prefix="midflight-", dir=options.folder) as folder:
             samples += asyncio.run(measured(kind, options, Path(folder)))
@@ -108,9 +147,21 @@ async def measured(kind: str, options: argparse.Namespace, folder: Path) -> list
     async with AsyncExitStack() as stack:
         stack.push_async_callback(trainer.close)
         side = await stack.enter_async_context(
-            engine_side(kind, size, folder, max_running=options.in_flight, straight="direct" in options.transports)
+            engine_side(
+                kind,
+                size,
+                folder,
+                max_running=options.in_flight,
+                straight="direct" in options.transports,
+            )
         )
-        round_of = Rounds(side, trainer, in_flight=options.in_flight, max_tokens=options.context, pause_mode=options.pause_mode)
+        round_of = Rounds(
+            side,
+            trainer,
+            in_flight=options.in_flight,
+            max_tokens=options.context,
+            pause_mode=options.pause_mode,
+        )
         for number in range(options.rounds + 1):
             for way in (*options.transports, *([RELOAD] if side.server else [])):
                 sample = await round_of.sample(way)
@@ -122,7 +173,15 @@ async def measured(kind: str, options: argparse.Namespace, folder: Path) -> list
 class Rounds:
     """The handovers of one engine, one after the other, each with streams of its own."""
 
-    def __init__(self, side: Side, trainer: RemoteTrainer, *, in_flight: int, max_tokens: int, pause_mode: str) -> None:
+    def __init__(
+        self,
+        side: Side,
+        trainer: RemoteTrainer,
+        *,
+        in_flight: int,
+        max_tokens: int,
+        pause_mode: str,
+    ) -> None:
         self._side = side
         self._trainer = trainer
         self._in_flight = in_flight
@@ -142,7 +201,9 @@ class Rounds:
     async def sample(self, way: str) -> Sample:
         """Waits for the streams to flow, for the handover, and for the streams again."""
         self._version += 1
-        async with streaming(self._side.engine, self._in_flight, max_tokens=self._max_tokens) as streams:
+        async with streaming(
+            self._side.engine, self._in_flight, max_tokens=self._max_tokens
+        ) as streams:
             await streams.each_has(SETTLED)
             copy = await self._trainer.copy()
             cpu = cpu_seconds()
@@ -177,13 +238,23 @@ class Rounds:
             raise SystemExit(f"version {self._version} by {way}: {report.quarantined}")
         self._releasable = report.releasable
         committed = [fact for fact in self._facts if isinstance(fact, WeightsCommitted)][-1]
-        return Done(wait, report.stage_seconds, committed.pause_seconds, sum(spec.num_bytes for spec in manifest.tensors))
+        return Done(
+            wait,
+            report.stage_seconds,
+            committed.pause_seconds,
+            sum(spec.num_bytes for spec in manifest.tensors),
+        )
 
     async def _reload(self) -> Done:
         folder, wait = await self._trainer.save(self._version)
         began = time.perf_counter()
         await self._side.reload(folder, keeps=self._keeps)
-        return Done(wait, 0.0, time.perf_counter() - began, (Path(folder) / "model.safetensors").stat().st_size)
+        return Done(
+            wait,
+            0.0,
+            time.perf_counter() - began,
+            (Path(folder) / "model.safetensors").stat().st_size,
+        )
 
 
 @dataclass(frozen=True)
@@ -220,19 +291,25 @@ class Alone:
         return self._version
 
 
-# --- The tables ------------------------------------------------------------------------------------------------------
+# --- The tables -----------------------------------------------------------------------------------
 
 
 def report(samples: Sequence[Sample]) -> None:
     """Two markdown tables: what requests see, and what the trainer and the way take."""
-    rows = [[s for s in samples if (s.engine, s.way) == key] for key in dict.fromkeys((s.engine, s.way) for s in samples)]
-    print("| engine | way | normal gap | largest gap before | at the change | pause (of rounds) | reload's / this |")
+    rows = [
+        [s for s in samples if (s.engine, s.way) == key]
+        for key in dict.fromkeys((s.engine, s.way) for s in samples)
+    ]
+    print(
+        "| engine | way | normal gap | largest gap before | at the change | pause (of rounds) | "
+        "reload's / this |"
+    )
     print("|---|---|---|---|---|---|---|")
     for row in rows:
         print(seen_by_requests(row, _reloads(samples, row)))
     print(
-        "\n| engine | way | MB | trainer waits (CPU) | plain copies | stage | of copy bandwidth | change | total (CPU) "
-        "| reload's / this: wait | total |"
+        "\n| engine | way | MB | trainer waits (CPU) | plain copies | stage | of copy bandwidth | "
+        "change | total (CPU) | reload's / this: wait | total |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:
@@ -277,7 +354,11 @@ def _reloads(samples: Sequence[Sample], row: Sequence[Sample]) -> list[Sample]:
 
 
 def _times(row: Sequence[Sample], reloads: Sequence[Sample], what: str) -> str:
-    return f"{median(reloads, what) / median(row, what):.1f}" if reloads and median(row, what) > 0 else ""
+    return (
+        f"{median(reloads, what) / median(row, what):.1f}"
+        if reloads and median(row, what) > 0
+        else ""
+    )
 
 
 def _ms(seconds: float) -> str:

@@ -1,6 +1,8 @@
-"""The two ends of a handover, as `handover.py` runs them: a trainer in a process of its own, and an engine behind our wire with its streams.
+"""The two ends of a handover, as `handover.py` runs them: a trainer in a process of its own, and an
+engine behind our wire with its streams.
 
-The trainer's functions run in a `ProcessPoolExecutor` of one worker, so that what it does takes nothing from the streams but cores.
+The trainer's functions run in a `ProcessPoolExecutor` of one worker, so that what it does takes
+nothing from the streams but cores.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ from midflight.weights.transports.publish import Publisher
 from midflight.weights.transports.select import publisher
 
 PYTHONS = {
-    kind: Path(os.environ.get(f"MIDFLIGHT_{kind.upper()}_PYTHON", f".venv-{kind}/bin/python")).absolute() for kind in ("vllm", "sglang")
+    kind: Path(
+        os.environ.get(f"MIDFLIGHT_{kind.upper()}_PYTHON", f".venv-{kind}/bin/python")
+    ).absolute()
+    for kind in ("vllm", "sglang")
 }
 HEAD_DIM = 64
 T = TypeVar("T")
@@ -69,20 +74,29 @@ class Size:
             return _moved(load_model(self.folder, dtype="float32"), seed)
         heads = max(2, self.hidden // HEAD_DIM)
         return make_model(
-            vocab_size=VOCAB_SIZE, hidden_size=self.hidden, intermediate_size=3 * self.hidden, num_layers=self.layers, num_heads=heads,
-            num_kv_heads=heads // 2, max_context=self.context, seed=seed, dtype="float32",
-        )  # fmt: skip
+            vocab_size=VOCAB_SIZE,
+            hidden_size=self.hidden,
+            intermediate_size=3 * self.hidden,
+            num_layers=self.layers,
+            num_heads=heads,
+            num_kv_heads=heads // 2,
+            max_context=self.context,
+            seed=seed,
+            dtype="float32",
+        )
 
 
 @torch.no_grad()
 def _moved(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """As a step moves all weights, and as little as makes no other model of it; with seed 0 not at all."""
+    """As a step moves all weights, and as little as makes no other model of it; with seed 0 not at
+    all.
+    """
     for parameter in model.parameters():
         parameter.mul_(1 + 1e-5 * seed)
     return model
 
 
-# --- The trainer -----------------------------------------------------------------------------------------------------
+# --- The trainer ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -93,7 +107,9 @@ class Cost:
 
 
 class Trainer:
-    """Two sets of weights: even and odd versions. What an engine is given is always something else than what it serves."""
+    """Two sets of weights: even and odd versions. What an engine is given is always something else
+    than what it serves.
+    """
 
     def __init__(self, size: Size, folder: Path) -> None:
         torch.set_num_threads(1)
@@ -107,7 +123,9 @@ class Trainer:
 
     def copy(self) -> Cost:
         """A plain copy of all tensors to memory that stands: the yardstick."""
-        return timed(lambda: [self._into[name].copy_(t.detach()) for name, t in self._weights[0].items()])[1]
+        return timed(
+            lambda: [self._into[name].copy_(t.detach()) for name, t in self._weights[0].items()]
+        )[1]
 
     def publish(self, kind: str, version: Version) -> tuple[WeightManifest, Cost]:
         if kind not in self._publishers:
@@ -121,7 +139,9 @@ class Trainer:
                 sender.release(version)
 
     def save(self, version: Version) -> tuple[str, Cost]:
-        """As a user would: a model folder on disk. Two folders in turn; nothing is synced, and the page cache stays."""
+        """As a user would: a model folder on disk. Two folders in turn; nothing is synced, and the
+        page cache stays.
+        """
         folder = self._folder / f"saved-{version % 2}"
         _, cost = timed(lambda: self._models[version % 2].save_pretrained(folder))
         return str(folder), cost
@@ -151,7 +171,9 @@ class RemoteTrainer:
 
     def __init__(self, size: Size, folder: Path) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=begin, initargs=(size, folder))
+        self._pool = ProcessPoolExecutor(
+            1, mp_context=spawn, initializer=begin, initargs=(size, folder)
+        )
 
     async def copy(self) -> Cost:
         return await self._call("copy")
@@ -177,7 +199,7 @@ def _call(name: str, *given: object) -> object:
     return getattr(_trainer, name)(*given)
 
 
-# --- Streams ---------------------------------------------------------------------------------------------------------
+# --- Streams --------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -185,14 +207,18 @@ async def streaming(engine: Engine, num: int, *, max_tokens: int) -> AsyncGenera
     """`num` answers under way. They are aborted at the end; one that ends before is asked again."""
     streams = Streams(num)
     async with asyncio.TaskGroup() as tasks:
-        reading = [tasks.create_task(streams.read(engine, i, max_tokens=max_tokens)) for i in range(num)]
+        reading = [
+            tasks.create_task(streams.read(engine, i, max_tokens=max_tokens)) for i in range(num)
+        ]
         yield streams
         for task in reading:
             task.cancel()
 
 
 class Streams:
-    """`answers[stream]` are the times of the tokens of its answers; between answers there is no gap."""
+    """`answers[stream]` are the times of the tokens of its answers; between answers there is no
+    gap.
+    """
 
     def __init__(self, num: int) -> None:
         self._answers: list[list[list[float]]] = [[] for _ in range(num)]
@@ -201,16 +227,22 @@ class Streams:
     async def read(self, engine: Engine, number: int, *, max_tokens: int) -> None:
         """One answer after the other, until cancelled."""
         prompt = tuple((7 * number + i) % 256 for i in range(PROMPT_TOKENS))
-        sampling = SamplingParams(max_tokens=max_tokens - PROMPT_TOKENS, ignore_eos=True, seed=number)
+        sampling = SamplingParams(
+            max_tokens=max_tokens - PROMPT_TOKENS, ignore_eos=True, seed=number
+        )
         while True:
             self._answers[number].append([])
-            async with aclosing(engine.generate(GenerateRequest(str(number), prompt, PROMPT_TOKENS, sampling))) as chunks:  # pyright: ignore
+            async with aclosing(
+                engine.generate(GenerateRequest(str(number), prompt, PROMPT_TOKENS, sampling))  # pyright: ignore[reportArgumentType]
+            ) as chunks:
                 async for _ in chunks:
                     self._answers[number][-1].append(time.perf_counter())
                     self._moved.set()
 
     async def each_has(self, more: int) -> None:
-        """Waits until each stream has moved so many times more; ended by that, or by an error of a stream, which raises."""
+        """Waits until each stream has moved so many times more; ended by that, or by an error of a
+        stream, which raises.
+        """
         goals = [count + more for count in self._counts()]
         while any(count < goal for count, goal in zip(self._counts(), goals, strict=True)):
             self._moved.clear()
@@ -218,11 +250,16 @@ class Streams:
 
     def normal_gap(self, without: Window) -> float:
         """Median of the gaps that do not touch the window."""
-        return statistics.median(b - a for gaps in self._gaps() for a, b in gaps if b < without[0] or a > without[1])
+        return statistics.median(
+            b - a for gaps in self._gaps() for a, b in gaps if b < without[0] or a > without[1]
+        )
 
     def largest_gap(self, window: Window) -> float:
         """Of each stream the largest gap that touches the window; their median."""
-        largest = (max((b - a for a, b in gaps if b >= window[0] and a <= window[1]), default=None) for gaps in self._gaps())
+        largest = (
+            max((b - a for a, b in gaps if b >= window[0] and a <= window[1]), default=None)
+            for gaps in self._gaps()
+        )
         return statistics.median(gap for gap in largest if gap is not None)
 
     def _counts(self) -> list[int]:
@@ -232,22 +269,28 @@ class Streams:
         return [[gap for times in answers for gap in pairwise(times)] for answers in self._answers]
 
 
-# --- The engine ------------------------------------------------------------------------------------------------------
+# --- The engine -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Side:
-    """An engine as the rollout process has it. `server`: its own HTTP interface, where it is other people's."""
+    """An engine as the rollout process has it. `server`: its own HTTP interface, where it is other
+    people's.
+    """
 
     kind: str
     engine: RemoteEngine
     server: ServerClient | None
 
     async def reload(self, folder: str, *, keeps: bool) -> None:
-        """The server's own way to new weights in its running requests: pause, read the folder, go on. `keeps`: with their keys."""
+        """The server's own way to new weights in its running requests: pause, read the folder, go
+        on. `keeps`: with their keys.
+        """
         assert self.server is not None
         for path, body in KEEPING if keeps and self.kind == "sglang" else RELOADS[self.kind]:
-            await self.server.post(path, body and json.loads(json.dumps(body).replace("FOLDER", folder)))
+            await self.server.post(
+                path, body and json.loads(json.dumps(body).replace("FOLDER", folder))
+            )
 
 
 RELOADS: Mapping[str, tuple[tuple[str, object], ...]] = {
@@ -262,7 +305,9 @@ RELOADS: Mapping[str, tuple[tuple[str, object], ...]] = {
         ("/continue_generation", {}),
     ),
 }
-"""In the mode that our own commit uses on that server: keys stay in vLLM, and are made anew in SGLang."""
+"""In the mode that our own commit uses on that server: keys stay in vLLM, and are made anew in
+SGLang.
+"""
 KEEPING: tuple[tuple[str, object], ...] = (
     ("/pause_generation", {"mode": "in_place"}),
     ("/update_weights_from_disk", {"model_path": "FOLDER", "flush_cache": False}),
@@ -272,8 +317,11 @@ KEEPING: tuple[tuple[str, object], ...] = (
 
 
 @asynccontextmanager
-async def engine_side(kind: str, size: Size, folder: Path, *, max_running: int, straight: bool = False) -> AsyncGenerator[Side]:
-    """A server, where it is other people's, and `midflight engine`, each a process of its own; our connection to both.
+async def engine_side(
+    kind: str, size: Size, folder: Path, *, max_running: int, straight: bool = False
+) -> AsyncGenerator[Side]:
+    """A server, where it is other people's, and `midflight engine`, each a process of its own; our
+    connection to both.
 
     `straight`: the run's weights come to its workers, so it commits as such an engine does."""
     model = folder / "model"
@@ -293,8 +341,16 @@ async def engine_side(kind: str, size: Size, folder: Path, *, max_running: int, 
             given |= {"model.path": model, "model.max_context": size.context}
             config = load_config(None, [f"{key}={value}" for key, value in given.items()])
             process = await stack.enter_async_context(started(config, model, name=kind, version=0))
-            server = await stack.enter_async_context(ServerClient(kind, process.url, patience_seconds=600))
-            more = ["--engine", kind, "--engine-url", process.url, *(["--set", "weights.transport=direct"] if straight else [])]
+            server = await stack.enter_async_context(
+                ServerClient(kind, process.url, patience_seconds=600)
+            )
+            more = [
+                "--engine",
+                kind,
+                "--engine-url",
+                process.url,
+                *(["--set", "weights.transport=direct"] if straight else []),
+            ]
         port = free_port()
         command = [sys.executable, "-m", "midflight", "engine", "--model", model, "--port", port]
         command += ["--max-running", max_running, "--max-context", size.context, *more]

@@ -1,10 +1,13 @@
-"""Rollouts beside others that hang, raise, fork or leak: how fast the healthy ones go on, and what is said of the others.
+"""Rollouts beside others that hang, raise, fork or leak: how fast the healthy ones go on, and what
+is said of the others.
 
     python benchmarks/isolation.py
 
-512 rollouts at once in real workers, over a scripted engine. Environments take a long-tailed time. 1 % of the rollouts hang, 1 % raise, 1 %
-start processes or take memory without end; whenever one ends, another of its kind begins. Beside it the same healthy rollouts without them,
-in alternating rounds. The speed is that at which healthy rollouts end. Failures are counted by class, and each names its task.
+512 rollouts at once in real workers, over a scripted engine. Environments take a long-tailed time.
+1 % of the rollouts hang, 1 % raise, 1 % start processes or take memory without end; whenever one
+ends, another of its kind begins. Beside it the same healthy rollouts without them, in alternating
+rounds. The speed is that at which healthy rollouts end. Failures are counted by class, and each
+names its task.
 """
 
 from __future__ import annotations
@@ -41,18 +44,27 @@ from midflight.types.facts import unheard
 from midflight.wire.server import listen, serve_app
 
 SHARES = {"hang": 0.01, "raise": 0.01, "fork": 0.005, "leak": 0.005}
-EXPECTED = {"hang": "RolloutTimeout", "raise": "SimulatorCrashed", "fork": "TooManyProcesses", "leak": "MemoryError"}
+EXPECTED = {
+    "hang": "RolloutTimeout",
+    "raise": "SimulatorCrashed",
+    "fork": "TooManyProcesses",
+    "leak": "MemoryError",
+}
 HERE = str(Path(__file__).parent)
 
 
 def seconds_of(draw: random.Random, shortest: float) -> float:
-    """Pareto of shape 1.5, five times the shortest at most: half take less than 1.6 times the shortest, one in ten more than 4.6 times."""
+    """Pareto of shape 1.5, five times the shortest at most: half take less than 1.6 times the
+    shortest, one in ten more than 4.6 times.
+    """
     return shortest * min(5.0, draw.paretovariate(1.5))
 
 
 @dataclass
 class Round:
-    """What ended in a round, after its warm-up: healthy rollouts, and of the others classes and tasks by fault."""
+    """What ended in a round, after its warm-up: healthy rollouts, and of the others classes and
+    tasks by fault.
+    """
 
     healthy: int = 0
     failed_healthy: list[str] = field(default_factory=list)
@@ -65,7 +77,9 @@ class Round:
 class Site:
     """Rollout side and workers for one round. `slots` by fault, none for the healthy."""
 
-    def __init__(self, config: Config, slots: Counter[str], folder: Path, *, seed: int, shortest: float) -> None:
+    def __init__(
+        self, config: Config, slots: Counter[str], folder: Path, *, seed: int, shortest: float
+    ) -> None:
         self._config = config
         self._slots = slots
         self._folder = folder
@@ -80,15 +94,21 @@ class Site:
     async def run(self, *, warmup: float, seconds: float) -> Round:
         """Waits for the workers to come up, then as long as it is told; ended by that."""
         config = self._config
-        engine = ScriptedEngine(script=Script(mean_length=4), tokenizer=scripted_tokenizer(), step_seconds=0.02)
-        serving = Serving(config, scripted_tokenizer(), [engine], record=unheard, version=0, anonymous=False)
+        engine = ScriptedEngine(
+            script=Script(mean_length=4), tokenizer=scripted_tokenizer(), step_seconds=0.02
+        )
+        serving = Serving(
+            config, scripted_tokenizer(), [engine], record=unheard, version=0, anonymous=False
+        )
         crew = Crew(serving.gateway, stall_seconds=config.run.stall_seconds, say=print)
         with listen("127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             serving.gateway.address = url
             routes = WorkerRoutes(crew, token=self._token, control_token=self._token).routes()
             app = build_app(serving.gateway, serving.control, extra_routes=routes)
-            runner = Agents(config, serving, crew, unheard).runner(serving.gateway, Fates(), tracked=True)
+            runner = Agents(config, serving, crew, unheard).runner(
+                serving.gateway, Fates(), tracked=True
+            )
             names = [f"worker{i}" for i in range(config.environment.workers or 1)]
             up = {name: asyncio.Event() for name in names}
             try:
@@ -100,7 +120,11 @@ class Site:
                     ]
                     for event in up.values():
                         await event.wait()
-                    draws = [tasks.create_task(self._slot(runner, fault, i)) for fault in self._slots for i in range(self._slots[fault])]
+                    draws = [
+                        tasks.create_task(self._slot(runner, fault, i))
+                        for fault in self._slots
+                        for i in range(self._slots[fault])
+                    ]
                     await asyncio.sleep(warmup)
                     self._counting = True
                     await asyncio.sleep(seconds)
@@ -116,10 +140,16 @@ class Site:
     async def _worker(self, name: str, url: str, up: asyncio.Event) -> None:
         """Starts it again whenever it ends, as a run does."""
         while True:
-            environ = {"PYTHONPATH": os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])}
+            environ = {
+                "PYTHONPATH": os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
+            }
             section = self._config.environment
             worker = LocalChild(
-                parts.ProcessKind.WORKER, name, log=self._folder / f"{name}.log", environ=environ, arguments=[str(section.entry)]
+                parts.ProcessKind.WORKER,
+                name,
+                log=self._folder / f"{name}.log",
+                environ=environ,
+                arguments=[str(section.entry)],
             )
             self._workers[name] = worker
             await worker.start()
@@ -138,13 +168,19 @@ class Site:
         draw = random.Random(f"{self._seed}|{fault}|{number}")
         while True:
             at = next(self._numbers)
-            task = Task(f"{fault}-{at}", "mixed", {"question": f"{at}?", "seconds": seconds_of(draw, self._shortest), "fault": fault})
+            task = Task(
+                f"{fault}-{at}",
+                "mixed",
+                {"question": f"{at}?", "seconds": seconds_of(draw, self._shortest), "fault": fault},
+            )
             made = await runner.run(RolloutKey(GroupKey(0, at), 0), task)
             if not self._counting:
                 continue
             if fault != "none":
                 self.found.classes[fault, failure_class(made.error)] += 1
-                self.found.blamed[failure_class(made.error)] = f"task {made.task_id} of {made.source}: {made.error}"
+                self.found.blamed[failure_class(made.error)] = (
+                    f"task {made.task_id} of {made.source}: {made.error}"
+                )
             elif made.error is None:
                 self.found.healthy += 1
             else:
@@ -172,22 +208,37 @@ def slots_of(rollouts: int, *, faulty: bool) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rollouts", type=int, default=512)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--worker-mb", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3, help="of each side, alternating")
-    parser.add_argument("--warmup", type=float, default=20.0, help="seconds of a round before it counts")
+    parser.add_argument(
+        "--warmup", type=float, default=20.0, help="seconds of a round before it counts"
+    )
     parser.add_argument("--seconds", type=float, default=50.0, help="of a round")
-    parser.add_argument("--shortest", type=float, default=8.0, help="seconds of an environment; the longest take five times as long")
-    options = options_of(parser, rollouts=12, workers=1, rounds=1, warmup=0.5, seconds=4.0, shortest=0.2)
+    parser.add_argument(
+        "--shortest",
+        type=float,
+        default=8.0,
+        help="seconds of an environment; the longest take five times as long",
+    )
+    options = options_of(
+        parser, rollouts=12, workers=1, rounds=1, warmup=0.5, seconds=4.0, shortest=0.2
+    )
     rates: dict[bool, list[float]] = {True: [], False: []}
     everything = Round()
     for number in range(options.rounds):
         for faulty in (False, True) if number % 2 else (True, False):
             with tempfile.TemporaryDirectory() as folder:
                 site = Site(
-                    configured(options), slots_of(options.rollouts, faulty=faulty), Path(folder), seed=number, shortest=options.shortest
+                    configured(options),
+                    slots_of(options.rollouts, faulty=faulty),
+                    Path(folder),
+                    seed=number,
+                    shortest=options.shortest,
                 )
                 found = asyncio.run(site.run(warmup=options.warmup, seconds=options.seconds))
             rates[faulty].append(found.healthy / options.seconds)
@@ -196,19 +247,33 @@ def main() -> None:
             everything.blamed |= found.blamed
             everything.workers_lost += found.workers_lost
             print(
-                f"round {number}, {'with' if faulty else 'without'} faults: {rates[faulty][-1]:.2f} healthy rollouts a second", flush=True
+                (
+                    f"round {number}, {'with' if faulty else 'without'} faults: "
+                    f"{rates[faulty][-1]:.2f} healthy rollouts a second"
+                ),
+                flush=True,
             )
     report(rates, everything)
 
 
 def report(rates: dict[bool, list[float]], found: Round) -> None:
-    ratios = [with_them / without if without else 0.0 for with_them, without in zip(rates[True], rates[False], strict=True)]
+    ratios = [
+        with_them / without if without else 0.0
+        for with_them, without in zip(rates[True], rates[False], strict=True)
+    ]
     print(
-        f"healthy rollouts go on at {statistics.median(ratios):.3f} of their speed without the others ({min(ratios):.3f} to {max(ratios):.3f})"
+        f"healthy rollouts go on at {statistics.median(ratios):.3f} of their speed without the "
+        f"others ({min(ratios):.3f} to {max(ratios):.3f})"
     )
     for (fault, name), count in sorted(found.classes.items()):
-        print(f"  {fault}: {count} {name}{'' if EXPECTED[fault] == name else '  (unexpected)'}, such as {found.blamed[name][:160]}")
-    print(f"  healthy ones that failed: {len(found.failed_healthy)} {found.failed_healthy[:1] or ''}; workers lost: {found.workers_lost}")
+        print(
+            f"  {fault}: {count} {name}{'' if EXPECTED[fault] == name else '  (unexpected)'}, such "
+            f"as {found.blamed[name][:160]}"
+        )
+    print(
+        f"  healthy ones that failed: {len(found.failed_healthy)} "
+        f"{found.failed_healthy[:1] or ''}; workers lost: {found.workers_lost}"
+    )
 
 
 if __name__ == "__main__":

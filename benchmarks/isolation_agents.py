@@ -19,8 +19,12 @@ class SimulatorCrashed(Exception):
 
 
 async def rollout(task: Task, client: AsyncOpenAI) -> float:
-    """One answer of the model, then an environment that takes its time; a faulty one shows what it is after half of that."""
-    await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": str(task.data["question"])}])
+    """One answer of the model, then an environment that takes its time; a faulty one shows what it
+    is after half of that.
+    """
+    await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": str(task.data["question"])}]
+    )
     seconds = float(str(task.data["seconds"]))
     await asyncio.sleep(seconds / 2)
     await FAULTS[str(task.data["fault"])]()

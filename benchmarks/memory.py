@@ -1,6 +1,7 @@
 """The memory of each process of a run beside what the dry run estimates for it.
 
-    python benchmarks/memory.py [--model FOLDER] [--runs recipe default tiny] [--steps 4] [--answer 256] [--set OPTION ...]
+    python benchmarks/memory.py [--model FOLDER] [--runs recipe default tiny] [--steps 4] [--answer
+    256] [--set OPTION ...]
 
 | run | what it is |
 |---|---|
@@ -8,9 +9,11 @@
 | default | `--model` with every default (16 groups of 8, 64 slots, a context by the machine's memory), answers of at most `--answer` tokens |
 | tiny | `configs/demo.toml`, without its warm start |
 
-*measured* is the peak of a process' proportional set size while the run went on, looked at four times a second; of several of a kind their sum.
-Published versions are left out of it, because they belong to no process: they are the blocks of their file in shared memory. *worst* is what
-the dry run shows; it holds for the longest rows that the run can have, so a run whose answers are short takes less.
+*measured* is the peak of a process' proportional set size while the run went on, looked at four
+times a second; of several of a kind their sum. Published versions are left out of it, because they
+belong to no process: they are the blocks of their file in shared memory. *worst* is what the dry
+run shows; it holds for the longest rows that the run can have, so a run whose answers are short
+takes less.
 """
 
 from __future__ import annotations
@@ -60,7 +63,12 @@ options = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 2 }}
 [trainer]
 learning_rate = 2e-5
 """
-RECIPE = ["rollout.groups_per_step=8", "rollout.group_size=8", "rollout.max_staleness=2", "environment.max_tokens=20"]
+RECIPE = [
+    "rollout.groups_per_step=8",
+    "rollout.group_size=8",
+    "rollout.max_staleness=2",
+    "environment.max_tokens=20",
+]
 
 
 class Looked:
@@ -78,7 +86,9 @@ class Looked:
             kind = self._kind(pid)
             if kind:
                 now[kind] += _held(pid, without_shared=kind == "trainer")
-        now["shared memory"] = sum(_blocks(path) for path in SHARED.glob("*.weights") if _owner(path) in members)
+        now["shared memory"] = sum(
+            _blocks(path) for path in SHARED.glob("*.weights") if _owner(path) in members
+        )
         for kind, num_bytes in now.items():
             self.peaks[kind] = max(self.peaks[kind], num_bytes)
 
@@ -92,7 +102,9 @@ class Looked:
             except OSError:
                 return ""
             child = "midflight.run.launcher.child"
-            self._kinds[pid] = KINDS.get(words[words.index(child) + 1], "") if child in words[:-1] else ""
+            self._kinds[pid] = (
+                KINDS.get(words[words.index(child) + 1], "") if child in words[:-1] else ""
+            )
         return self._kinds[pid]
 
 
@@ -100,7 +112,9 @@ L = TypeVar("L", bound=Looked)
 
 
 def _held(pid: int, *, without_shared: bool) -> int:
-    """`without_shared`: the trainer maps what it publishes; an engine's pages of this kind are what it has fetched."""
+    """`without_shared`: the trainer maps what it publishes; an engine's pages of this kind are what
+    it has fetched.
+    """
     try:
         lines = (PROC / str(pid) / "smaps_rollup").read_text().splitlines()[1:]
     except OSError:
@@ -121,13 +135,25 @@ def _blocks(path: Path) -> int:
         return 0
 
 
-def train(config: Path, overrides: Sequence[str], folder: Path, *, said: Path, looking: Callable[[int], L]) -> L:
-    """Makes a run in `folder`; what it prints goes into the file `said`. `looking` makes what looks at the processes from the launcher's pid.
+def train(
+    config: Path, overrides: Sequence[str], folder: Path, *, said: Path, looking: Callable[[int], L]
+) -> L:
+    """Makes a run in `folder`; what it prints goes into the file `said`. `looking` makes what looks
+    at the processes from the launcher's pid.
 
     Waits for the run, and ends it with whatever ends the wait. `SystemExit` where it fails.
     """
     words = [word for override in overrides for word in ("--set", override)]
-    command = [sys.executable, "-m", "midflight", "train", str(config), *words, "--folder", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "midflight",
+        "train",
+        str(config),
+        *words,
+        "--folder",
+        str(folder),
+    ]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with said.open("wb") as log:
         run = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
@@ -140,11 +166,15 @@ def train(config: Path, overrides: Sequence[str], folder: Path, *, said: Path, l
             run.terminate()
             run.wait()
     if run.returncode:
-        raise SystemExit(f"the run of {config.name} ended with {run.returncode}:\n{said.read_text()[-3000:]}")
+        raise SystemExit(
+            f"the run of {config.name} ended with {run.returncode}:\n{said.read_text()[-3000:]}"
+        )
     return looked
 
 
-def estimated(config: Path, overrides: Sequence[str], folder: Path) -> tuple[tuple[MemoryItem, ...], int | None]:
+def estimated(
+    config: Path, overrides: Sequence[str], folder: Path
+) -> tuple[tuple[MemoryItem, ...], int | None]:
     """What the dry run says that the run takes, with the longest prompt of its tasks in tokens."""
     checked = config_of_file(config, list(overrides), folder)
     longest = longest_prompt(preflight(checked).sources)
@@ -160,18 +190,29 @@ def table(name: str, config: Path, overrides: list[str]) -> None:
     print("| process | worst, MB | measured, MB | measured / worst |\n|---|---|---|---|")
     for where, own in groupby(items, lambda item: item.where):
         if estimate := total_bytes(list(own)):
-            print(f"| {where} | {estimate / 1e6:,.0f} | {found[where] / 1e6:,.0f} | {found[where] / estimate:.2f} |", flush=True)
+            print(
+                (
+                    f"| {where} | {estimate / 1e6:,.0f} | {found[where] / 1e6:,.0f} | "
+                    f"{found[where] / estimate:.2f} |"
+                ),
+                flush=True,
+            )
     print(
-        f"| together | {total_bytes(items) / 1e6:,.0f} | {sum(found.values()) / 1e6:,.0f} | {sum(found.values()) / total_bytes(items):.2f} |"
+        f"| together | {total_bytes(items) / 1e6:,.0f} | {sum(found.values()) / 1e6:,.0f} | "
+        f"{sum(found.values()) / total_bytes(items):.2f} |"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, help="folder of the model of `recipe` and `default`")
     parser.add_argument("--runs", nargs="+", choices=("recipe", "default", "tiny"))
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--answer", type=int, default=256, help="most tokens of an answer of `default`")
+    parser.add_argument(
+        "--answer", type=int, default=256, help="most tokens of an answer of `default`"
+    )
     parser.add_argument("--set", nargs="+", default=[], metavar="OPTION")
     options = options_of(parser, runs=["tiny"], steps=2, set=list(SETTINGS))
     runs = options.runs or (["recipe", "default", "tiny"] if options.model else ["tiny"])
@@ -179,10 +220,20 @@ def main() -> None:
         parser.error("recipe and default need a --model")
     with tempfile.TemporaryDirectory(prefix="midflight-") as folder:
         sums = Path(folder) / "sums.toml"
-        sums.write_text(SUMS.format(steps=options.steps, model=options.model and options.model.absolute(), answer=options.answer))
+        sums.write_text(
+            SUMS.format(
+                steps=options.steps,
+                model=options.model and options.model.absolute(),
+                answer=options.answer,
+            )
+        )
         for name in runs:
             if name == "tiny":
-                table(name, DEMO, [f"run.steps={options.steps}", "warm_start.target_accuracy=none", *options.set])
+                table(
+                    name,
+                    DEMO,
+                    [f"run.steps={options.steps}", "warm_start.target_accuracy=none", *options.set],
+                )
             else:
                 table(name, sums, [*(RECIPE if name == "recipe" else []), *options.set])
 

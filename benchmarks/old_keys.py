@@ -1,8 +1,10 @@
-"""What keys of old weights cost: the divergence of what `keep` samples after a commit from the policy that it is labelled with.
+"""What keys of old weights cost: the divergence of what `keep` samples after a commit from the
+policy that it is labelled with.
 
-A small model is trained on the bytes of this repository's sources, then takes real AdamW steps; each step is a version. The embedded
-engine answers while versions are committed in the middle of its answers, in `keep` and in `recompute`. Then `transformers` computes what
-the version that is said to have sampled each token would have given it, had all keys been its own.
+A small model is trained on the bytes of this repository's sources, then takes real AdamW steps;
+each step is a version. The embedded engine answers while versions are committed in the middle of
+its answers, in `keep` and in `recompute`. Then `transformers` computes what the version that is
+said to have sampled each token would have given it, had all keys been its own.
 
     python benchmarks/old_keys.py [--rates 1e-5 1e-4 4e-4] [--commits 4] [--every 64] [--answers 64]
 
@@ -49,7 +51,9 @@ MODES = (PauseMode.KEEP, PauseMode.RECOMPUTE)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-5, 1e-4, 4e-4])
     parser.add_argument("--commits", type=int, default=4, help="in each answer")
     parser.add_argument("--every", type=int, default=64, help="tokens between them")
@@ -63,11 +67,16 @@ def main() -> None:
     loss = train(model, data, rate=PRETRAIN_RATE, steps=options.pretrain)[-1]
     start = deepcopy(model.state_dict())
     print(f"loss {loss:.2f} nats per byte after {options.pretrain} steps\n")
-    print(f"| rate | mode | age | {' | '.join(DISTANCES)} | max | one version |\n|---|---|---|{'---|' * len(DISTANCES)}---|---|")
+    print(
+        f"| rate | mode | age | {' | '.join(DISTANCES)} | max | one version "
+        f"|\n|---|---|---|{'---|' * len(DISTANCES)}---|---|"
+    )
     for rate in options.rates:
         model.load_state_dict(start)
         made = versions(model, data, rate, options.commits, torch.float32)
-        prompts = [row[:PROMPT_TOKENS] for _ in range(options.answers // 8) for row in next(data).tolist()]
+        prompts = [
+            row[:PROMPT_TOKENS] for _ in range(options.answers // 8) for row in next(data).tolist()
+        ]
         for mode in MODES:
             answers = asyncio.run(answered(made, prompts, mode, every=options.every))
             report(rate, mode, compared(made, answers))
@@ -76,25 +85,43 @@ def main() -> None:
 def new_model() -> PreTrainedModel:
     """The demo's size."""
     return make_model(
-        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=384, num_layers=4, num_heads=4, num_kv_heads=2,
-        max_context=CONTEXT, seed=0, dtype="float32",
-    )  # fmt: skip
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        max_context=CONTEXT,
+        seed=0,
+        dtype="float32",
+    )
 
 
 def report(rate: float, mode: PauseMode, table: Table) -> None:
     for age in sorted(set(table.age.tolist())):
-        cells = [f"{k3(r):.1e} ({k1(r):+.1e})" for r in (table.log_rho[table.at(age, where)] for where in DISTANCES)]
+        cells = [
+            f"{k3(r):.1e} ({k1(r):+.1e})"
+            for r in (table.log_rho[table.at(age, where)] for where in DISTANCES)
+        ]
         rows = table.age == age
         largest = table.log_rho[rows].abs().max()
-        print(f"| {rate:g} | {mode.value} | {age} | {' | '.join(cells)} | {largest:.1e} | {k3(table.one_version[rows]):.1e} |", flush=True)
+        print(
+            (
+                f"| {rate:g} | {mode.value} | {age} | {' | '.join(cells)} | {largest:.1e} | "
+                f"{k3(table.one_version[rows]):.1e} |"
+            ),
+            flush=True,
+        )
 
 
-# --- Generating ------------------------------------------------------------------------------------------------------
+# --- Generating -----------------------------------------------------------------------------------
 
 
 @dataclass
 class Answer:
-    """Of each token: id, log-probability when it was sampled, version, version of the oldest key."""
+    """Of each token: id, log-probability when it was sampled, version, version of the oldest
+    key.
+    """
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list[int])
@@ -103,7 +130,9 @@ class Answer:
     kv_versions: list[Version] = field(default_factory=list[Version])
 
 
-async def answered(made: list[Tensors], prompts: list[list[int]], mode: PauseMode, *, every: int) -> list[Answer]:
+async def answered(
+    made: list[Tensors], prompts: list[list[int]], mode: PauseMode, *, every: int
+) -> list[Answer]:
     """All versions go live in each answer, one after the other; `AT_ONCE` answers at a time."""
     answers = [Answer(prompt) for prompt in prompts]
     for first in range(0, len(answers), AT_ONCE):
@@ -111,23 +140,40 @@ async def answered(made: list[Tensors], prompts: list[list[int]], mode: PauseMod
     return answers
 
 
-async def answer_some(made: list[Tensors], answers: list[Answer], mode: PauseMode, *, every: int, seed: int) -> None:
+async def answer_some(
+    made: list[Tensors], answers: list[Answer], mode: PauseMode, *, every: int, seed: int
+) -> None:
     model = new_model()
     assign(model, {name: t.clone() for name, t in made[0].items()})
     engine = EmbeddedEngine(
-        model, tokenizer=Tokenizer(byte_tokenizer(), template=None, eos_token_ids=frozenset({END})), name="old-keys",
-        receiver=receiver(), record=unheard, max_running=AT_ONCE, max_batch_tokens=2048, max_context=CONTEXT, pause_lease_seconds=60,
-    )  # fmt: skip
+        model,
+        tokenizer=Tokenizer(byte_tokenizer(), template=None, eos_token_ids=frozenset({END})),
+        name="old-keys",
+        receiver=receiver(),
+        record=unheard,
+        max_running=AT_ONCE,
+        max_batch_tokens=2048,
+        max_context=CONTEXT,
+        pause_lease_seconds=60,
+    )
     sampling = SamplingParams(max_tokens=every * len(made), ignore_eos=True)
     progress = asyncio.Condition()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(engine.run())
-        reading = [tasks.create_task(read(engine, a, sampling, progress, seed=seed + i)) for i, a in enumerate(answers)]
-        with tempfile.TemporaryDirectory() as folder, publisher("shared_memory", name="midflight-old-keys", folder=Path(folder)) as sender:
+        reading = [
+            tasks.create_task(read(engine, a, sampling, progress, seed=seed + i))
+            for i, a in enumerate(answers)
+        ]
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            publisher("shared_memory", name="midflight-old-keys", folder=Path(folder)) as sender,
+        ):
             for version in range(1, len(made)):
                 await engine.stage(sender.publish(version, made[version]))
                 async with progress:
-                    await progress.wait_for(lambda: min(len(a.tokens) for a in answers) >= every * version)  # noqa: B023
+                    await progress.wait_for(
+                        lambda: min(len(a.tokens) for a in answers) >= every * version  # noqa: B023
+                    )
                 await engine.pause(mode)
                 await engine.commit(version)
                 await engine.resume()
@@ -136,8 +182,17 @@ async def answer_some(made: list[Tensors], answers: list[Answer], mode: PauseMod
         running.cancel()
 
 
-async def read(engine: EmbeddedEngine, answer: Answer, sampling: SamplingParams, progress: asyncio.Condition, *, seed: int) -> None:
-    request = GenerateRequest(str(seed), tuple(answer.prompt), len(answer.prompt), sampling.changed(seed=seed))
+async def read(
+    engine: EmbeddedEngine,
+    answer: Answer,
+    sampling: SamplingParams,
+    progress: asyncio.Condition,
+    *,
+    seed: int,
+) -> None:
+    request = GenerateRequest(
+        str(seed), tuple(answer.prompt), len(answer.prompt), sampling.changed(seed=seed)
+    )
     async with aclosing(engine.generate(request)) as chunks:
         async for chunk in chunks:
             answer.tokens += chunk.token_ids
@@ -148,7 +203,7 @@ async def read(engine: EmbeddedEngine, answer: Answer, sampling: SamplingParams,
                 progress.notify_all()
 
 
-# --- Comparing -------------------------------------------------------------------------------------------------------
+# --- Comparing ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -170,13 +225,24 @@ class Table:
 @torch.no_grad()
 def compared(made: list[Tensors], answers: list[Answer]) -> Table:
     ids = torch.tensor([a.prompt + a.tokens for a in answers])
-    sampled, version, kv_version = (torch.tensor([getattr(a, what) for a in answers]) for what in ("logprobs", "versions", "kv_versions"))
+    sampled, version, kv_version = (
+        torch.tensor([getattr(a, what) for a in answers])
+        for what in ("logprobs", "versions", "kv_versions")
+    )
     under = torch.stack(list(logprobs(made, ids)))
     own = under.gather(0, version[None])[0]
     before = under.gather(0, (version - 1).clamp(min=0)[None])[0]
     after = version > 0
     return Table(
-        *(column[after] for column in ((version - kv_version), distances(version), (own - sampled).double(), (before - own).double())),
+        *(
+            column[after]
+            for column in (
+                (version - kv_version),
+                distances(version),
+                (own - sampled).double(),
+                (before - own).double(),
+            )
+        ),
     )
 
 
@@ -185,14 +251,19 @@ def logprobs(made: list[Tensors], ids: Tensor) -> Iterator[Tensor]:
     model = new_model()
     for tensors in made:
         assign(model, tensors)
-        rows = [model(input_ids=part).logits[:, PROMPT_TOKENS - 1 : -1].log_softmax(-1) for part in ids.split(AT_ONCE)]
+        rows = [
+            model(input_ids=part).logits[:, PROMPT_TOKENS - 1 : -1].log_softmax(-1)
+            for part in ids.split(AT_ONCE)
+        ]
         yield torch.cat(rows).gather(-1, ids[:, PROMPT_TOKENS:, None])[..., 0]
 
 
 def distances(version: Tensor) -> Tensor:
     """Of each token from the first one of its version in its answer, from 1."""
     place = torch.arange(version.shape[1]).expand_as(version)
-    changed = torch.cat([torch.ones_like(version[:, :1], dtype=torch.bool), version[:, 1:] != version[:, :-1]], 1)
+    changed = torch.cat(
+        [torch.ones_like(version[:, :1], dtype=torch.bool), version[:, 1:] != version[:, :-1]], 1
+    )
     return place - torch.where(changed, place, 0).cummax(1).values + 1
 
 

@@ -1,9 +1,11 @@
-"""The four runs that `overlap.py` compares. Each drives the processes of `midflight train`, or one half of them.
+"""The four runs that `overlap.py` compares. Each drives the processes of `midflight train`, or one
+half of them.
 
-`ring` is a whole training. `generation_alone` is the ring without its trainer: the same rollout and engine processes, and in the
-trainer's place one that gives every batch back at once. It still publishes a version per batch, for admission and the age of
-tokens follow versions, but always the same weights. `training_alone` is the trainer's process without the ring: the same loop,
-steps and publications, fed with batches that `generation_alone` recorded.
+`ring` is a whole training. `generation_alone` is the ring without its trainer: the same rollout and
+engine processes, and in the trainer's place one that gives every batch back at once. It still
+publishes a version per batch, for admission and the age of tokens follow versions, but always the
+same weights. `training_alone` is the trainer's process without the ring: the same loop, steps and
+publications, fed with batches that `generation_alone` recorded.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ KEPT_BATCHES = 40
 
 @dataclass(frozen=True)
 class Measured:
-    """Of the steps after the warm-up. `cpu` and `waits` are seconds per step, by process and by `"who for whom"`."""
+    """Of the steps after the warm-up. `cpu` and `waits` are seconds per step, by process and by
+    `"who for whom"`.
+    """
 
     samples_per_second: float
     num_steps: int
@@ -47,7 +51,7 @@ class Measured:
     """Median seconds to stage, and to commit, seen from the rollout process."""
 
 
-# --- With the rollout and engine processes ---------------------------------------------------------------------------
+# --- With the rollout and engine processes --------------------------------------------------------
 
 
 def ring(config: Config, *, warmup: int) -> Measured:
@@ -59,30 +63,42 @@ def ring(config: Config, *, warmup: int) -> Measured:
     return watch.measured(config, warmup=warmup)
 
 
-def generation_alone(config: Config, model: Path, *, warmup: int) -> tuple[Measured, list[PackedBatch]]:
+def generation_alone(
+    config: Config, model: Path, *, warmup: int
+) -> tuple[Measured, list[PackedBatch]]:
     """Also returns batches to train on."""
     fresh(config)
     watch = Watch()
     steps = NoSteps()
     token = secrets.token_urlsafe()
-    watch.ring = Ring(config, on_message=watch.hear, control_token=token, model=ModelReady(str(model), 0))
+    watch.ring = Ring(
+        config, on_message=watch.hear, control_token=token, model=ModelReady(str(model), 0)
+    )
 
     async def main() -> None:
-        await serve_while(_take_all(config, model, watch, steps, token=token), watch.ring.run(Purpose.ROLLOUTS))
+        await serve_while(
+            _take_all(config, model, watch, steps, token=token), watch.ring.run(Purpose.ROLLOUTS)
+        )
 
     asyncio.run(main())
     return watch.measured(config, warmup=warmup), steps.batches[-KEPT_BATCHES:]
 
 
-async def _take_all(config: Config, model: Path, watch: Watch, steps: NoSteps, *, token: str) -> None:
-    """Waits for the rollout process to serve, then for its batches; ended by the number of steps."""
+async def _take_all(
+    config: Config, model: Path, watch: Watch, steps: NoSteps, *, token: str
+) -> None:
+    """Waits for the rollout process to serve, then for its batches; ended by the number of
+    steps.
+    """
     from midflight.models.load import load_model
     from midflight.models.names import named_tensors
     from midflight.weights.transports.select import publisher
 
     url = await watch.url
     loaded = load_model(model, dtype=config.model.dtype, device="cpu")
-    with publisher(config.weights.transport, name=config.run.name, folder=config.run.folder / "weights") as weights:
+    with publisher(
+        config.weights.transport, name=config.run.name, folder=config.run.folder / "weights"
+    ) as weights:
         outbox = SameWeights(weights.publish(0, named_tensors(loaded)))
         async with RolloutClient(url, token=token) as service:
             await TrainingLoop(
@@ -164,7 +180,11 @@ class Watch:
             self.url.set_result(message.url)
         if isinstance(message, Progress):
             self._seconds.append(message.status.seconds)
-            cpu = {child.name: cpu_seconds(child.pid) for child in self.ring.children.values() if child.running and child.pid}
+            cpu = {
+                child.name: cpu_seconds(child.pid)
+                for child in self.ring.children.values()
+                if child.running and child.pid
+            }
             self._cpu.append({**cpu, "launcher": time.process_time()})
 
     def measured(self, config: Config, *, warmup: int) -> Measured:
@@ -180,13 +200,25 @@ class Watch:
             samples_per_second=samples / (last.seconds - first.seconds),
             num_steps=num_steps,
             cpu={name: seconds / num_steps for name, seconds in cpu.items()},
-            waits={name: sum(w.get(name, 0.0) for w in waits) / num_steps for name in sorted({n for w in waits for n in w})},
-            handover=(_median([s.stage_seconds for s in steps[warmup:]]), _median([s.pause_seconds for s in steps[warmup:]])),
+            waits={
+                name: sum(w.get(name, 0.0) for w in waits) / num_steps
+                for name in sorted({n for w in waits for n in w})
+            },
+            handover=(
+                _median([s.stage_seconds for s in steps[warmup:]]),
+                _median([s.pause_seconds for s in steps[warmup:]]),
+            ),
         )
 
     def _used(self, name: str, start: float, end: float) -> float:
-        """CPU seconds of a process between two times of the run, by its readings; the last report comes when it has ended."""
-        readings = [(seconds, cpu[name]) for seconds, cpu in zip(self._seconds, self._cpu, strict=True) if name in cpu]
+        """CPU seconds of a process between two times of the run, by its readings; the last report
+        comes when it has ended.
+        """
+        readings = [
+            (seconds, cpu[name])
+            for seconds, cpu in zip(self._seconds, self._cpu, strict=True)
+            if name in cpu
+        ]
         times, used = zip(*readings, strict=True)
         return float(np.diff(np.interp([start, end], times, used))[0])
 
@@ -211,10 +243,12 @@ def fresh(config: Config) -> None:
     prepare(Path(config.run.folder), config, resume=False)
 
 
-# --- The trainer's process alone -------------------------------------------------------------------------------------
+# --- The trainer's process alone ------------------------------------------------------------------
 
 
-def training_alone(config: Config, model: Path, batches: list[PackedBatch], *, warmup: int) -> Measured:
+def training_alone(
+    config: Config, model: Path, batches: list[PackedBatch], *, warmup: int
+) -> Measured:
     """In a fresh process, as the trainer is."""
     fresh(config)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -243,11 +277,25 @@ async def _train_all(config: Config, model: Path, replay: Replay) -> None:
     from midflight.trainer.trainer import trainer_of
     from midflight.weights.transports.select import publisher
 
-    trainer = trainer_of(config, load_model(model, dtype=config.model.dtype, device=config.trainer.device))
-    with publisher(config.weights.transport, name=config.run.name, folder=config.run.folder / "weights") as weights:
-        publish = put_together(lambda: named_tensors(trainer.model), weights, dtype=config.model.dtype)
+    trainer = trainer_of(
+        config, load_model(model, dtype=config.model.dtype, device=config.trainer.device)
+    )
+    with publisher(
+        config.weights.transport, name=config.run.name, folder=config.run.folder / "weights"
+    ) as weights:
+        publish = put_together(
+            lambda: named_tensors(trainer.model), weights, dtype=config.model.dtype
+        )
         outbox = ModelWeights(publish, PublishedVersions(config.run.folder / "published"))
-        await TrainingLoop(trainer, outbox, replay, steps=config.run.steps, prefetch=True, stage=lambda: lambda: None, save_every=0).run()
+        await TrainingLoop(
+            trainer,
+            outbox,
+            replay,
+            steps=config.run.steps,
+            prefetch=True,
+            stage=lambda: lambda: None,
+            save_every=0,
+        ).run()
 
 
 class Replay:
@@ -261,7 +309,12 @@ class Replay:
     async def take(self, train_version: Version) -> PackedBatch:
         batch = self._batches[train_version % len(self._batches)]
         later = train_version - batch.train_version
-        return replace(batch, lease=train_version + 1, train_version=train_version, versions=batch.versions + np.int32(later))
+        return replace(
+            batch,
+            lease=train_version + 1,
+            train_version=train_version,
+            versions=batch.versions + np.int32(later),
+        )
 
     async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
         return None

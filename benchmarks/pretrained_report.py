@@ -1,4 +1,6 @@
-"""What the runs of `pretrained.py` found: a table, and a picture of scores over time. All of it is read from the runs' folders."""
+"""What the runs of `pretrained.py` found: a table, and a picture of scores over time. All of it is
+read from the runs' folders.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from midflight.observe.plot import COLORS, moving_average
 
 USED = "used.json"
 UNTRAINED = "untrained.json"
-"""In a run's folder: the processor time of its starts so far, and the score of the model as it was fetched."""
+"""In a run's folder: the processor time of its starts so far, and the score of the model as it was
+fetched.
+"""
 WINDOW = 5
 """Steps of the moving mean in the picture."""
 
@@ -73,10 +77,13 @@ class Outcome:
 
     @property
     def line(self) -> str:
-        began = "" if self.untrained is None else f"{self.untrained:.3f} before its warm start, then "
+        began = (
+            "" if self.untrained is None else f"{self.untrained:.3f} before its warm start, then "
+        )
         return (
-            f"{self.recipe.name}, seed {self.seed}: held out {began}{self.before:.3f} -> {self.after:.3f} ({self.num_heldout} tasks), "
-            f"{_minutes(self.seconds)} in all; {self.spanning:,} of {self.rollouts:,} rollouts of several versions, "
+            f"{self.recipe.name}, seed {self.seed}: held out {began}{self.before:.3f} -> "
+            f"{self.after:.3f} ({self.num_heldout} tasks), {_minutes(self.seconds)} in all; "
+            f"{self.spanning:,} of {self.rollouts:,} rollouts of several versions, "
             f"{self.failed_requests} failed requests"
         )
 
@@ -105,7 +112,9 @@ def read_outcome(recipe: Recipe, seed: int, folder: Path) -> Outcome:
         peak_mb=summary["peak_memory_mb"],
         rewards=_rewards(history, primary),
         heldout=[
-            (line.seconds, line.mean_reward) for line in history.evaluations if line.source == primary and line.mean_reward is not None
+            (line.seconds, line.mean_reward)
+            for line in history.evaluations
+            if line.source == primary and line.mean_reward is not None
         ],
     )
 
@@ -119,7 +128,7 @@ def _rewards(history: PastLines, source: str) -> list[tuple[float, float]]:
     return [(seconds, reward) for seconds, reward in found if reward is not None]
 
 
-# --- Table -----------------------------------------------------------------------------------------------------------
+# --- Table ----------------------------------------------------------------------------------------
 
 Column = tuple[str, Callable[[Sequence[Outcome]], str]]
 
@@ -146,7 +155,12 @@ def _columns(outcomes: Sequence[Outcome]) -> list[Column]:
         ("CPU minutes", lambda found: _cpu_minutes(found)),
         ("age: mean", lambda found: f"{statistics.mean(o.mean_age for o in found):.2f}"),
         ("oldest", lambda found: str(max(o.max_age for o in found))),
-        ("rollouts of several versions", lambda found: f"{sum(o.spanning for o in found):,} of {sum(o.rollouts for o in found):,}"),
+        (
+            "rollouts of several versions",
+            lambda found: (
+                f"{sum(o.spanning for o in found):,} of {sum(o.rollouts for o in found):,}"
+            ),
+        ),
         ("failed requests", lambda found: str(sum(o.failed_requests for o in found))),
         ("peak MB", lambda found: f"{max(o.peak_mb for o in found):,.0f}"),
     ]
@@ -167,7 +181,11 @@ def _cpu_minutes(found: Sequence[Outcome]) -> str:
 
 def _mean(values: Sequence[float], digits: int) -> str:
     mean = f"{statistics.mean(values):.{digits}f}"
-    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values) / math.sqrt(len(values)):.{digits}f}"
+    return (
+        mean
+        if len(values) < 2
+        else f"{mean} ± {statistics.stdev(values) / math.sqrt(len(values)):.{digits}f}"
+    )
 
 
 def _minutes(seconds: float) -> str:
@@ -187,38 +205,57 @@ def shortfalls(outcomes: Sequence[Outcome]) -> list[str]:
         rise = statistics.mean(outcome.rise for outcome in its)
         if promised is not None and rise < promised:
             found.append(
-                f"{its[0].recipe.name}: the held-out score rises by {rise:.3f} in the mean of {len(its)} seeds, {promised:g} is promised."
+                f"{its[0].recipe.name}: the held-out score rises by {rise:.3f} in the mean of "
+                f"{len(its)} seeds, {promised:g} is promised."
             )
     return found
 
 
-# --- Pages -----------------------------------------------------------------------------------------------------------
+# --- Pages ----------------------------------------------------------------------------------------
 
 
 def write_docs(table: str, outcomes: Sequence[Outcome], docs: Path) -> None:
-    """Replaces what stands between the table's two comments in pretrained.md, and draws its picture."""
+    """Replaces what stands between the table's two comments in pretrained.md, and draws its
+    picture.
+    """
     page = docs / "pretrained.md"
     begin = f"<!-- {table}: begin -->"
     end = f"<!-- {table}: end -->"
     before, _, rest = page.read_text().partition(begin)
     _, found, after = rest.partition(end)
     if not found:
-        raise SystemExit(f"{page} has no pair of {begin} and {end} for the table to go between; put them back.")
+        raise SystemExit(
+            f"{page} has no pair of {begin} and {end} for the table to go between; put them back."
+        )
     picture = Path("images") / f"pretrained-{table}.svg"
-    page.write_text(f"{before}{begin}\n![Held-out score and reward over time]({picture})\n\n{report(outcomes)}\n{end}{after}")
+    page.write_text(
+        f"{before}{begin}\n![Held-out score and reward over "
+        f"time]({picture})\n\n{report(outcomes)}\n{end}{after}"
+    )
     write_picture(outcomes, docs / picture)
 
 
 def write_picture(outcomes: Sequence[Outcome], picture: Path) -> None:
-    """A panel for each title: the moving mean of the training reward over minutes, a line a run, and its held-out scores."""
+    """A panel for each title: the moving mean of the training reward over minutes, a line a run,
+    and its held-out scores.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "pretrained", "svg.fonttype": "none", "font.family": "sans-serif"})
+    matplotlib.rcParams.update(
+        {"svg.hashsalt": "pretrained", "svg.fonttype": "none", "font.family": "sans-serif"}
+    )
     from matplotlib import pyplot
 
     panels = list(dict.fromkeys(outcome.recipe.panel for outcome in outcomes))
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), sharey=True, squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(
+        1,
+        len(panels),
+        figsize=(5 * len(panels), 3.6),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
     for place, title in zip(axes[0], panels, strict=True):
         its = [outcome for outcome in outcomes if outcome.recipe.panel == title]
         _draw_panel(place, its)
@@ -247,9 +284,20 @@ def _draw_run(axes: Any, outcome: Outcome, color: str, *, label: str | None) -> 
     axes.plot(minutes, rewards, color=color, linewidth=1.4, alpha=0.7, label=label)
     times = [seconds / 60 for seconds, _ in outcome.heldout]
     scores = [score for _, score in outcome.heldout]
-    axes.scatter(times, scores, color=color, marker="D", s=36, zorder=3, edgecolors="white", clip_on=False)
+    axes.scatter(
+        times, scores, color=color, marker="D", s=36, zorder=3, edgecolors="white", clip_on=False
+    )
     if outcome.untrained is not None:
-        axes.scatter([0], [outcome.untrained], color="white", marker="D", s=30, zorder=3, edgecolors=color, clip_on=False)
+        axes.scatter(
+            [0],
+            [outcome.untrained],
+            color="white",
+            marker="D",
+            s=30,
+            zorder=3,
+            edgecolors=color,
+            clip_on=False,
+        )
 
 
 def _write_scores(axes: Any, outcomes: Sequence[Outcome]) -> None:
@@ -258,7 +306,15 @@ def _write_scores(axes: Any, outcomes: Sequence[Outcome]) -> None:
         minutes = statistics.mean(outcome.heldout[place][0] for outcome in outcomes) / 60
         scores = [outcome.heldout[place][1] for outcome in outcomes]
         text = f"{statistics.mean(scores):.2f}"
-        axes.annotate(text, (minutes, max(scores)), textcoords="offset points", xytext=(0, 8), ha="center", color=COLORS[0], fontsize=9)
+        axes.annotate(
+            text,
+            (minutes, max(scores)),
+            textcoords="offset points",
+            xytext=(0, 8),
+            ha="center",
+            color=COLORS[0],
+            fontsize=9,
+        )
 
 
 def _legend_of(outcomes: Sequence[Outcome]) -> str:

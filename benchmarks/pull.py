@@ -1,7 +1,9 @@
-"""A version from the trainer to engines on several machines: the pull transport beside the broadcast.
+"""A version from the trainer to engines on several machines: the pull transport beside the
+broadcast.
 
-The trainer and every engine are processes of their own on this machine; those of one `machine` share a folder of memory, as they would on
-a real one. All begin at once, over loopback, so the seconds are those of processors that all of them share, and bytes tell what a network would.
+The trainer and every engine are processes of their own on this machine; those of one `machine`
+share a folder of memory, as they would on a real one. All begin at once, over loopback, so the
+seconds are those of processors that all of them share, and bytes tell what a network would.
 
     python benchmarks/pull.py [--megabytes 256] [--sites 1x1 1x4 4x1 4x2] [--rounds 5]
 
@@ -52,9 +54,16 @@ class Sample:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=256)
-    parser.add_argument("--sites", nargs="+", default=["1x1", "1x4", "4x1", "4x2"], help="machines x engines on each")
+    parser.add_argument(
+        "--sites",
+        nargs="+",
+        default=["1x1", "1x4", "4x1", "4x2"],
+        help="machines x engines on each",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engine", nargs=2, metavar=("WAY", "FOLDER"), help=argparse.SUPPRESS)
     options = options_of(parser, megabytes=2, sites=["1x2"], rounds=1)
@@ -63,13 +72,22 @@ def main() -> None:
         return
     print(f"{options.megabytes} MB, medians of {options.rounds}\n")
     print(
-        "| way | machines x engines | trainer waits | an engine | all | CPU an engine | of the trainer | MB an engine | MB of the trainer |"
+        "| way | machines x engines | trainer waits | an engine | all | CPU an engine | of the "
+        "trainer | MB an engine | MB of the trainer |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for site in options.sites:
         machines, engines = map(int, site.split("x"))
-        with tempfile.TemporaryDirectory(dir=SHARED if SHARED.is_dir() else None) as folder, ExitStack() as stack:
-            ways = {way: stack.enter_context(standing(way, Path(folder), machines=machines, engines=engines)) for way in WAYS}
+        with (
+            tempfile.TemporaryDirectory(dir=SHARED if SHARED.is_dir() else None) as folder,
+            ExitStack() as stack,
+        ):
+            ways = {
+                way: stack.enter_context(
+                    standing(way, Path(folder), machines=machines, engines=engines)
+                )
+                for way in WAYS
+            }
             found = {way: list[Sample]() for way in WAYS}
             for number in range(options.rounds + 1):
                 for way in WAYS:
@@ -79,7 +97,7 @@ def main() -> None:
             print(row(way, site, found[way]), flush=True)
 
 
-# --- An engine -------------------------------------------------------------------------------------------------------
+# --- An engine ------------------------------------------------------------------------------------
 
 
 def engine(way: str, folder: str) -> None:
@@ -93,8 +111,14 @@ def engine(way: str, folder: str) -> None:
         cpu = time.process_time()
         before = pulling.num_bytes
         own.fetch(manifest)
-        came = pulling.num_bytes - before if way == "pull" else sum(spec.num_bytes for spec in manifest.tensors)
-        print(json.dumps([time.perf_counter() - began, time.process_time() - cpu, came]), flush=True)
+        came = (
+            pulling.num_bytes - before
+            if way == "pull"
+            else sum(spec.num_bytes for spec in manifest.tensors)
+        )
+        print(
+            json.dumps([time.perf_counter() - began, time.process_time() - cpu, came]), flush=True
+        )
 
 
 Engines = list["subprocess.Popen[str]"]
@@ -108,7 +132,11 @@ def standing(way: str, folder: Path, *, machines: int, engines: int) -> Generato
         place.mkdir(exist_ok=True)
         for _ in range(engines):
             command = [sys.executable, __file__, "--engine", way, str(place)]
-            started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1))
+            started.append(
+                subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+                )
+            )
     try:
         for process in started:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -119,7 +147,7 @@ def standing(way: str, folder: Path, *, machines: int, engines: int) -> Generato
             process.wait()
 
 
-# --- The trainer -----------------------------------------------------------------------------------------------------
+# --- The trainer ----------------------------------------------------------------------------------
 
 PUBLISHERS: dict[str, object] = {}
 
@@ -130,11 +158,15 @@ def handed_over(way: str, engines: Engines, number: int, *, megabytes: int) -> S
     from midflight.weights.transports.collective import CollectivePublisher
     from midflight.weights.transports.shares import PullPublisher
 
-    made = PUBLISHERS.setdefault(way, CollectivePublisher() if way == "collective" else PullPublisher())
+    made = PUBLISHERS.setdefault(
+        way, CollectivePublisher() if way == "collective" else PullPublisher()
+    )
     assert isinstance(made, CollectivePublisher | PullPublisher)
     version = time.monotonic_ns()
     count = max(1, megabytes // 8)
-    tensors = {f"w{n}": torch.full((megabytes * 2**18 // count,), float(number + n)) for n in range(count)}
+    tensors = {
+        f"w{n}": torch.full((megabytes * 2**18 // count,), float(number + n)) for n in range(count)
+    }
     cpu = time.process_time()
     sent = sent_by(made)
     began = time.perf_counter()
@@ -144,7 +176,9 @@ def handed_over(way: str, engines: Engines, number: int, *, megabytes: int) -> S
     for process in engines:
         assert process.stdin is not None
         process.stdin.write(told + "\n")
-    answers = [json.loads(process.stdout.readline()) for process in engines if process.stdout is not None]
+    answers = [
+        json.loads(process.stdout.readline()) for process in engines if process.stdout is not None
+    ]
     sample = Sample(
         wait=wait,
         engines=tuple(seconds for seconds, _, _ in answers),
@@ -160,7 +194,11 @@ def handed_over(way: str, engines: Engines, number: int, *, megabytes: int) -> S
 def sent_by(publisher: object) -> int:
     from midflight.weights.transports.shares import PullPublisher
 
-    return publisher.server.num_bytes if isinstance(publisher, PullPublisher) else publisher.service.num_bytes_broadcast  # type: ignore[attr-defined]
+    return (
+        publisher.server.num_bytes
+        if isinstance(publisher, PullPublisher)
+        else publisher.service.num_bytes_broadcast  # pyright: ignore[reportAttributeAccessIssue]
+    )
 
 
 def row(way: str, site: str, samples: list[Sample]) -> str:

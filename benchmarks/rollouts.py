@@ -1,10 +1,12 @@
-"""CPU of the rollout process for one single-turn rollout, all of it: tasks, groups, session, gateway, engine's wire, books, store, journal.
+"""CPU of the rollout process for one single-turn rollout, all of it: tasks, groups, session,
+gateway, engine's wire, books, store, journal.
 
     python benchmarks/rollouts.py [--rollouts 20000] [--in-flight 128] [--answer 8]
 
-The process is assembled as in a run (`RolloutSystem`, the built-in environment, its observers, uvloop, the collector's threshold). The
-engine is that of `gateway_sides.py`: a process of its own, which answers at once over the engine's wire. In the trainer's place is one
-that gives every batch back. CPU is this process's, threads included, from a steady state on.
+The process is assembled as in a run (`RolloutSystem`, the built-in environment, its observers,
+uvloop, the collector's threshold). The engine is that of `gateway_sides.py`: a process of its own,
+which answers at once over the engine's wire. In the trainer's place is one that gives every batch
+back. CPU is this process's, threads included, from a steady state on.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def config_of(options: argparse.Namespace, folder: Path) -> Config:
     )
 
 
-async def measured(options: argparse.Namespace, config: Config, engine_port: int, folder: Path) -> list[float]:
+async def measured(
+    options: argparse.Namespace, config: Config, engine_port: int, folder: Path
+) -> list[float]:
     """CPU milliseconds a rollout, of each round."""
     state = RunState(name="run", steps=0, start_version=0, slots=options.in_flight)
     metrics = Metrics()
@@ -74,11 +78,15 @@ async def measured(options: argparse.Namespace, config: Config, engine_port: int
     async def main() -> None:
         await remote.connect(seconds=30)
         write_byte_tokenizer(folder)
-        serving = Serving(config, Tokenizer.load(folder), [remote], record=record, version=0, anonymous=False)
+        serving = Serving(
+            config, Tokenizer.load(folder), [remote], record=record, version=0, anonymous=False
+        )
         host = AnswersHere(ChatsHere(serving.gateway))
         sources = load_sources(config.environment.sources, seed=0)
         store = Store(folder / "store.sqlite", run="run")
-        system = RolloutSystem(Agents(config, serving, host, record), sources=sources, store=store, phases=PhaseLog())
+        system = RolloutSystem(
+            Agents(config, serving, host, record), sources=sources, store=store, phases=PhaseLog()
+        )
         state.accounts = metrics.accounts = lambda: accounts(system.books)
         await serve_while(give_back(system, options, config, found), system.run())
 
@@ -88,7 +96,9 @@ async def measured(options: argparse.Namespace, config: Config, engine_port: int
     return found
 
 
-async def give_back(system: RolloutSystem, options: argparse.Namespace, config: Config, found: list[float]) -> None:
+async def give_back(
+    system: RolloutSystem, options: argparse.Namespace, config: Config, found: list[float]
+) -> None:
     """Waits for batches and ends when enough were measured. The first round warms up."""
     size = config.rollout.groups_per_step * config.rollout.group_size
     version = 0
@@ -99,25 +109,35 @@ async def give_back(system: RolloutSystem, options: argparse.Namespace, config: 
             batch = await system.take(version)
             version += 1
             await system.done(Stepped(batch.lease, version, began, began, num_tokens=0, metrics={}))
-            await system.publish(WeightManifest(version, f"weights {version}", "file", "nowhere", ()))
+            await system.publish(
+                WeightManifest(version, f"weights {version}", "file", "nowhere", ())
+            )
             if version % CHECKPOINT_EVERY == 0:
                 await system.checkpointed(version)
         found.append((time.process_time() - began) / ((version - first) * size) * 1e3)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rollouts", type=int, default=4000, help="in each round")
     parser.add_argument("--in-flight", type=int, default=128)
     parser.add_argument("--answer", type=int, default=8, help="tokens of each answer")
     options = options_of(parser, rounds=1, rollouts=128)
     port = free_port()
-    with running([sys.executable, HERE / "gateway_sides.py", "engine", str(port), "0"]) as engine, tempfile.TemporaryDirectory() as folder:
+    with (
+        running([sys.executable, HERE / "gateway_sides.py", "engine", str(port), "0"]) as engine,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         wait_for(port, engine)
         config = config_of(options, Path(folder))
         found = uvloop.run(measured(options, config, port, Path(folder)))
-    print(f"{statistics.median(found[1:]):.3f} ms CPU a rollout of {options.answer} tokens ({min(found[1:]):.3f}-{max(found[1:]):.3f})")
+    print(
+        f"{statistics.median(found[1:]):.3f} ms CPU a rollout of {options.answer} tokens "
+        f"({min(found[1:]):.3f}-{max(found[1:]):.3f})"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""What routing replay does to a mixture of experts whose engine computes in half precision: how far trainer and engine differ on the same weights.
+"""What routing replay does to a mixture of experts whose engine computes in half precision: how far
+trainer and engine differ on the same weights.
 
-A small Qwen3-MoE is trained on the bytes of this repository's sources. The embedded engine samples with it in bfloat16; the trainer computes the
-same tokens in float32 under the same weights, with the experts that the engine recorded and with its own. Then the same in float32.
+A small Qwen3-MoE is trained on the bytes of this repository's sources. The embedded engine samples
+with it in bfloat16; the trainer computes the same tokens in float32 under the same weights, with
+the experts that the engine recorded and with its own. Then the same in float32.
 
     python benchmarks/routing.py [--steps 300] [--answers 64] [--tokens 128]
 
@@ -41,7 +43,9 @@ PROMPT_TOKENS = 64
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300, help="of training before")
     parser.add_argument("--answers", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="of an answer")
@@ -52,23 +56,45 @@ def main() -> None:
     data = batches()
     loss = train(model, data, rate=PRETRAIN_RATE, steps=options.steps)[-1]
     weights = in_dtype(named_tensors(model), torch.bfloat16)
-    prompts = [row[:PROMPT_TOKENS] for _ in range(-(-options.answers // 8)) for row in next(data).tolist()][: options.answers]
-    print(f"loss {loss:.2f} nats per byte after {options.steps} steps; 32 experts in each of 4 layers, 4 for each token\n")
-    print("| engine | replay | other experts | mean | max | k3 | bytes | seconds |\n|---|---|---|---|---|---|---|---|")
+    prompts = [
+        row[:PROMPT_TOKENS] for _ in range(-(-options.answers // 8)) for row in next(data).tolist()
+    ][: options.answers]
+    print(
+        f"loss {loss:.2f} nats per byte after {options.steps} steps; 32 experts in each of 4 "
+        "layers, 4 for each token\n"
+    )
+    print(
+        "| engine | replay | other experts | mean | max | k3 | bytes | seconds "
+        "|\n|---|---|---|---|---|---|---|---|"
+    )
     for dtype in (torch.bfloat16, torch.float32):
         sampled = answered(of_weights(weights, dtype), prompts, num_tokens=options.tokens)
         for replays in (False, True):
-            report(sampled, Policy(of_weights(weights, torch.float32), replays=True), replays=replays, engine=str(dtype))
+            report(
+                sampled,
+                Policy(of_weights(weights, torch.float32), replays=True),
+                replays=replays,
+                engine=str(dtype),
+            )
 
 
 def new_model() -> PreTrainedModel:
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            vocab_size=VOCAB_SIZE, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=128, moe_intermediate_size=64, num_experts=32, num_experts_per_tok=4, max_position_embeddings=CONTEXT,
-            tie_word_embeddings=True, norm_topk_prob=True,
+            vocab_size=VOCAB_SIZE,
+            hidden_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=128,
+            moe_intermediate_size=64,
+            num_experts=32,
+            num_experts_per_tok=4,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=True,
+            norm_topk_prob=True,
         )
-    ).eval()  # fmt: skip
+    ).eval()
 
 
 def of_weights(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:
@@ -91,18 +117,39 @@ class Sampled:
 
 def answered(model: PreTrainedModel, prompts: list[list[int]], *, num_tokens: int) -> Sampled:
     engine = EmbeddedEngine(
-        model, tokenizer=Tokenizer(byte_tokenizer(), template=None, eos_token_ids=frozenset({END})), name="routing", receiver=receiver(),
-        record=unheard, max_running=32, max_batch_tokens=2048, max_context=CONTEXT, pause_lease_seconds=60, records_experts=True,
-    )  # fmt: skip
-    sampling = [SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=seed) for seed in range(len(prompts))]
-    requests = [GenerateRequest(str(n), tuple(p), len(p), s) for n, (p, s) in enumerate(zip(prompts, sampling, strict=True))]
+        model,
+        tokenizer=Tokenizer(byte_tokenizer(), template=None, eos_token_ids=frozenset({END})),
+        name="routing",
+        receiver=receiver(),
+        record=unheard,
+        max_running=32,
+        max_batch_tokens=2048,
+        max_context=CONTEXT,
+        pause_lease_seconds=60,
+        records_experts=True,
+    )
+    sampling = [
+        SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=seed)
+        for seed in range(len(prompts))
+    ]
+    requests = [
+        GenerateRequest(str(n), tuple(p), len(p), s)
+        for n, (p, s) in enumerate(zip(prompts, sampling, strict=True))
+    ]
     answers = engine.generate_all(requests)
     rows = [(*prompt, *answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
-    records = [np.frombuffer(answer.experts, np.uint8).reshape(len(row), -1) for answer, row in zip(answers, rows, strict=True)]
+    records = [
+        np.frombuffer(answer.experts, np.uint8).reshape(len(row), -1)
+        for answer, row in zip(answers, rows, strict=True)
+    ]
     mask = np.concatenate([np.arange(len(row)) >= PROMPT_TOKENS for row in rows])
     offsets = np.cumsum([0, *map(len, rows)]).astype(np.int32)
-    predictions = predictions_of(np.concatenate(rows).astype(np.int32), offsets, mask=mask, experts=np.concatenate(records))
-    return Sampled(predictions, torch.tensor([logprob for answer in answers for logprob in answer.logprobs]))
+    predictions = predictions_of(
+        np.concatenate(rows).astype(np.int32), offsets, mask=mask, experts=np.concatenate(records)
+    )
+    return Sampled(
+        predictions, torch.tensor([logprob for answer in answers for logprob in answer.logprobs])
+    )
 
 
 def report(sampled: Sampled, policy: Policy, *, replays: bool, engine: str) -> None:
@@ -112,7 +159,9 @@ def report(sampled: Sampled, policy: Policy, *, replays: bool, engine: str) -> N
     routers = policy.routers
     record = sampled.predictions.experts
     assert routers is not None and record is not None
-    for micro in split(sampled.predictions, np.arange(len(found)), budget=4096, device=torch.device("cpu")):
+    for micro in split(
+        sampled.predictions, np.arange(len(found)), budget=4096, device=torch.device("cpu")
+    ):
         given = micro.experts
         micro = micro if replays else replace(micro, experts=None)
         with torch.no_grad(), routers.recording() as chosen:
@@ -122,7 +171,11 @@ def report(sampled: Sampled, policy: Policy, *, replays: bool, engine: str) -> N
     numbers = f"{log_rho.abs().mean():.2e} | {log_rho.abs().max():.2e} | {k3(log_rho):.2e}"
     seconds = time.perf_counter() - began
     print(
-        f"| {engine} | {'yes' if replays else 'no'} | {np.mean(others):.2%} | {numbers} | {record.shape[1]} | {seconds:.1f} |", flush=True
+        (
+            f"| {engine} | {'yes' if replays else 'no'} | {np.mean(others):.2%} | {numbers} | "
+            f"{record.shape[1]} | {seconds:.1f} |"
+        ),
+        flush=True,
     )
 
 

@@ -1,6 +1,8 @@
-"""What a source of a million rows takes of a rollout process: `python rows.py [ROWS] [--format jsonl|csv|parquet]`.
+"""What a source of a million rows takes of a rollout process: `python rows.py [ROWS] [--format
+jsonl|csv|parquet]`.
 
-Memory is resident, of a process of its own that has imported what a rollout process does. Times are seconds of one core.
+Memory is resident, of a process of its own that has imported what a rollout process does. Times are
+seconds of one core.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ def written(folder: Path, count: int, kind: str) -> Path:
     """About 200 bytes a row as JSON."""
     path = folder / f"rows.{kind}"
     rows = (
-        {"question": f"Ann has {i} nuts and finds {i % 97} more. How many are they now?", "answer": i + i % 97, "notes": "n" * 80}
+        {
+            "question": f"Ann has {i} nuts and finds {i % 97} more. How many are they now?",
+            "answer": i + i % 97,
+            "notes": "n" * 80,
+        }
         for i in range(count)
     )
     if kind == "parquet":
@@ -36,13 +42,17 @@ def written(folder: Path, count: int, kind: str) -> Path:
     with path.open("w") as file:
         if kind == "csv":
             file.write("question,answer,notes\n")
-        file.writelines(",".join(map(str, row.values())) + "\n" if kind == "csv" else json.dumps(row) + "\n" for row in rows)
+        file.writelines(
+            ",".join(map(str, row.values())) + "\n" if kind == "csv" else json.dumps(row) + "\n"
+            for row in rows
+        )
     return path
 
 
 def measured(path: Path, heldout: int) -> Iterator[tuple[str, float, float]]:
     """What is done, its seconds, and the resident megabytes after it."""
-    import_module("midflight.run.rollout.rollout_process")  # what such a process has in memory anyway
+    # what such a process has in memory anyway
+    import_module("midflight.run.rollout.rollout_process")
     from midflight.config.sources import SourceSection
     from midflight.environments.tasks import SeededStream, load_sources
     from midflight.run.launcher.survey import Survey
@@ -62,7 +72,11 @@ def measured(path: Path, heldout: int) -> Iterator[tuple[str, float, float]]:
     began = time.process_time()
     survey = Survey(needs_answer=True, max_context=256)
     survey.rows(sources[0], section)
-    yield "every row looked at, as before a run" + (" (not all)" if survey.notes else ""), time.process_time() - began, resident_mb()
+    yield (
+        "every row looked at, as before a run" + (" (not all)" if survey.notes else ""),
+        time.process_time() - began,
+        resident_mb(),
+    )
 
 
 def told(path: Path, heldout: int) -> None:
@@ -79,11 +93,17 @@ def main() -> None:
         os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
         path = written(Path(folder), options.rows, options.format)
         print(
-            f"{options.rows:,} rows, {path.stat().st_size / 2**20:.0f} MB of {options.format}\n\n| after | CPU | resident |\n|---|---|---|",
+            (
+                f"{options.rows:,} rows, {path.stat().st_size / 2**20:.0f} MB of "
+                f"{options.format}\n\n| "
+                "after | CPU | resident |\n|---|---|---|"
+            ),
             flush=True,
         )
         for heldout in (0, 256):
-            process = multiprocessing.get_context("spawn").Process(target=told, args=(path, heldout))
+            process = multiprocessing.get_context("spawn").Process(
+                target=told, args=(path, heldout)
+            )
             process.start()
             process.join()
             if process.exitcode:

@@ -1,5 +1,5 @@
-"""What it costs to train on truncated turns: bytes of a token's record, the engine's sampling with and without it, the trainer's scores over
-it, and the mismatch that is left.
+"""What it costs to train on truncated turns: bytes of a token's record, the engine's sampling with
+and without it, the trainer's scores over it, and the mismatch that is left.
 
 python benchmarks/sampling_masks.py [--vocabulary 151936] [--rows 8] [--rounds 3]
 """
@@ -31,23 +31,47 @@ WIDTH = 64
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--rows", type=int, default=8, help="requests decoded together")
-    parser.add_argument("--rounds", type=int, default=3, help="of each measurement; the shortest time counts")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of each measurement; the shortest time counts"
+    )
     o = options_of(parser, vocabulary=1000, rows=4, rounds=1)
     torch.set_num_threads(1)
     hidden, weight = head(o.vocabulary, o.rows)
     logits = (hidden @ weight.T).detach()
     print(
-        "| truncation | ids kept, mean (most) | bytes a token, mean (most) | sampling ms a step | with records | scores and gradient ms | over the sets | largest difference, nats | without the sets |"
+        "| truncation | ids kept, mean (most) | bytes a token, mean (most) | sampling ms a step | "
+        "with records | scores and gradient ms | over the sets | largest difference, nats | "
+        "without the sets |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|")
     for name, top_p, top_k, min_p in CASES:
-        print(row(name, settings(o.rows, top_p=top_p, top_k=top_k, min_p=min_p), logits, hidden, weight, rounds=o.rounds), flush=True)
+        print(
+            row(
+                name,
+                settings(o.rows, top_p=top_p, top_k=top_k, min_p=min_p),
+                logits,
+                hidden,
+                weight,
+                rounds=o.rounds,
+            ),
+            flush=True,
+        )
 
 
-def row(name: str, plain: SamplingBatch, logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, *, rounds: int) -> str:
+def row(
+    name: str,
+    plain: SamplingBatch,
+    logits: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    rounds: int,
+) -> str:
     wanting = replace(plain, wants_kept=np.ones(len(logits), np.bool_))
     found = sample(logits, wanting)
     records = [record or b"" for record in found.kept]
@@ -62,10 +86,19 @@ def row(name: str, plain: SamplingBatch, logits: torch.Tensor, hidden: torch.Ten
         torch.autograd.backward(scores.sum())
         return (scores.detach().double() - behaviour).abs().max()
 
-    times = [1000 * shortest(each, rounds) for each in (lambda: sample(logits, plain), lambda: sample(logits, wanting), lambda: scored(None), lambda: scored(kept))]  # fmt: skip
+    times = [
+        1000 * shortest(each, rounds)
+        for each in (
+            lambda: sample(logits, plain),
+            lambda: sample(logits, wanting),
+            lambda: scored(None),
+            lambda: scored(kept),
+        )
+    ]
     return (
-        f"| {name} | {counts.mean():.0f} ({counts.max()}) | {lengths.mean():.0f} ({lengths.max()}) | {times[0]:.0f} | {times[1]:.0f} "
-        f"| {times[2]:.0f} | {times[3]:.0f} | {float(scored(kept)):.1e} | {float(scored(None)):.1e} |"
+        f"| {name} | {counts.mean():.0f} ({counts.max()}) | {lengths.mean():.0f} ({lengths.max()}) "
+        f"| {times[0]:.0f} | {times[1]:.0f} | {times[2]:.0f} | {times[3]:.0f} | "
+        f"{float(scored(kept)):.1e} | {float(scored(None)):.1e} |"
     )
 
 
@@ -80,7 +113,9 @@ def shortest(deed: Callable[[], object], rounds: int) -> float:
 
 
 def head(vocabulary: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states and an output layer whose logits fall off as Zipf's law does, with noise: rows from sure to unsure."""
+    """Hidden states and an output layer whose logits fall off as Zipf's law does, with noise: rows
+    from sure to unsure.
+    """
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(vocabulary, WIDTH, generator=draw) * 0.1
     weight[:, 0] = -torch.log(torch.randperm(vocabulary, generator=draw) + 1.0)

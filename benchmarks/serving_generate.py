@@ -1,8 +1,10 @@
-"""`transformers`' own `generate` behind `/v1/completions`, for `serving.py`: all requests that wait are one batch, the next batch waits for its end.
+"""`transformers`' own `generate` behind `/v1/completions`, for `serving.py`: all requests that wait
+are one batch, the next batch waits for its end.
 
     python benchmarks/serving_generate.py FOLDER PORT THREADS
 
-Prompts are token ids of one length, and answers have the length that is asked for, so nothing is padded and no batch outlives its shortest row.
+Prompts are token ids of one length, and answers have the length that is asked for, so nothing is
+padded and no batch outlives its shortest row.
 """
 
 from __future__ import annotations
@@ -49,7 +51,14 @@ class Batches:
     @torch.inference_mode()
     def _generated(self, prompts: torch.Tensor, answer: int) -> None:
         torch.set_num_threads(int(sys.argv[3]))
-        found = self._model.generate(prompts, do_sample=True, top_k=0, temperature=1.0, min_new_tokens=answer, max_new_tokens=answer)
+        found = self._model.generate(
+            prompts,
+            do_sample=True,
+            top_k=0,
+            temperature=1.0,
+            min_new_tokens=answer,
+            max_new_tokens=answer,
+        )
         assert found.shape[1] == prompts.shape[1] + answer
 
 

@@ -1,8 +1,10 @@
-"""CPU of one rollout of the built-in single-turn environment: what the environment itself costs, and with it session, gateway and books.
+"""CPU of one rollout of the built-in single-turn environment: what the environment itself costs,
+and with it session, gateway and books.
 
     python benchmarks/single_turn.py
 
-Rollouts run one after another in this process, over an engine that answers at once with the same four tokens. Three sides take turns:
+Rollouts run one after another in this process, over an engine that answers at once with the same
+four tokens. Three sides take turns:
 
 | side | how the environment asks the gateway |
 |---|---|
@@ -35,7 +37,16 @@ from midflight.gateway.sessions.session import CompletionCall, Messages
 from midflight.ports import SessionHandle
 from midflight.run.rollout.rollouts import Fates
 from midflight.testing.script import scripted_tokenizer
-from midflight.types import Chunk, Finish, FinishReason, GroupKey, Result, RolloutKey, SamplingParams, Task
+from midflight.types import (
+    Chunk,
+    Finish,
+    FinishReason,
+    GroupKey,
+    Result,
+    RolloutKey,
+    SamplingParams,
+    Task,
+)
 from midflight.types.facts import unheard
 from midflight.wire.memory import MemoryTransport
 
@@ -45,7 +56,10 @@ class AtOnce:
 
     async def generate(self, answer: Answer, **_: object) -> None:
         answer.next_request("attempt")
-        answer.accept(Chunk((104, 105, 104, 105), (-0.5,) * 4, 0, 0, Finish(FinishReason.LENGTH)), vocab_size=262)
+        answer.accept(
+            Chunk((104, 105, 104, 105), (-0.5,) * 4, 0, 0, Finish(FinishReason.LENGTH)),
+            vocab_size=262,
+        )
 
     def forget(self, session_id: str) -> None: ...
 
@@ -58,11 +72,15 @@ class AskedDirectly:
 
     async def run(self, task: Task, session: SessionHandle) -> float:
         opened = self._gateway.session_for(path_token=session.api_key, api_key=None)
-        call = CompletionCall((Messages(({"role": "user", "content": str(task.data["question"])},)),))
+        call = CompletionCall(
+            (Messages(({"role": "user", "content": str(task.data["question"])},)),)
+        )
         await self._gateway.answers(self._gateway.prepare(opened, call))
         return 0.0
 
-    async def judge(self, task: Task, attempts: Sequence[Unjudged], *, name: str) -> Sequence[Result]:
+    async def judge(
+        self, task: Task, attempts: Sequence[Unjudged], *, name: str
+    ) -> Sequence[Result]:
         raise AssertionError("an answer's score is 0 here, and nothing is left to judge")
 
     def excused(self, session_id: str) -> float:
@@ -75,18 +93,44 @@ class AskedDirectly:
 @asynccontextmanager
 async def hosts() -> AsyncGenerator[tuple[Gateway, dict[str, AgentHost]]]:
     limits = EngineLimits(max_context=256, vocab_size=262)
-    gateway = Gateway(cast(Any, AtOnce()), scripted_tokenizer(), unheard, model="policy", limits=limits, anonymous=False)
+    gateway = Gateway(
+        cast(Any, AtOnce()),
+        scripted_tokenizer(),
+        unheard,
+        model="policy",
+        limits=limits,
+        anonymous=False,
+    )
     gateway.address = "http://here"
     app = build_app(gateway, cast(Any, None))
-    async with asyncio.TaskGroup() as requests, SharedClients(transport=MemoryTransport(app, requests)) as clients:
-        sdk = AgentsHere(answer, client_for=clients.client_for, plain_client_for=clients.plain_client_for)
-        yield gateway, {"gateway": AskedDirectly(gateway), "built-in": AnswersHere(ChatsHere(gateway)), "SDK": sdk}
+    async with (
+        asyncio.TaskGroup() as requests,
+        SharedClients(transport=MemoryTransport(app, requests)) as clients,
+    ):
+        sdk = AgentsHere(
+            answer, client_for=clients.client_for, plain_client_for=clients.plain_client_for
+        )
+        yield (
+            gateway,
+            {
+                "gateway": AskedDirectly(gateway),
+                "built-in": AnswersHere(ChatsHere(gateway)),
+                "SDK": sdk,
+            },
+        )
 
 
 async def milliseconds(gateway: Gateway, host: AgentHost, *, number: int) -> float:
     """CPU of this process per rollout."""
     sampling = SamplingParams(max_tokens=4)
-    runner = RolloutRunner(sessions=gateway, agents=host, sampling=sampling, rollout_seconds=60, record=unheard, fates=Fates())
+    runner = RolloutRunner(
+        sessions=gateway,
+        agents=host,
+        sampling=sampling,
+        rollout_seconds=60,
+        record=unheard,
+        fates=Fates(),
+    )
     task = Task("t", "s", {"question": "reverse hello", "answer": "olleh"})
     began = time.process_time()
     for index in range(number):

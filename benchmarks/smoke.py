@@ -1,4 +1,5 @@
-"""`--smoke`, which every benchmark has: seconds instead of minutes, to see that all of it runs. What it measures so means nothing.
+"""`--smoke`, which every benchmark has: seconds instead of minutes, to see that all of it runs.
+What it measures so means nothing.
 
 And an end in order where one is told to end, so that the processes that it started end too.
 """
@@ -24,7 +25,11 @@ SETTINGS = (
 def options_of(parser: argparse.ArgumentParser, **smaller: object) -> argparse.Namespace:
     """The options given; with `--smoke`, `smaller` are the defaults of the others."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    parser.add_argument("--smoke", action="store_true", help="seconds instead of minutes, to see that all of it runs")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="seconds instead of minutes, to see that all of it runs",
+    )
     if parser.parse_args().smoke:
         parser.set_defaults(**smaller)
     return parser.parse_args()

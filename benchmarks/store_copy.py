@@ -1,7 +1,9 @@
-"""What the copy of the store costs that each checkpoint gets with `run.store_folder`: its time, and what writer and event loop feel of it.
+"""What the copy of the store costs that each checkpoint gets with `run.store_folder`: its time, and
+what writer and event loop feel of it.
 
-A store is filled with groups of rollouts; then it is copied while turns go on being recorded, one every 2 ms, as in a run. `writer` is the
-longest that a turn took to be on disk meanwhile, `loop` the longest that an event loop beside it did not turn; in brackets the same without a copy.
+A store is filled with groups of rollouts; then it is copied while turns go on being recorded, one
+every 2 ms, as in a run. `writer` is the longest that a turn took to be on disk meanwhile, `loop`
+the longest that an event loop beside it did not turn; in brackets the same without a copy.
 
     python benchmarks/store_copy.py [--mb 100 1000] [--folder DIR]
 """
@@ -22,7 +24,17 @@ from smoke import options_of
 from midflight.trajectories.pairs import copy_store
 from midflight.trajectories.store import Store
 from midflight.trajectories.writer import StoreWriter
-from midflight.types import Finish, FinishReason, GroupKey, RolloutKey, Row, Segment, Task, Trajectory, Turn
+from midflight.types import (
+    Finish,
+    FinishReason,
+    GroupKey,
+    RolloutKey,
+    Row,
+    Segment,
+    Task,
+    Trajectory,
+    Turn,
+)
 from midflight.types.facts import Admitted, Fact, TrajectoryKept, TurnKept
 
 TOKENS = 2048
@@ -31,7 +43,9 @@ BETWEEN_SECONDS = 0.002
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mb", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--folder", type=Path, default=None)
     options = options_of(parser, mb=[5])
@@ -50,12 +64,18 @@ async def row(size: int, folder: Path) -> str:
     await asyncio.to_thread(copy_store, store.path, folder / ".store-0.sqlite")
     seconds = time.perf_counter() - seconds
     alone = await felt(writer, asyncio.sleep(seconds))
-    beside = await felt(writer, asyncio.to_thread(copy_store, store.path, folder / ".store-1.sqlite"))
+    beside = await felt(
+        writer, asyncio.to_thread(copy_store, store.path, folder / ".store-1.sqlite")
+    )
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     writer.close()
     number = (folder / ".store-1.sqlite").stat().st_size / 1e6
-    return f"| {number:.0f} MB | {seconds:.2f} s | {beside[0] * 1e3:.0f} ms ({alone[0] * 1e3:.0f}) | {beside[1] * 1e3:.0f} ms ({alone[1] * 1e3:.0f}) |"
+    return (
+        f"| {number:.0f} MB | {seconds:.2f} s | {beside[0] * 1e3:.0f} ms "
+        f"({alone[0] * 1e3:.0f}) "
+        f"| {beside[1] * 1e3:.0f} ms ({alone[1] * 1e3:.0f}) |"
+    )
 
 
 async def felt(writer: StoreWriter, meanwhile: Awaitable[object]) -> tuple[float, float]:
@@ -86,7 +106,10 @@ def fill(store: Store, path: Path, num_bytes: int) -> None:
             key = GroupKey(0, index)
             facts: list[Fact] = [
                 Admitted(key, Task(str(index), "s", {})),
-                *(TrajectoryKept(Trajectory(RolloutKey(key, n), "", "s", 1.0, (made,)), {}, {}) for n in range(8)),
+                *(
+                    TrajectoryKept(Trajectory(RolloutKey(key, n), "", "s", 1.0, (made,)), {}, {})
+                    for n in range(8)
+                ),
             ]
             deeds += [partial(applied, fact) for fact in facts]
         store.write(deeds)
@@ -97,7 +120,9 @@ def applied(fact: Fact, store: Store) -> None:
 
 
 def turn() -> Turn:
-    return Turn((1, 2, 3), tuple(range(64)), (0.0,) * 64, (Segment(0, 0, 0, 64),), Finish(FinishReason.STOP))
+    return Turn(
+        (1, 2, 3), tuple(range(64)), (0.0,) * 64, (Segment(0, 0, 0, 64),), Finish(FinishReason.STOP)
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
-"""Our trainer against trl's `GRPOTrainer`: the step alone, and the whole way to the same reward. Same model, batch and cores.
+"""Our trainer against trl's `GRPOTrainer`: the step alone, and the whole way to the same reward.
+Same model, batch and cores.
 
-    python3 -m venv .venv-trl && .venv-trl/bin/pip install -c locks/trl.txt -r benchmarks/requirements-trl.txt
-    python benchmarks/training.py --trl-python .venv-trl/bin/python --json training.json
+    python3 -m venv .venv-trl && .venv-trl/bin/pip install -c locks/trl.txt -r
+    benchmarks/requirements-trl.txt python benchmarks/training.py --trl-python .venv-trl/bin/python
+    --json training.json
 
-**step**: forward, backward and optimiser step on 64 written completions (8 groups of 8, prompts of 32 tokens, 3.2 M parameters with
-a byte vocabulary, float32, DAPO's loss). trl's preparing of inputs is left out; ours is in. The first gradients of both are compared:
-what is timed is the same mathematics. `equal` has only completions of 64 tokens, where padding costs trl nothing; `spread` has 8 to
-64, as answers do; the others the vocabularies of real models, with which memory counts. With `--model FOLDER` it is that model, and
-completions have 32 to 256 tokens; trl computes 8 rows at a time then, and accumulates their gradients.
+**step**: forward, backward and optimiser step on 64 written completions (8 groups of 8, prompts of
+32 tokens, 3.2 M parameters with a byte vocabulary, float32, DAPO's loss). trl's preparing of inputs
+is left out; ours is in. The first gradients of both are compared: what is timed is the same
+mathematics. `equal` has only completions of 64 tokens, where padding costs trl nothing; `spread`
+has 8 to 64, as answers do; the others the vocabularies of real models, with which memory counts.
+With `--model FOLDER` it is that model, and completions have 32 to 256 tokens; trl computes 8 rows
+at a time then, and accumulates their gradients.
 
 **reward**: see `training_reward.py`.
 
-Both sides are processes of their own, in turn, each round anew: one thread each for the step. On busy cores compare CPU seconds.
+Both sides are processes of their own, in turn, each round anew: one thread each for the step. On
+busy cores compare CPU seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +36,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 HERE = Path(__file__).parent
-os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONWARNINGS="ignore")
+os.environ.update(
+    OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONWARNINGS="ignore"
+)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
 sys.path.insert(0, str(HERE))
 
@@ -47,7 +54,9 @@ UNMEASURED = 2
 
 @dataclass(frozen=True)
 class Side:
-    """Medians over rounds of the medians over steps; `memory` is the largest peak during steps, in MiB above the loaded trainer."""
+    """Medians over rounds of the medians over steps; `memory` is the largest peak during steps, in
+    MiB above the loaded trainer.
+    """
 
     tokens: int
     wall: float
@@ -83,18 +92,37 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl-python", type=Path, default=Path(".venv-trl/bin/python"), help="interpreter with trl")
-    parser.add_argument("--parts", nargs="+", choices=("step", "reward"), default=("step", "reward"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--trl-python", type=Path, default=Path(".venv-trl/bin/python"), help="interpreter with trl"
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=("step", "reward"), default=("step", "reward")
+    )
     names = [shape.name for shape in SHAPES]
-    parser.add_argument("--sides", nargs="+", choices=("midflight", "trl"), default=("midflight", "trl"))
+    parser.add_argument(
+        "--sides", nargs="+", choices=("midflight", "trl"), default=("midflight", "trl")
+    )
     parser.add_argument("--shapes", nargs="+", default=names[:-1], choices=names)
     parser.add_argument(
-        "--model", type=Path, help="a folder of your own for part `step`: completions of 32 to 256 tokens, in place of the shapes"
+        "--model",
+        type=Path,
+        help=(
+            "a folder of your own for part `step`: completions of 32 to 256 tokens, in place of "
+            "the shapes"
+        ),
     )
     parser.add_argument("--groups", type=int, default=8, help="of 8 completions each, with --model")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of part `step`")
-    parser.add_argument("--set", nargs="+", default=[], metavar="OPTION", help="of our side in part `step`, such as trainer.compile=true")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="OPTION",
+        help="of our side in part `step`, such as trainer.compile=true",
+    )
     parser.add_argument(
         "--races",
         nargs="+",
@@ -102,21 +130,42 @@ def _options() -> argparse.Namespace:
         choices=("short", "larger", "vocabulary", "long", "smoke"),
         help="of part `reward`",
     )
-    parser.add_argument("--reward-rounds", type=int, default=1, help="rounds of part `reward`, some minutes each")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each round, part `step`")
-    parser.add_argument("--unmeasured", type=int, default=UNMEASURED, help="steps before those, part `step`")
-    parser.add_argument("--trl-threads", type=int, default=1, help="of trl in part `reward`; more made it slower on busy cores")
+    parser.add_argument(
+        "--reward-rounds", type=int, default=1, help="rounds of part `reward`, some minutes each"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=5, help="measured steps of each round, part `step`"
+    )
+    parser.add_argument(
+        "--unmeasured", type=int, default=UNMEASURED, help="steps before those, part `step`"
+    )
+    parser.add_argument(
+        "--trl-threads",
+        type=int,
+        default=1,
+        help="of trl in part `reward`; more made it slower on busy cores",
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/training"))
     parser.add_argument("--json", type=Path, default=None)
-    return options_of(parser, sides=["midflight"], shapes=["smoke"], races=["smoke"], rounds=1, steps=1, folder=Path("runs/smoke/training"))
+    return options_of(
+        parser,
+        sides=["midflight"],
+        shapes=["smoke"],
+        races=["smoke"],
+        rounds=1,
+        steps=1,
+        folder=Path("runs/smoke/training"),
+    )
 
 
-# --- What both sides train on ----------------------------------------------------------------------------------------
+# --- What both sides train on ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One step to compare: a model's vocabulary, and the lengths of what it trains on, in tokens."""
+    """One step to compare: a model's vocabulary, and the lengths of what it trains on, in
+    tokens.
+    """
 
     name: str
     spread: bool
@@ -141,19 +190,30 @@ SHAPES = (
     Shape("smoke", spread=True, num_groups=2, group_size=2),
 )
 PRETRAINED = Shape("pretrained", spread=True, longest=256, shortest=32, at_once=8)
-"""Of `--model`. With 49,152 tokens trl's logits of all rows would take 4 GB, and so would each of their copies."""
+"""Of `--model`. With 49,152 tokens trl's logits of all rows would take 4 GB, and so would each of
+their copies.
+"""
 
 
 def write(shape: Shape, folder: Path) -> None:
-    """The model (a given one, or one of 3.2 M parameters with a byte vocabulary; float32) and the batch of a shape."""
+    """The model (a given one, or one of 3.2 M parameters with a byte vocabulary; float32) and the
+    batch of a shape.
+    """
     from midflight.models.load import load_model, make_model, save_model
 
     if shape.model is None:
         write_byte_tokenizer(folder)
         model = make_model(
-            vocab_size=shape.vocab_size, hidden_size=256, intermediate_size=768, num_layers=4, num_heads=4, num_kv_heads=2,
-            max_context=256, seed=0, dtype="float32",
-        )  # fmt: skip
+            vocab_size=shape.vocab_size,
+            hidden_size=256,
+            intermediate_size=768,
+            num_layers=4,
+            num_heads=4,
+            num_kv_heads=2,
+            max_context=256,
+            seed=0,
+            dtype="float32",
+        )
         save_model(model, folder)
     else:
         model = load_model(shape.model, dtype="float32")
@@ -161,14 +221,26 @@ def write(shape: Shape, folder: Path) -> None:
     known = 256 if shape.model is None else int(model.config.vocab_size)
     draw = np.random.default_rng(0)
     size = shape.num_groups * shape.group_size
-    lengths = draw.integers(shape.shortest, shape.longest + 1, size) if shape.spread else np.full(size, shape.longest)
+    lengths = (
+        draw.integers(shape.shortest, shape.longest + 1, size)
+        if shape.spread
+        else np.full(size, shape.longest)
+    )
     lengths[0] = shape.longest
     prompts = draw.integers(0, known, (shape.num_groups, shape.prompt))
     completions = draw.integers(0, known, int(lengths.sum()))
-    # In the thousands, so that the small constants which the two sides add to a group's deviation don't show.
+    # In the thousands, so that the small constants which the two sides add to a group's deviation
+    # don't show.
     rewards = draw.normal(0, 1000, size).astype(np.float32)
     logprobs = _logprobs(model, np.repeat(prompts, shape.group_size, axis=0), completions, lengths)
-    np.savez(folder / "batch.npz", prompts=prompts, completions=completions, lengths=lengths, rewards=rewards, logprobs=logprobs)
+    np.savez(
+        folder / "batch.npz",
+        prompts=prompts,
+        completions=completions,
+        lengths=lengths,
+        rewards=rewards,
+        logprobs=logprobs,
+    )
     (folder / "shape.json").write_text(json.dumps(asdict(shape), default=str))
 
 
@@ -180,46 +252,76 @@ def _linked(model: Path, folder: Path) -> None:
         (folder / path.name).symlink_to(path)
 
 
-def _logprobs(model: PreTrainedModel, prompts: np.ndarray, completions: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _logprobs(
+    model: PreTrainedModel, prompts: np.ndarray, completions: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
     import torch
 
     found = []
     with torch.inference_mode():
-        for prompt, answer in zip(prompts, np.split(completions, np.cumsum(lengths)[:-1]), strict=True):
-            logits = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        for prompt, answer in zip(
+            prompts, np.split(completions, np.cumsum(lengths)[:-1]), strict=True
+        ):
+            logits = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[
+                0, len(prompt) - 1 : -1
+            ]
             found.append(logits.log_softmax(-1)[torch.arange(len(answer)), torch.tensor(answer)])
         return torch.cat(found).numpy()
 
 
-# --- The step --------------------------------------------------------------------------------------------------------
+# --- The step -------------------------------------------------------------------------------------
 
 
 def _step(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     folder = options.folder / shape.name
     apart(write, shape, folder)
-    every = {"midflight": [sys.executable, HERE / "training_ours.py"], "trl": [options.trl_python, HERE / "training_trl.py", "step"]}
+    every = {
+        "midflight": [sys.executable, HERE / "training_ours.py"],
+        "trl": [options.trl_python, HERE / "training_trl.py", "step"],
+    }
     commands = {name: every[name] for name in options.sides}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
     for _ in range(options.rounds):
         for name, command in commands.items():
             more = options.set if name == "midflight" else []
             found = _measured(
-                [*command, folder, folder / f"{name}.json", options.unmeasured + options.steps, *more], folder / f"{name}.json"
+                [
+                    *command,
+                    folder,
+                    folder / f"{name}.json",
+                    options.unmeasured + options.steps,
+                    *more,
+                ],
+                folder / f"{name}.json",
             )
             runs[name].append(found)
     sides = {name: _side(found, unmeasured=options.unmeasured) for name, found in runs.items()}
     if "midflight" in runs:
         cpu = sides["midflight"].cpu
         linear, inside = (
-            statistics.median(statistics.median(run[kind][options.unmeasured :]) for run in runs["midflight"])
+            statistics.median(
+                statistics.median(run[kind][options.unmeasured :]) for run in runs["midflight"]
+            )
             for kind in ("floor", "attention")
         )
-        words = f"matrix products alone {linear:.3f} s of CPU, {linear / cpu:.0%} of our step's {cpu:.3f}"
-        print(f"{shape.name}: {words}; with those inside attention {(linear + inside) / cpu:.0%}", flush=True)
-    found: dict[str, Any] = {"shape": shape.name, **{name: vars(side) | {"rate": side.rate} for name, side in sides.items()}}
+        words = (
+            f"matrix products alone {linear:.3f} s of CPU, {linear / cpu:.0%} of our step's "
+            f"{cpu:.3f}"
+        )
+        print(
+            f"{shape.name}: {words}; with those inside attention {(linear + inside) / cpu:.0%}",
+            flush=True,
+        )
+    found: dict[str, Any] = {
+        "shape": shape.name,
+        **{name: vars(side) | {"rate": side.rate} for name, side in sides.items()},
+    }
     if len(sides) == 2:
         found["gradients_differ"] = _difference(*(folder / f"{name}.npz" for name in commands))
-        print(f"{shape.name}: gradients differ by {found['gradients_differ']:.1e} of their norm", flush=True)
+        print(
+            f"{shape.name}: gradients differ by {found['gradients_differ']:.1e} of their norm",
+            flush=True,
+        )
     return found
 
 
@@ -227,7 +329,9 @@ def _measured(command: Sequence[object], result: Path) -> dict[str, Any]:
     result.with_suffix(".npz").unlink(missing_ok=True)
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{command[0]} {command[1]} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        raise SystemExit(
+            f"{command[0]} {command[1]} ended with {done.returncode}:\n{done.stderr[-3000:]}"
+        )
     return json.loads(result.read_text())
 
 
@@ -247,18 +351,28 @@ def _difference(ours: Path, theirs: Path) -> float:
     b = np.load(theirs)
     if set(a) != set(b):
         raise SystemExit(f"the sides train different parameters: {sorted(set(a) ^ set(b))}")
-    squares = [(np.sum((a[k] - b[k]) ** 2, dtype=np.float64), np.sum(b[k] ** 2, dtype=np.float64)) for k in a]
+    squares = [
+        (np.sum((a[k] - b[k]) ** 2, dtype=np.float64), np.sum(b[k] ** 2, dtype=np.float64))
+        for k in a
+    ]
     return float(np.sqrt(np.sum(squares, axis=0)[0] / np.sum(squares, axis=0)[1]))
 
 
 def _step_table(found: Sequence[dict[str, Any]]) -> str:
-    lines = ["| step | side | tokens | s (CPU) | tokens/s | memory | trl's / this: s (CPU) | this / trl's: memory |", "|---" * 8 + "|"]
+    lines = [
+        (
+            "| step | side | tokens | s (CPU) | tokens/s | memory | trl's / this: s (CPU) | this / "
+            "trl's: memory |"
+        ),
+        "|---" * 8 + "|",
+    ]
     for row in found:
         for name, side in ((name, row[name]) for name in ("midflight", "trl") if name in row):
             ratios = _ratios(row["trl"], side) if "trl" in row and name != "trl" else " | "
             lines.append(
-                f"| {row['shape']} | {name} | {side['tokens']} | {side['wall']:.2f} ({side['cpu']:.2f}) | {side['rate']:,.0f} "
-                f"| {side['memory']:,.0f} MiB | {ratios} |"
+                f"| {row['shape']} | {name} | {side['tokens']} | {side['wall']:.2f} "
+                f"({side['cpu']:.2f}) | {side['rate']:,.0f} | {side['memory']:,.0f} MiB | {ratios} "
+                "|"
             )
     return "\n" + "\n".join(lines) + "\n"
 

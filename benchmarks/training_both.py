@@ -1,4 +1,5 @@
-"""What both sides of `training.py` import: time and memory of processes, and the rewards of its races.
+"""What both sides of `training.py` import: time and memory of processes, and the rewards of its
+races.
 
 It runs in both environments, so it needs neither Midflight nor trl; nor torch, see `apart`.
 """
@@ -27,13 +28,21 @@ def reset_peak() -> None:
 
 
 def peak_mib(pid: int | str = "self") -> float:
-    """Resident memory of a process at its highest. Not `getrusage`, whose figure counts what the parent had when it started it."""
+    """Resident memory of a process at its highest. Not `getrusage`, whose figure counts what the
+    parent had when it started it.
+    """
     return _status("VmHWM", pid)
 
 
 def held_mib(pid: int | str = "self") -> float:
-    """The same without what others hold as well: of a page that n processes map, an nth, as they map it now."""
-    return peak_mib(pid) - _read("Rss:", f"/proc/{pid}/smaps_rollup") + _read("Pss:", f"/proc/{pid}/smaps_rollup")
+    """The same without what others hold as well: of a page that n processes map, an nth, as they
+    map it now.
+    """
+    return (
+        peak_mib(pid)
+        - _read("Rss:", f"/proc/{pid}/smaps_rollup")
+        + _read("Pss:", f"/proc/{pid}/smaps_rollup")
+    )
 
 
 def resident_mib() -> float:
@@ -50,7 +59,9 @@ def _read(key: str, file: str) -> float:
 
 
 def apart(function: Callable[..., object], *given: object) -> None:
-    """Calls it in a process of its own, so that this one never holds torch: its pages would count as shared with the processes that it measures."""
+    """Calls it in a process of its own, so that this one never holds torch: its pages would count
+    as shared with the processes that it measures.
+    """
     process = multiprocessing.get_context("spawn").Process(target=function, args=given)
     process.start()
     process.join()
@@ -80,7 +91,7 @@ class Meter:
         path.write_text(json.dumps({"wall": self.wall, "cpu": self.cpu, **more}))
 
 
-# --- Rewards ---------------------------------------------------------------------------------------------------------
+# --- Rewards --------------------------------------------------------------------------------------
 
 
 def exact(reply: str, expected: str) -> float:
@@ -88,11 +99,18 @@ def exact(reply: str, expected: str) -> float:
 
 
 def share_of_e(reply: str, expected: str) -> float:
-    """Share of the letter E in the reply; what it has less than `expected` counts as other letters."""
+    """Share of the letter E in the reply; what it has less than `expected` counts as other
+    letters.
+    """
     return reply.count("E") / max(len(reply), len(expected))
 
 
-REWARDS: Mapping[str, Callable[[str, str], float]] = {"short": exact, "larger": exact, "vocabulary": exact, "long": share_of_e}
+REWARDS: Mapping[str, Callable[[str, str], float]] = {
+    "short": exact,
+    "larger": exact,
+    "vocabulary": exact,
+    "long": share_of_e,
+}
 """By race."""
 
 
@@ -100,5 +118,7 @@ async def write_e(task: Task, client: AsyncOpenAI) -> float:
     """One question, one reply, scored by `share_of_e`."""
     question = str(task.data["question"])
     expected = str(task.data["answer"])
-    completion = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": question}])
+    completion = await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": question}]
+    )
     return share_of_e(completion.choices[0].message.content or "", expected)

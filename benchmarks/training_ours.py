@@ -23,7 +23,9 @@ from midflight.types import PackedBatch
 
 
 class Products(TorchDispatchMode):
-    """The matrix products of what runs meanwhile, to do them again alone: the floor of its time. Those inside attention are told apart."""
+    """The matrix products of what runs meanwhile, to do them again alone: the floor of its time.
+    Those inside attention are told apart.
+    """
 
     KINDS = frozenset(
         {
@@ -43,7 +45,9 @@ class Products(TorchDispatchMode):
         self.attention: list[Callable[[], object]] = []
         self._made: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in self.KINDS:
             self.linear.append(partial(func, *map(self._like, *zip(*enumerate(args), strict=True))))
         elif func.overloadpacket is self.ATTENTION:
@@ -55,13 +59,27 @@ class Products(TorchDispatchMode):
     def _of_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, backward: bool = False
     ) -> list[Callable[[], object]]:
-        """Q K^T and P V; of the backward Q K^T again, dO V^T, and the products with P and dS that give dV, dQ and dK. Whole, not the causal half."""
+        """Q K^T and P V; of the backward Q K^T again, dO V^T, and the products with P and dS that
+        give dV, dQ and dK. Whole, not the causal half.
+        """
         groups = query.shape[1] // key.shape[1]
-        q, k, v = (x.repeat_interleave(count, 1).flatten(0, 1) for x, count in ((query, 1), (key, groups), (value, groups)))
+        q, k, v = (
+            x.repeat_interleave(count, 1).flatten(0, 1)
+            for x, count in ((query, 1), (key, groups), (value, groups))
+        )
         p = torch.randn(*q.shape[:2], k.shape[1])
-        forward: list[Callable[[], object]] = [partial(torch.bmm, q, k.mT), partial(torch.bmm, p, v)]
+        forward: list[Callable[[], object]] = [
+            partial(torch.bmm, q, k.mT),
+            partial(torch.bmm, p, v),
+        ]
         return (
-            [forward[0], partial(torch.bmm, q, v.mT), partial(torch.bmm, p.mT, q), partial(torch.bmm, p, k), partial(torch.bmm, p.mT, q)]
+            [
+                forward[0],
+                partial(torch.bmm, q, v.mT),
+                partial(torch.bmm, p.mT, q),
+                partial(torch.bmm, p, k),
+                partial(torch.bmm, p.mT, q),
+            ]
             if backward
             else forward
         )
@@ -102,18 +120,35 @@ def main(folder: Path, out: Path, steps: int, options: list[str]) -> None:
         tokens = report.num_tokens
     peak = peak_mib()
     with Products() as products:
-        trainer.step(replace(batch, train_version=trainer.version, versions=np.full_like(batch.versions, trainer.version)))
+        trainer.step(
+            replace(
+                batch,
+                train_version=trainer.version,
+                versions=np.full_like(batch.versions, trainer.version),
+            )
+        )
     for found, again in ((floor, products.linear), (attention, products.attention)):
         for _ in range(steps):
             found.begin()
             for product in again:
                 product()
             found.end()
-    meter.write(out, peak_mib=peak, loaded_mib=before, tokens=tokens, floor=floor.cpu, attention=attention.cpu)
+    meter.write(
+        out,
+        peak_mib=peak,
+        loaded_mib=before,
+        tokens=tokens,
+        floor=floor.cpu,
+        attention=attention.cpu,
+    )
 
 
 def _trainer(folder: Path, options: list[str], *, longest: int) -> PolicyTrainer:
-    defaults = ["trainer.learning_rate=1e-5", "trainer.warmup_steps=0", f"environment.max_tokens={longest}"]
+    defaults = [
+        "trainer.learning_rate=1e-5",
+        "trainer.warmup_steps=0",
+        f"environment.max_tokens={longest}",
+    ]
     config = load_config(None, [*defaults, f"model.max_context={4 * longest}", *options])
     return trainer_of(config, load_model(folder, dtype="float32"))
 
@@ -139,13 +174,23 @@ def _batch(folder: Path, shape: dict[str, Any]) -> PackedBatch:
         row_offsets=np.cumsum([0, *map(len, rows)]).astype(np.int32),
         row_rollout=np.arange(size, dtype=np.int32),
         rewards=data["rewards"],
-        rollout_group=np.repeat(np.arange(shape["num_groups"]), shape["group_size"]).astype(np.int32),
+        rollout_group=np.repeat(np.arange(shape["num_groups"]), shape["group_size"]).astype(
+            np.int32
+        ),
         truncated=np.zeros(size, np.bool_),
     )
 
 
 def _save_gradient(trainer: PolicyTrainer, path: Path) -> None:
-    np.savez(path, allow_pickle=False, **{name: p.grad.numpy() for name, p in named_parameters(trainer.model) if p.grad is not None})
+    np.savez(
+        path,
+        allow_pickle=False,
+        **{
+            name: p.grad.numpy()
+            for name, p in named_parameters(trainer.model)
+            if p.grad is not None
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""trl's side of `training.py`, run by the interpreter of trl's own environment: `GRPOTrainer`, driven by its own loop."""
+"""trl's side of `training.py`, run by the interpreter of trl's own environment: `GRPOTrainer`,
+driven by its own loop.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,37 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def options(**more: Any) -> GRPOConfig:
-    """As near to ours as trl's options come: DAPO's loss and clips, AdamW without decay, float32, no logging to anywhere."""
+    """As near to ours as trl's options come: DAPO's loss and clips, AdamW without decay, float32,
+    no logging to anywhere.
+    """
     return GRPOConfig(
-        use_cpu=True, bf16=False, gradient_checkpointing=False, beta=0.0, loss_type="dapo", epsilon=0.2, epsilon_high=0.28,
-        adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0, temperature=1.0, report_to="none", save_strategy="no",
-        disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False, **more,
-    )  # fmt: skip
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        beta=0.0,
+        loss_type="dapo",
+        epsilon=0.2,
+        epsilon_high=0.28,
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        temperature=1.0,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_strategy="no",
+        dataloader_pin_memory=False,
+        **more,
+    )
 
 
-# --- The step alone --------------------------------------------------------------------------------------------------
+# --- The step alone -------------------------------------------------------------------------------
 
 
 def step(folder: Path, out: Path, steps: int) -> None:
-    """Times forward, backward and optimiser step; preparing inputs (generation, rewards, advantages, padding) is left out."""
+    """Times forward, backward and optimiser step; preparing inputs (generation, rewards,
+    advantages, padding) is left out.
+    """
     shape = json.loads((folder / "shape.json").read_text())
     data = np.load(folder / "batch.npz")
     meter = Meter()
@@ -63,13 +83,18 @@ def step(folder: Path, out: Path, steps: int) -> None:
         reward_funcs=lambda member, **_: [float(data["rewards"][m]) for m in member],
         train_dataset=Dataset.from_dict({"prompt": [str(g) for g in range(shape["num_groups"])]}),
         args=options(
-            output_dir=str(out.with_suffix("")), per_device_train_batch_size=shape["at_once"] or size, num_generations=group, max_steps=steps,
+            output_dir=str(out.with_suffix("")),
+            per_device_train_batch_size=shape["at_once"] or size,
+            num_generations=group,
+            max_steps=steps,
             gradient_accumulation_steps=size // (shape["at_once"] or size),
-            max_completion_length=shape["longest"], learning_rate=1e-5, lr_scheduler_type="constant",
+            max_completion_length=shape["longest"],
+            learning_rate=1e-5,
+            lr_scheduler_type="constant",
         ),
         rollout_func=written,
         callbacks=[_Steps(meter, out.with_suffix(".npz"))],
-    )  # fmt: skip
+    )
     before = resident_mib()
     reset_peak()
     trainer.train()
@@ -89,20 +114,32 @@ class _Steps(TrainerCallback):
 
     def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
         if not self._gradient.exists():
-            np.savez(self._gradient, **{name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None})
+            np.savez(
+                self._gradient,
+                **{
+                    name: p.grad.numpy()
+                    for name, p in model.named_parameters()
+                    if p.grad is not None
+                },
+            )
 
 
-# --- To the same reward ----------------------------------------------------------------------------------------------
+# --- To the same reward ---------------------------------------------------------------------------
 
 
 def reward(plan: Path, out: Path) -> None:
-    """Trains until the mean reward over the last steps reaches the target, or for as many steps as the plan says."""
+    """Trains until the mean reward over the last steps reaches the target, or for as many steps as
+    the plan says.
+    """
     numbers = json.loads((plan / "numbers.json").read_text())
     tasks = json.loads((plan / "tasks.json").read_text())
     until = _Until(numbers["target"], numbers["window"])
 
     def scored(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-        found = [REWARDS[numbers["race"]](c[0]["content"], a) for c, a in zip(completions, answer, strict=True)]
+        found = [
+            REWARDS[numbers["race"]](c[0]["content"], a)
+            for c, a in zip(completions, answer, strict=True)
+        ]
         until.rewards.append(sum(found) / len(found))
         return found
 
@@ -110,21 +147,40 @@ def reward(plan: Path, out: Path) -> None:
         model=AutoModelForCausalLM.from_pretrained(numbers["model"], dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(numbers["model"]),
         reward_funcs=scored,
-        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": q}] for q, _ in tasks], "answer": [a for _, a in tasks]}),
+        train_dataset=Dataset.from_dict(
+            {
+                "prompt": [[{"role": "user", "content": q}] for q, _ in tasks],
+                "answer": [a for _, a in tasks],
+            }
+        ),
         args=options(
-            output_dir=str(out.with_suffix("")), per_device_train_batch_size=numbers["groups"] * numbers["group_size"],
-            num_generations=numbers["group_size"], max_completion_length=numbers["max_tokens"], max_steps=numbers["steps"], seed=numbers["seed"],
-            learning_rate=numbers["learning_rate"], warmup_steps=numbers["warmup_steps"], lr_scheduler_type="constant_with_warmup",
+            output_dir=str(out.with_suffix("")),
+            per_device_train_batch_size=numbers["groups"] * numbers["group_size"],
+            num_generations=numbers["group_size"],
+            max_completion_length=numbers["max_tokens"],
+            max_steps=numbers["steps"],
+            seed=numbers["seed"],
+            learning_rate=numbers["learning_rate"],
+            warmup_steps=numbers["warmup_steps"],
+            lr_scheduler_type="constant_with_warmup",
         ),
         callbacks=[until],
-    )  # fmt: skip
+    )
     trainer.train()
-    found = {"seconds": until.seconds, "cpu": until.cpu, "steps": len(until.rewards), "rewards": until.rewards, "reached": until.reached}
+    found = {
+        "seconds": until.seconds,
+        "cpu": until.cpu,
+        "steps": len(until.rewards),
+        "rewards": until.rewards,
+        "reached": until.reached,
+    }
     out.write_text(json.dumps(found | {"peak_mib": held_mib()}))
 
 
 class _Until(TrainerCallback):
-    """Ends training when the mean of the last rewards is at the target, and keeps the time that it took."""
+    """Ends training when the mean of the last rewards is at the target, and keeps the time that it
+    took.
+    """
 
     def __init__(self, target: float, window: int) -> None:
         self.rewards: list[float] = []
@@ -135,7 +191,10 @@ class _Until(TrainerCallback):
 
     @property
     def reached(self) -> bool:
-        return len(self.rewards) >= self._window and sum(self.rewards[-self._window :]) / self._window >= self._target
+        return (
+            len(self.rewards) >= self._window
+            and sum(self.rewards[-self._window :]) / self._window >= self._target
+        )
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._start = (time.perf_counter(), time.process_time())

@@ -2,10 +2,11 @@
 
     python benchmarks/ways.py [--model FOLDER] [--only lora ...] [--steps 4] [--set OPTION ...]
 
-Every way is a `midflight train` of a file of `configs/` with the options that the table shows, from the model as it is: of word problems from
-a file, by rewards from a file that differ within nearly every group, so that a step has all of its work. Of sums most groups are alike at
-first, and then neither time nor memory says what a step takes. An evaluation of four tasks goes before, and training is measured from its
-end to the end of the last step:
+Every way is a `midflight train` of a file of `configs/` with the options that the table shows, from
+the model as it is: of word problems from a file, by rewards from a file that differ within nearly
+every group, so that a step has all of its work. Of sums most groups are alike at first, and then
+neither time nor memory says what a step takes. An evaluation of four tasks goes before, and
+training is measured from its end to the end of the last step:
 
 | column | |
 |---|---|
@@ -55,7 +56,10 @@ class Way:
     config: Path = OWN
 
     def overrides(self, model: Path) -> list[str]:
-        return [f"model.path={model}", *(setting.replace("MODEL", str(model)) for setting in self.settings)]
+        return [
+            f"model.path={model}",
+            *(setting.replace("MODEL", str(model)) for setting in self.settings),
+        ]
 
 
 WAYS = (
@@ -65,7 +69,11 @@ WAYS = (
     Way("ranks", "a trainer of two processes", ("trainer.ranks=2",)),
     Way("distilled", "the model before training is its teacher", ("distillation.teacher=MODEL",)),
     Way("served", "trained in float32, served in bfloat16", ("engine.dtype=bfloat16",)),
-    Way("computed", "weights in float32, computed and served in bfloat16", ("trainer.compute_dtype=bfloat16", "engine.dtype=bfloat16")),
+    Way(
+        "computed",
+        "weights in float32, computed and served in bfloat16",
+        ("trainer.compute_dtype=bfloat16", "engine.dtype=bfloat16"),
+    ),
     Way("bfloat16", "weights and moments in bfloat16", ("model.dtype=bfloat16",)),
 )
 
@@ -103,7 +111,10 @@ class Outcome:
         settings = ", ".join(self.way.settings) or self.way.config.name
         held = sum(self.measured.values()) / 1e9
         times = f"{self.wall_seconds:.1f} | {self.cpu_seconds:.1f}"
-        return f"| {self.way.what} (`{settings}`) | {times} | {self.gap:.1e} | {self.moved:.1%} | {held:.1f}, {self.memory_share:.2f} |"
+        return (
+            f"| {self.way.what} (`{settings}`) | {times} | {self.gap:.1e} | {self.moved:.1%} | "
+            f"{held:.1f}, {self.memory_share:.2f} |"
+        )
 
 
 class Watched(Looked):
@@ -114,17 +125,24 @@ class Watched(Looked):
         self._journal = folder / "metrics.jsonl"
         self._pid = launcher
         self.marks: dict[int, tuple[float, float]] = {}
-        """Clock and processor time by the number of steps that were made, 0 when the evaluation before had ended."""
+        """Clock and processor time by the number of steps that were made, 0 when the evaluation
+        before had ended.
+        """
 
     def look(self) -> None:
         super().look()
         kinds = [line["kind"] for line in lines_of(self._journal)]
         number = kinds.count("step")
         if number not in self.marks and ("evaluation" in kinds or number):
-            self.marks[number] = (time.monotonic(), sum(_cpu_seconds(pid) for pid in descendants(self._pid)))
+            self.marks[number] = (
+                time.monotonic(),
+                sum(_cpu_seconds(pid) for pid in descendants(self._pid)),
+            )
 
     def seconds_per_step(self, number: int) -> tuple[float, float]:
-        """Of the clock, and of processors, up to that step; not a number where either moment passed between two looks."""
+        """Of the clock, and of processors, up to that step; not a number where either moment passed
+        between two looks.
+        """
         if not {0, number} <= self.marks.keys():
             return float("nan"), float("nan")
         began = self.marks[0]
@@ -147,32 +165,51 @@ def _cpu_seconds(pid: int) -> float:
     return sum(int(ticks) for ticks in fields[11:15]) / TICK
 
 
-def run_way(way: Way, model: Path, folder: Path, *, steps: int, settings: Sequence[str] = ()) -> Outcome:
-    """Makes the run in that folder. Waits for it; ends it with whatever ends the wait. `SystemExit` where it fails."""
+def run_way(
+    way: Way, model: Path, folder: Path, *, steps: int, settings: Sequence[str] = ()
+) -> Outcome:
+    """Makes the run in that folder. Waits for it; ends it with whatever ends the wait. `SystemExit`
+    where it fails.
+    """
     overrides = [*way.overrides(model), f"run.steps={steps}", HELD_OUT, *settings]
     os.chdir(ROOT)  # where configurations find their files and rewards
     by_kind = _by_kind(estimated(way.config, overrides, folder)[0])
     said = folder.with_name(f"{folder.name}.txt")
     said.parent.mkdir(parents=True, exist_ok=True)
-    watched = train(way.config, overrides, folder, said=said, looking=partial(Watched, folder=folder))
+    watched = train(
+        way.config, overrides, folder, said=said, looking=partial(Watched, folder=folder)
+    )
     lines = [line for line in lines_of(folder / "metrics.jsonl") if line["kind"] == "step"]
     wall, cpu = watched.seconds_per_step(steps)
     summary = json.loads((folder / "summary.json").read_text())
     measured = {kind: watched.peaks.get(kind, 0) for kind in by_kind}
-    return Outcome(way, lines, summary, said.read_text(), wall, cpu, by_kind, measured, share_moved(model, folder / "model"))
+    return Outcome(
+        way,
+        lines,
+        summary,
+        said.read_text(),
+        wall,
+        cpu,
+        by_kind,
+        measured,
+        share_moved(model, folder / "model"),
+    )
 
 
 def _by_kind(items: Sequence[MemoryItem]) -> dict[str, int]:
     """Bytes by kind of process."""
     by_kind: dict[str, int] = defaultdict(int)
     for item in items:
-        where = "engines" if item.where == "teacher" else item.where  # their command lines are alike
+        # their command lines are alike
+        where = "engines" if item.where == "teacher" else item.where
         by_kind[where] += item.num_bytes
     return {where: num_bytes for where, num_bytes in by_kind.items() if num_bytes}
 
 
 def share_moved(before: Path, after: Path) -> float:
-    """The share of a model's numbers that are others in the second folder. As they are stored there: bfloat16 is compared with bfloat16."""
+    """The share of a model's numbers that are others in the second folder. As they are stored
+    there: bfloat16 is compared with bfloat16.
+    """
     old, new = (_tensors(folder) for folder in (before, after))
     moved = sum(int((old[name].to(tensor.dtype) != tensor).sum()) for name, tensor in new.items())
     return moved / sum(tensor.numel() for tensor in new.values())
@@ -181,38 +218,63 @@ def share_moved(before: Path, after: Path) -> float:
 def _tensors(folder: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 def memory_table(outcome: Outcome) -> str:
-    lines = [f"{outcome.way.name}: MB of each kind of process, estimated, measured, and measured by estimated"]
+    lines = [
+        (
+            f"{outcome.way.name}: MB of each kind of process, estimated, measured, and measured by "
+            "estimated"
+        )
+    ]
     for kind, estimate in outcome.estimated.items():
         found = outcome.measured[kind]
-        lines.append(f"  {kind:14} {estimate / 1e6:8,.0f} {found / 1e6:8,.0f} {found / estimate:6.2f}")
+        lines.append(
+            f"  {kind:14} {estimate / 1e6:8,.0f} {found / 1e6:8,.0f} {found / estimate:6.2f}"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
     names = [way.name for way in WAYS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=MODEL, help="a model folder")
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the runs' folders stay; else they are removed")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="where the runs' folders stay; else they are removed",
+    )
     parser.add_argument("--set", nargs="+", default=[], metavar="OPTION", help="of every run")
     smoke = Path("runs/smoke/ways")
-    options = options_of(parser, model=smoke / "model", steps=2, set=list(SMALL), only=["own", "lora"])
+    options = options_of(
+        parser, model=smoke / "model", steps=2, set=list(SMALL), only=["own", "lora"]
+    )
     options.model = options.model.absolute()
     if options.smoke:
         make_tiny(options.model)
     if not options.model.exists():
-        raise SystemExit(f"there is no model in {options.model}: midflight fetch-model smollm2-135m {options.model}")
+        raise SystemExit(
+            f"there is no model in {options.model}: midflight fetch-model smollm2-135m "
+            f"{options.model}"
+        )
     rows: list[str] = []
     with tempfile.TemporaryDirectory(prefix="midflight-") as place:
         for way in WAYS:
             if way.name in options.only:
                 folder = (options.keep or Path(place)).absolute() / way.name
-                outcome = run_way(way, options.model, folder, steps=options.steps, settings=options.set)
+                outcome = run_way(
+                    way, options.model, folder, steps=options.steps, settings=options.set
+                )
                 print(memory_table(outcome), flush=True)
                 rows.append(outcome.row)
                 if options.keep is None:

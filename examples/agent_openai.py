@@ -18,7 +18,11 @@ PROMPT = "reverse {word}"
 async def ask(client: AsyncOpenAI, word: str) -> str:
     """Prints the answer while it is generated, and returns it whole."""
     stream = await client.chat.completions.create(
-        model="policy", messages=[{"role": "user", "content": PROMPT.format(word=word)}], max_tokens=10, temperature=1.0, stream=True
+        model="policy",
+        messages=[{"role": "user", "content": PROMPT.format(word=word)}],
+        max_tokens=10,
+        temperature=1.0,
+        stream=True,
     )
     pieces: list[str] = []
     async for chunk in stream:

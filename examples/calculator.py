@@ -1,4 +1,5 @@
-"""A tool, and conversations that show how it is called: what configs/calculator.toml trains a model with that cannot add.
+"""A tool, and conversations that show how it is called: what configs/calculator.toml trains a model
+with that cannot add.
 
 python examples/calculator.py DATA.jsonl [NUMBER]       writes the conversations of its warm start
 """
@@ -13,7 +14,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+OPERATORS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+}
 OPERATION = re.compile(r"\s*(-?\d+)\s*([+*-])\s*(-?\d+)\s*")
 
 
@@ -27,7 +32,9 @@ def calc(e: str) -> str:
 
 
 def conversation(expression: str, *, system: str = "") -> dict[str, object]:
-    """How an agent that can call the tool answers `expression =`: one call for each sign, from the left."""
+    """How an agent that can call the tool answers `expression =`: one call for each sign, from the
+    left.
+    """
     first, *rest = expression.split()
     messages: list[dict[str, object]] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": f"{expression} ="})
@@ -35,9 +42,15 @@ def conversation(expression: str, *, system: str = "") -> dict[str, object]:
     for number, (sign, term) in enumerate(zip(rest[::2], rest[1::2], strict=True)):
         asked = f"{answer} {sign} {term}"
         answer = calc(asked)
-        call = {"id": f"call_{number}", "type": "function", "function": {"name": "calc", "arguments": json.dumps({"e": asked})}}
+        call = {
+            "id": f"call_{number}",
+            "type": "function",
+            "function": {"name": "calc", "arguments": json.dumps({"e": asked})},
+        }
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "tool_call_id": f"call_{number}", "name": "calc", "content": answer})
+        messages.append(
+            {"role": "tool", "tool_call_id": f"call_{number}", "name": "calc", "content": answer}
+        )
     return {"messages": [*messages, {"role": "assistant", "content": answer}]}
 
 
@@ -47,7 +60,9 @@ def expression(chance: random.Random, *, num_terms: int = 2, num_digits: int = 2
     return "".join(f" {chance.choice('+-')} {number}" for number in numbers)[3:]
 
 
-def conversations(number: int, *, terms: Sequence[int] = (2, 3), digits: int = 2, system: str = "") -> Iterator[str]:
+def conversations(
+    number: int, *, terms: Sequence[int] = (2, 3), digits: int = 2, system: str = ""
+) -> Iterator[str]:
     """JSON lines. They have so many numbers in turn; three need two calls."""
     chance = random.Random(0)
     for i in range(number):
@@ -56,14 +71,20 @@ def conversations(number: int, *, terms: Sequence[int] = (2, 3), digits: int = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path, metavar="DATA.jsonl")
     parser.add_argument("number", type=int, nargs="?", default=4000, help="of conversations")
-    parser.add_argument("--terms", type=int, nargs="+", default=[2, 3], help="numbers of each sum, in turn")
+    parser.add_argument(
+        "--terms", type=int, nargs="+", default=[2, 3], help="numbers of each sum, in turn"
+    )
     parser.add_argument("--digits", type=int, default=2, help="of each number")
     parser.add_argument("--system", default="", help="a message that each conversation begins with")
     options = parser.parse_args()
-    lines = conversations(options.number, terms=options.terms, digits=options.digits, system=options.system)
+    lines = conversations(
+        options.number, terms=options.terms, digits=options.digits, system=options.system
+    )
     options.file.write_text("\n".join(lines) + "\n")
 
 

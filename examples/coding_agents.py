@@ -1,11 +1,13 @@
-"""Claude Code, Codex and opencode as agents that are trained: each rollout runs the command line, as it comes from npm, in a scratch folder.
+"""Claude Code, Codex and opencode as agents that are trained: each rollout runs the command line,
+as it comes from npm, in a scratch folder.
 
     python examples/coding_agents.py runs/coding-model
     midflight train configs/coding-agents.toml
 
-The first line makes a tiny model with a BPE tokenizer, trained on the pages of this project, and room for these agents' prompts, which
-have some ten thousand tokens. It babbles, so it learns one thing only: which letters are paid. `AGENTS_MODULES` names the folder of
-npm's modules (`make test-coding-agents` makes one).
+The first line makes a tiny model with a BPE tokenizer, trained on the pages of this project, and
+room for these agents' prompts, which have some ten thousand tokens. It babbles, so it learns one
+thing only: which letters are paid. `AGENTS_MODULES` names the folder of npm's modules (`make
+test-coding-agents` makes one).
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ VOWELS = frozenset("aeiouAEIOU")
 async def claude_code(task: Task, client: AsyncOpenAI) -> float:
     """The share of vowels in what it says."""
     url = str(client.base_url).rstrip("/").removesuffix("/v1")
-    names = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL")
+    names = (
+        "ANTHROPIC_MODEL",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+        "ANTHROPIC_DEFAULT_SONNET_MODEL",
+        "ANTHROPIC_DEFAULT_OPUS_MODEL",
+    )
     silent = (
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC",
         "DISABLE_TELEMETRY",
@@ -52,18 +59,28 @@ async def claude_code(task: Task, client: AsyncOpenAI) -> float:
         "2",
         "--dangerously-skip-permissions",
     ]
-    return vowels(await said(command, {**environ, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "unused"}))
+    return vowels(
+        await said(command, {**environ, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "unused"})
+    )
 
 
 @environment(name="Codex")
 async def codex(task: Task, client: AsyncOpenAI) -> float:
     """The share of vowels in what it says."""
-    provider = (
-        f'{{name="midflight",base_url="{str(client.base_url).rstrip("/")}",wire_api="responses",env_key="KEY",request_max_retries=1}}'
+    provider = f'{{name="midflight",base_url="{str(client.base_url).rstrip("/")}",wire_api="responses",env_key="KEY",request_max_retries=1}}'
+    options = (
+        "model=policy",
+        "model_provider=midflight",
+        f"model_providers.midflight={provider}",
+        "analytics.enabled=false",
     )
-    options = ("model=policy", "model_provider=midflight", f"model_providers.midflight={provider}", "analytics.enabled=false")
     words = [word for option in options for word in ("-c", option)]
-    command = [found("@openai/codex*/vendor/*/bin/codex"), "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    command = [
+        found("@openai/codex*/vendor/*/bin/codex"),
+        "exec",
+        "--skip-git-repo-check",
+        "--dangerously-bypass-approvals-and-sandbox",
+    ]
     return vowels(await said([*command, *words, task.text("question")], {"KEY": "unused"}))
 
 
@@ -74,8 +91,17 @@ async def opencode(task: Task, client: AsyncOpenAI) -> float:
     reach = {"baseURL": str(client.base_url).rstrip("/"), "apiKey": "unused"}
     provider = {"npm": "@ai-sdk/openai-compatible", "options": reach, "models": {"policy": model}}
     names = {"model": "midflight/policy", "small_model": "midflight/policy"}
-    config = json.dumps({"provider": {"midflight": provider}, **names, "autoupdate": False, "share": "disabled"})
-    silent = dict.fromkeys(("OPENCODE_DISABLE_AUTOUPDATE", "OPENCODE_DISABLE_MODELS_FETCH", "OPENCODE_DISABLE_LSP_DOWNLOAD"), "1")
+    config = json.dumps(
+        {"provider": {"midflight": provider}, **names, "autoupdate": False, "share": "disabled"}
+    )
+    silent = dict.fromkeys(
+        (
+            "OPENCODE_DISABLE_AUTOUPDATE",
+            "OPENCODE_DISABLE_MODELS_FETCH",
+            "OPENCODE_DISABLE_LSP_DOWNLOAD",
+        ),
+        "1",
+    )
     command = [found("opencode-linux-*/bin/opencode"), "run", task.text("question")]
     return vowels(await said(command, {**silent, "OPENCODE_CONFIG_CONTENT": config}))
 
@@ -84,13 +110,16 @@ def found(pattern: str) -> str:
     paths = sorted(MODULES.absolute().glob(pattern))
     if not paths:
         raise EnvironmentFailed(
-            f"running an agent: there is no {pattern} in {MODULES}. Run `make test-coding-agents`, or set AGENTS_MODULES."
+            f"running an agent: there is no {pattern} in {MODULES}. Run `make test-coding-agents`, "
+            "or set AGENTS_MODULES."
         )
     return str(paths[0])
 
 
 async def said(command: list[str], environ: dict[str, str]) -> str:
-    """What it prints. Waits for its end, `SECONDS` at most; whatever its exit status: a model that babbles may end it with an error."""
+    """What it prints. Waits for its end, `SECONDS` at most; whatever its exit status: a model that
+    babbles may end it with an error.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch) / "work"
         work.mkdir()
@@ -135,10 +164,19 @@ def make_model(folder: Path, *, pages: Path = Path("docs")) -> None:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=4000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=4000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     backend.train([str(path) for path in sorted(pages.rglob("*.md"))], trainer)
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", pad_token="<|pad|>", chat_template=CHAT_TEMPLATE)
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in SPECIAL]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        chat_template=CHAT_TEMPLATE,
+    )
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "hidden_size": 32,
@@ -152,9 +190,17 @@ def make_model(folder: Path, *, pages: Path = Path("docs")) -> None:
         "pad_token_id": backend.token_to_id("<|pad|>"),
         "bos_token_id": None,
     }
-    config = LlamaConfig(vocab_size=backend.get_vocab_size(), max_position_embeddings=32_768, tie_word_embeddings=True, **sizes, **ends)
+    config = LlamaConfig(
+        vocab_size=backend.get_vocab_size(),
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
+        **sizes,
+        **ends,
+    )
     model = LlamaForCausalLM(config)
-    with torch.no_grad():  # what all embeddings have in common, the end has twice: so answers end, after twenty tokens or so
+    # what all embeddings have in common, the end has twice: so answers end, after twenty tokens or
+    # so
+    with torch.no_grad():
         table = cast("torch.nn.Embedding", model.get_input_embeddings()).weight
         common = torch.nn.functional.normalize(torch.randn(32), dim=0)
         table += common

@@ -1,4 +1,5 @@
-"""A trainer that knows nothing of Midflight but its HTTP API: torch and transformers, REINFORCE with a group baseline.
+"""A trainer that knows nothing of Midflight but its HTTP API: torch and transformers, REINFORCE
+with a group baseline.
 
 midflight rollouts configs/demo.toml --folder runs/foreign --set model.path=MODEL_DIR
 python examples/foreign_trainer.py runs/foreign/endpoint.json --steps 20
@@ -21,11 +22,19 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def ask(endpoint: dict[str, Any], verb: str = "", **body: Any) -> Any:
-    """Waits for the answer; None where there is nothing yet. A refusal ends this program with its reason."""
-    headers = {"Authorization": f"Bearer {endpoint['control_token']}", "Accept": "application/json", "Content-Type": "application/json"}
+    """Waits for the answer; None where there is nothing yet. A refusal ends this program with its
+    reason.
+    """
+    headers = {
+        "Authorization": f"Bearer {endpoint['control_token']}",
+        "Accept": "application/json",
+        "Content-Type": "application/json",
+    }
     data = json.dumps(body).encode() if body else None
     try:
-        with DIRECT.open(urllib.request.Request(f"{endpoint['url']}/midflight/v1{verb}", data, headers)) as answer:
+        with DIRECT.open(
+            urllib.request.Request(f"{endpoint['url']}/midflight/v1{verb}", data, headers)
+        ) as answer:
             return None if answer.status == 204 else json.load(answer)
     except urllib.error.HTTPError as error:
         raise SystemExit(f"{verb}: {error.code} {error.read().decode()}") from None
@@ -39,8 +48,16 @@ def group_advantages(rollouts: list[dict[str, Any]]) -> list[float]:
     return [rollout["reward"] - mean(rewards[rollout["group"]]) for rollout in rollouts]
 
 
-def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: dict[str, Any], *, temperature: float) -> float:
-    """One update; returns the loss. Tokens sampled under older weights count min(policy / behaviour, 2), as in truncated importance sampling."""
+def step(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    batch: dict[str, Any],
+    *,
+    temperature: float,
+) -> float:
+    """One update; returns the loss. Tokens sampled under older weights count min(policy /
+    behaviour, 2), as in truncated importance sampling.
+    """
     advantages = group_advantages(batch["rollouts"])
     num_tokens = max(1, sum(sum(row["loss_mask"]) for row in batch["rows"]))
     total = 0.0
@@ -48,7 +65,11 @@ def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: dict[s
     for row in batch["rows"]:
         ids = torch.tensor(row["token_ids"])
         mask = torch.tensor(row["loss_mask"])[1:]
-        policy = (model(ids[None]).logits[0, :-1].float() / temperature).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        policy = (
+            (model(ids[None]).logits[0, :-1].float() / temperature)
+            .log_softmax(-1)
+            .gather(-1, ids[1:, None])[:, 0]
+        )
         behaviour = torch.tensor(row["logprobs"])[1:]
         weight = (policy.detach() - behaviour).exp().clamp(max=2.0)
         loss = -(weight * policy * mask).sum() * advantages[row["rollout"]] / num_tokens
@@ -69,21 +90,40 @@ def train(endpoint: dict[str, Any], *, steps: int, learning_rate: float, folder:
             pass
         loss = step(model, optimizer, batch, temperature=info["temperature"])
         version += 1
-        written = folder / str(version % 3)  # the version served, the one being fetched, and this one
+        # the version served, the one being fetched, and this one
+        written = folder / str(version % 3)
         model.save_pretrained(written)
         ask(endpoint, "/done", lease=batch["lease"], version=version, metrics={"loss": loss})
-        live = ask(endpoint, "/weights", version=version, file=str((written / "model.safetensors").resolve()))
+        live = ask(
+            endpoint,
+            "/weights",
+            version=version,
+            file=str((written / "model.safetensors").resolve()),
+        )
         reward = mean(rollout["reward"] for rollout in batch["rollouts"])
-        print(f"version {version}: reward {reward:.3f}, loss {loss:+.4f}, served {live['served_version']}", flush=True)
+        print(
+            (
+                f"version {version}: reward {reward:.3f}, loss {loss:+.4f}, served "
+                f"{live['served_version']}"
+            ),
+            flush=True,
+        )
     ask(endpoint, "/checkpointed", version=version)
     ask(endpoint, "/finish", version=version)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train on the rollouts of a running `midflight rollouts`.")
+    parser = argparse.ArgumentParser(
+        description="Train on the rollouts of a running `midflight rollouts`."
+    )
     parser.add_argument("endpoint", type=Path)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     chosen = parser.parse_args()
     given = json.loads(chosen.endpoint.read_text())
-    train(given, steps=chosen.steps, learning_rate=chosen.learning_rate, folder=chosen.endpoint.parent / "weights")
+    train(
+        given,
+        steps=chosen.steps,
+        learning_rate=chosen.learning_rate,
+        folder=chosen.endpoint.parent / "weights",
+    )

@@ -1,5 +1,7 @@
-"""Rewards of one's own, as `configs/own-data.toml` names the first two and `configs/pretrained-own.toml` the others. A function gets what its
-parameters name: `completion`, the last answer as a text; the columns of the task's row; or `task` and `messages`, the whole conversation.
+"""Rewards of one's own, as `configs/own-data.toml` names the first two and
+`configs/pretrained-own.toml` the others. A function gets what its parameters name: `completion`,
+the last answer as a text; the columns of the task's row; or `task` and `messages`, the whole
+conversation.
 
 midflight train configs/own-data.toml
 """
@@ -18,7 +20,9 @@ def brief(completion: str) -> float:
 
 
 def ends_right(completion: str, answer: str) -> float:
-    """1 for an answer whose last number is the one that was asked for, whatever stands before it."""
+    """1 for an answer whose last number is the one that was asked for, whatever stands before
+    it.
+    """
     numbers = re.findall(r"\d+", completion)
     return float(numbers[-1:] == [answer])
 

@@ -1,9 +1,10 @@
 """The bars of the tree: measures them, prints a table, and exits with 1 where one is exceeded.
 
     python tools/bars.py                 what the sources say: about two seconds
-    python tools/bars.py --journey       also a streamed chat through all processes (`journey.py`): about fifteen seconds more
-    python tools/bars.py --root DIR      of another checkout
-    python tools/bars.py --list          also what counts in each row; without this only where a bar is exceeded
+    python tools/bars.py --journey       also a streamed chat through all processes (`journey.py`):
+    about fifteen seconds more python tools/bars.py --root DIR      of another checkout python
+    tools/bars.py --list          also what counts in each row; without this only where a bar is
+    exceeded
 
 | row | what is counted, under `src/midflight` unless said |
 |---|---|
@@ -12,7 +13,8 @@
 | look-up codes | in docstrings and comments: `DECISIONS 13`, `P9` and the like. The invariants I1 to I10 may stay |
 | chat: ... | see `journey.py` |
 
-No length is a bar: limits of length were kept once, and were met by squeezing. Which way imports may point is in pyproject.toml and checked by import-linter.
+No length is a bar: limits of length were kept once, and were met by squeezing. Which way imports
+may point is in pyproject.toml and checked by import-linter.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ CODE = re.compile(r"\bDECISIONS \d+|(?<![-\w])(?!F8|F16|F32|F64|U8)[PGSEWFTOUMA]
 
 @dataclass(frozen=True)
 class Row:
-    """`at_most` is the bar; without one the row is for information. `found` names what counts, where there are names."""
+    """`at_most` is the bar; without one the row is for information. `found` names what counts,
+    where there are names.
+    """
 
     name: str
     value: float
@@ -61,18 +65,30 @@ class Module:
 
     @cached_property
     def comments(self) -> list[tokenize.TokenInfo]:
-        return [t for t in tokenize.generate_tokens(io.StringIO(self.text).readline) if t.type == tokenize.COMMENT]
+        return [
+            t
+            for t in tokenize.generate_tokens(io.StringIO(self.text).readline)
+            if t.type == tokenize.COMMENT
+        ]
 
     @cached_property
     def docstrings(self) -> list[ast.Constant]:
         """Those of attributes too: every statement that is only a string."""
         values = [node.value for node in self.nodes if isinstance(node, ast.Expr)]
-        return [value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+        return [
+            value
+            for value in values
+            if isinstance(value, ast.Constant) and isinstance(value.value, str)
+        ]
 
     @cached_property
     def code_lines(self) -> set[int]:
         documented = {line for found in self.docstrings for line in _span(found)}
-        written = {number for number, line in enumerate(self.lines, 1) if line.strip() and not line.lstrip().startswith("#")}
+        written = {
+            number
+            for number, line in enumerate(self.lines, 1)
+            if line.strip() and not line.lstrip().startswith("#")
+        }
         return written - documented
 
     @property
@@ -87,7 +103,10 @@ class Module:
                 found.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 origin = self._origin(node)
-                found.update(inner if (inner := f"{origin}.{alias.name}") in known else origin for alias in node.names)
+                found.update(
+                    inner if (inner := f"{origin}.{alias.name}") in known else origin
+                    for alias in node.names
+                )
         return found & known - {self.name}
 
     def _origin(self, node: ast.ImportFrom) -> str:
@@ -110,11 +129,14 @@ def _span(node: ast.expr | ast.stmt) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
-# --- Rows ------------------------------------------------------------------------------------------------------------
+# --- Rows -----------------------------------------------------------------------------------------
 
 
 def rows(root: Path, *, journey: bool) -> list[Row]:
-    modules = [Module(path, sources=root / "src") for path in sorted((root / "src" / "midflight").rglob("*.py"))]
+    modules = [
+        Module(path, sources=root / "src")
+        for path in sorted((root / "src" / "midflight").rglob("*.py"))
+    ]
     found = [*_size_rows(modules), _names_row(modules), _circles_row(modules), _codes_row(modules)]
     return found + _journey_rows(root) if journey else found
 
@@ -132,20 +154,28 @@ def _names_row(modules: list[Module]) -> Row:
     for module in modules:
         for name in sorted({name.lstrip("_") for name in module.classes}):
             homes[name].append(module.name.removeprefix("midflight."))
-    twice = tuple(f"{name}: {', '.join(places)}" for name, places in sorted(homes.items()) if len(places) > 1)
+    twice = tuple(
+        f"{name}: {', '.join(places)}" for name, places in sorted(homes.items()) if len(places) > 1
+    )
     return Row("names with two meanings", len(twice), 3, twice)
 
 
 def _circles_row(modules: list[Module]) -> Row:
     known = {module.name for module in modules}
-    circles = tuple(" <-> ".join(circle) for circle in _circles({module.name: module.imported(known) for module in modules}))
+    circles = tuple(
+        " <-> ".join(circle)
+        for circle in _circles({module.name: module.imported(known) for module in modules})
+    )
     return Row("import circles", len(circles), 0, circles)
 
 
 def _circles(arrows: dict[str, set[str]]) -> list[list[str]]:
     """Sets of modules that all reach each other."""
     reached = {start: _reached(start, arrows) for start in arrows}
-    rings = {tuple(sorted(other for other in reached[start] if start in reached[other])) for start in arrows}
+    rings = {
+        tuple(sorted(other for other in reached[start] if start in reached[other]))
+        for start in arrows
+    }
     return [list(ring) for ring in sorted(rings) if ring]
 
 
@@ -169,17 +199,24 @@ def _journey_rows(root: Path) -> list[Row]:
 
     found = measure(root)
     return [
-        Row("chat: modules", len(found.modules), None, tuple(f"{name} {number}" for name, number in found.modules.most_common())),
+        Row(
+            "chat: modules",
+            len(found.modules),
+            None,
+            tuple(f"{name} {number}" for name, number in found.modules.most_common()),
+        ),
         Row("chat: functions", len(found.calls)),
         Row("chat: calls a token", found.calls_per_token, 120),
     ]
 
 
-# --- The table -------------------------------------------------------------------------------------------------------
+# --- The table ------------------------------------------------------------------------------------
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--journey", action="store_true", help="run the streamed chat too")
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1])
     parser.add_argument("--list", action="store_true", help="name what counts in each row")
@@ -187,7 +224,9 @@ def main() -> int:
     found = rows(options.root.resolve(), journey=options.journey)
     for row in found:
         bar = "" if row.at_most is None else f"at most {row.at_most:g}"
-        print(f"{row.name:27}{row.value:9.{1 if row.unit else 0}f}{row.unit:3}{bar:14}{'EXCEEDED' if row.exceeded else ''}".rstrip())
+        print(
+            f"{row.name:27}{row.value:9.{1 if row.unit else 0}f}{row.unit:3}{bar:14}{'EXCEEDED' if row.exceeded else ''}".rstrip()
+        )
         if row.exceeded or (options.list and row.at_most is not None):
             print("".join(f"    {line}\n" for line in row.found), end="")
     return 1 if any(row.exceeded for row in found) else 0

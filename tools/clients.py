@@ -1,7 +1,8 @@
-"""docs/clients.md, made from the bodies of real clients in tests/corpus: `python tools/clients.py docs/clients.md`.
+"""docs/clients.md, made from the bodies of real clients in tests/corpus: `python tools/clients.py
+docs/clients.md`.
 
-Which client in which version was run, over which routes, what of the dialect it used, and which of its fields were without effect is
-read from what was recorded. The rest of the page is here.
+Which client in which version was run, over which routes, what of the dialect it used, and which of
+its fields were without effect is read from what was recorded. The rest of the page is here.
 """
 
 from __future__ import annotations
@@ -77,11 +78,20 @@ def page() -> str:
 def _rows(bodies: list[Recorded]) -> Iterator[str]:
     """One for each client and route."""
     routes = dict.fromkeys((one.client, one.version, one.path) for one in bodies)
-    for client, version, path in sorted(routes, key=lambda route: (NAMES.get(route[0], route[0]).lower(), route)):
-        these = [one for one in bodies if (one.client, one.version, one.path) == (client, version, path)]
+    for client, version, path in sorted(
+        routes, key=lambda route: (NAMES.get(route[0], route[0]).lower(), route)
+    ):
+        these = [
+            one for one in bodies if (one.client, one.version, one.path) == (client, version, path)
+        ]
         used = dict.fromkeys(word for one in these for word in one.features.split(", "))
-        ignored = dict.fromkeys(f"`{word}`" for one in these for word in one.ignored.split(", ") if word)
-        yield f"| {NAMES.get(client, client)} | {version} | `{path}` | {', '.join(used)} | {', '.join(ignored)} |\n"
+        ignored = dict.fromkeys(
+            f"`{word}`" for one in these for word in one.ignored.split(", ") if word
+        )
+        yield (
+            f"| {NAMES.get(client, client)} | {version} | `{path}` | {', '.join(used)} | "
+            f"{', '.join(ignored)} |\n"
+        )
 
 
 if __name__ == "__main__":

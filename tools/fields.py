@@ -1,7 +1,9 @@
-"""docs/fields.md, made from the bodies that the gateway parses and from the errors that it answers with: `python tools/fields.py docs/fields.md`.
+"""docs/fields.md, made from the bodies that the gateway parses and from the errors that it answers
+with: `python tools/fields.py docs/fields.md`.
 
-Which fields there are, of which type, in which range, what is ignored and what is refused is read from the code; a sentence says what
-becomes of each field. A field without a sentence is an error here, so none is forgotten.
+Which fields there are, of which type, in which range, what is ignored and what is refused is read
+from the code; a sentence says what becomes of each field. A field without a sentence is an error
+here, so none is forgotten.
 """
 
 from __future__ import annotations
@@ -48,7 +50,11 @@ NOTES: Mapping[str, str] = {
     "logit_bias": "token id to -100 to 100; 300 ids at most",
     "seed": "choice k has seed + k; refused where an engine honours none",
     "stop": "16 strings at most; never shown, not even in part",
-    "max_tokens": "default: the room in the context, 16 in completions, 128 native; more than the room is lowered to it (`x-midflight-clamped`), or refused with `gateway.strict`; `max_tokens`, `max_completion_tokens` and `max_output_tokens` are below",
+    "max_tokens": (
+        "default: the room in the context, 16 in completions, 128 native; more than the "
+        "room is lowered to it (`x-midflight-clamped`), or refused with `gateway.strict`; "
+        "`max_tokens`, `max_completion_tokens` and `max_output_tokens` are below"
+    ),
 }
 GRAMMARS = {
     "response_format",
@@ -61,31 +67,83 @@ GRAMMARS = {
     "regex",
     "ebnf",
 }
-EVERYWHERE = {"model": "the name of the served model; another is 404", "n": "choices, numbered prompt by prompt; 1024 in all"}
+EVERYWHERE = {
+    "model": "the name of the served model; another is 404",
+    "n": "choices, numbered prompt by prompt; 1024 in all",
+}
 SENTENCES: Mapping[str, Mapping[str, str]] = {
     "/v1/chat/completions": {
         "messages": "honoured: [roles and parts](gateway.md#chat-completions)",
-        "max_tokens, max_completion_tokens": "one thing under two names; two different values are refused. Default: all the room there is.",
-        "logprobs, top_logprobs": "honoured, 0 to 20 alternatives; `top_logprobs` without `logprobs` is refused",
-        "tools": "honoured: type `function`, 1024 at most, a name of 1 to 64 letters (A-Z, a-z, 0-9, `_`, `-`) that no other has, parameters that are a schema of an object. Calls of a request with a `strict` tool, or with one required, are sampled [under the tools' schemas](tools.md#forced-calls). Type `custom` is a function of one text, [told as such](tools.md); other types are left out.",
-        "tool_choice": "`none`, `auto`, `required` or one function; `auto` where there are tools. Of `allowed_tools` only those named are in the prompt. With `none` the tools stay in the prompt, and what looks like a call is content.",
-        "prompt_logprobs": "honoured, 0 to 20 alternatives: how likely each token of the prompt is, beside the choices. Asks of the engine to score prompts",
+        "max_tokens, max_completion_tokens": (
+            "one thing under two names; two different values are "
+            "refused. Default: all the room there is."
+        ),
+        "logprobs, top_logprobs": (
+            "honoured, 0 to 20 alternatives; `top_logprobs` without `logprobs` is refused"
+        ),
+        "tools": (
+            "honoured: type `function`, 1024 at most, a name of 1 to 64 letters (A-Z, a-z, "
+            "0-9, `_`, `-`) that no other has, parameters that are a schema of an object. Calls "
+            "of a request with a `strict` tool, or with one required, are sampled [under the "
+            "tools' schemas](tools.md#forced-calls). Type `custom` is a function of one text, "
+            "[told as such](tools.md); other types are left out."
+        ),
+        "tool_choice": (
+            "`none`, `auto`, `required` or one function; `auto` where there are tools. "
+            "Of `allowed_tools` only those named are in the prompt. With `none` the tools stay in "
+            "the prompt, and what looks like a call is content."
+        ),
+        "prompt_logprobs": (
+            "honoured, 0 to 20 alternatives: how likely each token of the prompt "
+            "is, beside the choices. Asks of the engine to score prompts"
+        ),
         "parallel_tool_calls": "honoured: `false` ends the answer with its first call",
-        "chat_template_kwargs": "honoured: handed to the model's template. Names that the gateway fills in (`messages`, `tools`, `add_generation_prompt`, `bos_token` and the like) are refused.",
-        "reasoning_effort": "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`: handed to the model's template under this name; a template that does not read it writes what it always writes",
-        "verbosity, enable_thinking, thinking, reasoning": "as the template's options `verbosity`, `enable_thinking` and `reasoning_effort`: `thinking` is true, false, or an object with the `type` `enabled` or `disabled`, `reasoning` one with `effort` and `enabled`. `chat_template_kwargs` goes before them",
-        "continue_final_message, add_generation_prompt": "the first true: the answer goes on with the text of the last message, an assistant's, and holds what is new; the second false: the prompt ends with the last message. Neither is ever trained",
+        "chat_template_kwargs": (
+            "honoured: handed to the model's template. Names that the gateway "
+            "fills in (`messages`, `tools`, `add_generation_prompt`, `bos_token` and the like) are "
+            "refused."
+        ),
+        "reasoning_effort": (
+            "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`: handed "
+            "to the model's template under this name; a template that does not read it writes "
+            "what it always writes"
+        ),
+        "verbosity, enable_thinking, thinking, reasoning": (
+            "as the template's options "
+            "`verbosity`, "
+            "`enable_thinking` and `reasoning_effort`: `thinking` is true, false, or an object "
+            "with the `type` `enabled` or `disabled`, `reasoning` one with `effort` and "
+            "`enabled`. `chat_template_kwargs` goes before them"
+        ),
+        "continue_final_message, add_generation_prompt": (
+            "the first true: the answer goes on with "
+            "the text of the last message, an assistant's, and holds what is new; the second "
+            "false: the prompt ends with the last message. Neither is ever trained"
+        ),
         "stream": "honoured",
-        "stream_options": "`include_usage` and `continuous_usage_stats` are honoured; `include_obfuscation` is ignored, since frames are not padded",
-        "return_token_ids": "honoured: `prompt_token_ids`, `token_ids` and `weight_versions` in the answer",
-        "return_tokens_as_token_ids": "honoured: names in log-probabilities are `token_id:` and the number",
+        "stream_options": (
+            "`include_usage` and `continuous_usage_stats` are honoured; "
+            "`include_obfuscation` is ignored, since frames are not padded"
+        ),
+        "return_token_ids": (
+            "honoured: `prompt_token_ids`, `token_ids` and `weight_versions` in the answer"
+        ),
+        "return_tokens_as_token_ids": (
+            "honoured: names in log-probabilities are `token_id:` and the number"
+        ),
     },
     "/v1/completions": {
         "prompt": "honoured: a text, a list of texts, token ids, or a list of lists of token ids",
         "max_tokens": "honoured, 16 where nobody says; 0 with `echo` or `prompt_logprobs` only",
-        "logprobs": "honoured, 0 to 20: the four parallel lists. With alternatives, each entry holds the sampled token too.",
+        "logprobs": (
+            "honoured, 0 to 20: the four parallel lists. With alternatives, each entry "
+            "holds the sampled token too."
+        ),
         "echo": "honoured: the prompt before the answer, with `logprobs` its tokens too",
-        "prompt_logprobs": "honoured, 0 to 20 alternatives: how likely each token of the prompt is. Asks of the engine to score prompts, as `echo` with `logprobs` does",
+        "prompt_logprobs": (
+            "honoured, 0 to 20 alternatives: how likely each token of the prompt "
+            "is. Asks of the engine to score prompts, as `echo` with `logprobs` does"
+        ),
         "best_of": "refused unless it is `n`",
         "suffix": "refused: write the text to fill in into the prompt",
         "stream, stream_options, return_token_ids, return_tokens_as_token_ids": "as in chats",
@@ -93,18 +151,36 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
     "/generate": {
         "text, input_ids": "honoured: exactly one of them, one prompt or a list",
         "sampling_params": "honoured, the same for all prompts; a list is refused",
-        "rid": "honoured: the name by which the request can be aborted; with several answers, each appends its number. A list is refused.",
+        "rid": (
+            "honoured: the name by which the request can be aborted; with several answers, "
+            "each "
+            "appends its number. A list is refused."
+        ),
         "return_logprob": "honoured: `output_token_logprobs`",
-        "top_logprobs_num": "honoured, 0 to 20: `output_top_logprobs`; without `return_logprob` it is refused",
+        "top_logprobs_num": (
+            "honoured, 0 to 20: `output_top_logprobs`; without `return_logprob` it is refused"
+        ),
         "return_text_in_logprobs": "honoured",
-        "skip_special_tokens, no_stop_trim": "in `sampling_params`, honoured: the text holds special tokens, or what ended the answer",
-        "spaces_between_special_tokens, stop_regex": "in `sampling_params`: the first changes nothing, the second must be empty",
-        "logprob_start_len": "honoured from 0 on, with `return_logprob`: `input_token_logprobs` from there; asks of the engine to score prompts. -1 is none",
+        "skip_special_tokens, no_stop_trim": (
+            "in `sampling_params`, honoured: the text holds "
+            "special tokens, or what ended the answer"
+        ),
+        "spaces_between_special_tokens, stop_regex": (
+            "in `sampling_params`: the first changes nothing, the second must be empty"
+        ),
+        "logprob_start_len": (
+            "honoured from 0 on, with `return_logprob`: `input_token_logprobs` "
+            "from there; asks of the engine to score prompts. -1 is none"
+        ),
         "stream": "honoured; each frame says all so far",
     },
     "/inference/v1/generate": {
         "token_ids": "honoured: one prompt",
-        "sampling_params": "honoured, under the names of chats, with `n`, `max_tokens` (default: all the room there is), `logprobs`, `prompt_logprobs` and `structured_outputs`. What is about text is ignored",
+        "sampling_params": (
+            "honoured, under the names of chats, with `n`, `max_tokens` (default: "
+            "all the room there is), `logprobs`, `prompt_logprobs` and `structured_outputs`. What "
+            "is about text is ignored"
+        ),
         "request_id": "honoured: the name by which the request can be aborted",
         "return_token_ids": "honoured: `prompt_token_ids`",
         "output_mode": "`tokens` only",
@@ -113,47 +189,114 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
     "/v1/responses": {
         "model, input, instructions": "read",
         "max_output_tokens, temperature, top_p": "read; default: the session's",
-        "seed, stop, stop_token_ids, top_k, min_p, min_tokens, ignore_eos, frequency_penalty, presence_penalty, repetition_penalty, logit_bias": "extras, [as in chats](gateway.md#sampling-in-every-dialect)",
-        "structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar": "extras, as in chats; one of them, or `text.format`",
-        "return_token_ids": "extra: the finished response has `prompt_token_ids`, `token_ids` and `weight_versions`",
+        (
+            "seed, stop, stop_token_ids, top_k, min_p, min_tokens, ignore_eos, frequency_penalty, "
+            "presence_penalty, repetition_penalty, logit_bias"
+        ): ("extras, [as in chats](gateway.md#sampling-in-every-dialect)"),
+        "structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar": (
+            "extras, as in chats; one of them, or `text.format`"
+        ),
+        "return_token_ids": (
+            "extra: the finished response has `prompt_token_ids`, `token_ids` and `weight_versions`"
+        ),
         "return_tokens_as_token_ids": "extra, as in chats",
-        "tools": "types `function` and `custom`, whose calls come back as `custom_tool_call`; `strict` as in chats. Other types are left out.",
-        "tool_choice": '`none`, `auto`, `required`, `{"type": "function", "name": ...}`, the same of a `custom` tool, `allowed_tools`; others are refused',
+        "tools": (
+            "types `function` and `custom`, whose calls come back as `custom_tool_call`; "
+            "`strict` as in chats. Other types are left out."
+        ),
+        "tool_choice": (
+            '`none`, `auto`, `required`, `{"type": "function", "name": ...}`, the same '
+            "of a `custom` tool, `allowed_tools`; others are refused"
+        ),
         "parallel_tool_calls": "false ends the answer with its first call",
-        "text.format": "`text`, `json_object`, `json_schema`: what the answer must match; [with tools](gateway.md#chat-completions) it may be calls instead.",
+        "text.format": (
+            "`text`, `json_object`, `json_schema`: what the answer must match; [with "
+            "tools](gateway.md#chat-completions) it may be calls instead."
+        ),
         "text.verbosity": "given to the chat template as `verbosity`",
-        "reasoning.effort": "given to the chat template as `reasoning_effort`; a template that does not know that name ignores it",
-        "reasoning.summary": "accepted: the reasoning is told in full, as the item's `content`; `summary` stays empty",
-        "chat_template_kwargs, enable_thinking": "extra: names for the template, such as `enable_thinking`, which may also stand alone",
-        "include": "`message.output_text.logprobs`, and `reasoning.encrypted_content`, which changes nothing; others are passed over",
+        "reasoning.effort": (
+            "given to the chat template as `reasoning_effort`; a template that "
+            "does not know that name ignores it"
+        ),
+        "reasoning.summary": (
+            "accepted: the reasoning is told in full, as the item's `content`; "
+            "`summary` stays empty"
+        ),
+        "chat_template_kwargs, enable_thinking": (
+            "extra: names for the template, such as `enable_thinking`, which may also stand alone"
+        ),
+        "include": (
+            "`message.output_text.logprobs`, and `reasoning.encrypted_content`, which "
+            "changes nothing; others are passed over"
+        ),
         "top_logprobs": "0 to 20 alternatives; asks for log-probabilities too",
         "stream, stream_options": "read; frames are not padded",
         "truncation": "`auto` is passed over: an input that does not fit is refused",
-        "previous_response_id, conversation": "what the request goes on from: a response or a conversation [that the session keeps](responses.md); another is 404",
+        "previous_response_id, conversation": (
+            "what the request goes on from: a response or a "
+            "conversation [that the session keeps](responses.md); another is 404"
+        ),
         "store": "`false`: the response is not kept",
-        "prompt, background": "refused: there are no stored prompts, and a response is kept when it is whole; `background: false` is none",
+        "prompt, background": (
+            "refused: there are no stored prompts, and a response is kept when "
+            "it is whole; `background: false` is none"
+        ),
         "metadata, user, safety_identifier, prompt_cache_key": "given back, and otherwise ignored",
         "prompt_cache_options, max_tool_calls": "no effect",
         "n, response_format": "refused, with what to send instead; `n` may be 1",
     },
     "/v1/messages": {
         "model": "must be the name of the served model",
-        "max_tokens": "required, 1 or more; bounds thinking and text together; more than the room is lowered to it",
-        "messages": "roles `user`, `assistant`, `system`; see [blocks](messages.md#messages). Where the last is the assistant's, the answer goes on with its text and holds what is new; that text is never trained",
+        "max_tokens": (
+            "required, 1 or more; bounds thinking and text together; more than the room "
+            "is lowered to it"
+        ),
+        "messages": (
+            "roles `user`, `assistant`, `system`; see [blocks](messages.md#messages). "
+            "Where the last is the assistant's, the answer goes on with its text and holds what "
+            "is new; that text is never trained"
+        ),
         "system": "a text or blocks of text; the first message of the chat",
-        "temperature": "0, or 0.0001 to 1000; newer SDKs send this and the next two by `extra_body`",
+        "temperature": (
+            "0, or 0.0001 to 1000; newer SDKs send this and the next two by `extra_body`"
+        ),
         "top_p": "above 0, up to 1",
         "top_k": "0 and -1 keep all tokens",
-        "stop_sequences": "up to 16, none empty; the answer ends before the first that is completed",
+        "stop_sequences": (
+            "up to 16, none empty; the answer ends before the first that is completed"
+        ),
         "stream": "[events](messages.md#answers) instead of one message",
-        "tools": "`name`, `description`, `input_schema`; `strict` as in chats. Tools of Anthropic's own types are left out",
-        "tool_choice": "`auto`, `any`, `tool` with a `name`, `none`; `disable_parallel_tool_use` ends the answer with its first call. `any` and `tool` sample the call under a grammar",
-        "thinking": "`enabled` and `disabled` are the template's option `enable_thinking`, `adaptive` leaves it to the template; a template that does not read the option writes what it always writes. `budget_tokens` and `display` have no effect: the thinking is shown as it is",
-        "output_config": "`format` with a JSON schema: the answer is sampled under it, or [calls a tool instead](gateway.md#chat-completions). `effort` is the template's option `reasoning_effort`",
+        "tools": (
+            "`name`, `description`, `input_schema`; `strict` as in chats. Tools of "
+            "Anthropic's own types are left out"
+        ),
+        "tool_choice": (
+            "`auto`, `any`, `tool` with a `name`, `none`; `disable_parallel_tool_use` "
+            "ends the answer with its first call. `any` and `tool` sample the call under a grammar"
+        ),
+        "thinking": (
+            "`enabled` and `disabled` are the template's option `enable_thinking`, "
+            "`adaptive` leaves it to the template; a template that does not read the option "
+            "writes what it always writes. `budget_tokens` and `display` have no effect: the "
+            "thinking is shown as it is"
+        ),
+        "output_config": (
+            "`format` with a JSON schema: the answer is sampled under it, or [calls "
+            "a "
+            "tool instead](gateway.md#chat-completions). `effort` is the template's option "
+            "`reasoning_effort`"
+        ),
         "output_format": "the older name of `output_config.format`; both at once are refused",
         "seed, min_p, min_tokens": "ours, by the SDK's `extra_body`; as in chat completions",
-        "thread": "refused with the code by which the SDK's tool runner knows to send whole conversations, and goes on",
-        "return_token_ids": "ours: the message also holds `prompt_token_ids`, `token_ids` and `weight_versions`; in a stream the first comes with `message_start`, the others with `message_delta`",
+        "thread": (
+            "refused with the code by which the SDK's tool runner knows to send whole "
+            "conversations, and goes on"
+        ),
+        "return_token_ids": (
+            "ours: the message also holds `prompt_token_ids`, `token_ids` and "
+            "`weight_versions`; in a stream the first comes with `message_start`, the others with "
+            "`message_delta`"
+        ),
     },
 }
 
@@ -168,16 +311,30 @@ def page() -> str:
 
 
 def _parameter(parameter: Parameter) -> str:
-    names = [f"`{name}`" if (name := parameter.names.get(api)) else "" for api in (Api.OPENAI, Api.ANTHROPIC, Api.NATIVE)]
+    names = [
+        f"`{name}`" if (name := parameter.names.get(api)) else ""
+        for api in (Api.OPENAI, Api.ANTHROPIC, Api.NATIVE)
+    ]
     shapes = "truncates" if parameter.truncates else "yes" if parameter.reshapes else ""
-    default = "" if parameter.default in (None, ()) or parameter.name in ("max_tokens", "seed") else f"`{json.dumps(parameter.default)}`"
+    default = (
+        ""
+        if parameter.default in (None, ()) or parameter.name in ("max_tokens", "seed")
+        else f"`{json.dumps(parameter.default)}`"
+    )
     values = (
         ""
         if parameter.range is None
-        else str(parameter.range).replace("2147483647", "2^31 - 1").replace("18446744073709551615", "2^64 - 1")
+        else str(parameter.range)
+        .replace("2147483647", "2^31 - 1")
+        .replace("18446744073709551615", "2^64 - 1")
     )
     return _row(
-        *names, values, default, shapes, "" if parameter.feature is None else parameter.feature.value, NOTES.get(parameter.name, "")
+        *names,
+        values,
+        default,
+        shapes,
+        "" if parameter.feature is None else parameter.feature.value,
+        NOTES.get(parameter.name, ""),
     )
 
 
@@ -187,15 +344,30 @@ def _table(path: str, body: type[BaseModel]) -> Iterator[str]:
     sentences = SENTENCES[path]
     for key, sentence in sentences.items():
         names = re.findall(r"[a-z_]+", key)
-        types = dict.fromkeys(_type(schema["properties"][name], schema) for name in names if name in schema["properties"])
-        yield _row(", ".join(f"`{each}`" for each in key.split(", ")) if _is_list(key) else key, ", ".join(filter(None, types)), sentence)
-    spoken_of = {name for key in sentences for name in re.findall(r"[a-z_]+", key)} | GRAMMARS | set(EVERYWHERE) | _names_of_parameters()
+        types = dict.fromkeys(
+            _type(schema["properties"][name], schema)
+            for name in names
+            if name in schema["properties"]
+        )
+        yield _row(
+            ", ".join(f"`{each}`" for each in key.split(", ")) if _is_list(key) else key,
+            ", ".join(filter(None, types)),
+            sentence,
+        )
+    spoken_of = (
+        {name for key in sentences for name in re.findall(r"[a-z_]+", key)}
+        | GRAMMARS
+        | set(EVERYWHERE)
+        | _names_of_parameters()
+    )
     if missing := body.model_fields.keys() - spoken_of:
         raise SystemExit(f"tools/fields.py says nothing of {sorted(missing)} of {path}")
 
 
 def _names_of_parameters() -> set[str]:
-    return {name for parameter in PARAMETERS.values() for name in parameter.names.values()} | set(NativeSampling.model_fields)
+    return {name for parameter in PARAMETERS.values() for name in parameter.names.values()} | set(
+        NativeSampling.model_fields
+    )
 
 
 def _is_list(key: str) -> bool:
@@ -207,7 +379,14 @@ def _type(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
     if "$ref" in schema:
         return _type(whole["$defs"][schema["$ref"].rpartition("/")[2]], whole)
     if "anyOf" in schema or "oneOf" in schema:
-        return " or ".join(dict.fromkeys(filter(None, (_type(one, whole) for one in schema.get("anyOf", schema.get("oneOf", ()))))))
+        return " or ".join(
+            dict.fromkeys(
+                filter(
+                    None,
+                    (_type(one, whole) for one in schema.get("anyOf", schema.get("oneOf", ()))),
+                )
+            )
+        )
     if "const" in schema or "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     words = {"string": "text", "integer": "whole number", "boolean": "true or false", "null": ""}
@@ -216,11 +395,23 @@ def _type(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
 
 
 def _not_read() -> Iterator[str]:
-    yield "\n## Passed over\n\nThey cannot change the text that is asked for. The head of the answer names them (`x-midflight-ignored`), and the counter\n"
-    yield "`midflight_ignored_fields` counts them by route and field, names that are in no table here as `other`.\n\n"
+    yield (
+        "\n## Passed over\n\nThey cannot change the text that is asked for. The head of the "
+        "answer names them (`x-midflight-ignored`), and the counter\n"
+    )
+    yield (
+        "`midflight_ignored_fields` counts them by route and field, names that are in no table "
+        "here as `other`.\n\n"
+    )
     yield "| field | why | with `gateway.strict` |\n|---|---|---|\n"
-    for name, reason in sorted({**policy.IGNORED, **policy.HARMLESS, **policy.HARMLESS_MESSAGES}.items()):
-        harmless = [where for where, table in (("", policy.HARMLESS), (" in messages", policy.HARMLESS_MESSAGES)) if name in table]
+    for name, reason in sorted(
+        {**policy.IGNORED, **policy.HARMLESS, **policy.HARMLESS_MESSAGES}.items()
+    ):
+        harmless = [
+            where
+            for where, table in (("", policy.HARMLESS), (" in messages", policy.HARMLESS_MESSAGES))
+            if name in table
+        ]
         yield _row(f"`{name}`", reason, f"passed over{harmless[0]}" if harmless else "refused")
     for body, place in (
         (ClientTool, "tools"),
@@ -230,9 +421,18 @@ def _not_read() -> Iterator[str]:
         (ReasoningBody, "reasoning"),
     ):
         for name, reason in {**body.ignored, **body.harmless}.items():
-            yield _row(f"`{place}.{name}`", reason, "passed over" if name in body.harmless else "refused")
-    yield f"\nTools of these types are left out of the prompt, with or without a date behind: {', '.join(f'`{name}`' for name in policy.TOOLS)}; so are those of types that are\nnot known here.\n"
-    yield "\n## Refused\n\nThey would change the text, or promise what no answer here has. The values that ask for nothing are accepted; `null` is as good as absent\neverywhere.\n\n"
+            yield _row(
+                f"`{place}.{name}`", reason, "passed over" if name in body.harmless else "refused"
+            )
+    yield (
+        "\nTools of these types are left out of the prompt, with or without a date behind: "
+        f"{', '.join(f'`{name}`' for name in policy.TOOLS)}; so are those of types that are\nnot "
+        "known here.\n"
+    )
+    yield (
+        "\n## Refused\n\nThey would change the text, or promise what no answer here has. The "
+        "values that ask for nothing are accepted; `null` is as good as absent\neverywhere.\n\n"
+    )
     yield "| field | value that asks for nothing | instead |\n|---|---|---|\n"
     for name in sorted({*policy.NEUTRAL, *policy.REFUSED}):
         neutral = " or ".join(f"`{json.dumps(value)}`" for value in policy.NEUTRAL.get(name, ()))
@@ -241,11 +441,16 @@ def _not_read() -> Iterator[str]:
 
 def _errors() -> Iterator[str]:
     """By status and code, each with the class that has it; two of one code are one row."""
-    yield "\n## Errors\n\nBy the classes of [errors.py](../src/midflight/errors.py). Where trying again can help there is `Retry-After`.\n\n"
+    yield (
+        "\n## Errors\n\nBy the classes of [errors.py](../src/midflight/errors.py). Where trying "
+        "again can help there is `Retry-After`.\n\n"
+    )
     yield "| status | `code` | errors | worth trying again |\n|---|---|---|---|\n"
     found: dict[tuple[int, str, bool], list[str]] = {}
     for error in _answered(MidflightError):
-        found.setdefault((error.status, error.code, error.retryable), []).append(f"`{error.__name__}`")
+        found.setdefault((error.status, error.code, error.retryable), []).append(
+            f"`{error.__name__}`"
+        )
     for (status, code, retryable), names in sorted(found.items()):
         yield _row(str(status), f"`{code}`", ", ".join(names), "yes" if retryable else "")
 

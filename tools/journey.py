@@ -1,15 +1,19 @@
 """What a streamed chat passes: modules of `src`, functions, and calls for each token.
 
-    python tools/journey.py [DIR]        of this checkout, or of another: every module with its calls a token
+    python tools/journey.py [DIR]        of this checkout, or of another: every module with its
+    calls a token
 
-One request for 32 tokens over a real socket, to the processes of `midflight rollouts`: through the gateway, over the wire to the process
-of an embedded engine, back, out as server-sent events, and into the store (SQLite). Counted are the calls that `sys.setprofile` reports,
-in all threads of all processes, from the request until everything is quiet again, where the function's source is under `src/midflight`.
-A coroutine or generator that goes on after a wait counts again, as `sys.setprofile` has it.
+One request for 32 tokens over a real socket, to the processes of `midflight rollouts`: through the
+gateway, over the wire to the process of an embedded engine, back, out as server-sent events, and
+into the store (SQLite). Counted are the calls that `sys.setprofile` reports, in all threads of all
+processes, from the request until everything is quiet again, where the function's source is under
+`src/midflight`. A coroutine or generator that goes on after a wait counts again, as
+`sys.setprofile` has it.
 
-What the processes do without a request, such as looking at their engines' health, is measured first and left out, and so is what only
-some requests call. A step of the engine takes some milliseconds, so that every token passes on its own. On a busy machine some pass
-together, which saves calls: therefore the request with the most calls counts, the first one aside.
+What the processes do without a request, such as looking at their engines' health, is measured first
+and left out, and so is what only some requests call. A step of the engine takes some milliseconds,
+so that every token passes on its own. On a busy machine some pass together, which saves calls:
+therefore the request with the most calls counts, the first one aside.
 """
 
 from __future__ import annotations
@@ -39,12 +43,23 @@ IDLE_SECONDS = 2.5
 QUIET_SECONDS = 0.02
 QUIET_CALLS = 8
 QUIET_TIMES = 5
-"""So often in a row there were no more calls in so many seconds: the journey has ended, only watches are left."""
+"""So often in a row there were no more calls in so many seconds: the journey has ended, only
+watches are left.
+"""
 STALL_SECONDS = 120.0
-"""A process that starts and does nothing for so long will not come up. One that is slow is waited for."""
+"""A process that starts and does nothing for so long will not come up. One that is slow is waited
+for.
+"""
 SOURCES = "MIDFLIGHT_JOURNEY_SOURCES"
 SOCKET = "MIDFLIGHT_JOURNEY_SOCKET"
-SIZES = {"hidden_size": 512, "intermediate_size": 8192, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_context": 256}
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 8192,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "max_context": 256,
+}
 CONFIG = f"""
 [run]
 name = "journey"
@@ -85,7 +100,9 @@ class Journey:
 
 
 def measure(root: Path) -> Journey:
-    """Waits for three processes to start, and for the requests: fifteen seconds. Ended by one that stands still, or a request's time-out."""
+    """Waits for three processes to start, and for the requests: fifteen seconds. Ended by one that
+    stands still, or a request's time-out.
+    """
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         counters = stack.enter_context(Counters.listening(folder / "counters"))
@@ -94,22 +111,38 @@ def measure(root: Path) -> Journey:
         time.sleep(IDLE_SECONDS)
         idle = counters.stop()
         requests = [_request(endpoint, counters) for _ in range(NUM_REQUESTS)][1:]
-    journeys = [Counter({function: n for function, n in calls.items() if n > 2 * idle[function]}) for calls in requests]
+    journeys = [
+        Counter({function: n for function, n in calls.items() if n > 2 * idle[function]})
+        for calls in requests
+    ]
     always = set.intersection(*map(set, journeys))
-    return Journey(max((Counter({f: n for f, n in calls.items() if f in always}) for calls in journeys), key=Counter.total))
+    return Journey(
+        max(
+            (Counter({f: n for f, n in calls.items() if f in always}) for calls in journeys),
+            key=Counter.total,
+        )
+    )
 
 
-# --- The processes ---------------------------------------------------------------------------------------------------
+# --- The processes --------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _running(root: Path, folder: Path) -> Generator[dict[str, str]]:
-    """`midflight rollouts` on a new model, each of its processes with a counter; yields what `endpoint.json` says."""
+    """`midflight rollouts` on a new model, each of its processes with a counter; yields what
+    `endpoint.json` says.
+    """
     (folder / "journey.toml").write_text(CONFIG)
     (folder / "sitecustomize.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport journey\njourney.count()\n"
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport "
+        "journey\njourney.count()\n"
     )
-    plain = {**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    plain = {
+        **os.environ,
+        "PYTHONPATH": str(root / "src"),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     counted = {
         **plain,
         "PYTHONPATH": f"{folder}:{root / 'src'}",
@@ -118,9 +151,26 @@ def _running(root: Path, folder: Path) -> Generator[dict[str, str]]:
     }
     command = [sys.executable, "-m", "midflight"]
     sizes = [word for size, value in SIZES.items() for word in ("--set", f"model.{size}={value}")]
-    subprocess.run([*command, "new-model", "model", *sizes], cwd=folder, env=plain, check=True, capture_output=True)
-    rollouts = [*command, "rollouts", "journey.toml", "--folder", "run", "--set", "model.path=model"]
-    with (folder / "said").open("wb") as said, subprocess.Popen(rollouts, cwd=folder, env=counted, stdout=said, stderr=said) as process:
+    subprocess.run(
+        [*command, "new-model", "model", *sizes],
+        cwd=folder,
+        env=plain,
+        check=True,
+        capture_output=True,
+    )
+    rollouts = [
+        *command,
+        "rollouts",
+        "journey.toml",
+        "--folder",
+        "run",
+        "--set",
+        "model.path=model",
+    ]
+    with (
+        (folder / "said").open("wb") as said,
+        subprocess.Popen(rollouts, cwd=folder, env=counted, stdout=said, stderr=said) as process,
+    ):
         try:
             yield _endpoint(process, folder)
         except BaseException:
@@ -142,13 +192,20 @@ def _endpoint(process: subprocess.Popen[bytes], folder: Path) -> dict[str, str]:
     return json.loads((folder / "run" / "endpoint.json").read_text())
 
 
-# --- A request -------------------------------------------------------------------------------------------------------
+# --- A request ------------------------------------------------------------------------------------
 
 
 def _request(endpoint: dict[str, str], counters: Counters) -> Calls:
     """The chat of a claimed rollout. Claiming it is not counted."""
     address = urlsplit(endpoint["url"]).netloc
-    (claim,) = json.loads(_post(address, "/midflight/v1/claims", {"max": 1, "wait_seconds": 60}, endpoint["control_token"]))
+    (claim,) = json.loads(
+        _post(
+            address,
+            "/midflight/v1/claims",
+            {"max": 1, "wait_seconds": 60},
+            endpoint["control_token"],
+        )
+    )
     counters.quiet()
     chat = {
         "model": "policy",
@@ -158,7 +215,9 @@ def _request(endpoint: dict[str, str], counters: Counters) -> Calls:
         "ignore_eos": True,
     }
     counters.start()
-    events = _post(address, urlsplit(claim["base_url"]).path + "/chat/completions", chat, claim["api_key"])
+    events = _post(
+        address, urlsplit(claim["base_url"]).path + "/chat/completions", chat, claim["api_key"]
+    )
     calls = counters.stop()
     assert events.rstrip().endswith(b"data: [DONE]"), events[-500:]
     return calls
@@ -167,7 +226,12 @@ def _request(endpoint: dict[str, str], counters: Counters) -> Calls:
 def _post(address: str, path: str, body: dict[str, Any], token: str) -> bytes:
     connection = http.client.HTTPConnection(address, timeout=60)
     with contextlib.closing(connection):
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", "Authorization": f"Bearer {token}"})
+        connection.request(
+            "POST",
+            path,
+            json.dumps(body),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {token}"},
+        )
         answer = connection.getresponse()
         said = answer.read()
     if answer.status != 200:
@@ -175,7 +239,7 @@ def _post(address: str, path: str, body: dict[str, Any], token: str) -> bytes:
     return said
 
 
-# --- Counting --------------------------------------------------------------------------------------------------------
+# --- Counting -------------------------------------------------------------------------------------
 
 
 class Counters:
@@ -248,7 +312,10 @@ def count() -> None:
             calls.clear()
         elif asked == "stop":
             on = False
-            return [(c.co_filename.removeprefix(sources + "/"), c.co_firstlineno, c.co_qualname, n) for c, n in list(calls.items())]
+            return [
+                (c.co_filename.removeprefix(sources + "/"), c.co_firstlineno, c.co_qualname, n)
+                for c, n in list(calls.items())
+            ]
         on = True
         return calls.total()
 
@@ -269,4 +336,7 @@ if __name__ == "__main__":
     found = measure(Path(sys.argv[1]).resolve() if sys.argv[1:] else Path(__file__).parents[1])
     for file, number in found.modules.most_common():
         sys.stdout.write(f"{number / NUM_TOKENS:8.1f} {file}\n")
-    sys.stdout.write(f"{len(found.modules)} modules, {len(found.calls)} functions, {found.calls_per_token:.0f} calls a token\n")
+    sys.stdout.write(
+        f"{len(found.modules)} modules, {len(found.calls)} functions, {found.calls_per_token:.0f} "
+        "calls a token\n"
+    )

@@ -1,13 +1,14 @@
 """Locks: the exact versions that each environment of the Makefile is installed with.
 
-    python tools/lock.py                    # every lock again, with the versions that it has where they still fit
-    python tools/lock.py midflight site     # these alone
-    python tools/lock.py --upgrade          # the newest versions that fit
-    python tools/lock.py sglang --release 0.5.22 --into FILE    # of another release of a server, beside the lock
+    python tools/lock.py                    # every lock again, with the versions that it has where
+    they still fit python tools/lock.py midflight site     # these alone python tools/lock.py
+    --upgrade          # the newest versions that fit python tools/lock.py sglang --release 0.5.22
+    --into FILE    # of another release of a server, beside the lock
 
-A lock is a file of constraints (`pip install -c`): it says which version a package has if it is installed, and installs nothing. One lock
-holds for Python 3.11 to 3.13 on Linux. uv resolves it (`pyproject.toml`, `[tool.uv]`, says for which machines, and what torch's CPU build
-needs: resolved from the registry, torch brings CUDA along).
+A lock is a file of constraints (`pip install -c`): it says which version a package has if it is
+installed, and installs nothing. One lock holds for Python 3.11 to 3.13 on Linux. uv resolves it
+(`pyproject.toml`, `[tool.uv]`, says for which machines, and what torch's CPU build needs: resolved
+from the registry, torch brings CUDA along).
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ PYTHONS = ("3.11", "3.12", "3.13")
 MACHINES = ("x86_64", "aarch64")
 TORCH = "torch==2.13.0"
 """The release whose CPU build every environment with torch has."""
-HEAD = "# Constraints for `pip install -c`; made by `make locks`, not by hand. Python 3.11 to 3.13 on Linux.\n"
+HEAD = (
+    "# Constraints for `pip install -c`; made by `make locks`, not by hand. Python 3.11 to "
+    "3.13 "
+    "on Linux.\n"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,9 @@ class Lock:
     extras: tuple[str, ...] = ()
     """Of `pyproject.toml`."""
     server: bool = False
-    """Its source names every package that is installed, without what those want: a server's CPU build pins or wants what a CPU has no use for."""
+    """Its source names every package that is installed, without what those want: a server's CPU
+    build pins or wants what a CPU has no use for.
+    """
 
     @property
     def path(self) -> Path:
@@ -55,7 +62,11 @@ class Lock:
 
 
 ENVIRONMENTS = (
-    Lock("midflight", ("pyproject.toml", "tools/requirements-tools.txt"), extras=("demo", "test", "lint", "ray")),
+    Lock(
+        "midflight",
+        ("pyproject.toml", "tools/requirements-tools.txt"),
+        extras=("demo", "test", "lint", "ray"),
+    ),
     Lock("site", ("tools/requirements-site.txt",)),
     Lock("ops", ("ops/requirements.txt",)),
     Lock("clients", ("tests/clients/requirements.txt",)),
@@ -81,11 +92,22 @@ JAVASCRIPT = ("tests/clients/javascript", "tests/coding_agents")
 def main() -> None:
     parser = argparse.ArgumentParser(description="Makes the locks of the Makefile's environments.")
     parser.add_argument("names", nargs="*", help="of locks; all of them by default")
-    parser.add_argument("--upgrade", action="store_true", help="take the newest versions that fit, not those that stand in the lock")
     parser.add_argument(
-        "--release", default="", help="of the server whose lock is named, in the place of the one in its source; `newest` is one"
+        "--upgrade",
+        action="store_true",
+        help="take the newest versions that fit, not those that stand in the lock",
     )
-    parser.add_argument("--into", type=Path, help="the file that is written in the place of the lock")
+    parser.add_argument(
+        "--release",
+        default="",
+        help=(
+            "of the server whose lock is named, in the place of the one in its source; `newest` "
+            "is one"
+        ),
+    )
+    parser.add_argument(
+        "--into", type=Path, help="the file that is written in the place of the lock"
+    )
     given = parser.parse_args()
     names = [lock.name for lock in ENVIRONMENTS] + list(JAVASCRIPT)
     if unknown := set(given.names) - set(names):
@@ -102,31 +124,55 @@ def main() -> None:
 
 
 def make(lock: Lock, into: Path, *, upgrade: bool, release: str = "") -> None:
-    """Writes the lock again. `release` is of a server. Waits for uv; `SystemExit` with its words where nothing fits."""
+    """Writes the lock again. `release` is of a server. Waits for uv; `SystemExit` with its words
+    where nothing fits.
+    """
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "lock.txt"
         torch = Path(folder) / "torch.txt"
         torch.write_text(TORCH + "\n")
         if lock.path.exists() and not upgrade and not release:
             shutil.copy(lock.path, written)
-        command = [uv(), "pip", "compile", "--quiet", "--universal", "--python-version", PYTHONS[0], "--no-annotate", "--no-header"]
+        command = [
+            uv(),
+            "pip",
+            "compile",
+            "--quiet",
+            "--universal",
+            "--python-version",
+            PYTHONS[0],
+            "--no-annotate",
+            "--no-header",
+        ]
         command += ["--strip-extras", "--no-emit-index-url", "--output-file", str(written)]
         command += ["--override" if lock.server else "--constraint", str(torch)]
         command += [word for extra in lock.extras for word in ("--extra", extra)]
         sources = [with_release(ROOT / source, release, into) for source in lock.sources]
-        done = subprocess.run([*command, *map(str, sources)], cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, *map(str, sources)], cwd=ROOT, capture_output=True, text=True, check=False
+        )
         if done.returncode != 0:
             raise SystemExit(f"locking {lock.name}: uv found nothing that fits.\n{done.stderr}")
-        found = [Requirement(line) for line in written.read_text().splitlines() if line and not line.startswith("#")]
+        found = [
+            Requirement(line)
+            for line in written.read_text().splitlines()
+            if line and not line.startswith("#")
+        ]
     if lock.server:
-        wanted = {canonicalize_name(one.name) for source in lock.sources for one in requirements(ROOT / source)}
+        wanted = {
+            canonicalize_name(one.name)
+            for source in lock.sources
+            for one in requirements(ROOT / source)
+        }
         found = [one for one in found if canonicalize_name(one.name) in wanted]
     lines = [line for one in found if (line := pinned(one)) is not None]
     into.write_text(HEAD + "".join(f"{line}\n" for line in lines))
 
 
 def with_release(source: Path, release: str, into: Path) -> Path:
-    """The source, or a copy beside the lock whose server, the one package besides torch that is pinned there, has another release."""
+    """The source, or a copy beside the lock whose server, the one package besides torch that is
+    pinned there, has another release.
+    """
     if not release:
         return source
     lines: list[str] = []
@@ -134,7 +180,8 @@ def with_release(source: Path, release: str, into: Path) -> Path:
         if one.name == "torch" or not one.specifier:
             lines.append(str(one))
         elif release == "newest":
-            # With no bound, uv may go back to a release of years ago whose own requirements are fewer.
+            # With no bound, uv may go back to a release of years ago whose own requirements are
+            # fewer.
             lines.append(str(one).replace("==", ">="))
         else:
             lines.append(f"{one.name}=={release}")
@@ -150,8 +197,12 @@ def uv() -> str:
 
 
 def pinned(found: Requirement) -> str | None:
-    """A line of a lock: without a marker where it holds on every machine and Python that we speak of, none where on no one."""
-    where = [found.marker is None or found.marker.evaluate(environment) for environment in environments()]
+    """A line of a lock: without a marker where it holds on every machine and Python that we speak
+    of, none where on no one.
+    """
+    where = [
+        found.marker is None or found.marker.evaluate(environment) for environment in environments()
+    ]
     if not any(where):
         return None
     pin = f"{canonicalize_name(found.name)}{found.specifier}"
@@ -160,9 +211,13 @@ def pinned(found: Requirement) -> str | None:
 
 def short(marker: Marker | None) -> str:
     """The shortest marker by Python and machine that holds where this one does."""
-    holds = {key: marker is None or marker.evaluate(environment) for key, environment in keyed().items()}
+    holds = {
+        key: marker is None or marker.evaluate(environment) for key, environment in keyed().items()
+    }
     pythons = [python for python in PYTHONS if any(holds[python, machine] for machine in MACHINES)]
-    machines = [machine for machine in MACHINES if any(holds[python, machine] for python in PYTHONS)]
+    machines = [
+        machine for machine in MACHINES if any(holds[python, machine] for python in PYTHONS)
+    ]
     said: list[str] = []
     if len(pythons) < len(PYTHONS):
         said.append(" or ".join(f"python_version == '{python}'" for python in pythons))
@@ -200,9 +255,14 @@ def requirements(source: Path) -> list[Requirement]:
 
 
 def requirements_of_project(extras: Sequence[str]) -> list[Requirement]:
-    """What `pyproject.toml` asks for with these extras; an extra that stands for others is replaced by what it stands for."""
+    """What `pyproject.toml` asks for with these extras; an extra that stands for others is replaced
+    by what it stands for.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    by_extra = {name: [Requirement(line) for line in lines] for name, lines in project["optional-dependencies"].items()}
+    by_extra = {
+        name: [Requirement(line) for line in lines]
+        for name, lines in project["optional-dependencies"].items()
+    }
     waiting = [Requirement(line) for line in project["dependencies"]]
     for name in extras:
         waiting += by_extra[name]
@@ -226,7 +286,15 @@ def make_javascript(folder: Path, *, upgrade: bool) -> None:
     lock = folder / "package-lock.json"
     if upgrade:
         lock.unlink(missing_ok=True)
-    command = ["npm", "install", "--package-lock-only", "--omit-lockfile-registry-resolved", "--ignore-scripts", "--no-audit", "--no-fund"]
+    command = [
+        "npm",
+        "install",
+        "--package-lock-only",
+        "--omit-lockfile-registry-resolved",
+        "--ignore-scripts",
+        "--no-audit",
+        "--no-fund",
+    ]
     subprocess.run([*command, "--loglevel=error"], cwd=folder, check=True, env={**os.environ})
     if re.search(r"https?://[^\"]*\.tgz", lock.read_text()):
         raise SystemExit(f"{lock}: it names addresses of a registry")

@@ -1,9 +1,10 @@
-"""The tests with the newest of everything: says by name what has changed since the lock, and which of it breaks which tests.
+"""The tests with the newest of everything: says by name what has changed since the lock, and which
+of it breaks which tests.
 
     make newest        # a new environment without the lock, and this in it
 
-A package whose newest release breaks tests is found by trying: the tests that failed are run again with each changed package taken back, one at a
-time, to the version of the lock.
+A package whose newest release breaks tests is found by trying: the tests that failed are run again
+with each changed package taken back, one at a time, to the version of the lock.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ def main() -> None:
     for name, (locked, found) in changed.items():
         print(f"{name}: {locked} in the lock, {found} is the newest")
     if not changed:
-        print("nothing has had a release since the lock: `make test` tries the newest of everything already")
+        print(
+            "nothing has had a release since the lock: `make test` tries the newest of everything "
+            "already"
+        )
         return
     failed = run_tests(["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "tests"])
     if not failed:
@@ -36,18 +40,31 @@ def main() -> None:
     blamed = culprits(changed, failed)
     for name, mended in blamed.items():
         locked, found = changed[name]
-        print(f"{name} {found} breaks these tests, which pass with {locked}:\n" + "".join(f"  {test}\n" for test in mended))
+        print(
+            f"{name} {found} breaks these tests, which pass with {locked}:\n"
+            + "".join(f"  {test}\n" for test in mended)
+        )
     if unexplained := failed - {test for tests in blamed.values() for test in tests}:
-        print("these fail with each changed package taken back alone:\n" + "".join(f"  {test}\n" for test in sorted(unexplained)))
+        print(
+            "these fail with each changed package taken back alone:\n"
+            + "".join(f"  {test}\n" for test in sorted(unexplained))
+        )
     sys.exit(1)
 
 
 def drift() -> dict[str, tuple[str, str]]:
-    """The packages of this environment that are not as the lock has them, with both versions; those that we ask for by name come first."""
-    found = {canonicalize_name(one.metadata["Name"]): one.version.partition("+")[0] for one in distributions()}
+    """The packages of this environment that are not as the lock has them, with both versions; those
+    that we ask for by name come first.
+    """
+    found = {
+        canonicalize_name(one.metadata["Name"]): one.version.partition("+")[0]
+        for one in distributions()
+    }
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     locked = {
-        one.name: str(one.specifier)[2:] for one in pins(LOCK.path) if one.marker is None or one.marker.evaluate({"python_version": here})
+        one.name: str(one.specifier)[2:]
+        for one in pins(LOCK.path)
+        if one.marker is None or one.marker.evaluate({"python_version": here})
     }
     ours = {canonicalize_name(one.name) for one in requirements_of_project(LOCK.extras)}
     changed = {
@@ -74,7 +91,9 @@ def run_tests(arguments: Sequence[str]) -> set[str]:
 
 
 def culprits(changed: dict[str, tuple[str, str]], failed: set[str]) -> dict[str, list[str]]:
-    """By package, the tests that pass once it alone is as the lock has it. The environment is left as it was."""
+    """By package, the tests that pass once it alone is as the lock has it. The environment is left
+    as it was.
+    """
     blamed: dict[str, list[str]] = {}
     for name, (locked, newest) in changed.items():
         install(f"{name}=={locked}")
@@ -87,7 +106,16 @@ def culprits(changed: dict[str, tuple[str, str]], failed: set[str]) -> dict[str,
 
 def install(what: str) -> None:
     """This one alone: what it wants stays as it is. A release that cannot be had is passed over."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", what]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        what,
+    ]
     subprocess.run(command, cwd=Path.cwd(), check=False)
 
 

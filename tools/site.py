@@ -1,8 +1,11 @@
-"""What `make docs` does to the pages on their way to the site (hooks of MkDocs; `mkdocs.yml` names this file).
+"""What `make docs` does to the pages on their way to the site (hooks of MkDocs; `mkdocs.yml` names
+this file).
 
-The pages are written to be read in the repository. So links lead to files: to other pages, to those of the root, to sources, tests,
-configurations and folders. On the site each file that a page links to is a page with its text, and each such folder one that lists what
-is in it; a link to something that is not there fails the build. `<!-- site: api -->` becomes what mkdocstrings makes of the public names.
+The pages are written to be read in the repository. So links lead to files: to other pages, to those
+of the root, to sources, tests, configurations and folders. On the site each file that a page links
+to is a page with its text, and each such folder one that lists what is in it; a link to something
+that is not there fails the build. `<!-- site: api -->` becomes what mkdocstrings makes of the
+public names.
 """
 
 from __future__ import annotations
@@ -30,10 +33,20 @@ PAGES = {
 """Pages of the root, by their places on the site."""
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
-LANGUAGES = {".py": "python", ".pyi": "python", ".toml": "toml", ".jsonl": "json", ".json": "json", ".txt": "text", ".yml": "yaml"}
+LANGUAGES = {
+    ".py": "python",
+    ".pyi": "python",
+    ".toml": "toml",
+    ".jsonl": "json",
+    ".json": "json",
+    ".txt": "text",
+    ".yml": "yaml",
+}
 LARGEST = 200_000
 """Bytes of a file that is shown whole."""
-WIDE = ".md-grid { max-width: 80rem; }\n.md-typeset table:not([class]) code { white-space: normal; }\n"
+WIDE = (
+    ".md-grid { max-width: 80rem; }\n.md-typeset table:not([class]) code { white-space: normal; }\n"
+)
 """Room for code of 140 columns and for tables."""
 HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 
@@ -42,7 +55,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages of the root, and a page for each file and folder that any page links to."""
     from mkdocs.structure.files import File
 
-    added = {place: (ROOT / name).read_text() for name, place in PAGES.items() if (ROOT / name).exists()}
+    added = {
+        place: (ROOT / name).read_text() for name, place in PAGES.items() if (ROOT / name).exists()
+    }
     for path in sorted(_linked()):
         added[_place_of(path)] = _shown(path)
     added["site.css"] = WIDE
@@ -56,11 +71,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
     home = _home_of(page.file.src_uri)
     parts = CODE.split(markdown.replace("<!-- site: api -->", _public_names()))
-    return "".join(part if number % 2 else _for_site(part, home, page.file.src_uri) for number, part in enumerate(parts))
+    return "".join(
+        part if number % 2 else _for_site(part, home, page.file.src_uri)
+        for number, part in enumerate(parts)
+    )
 
 
 def _for_site(text: str, home: Path, place: str) -> str:
-    """Links lead to places on the site; a list that follows a line of text has the blank line that Python-Markdown wants."""
+    """Links lead to places on the site; a list that follows a line of text has the blank line that
+    Python-Markdown wants.
+    """
     text = re.sub(r"(?m)^((?![ \t]*(?:[-*] |\d+\. ))\S.*)\n(?=(?:[-*]|1\.) )", r"\1\n\n", text)
 
     def led(found: re.Match[str]) -> str:
@@ -75,13 +95,23 @@ def _for_site(text: str, home: Path, place: str) -> str:
 
 
 def _public_names() -> str:
-    """What mkdocstrings is asked for: each public name of ours where it is defined, then the shipped rewards. Nothing is imported."""
+    """What mkdocstrings is asked for: each public name of ours where it is defined, then the
+    shipped rewards. Nothing is imported.
+    """
     tree = ast.parse((ROOT / "src" / "midflight" / "__init__.py").read_text())
     (homes,) = (
-        ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES"
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES"
     )
     names = [home.replace(":", ".") for home in homes.values() if home.startswith("midflight.")]
-    return "\n\n".join(f"::: {name}" for name in [*sorted(names, key=lambda name: name.rpartition(".")[2].lower()), "midflight.rewards"])
+    return "\n\n".join(
+        f"::: {name}"
+        for name in [
+            *sorted(names, key=lambda name: name.rpartition(".")[2].lower()),
+            "midflight.rewards",
+        ]
+    )
 
 
 def _home_of(place: str) -> Path:
@@ -100,25 +130,43 @@ def _place_of(path: Path) -> str:
 
 
 def _linked() -> Iterator[Path]:
-    """Files and folders outside the pages that a page links to, each once; what a listed folder holds too."""
+    """Files and folders outside the pages that a page links to, each once; what a listed folder
+    holds too.
+    """
     found: set[Path] = set()
-    for page in [ROOT / name for name in PAGES if (ROOT / name).exists()] + sorted((ROOT / "docs").rglob("*.md")):
-        targets = [target.partition("#")[0] for _, target, _ in LINK.findall(CODE.sub("", page.read_text()))]
-        found.update((page.parent / target).resolve() for target in targets if target and "://" not in target)
+    for page in [ROOT / name for name in PAGES if (ROOT / name).exists()] + sorted(
+        (ROOT / "docs").rglob("*.md")
+    ):
+        targets = [
+            target.partition("#")[0]
+            for _, target, _ in LINK.findall(CODE.sub("", page.read_text()))
+        ]
+        found.update(
+            (page.parent / target).resolve() for target in targets if target and "://" not in target
+        )
     for folder in [path for path in found if path.is_dir()]:
         found.update(path for path in folder.iterdir() if _is_shown(path))
     yield from (path for path in found if path.exists() and _place_of(path).startswith("source/"))
 
 
 def _is_shown(path: Path) -> bool:
-    return path.is_file() and not path.name.startswith(".") and path.suffix in LANGUAGES and path.stat().st_size < LARGEST
+    return (
+        path.is_file()
+        and not path.name.startswith(".")
+        and path.suffix in LANGUAGES
+        and path.stat().st_size < LARGEST
+    )
 
 
 def _shown(path: Path) -> str:
     """A page of the site: the text of a file, or what is in a folder."""
     title = f"# {path.relative_to(ROOT).as_posix()}\n\n"
     if path.is_dir():
-        rows = [f"- [{each.name}]({path.name}/{each.name}.md) {_sentence(each)}" for each in sorted(path.iterdir()) if _is_shown(each)]
+        rows = [
+            f"- [{each.name}]({path.name}/{each.name}.md) {_sentence(each)}"
+            for each in sorted(path.iterdir())
+            if _is_shown(each)
+        ]
         return HIDDEN + title + _sentence(path / "__init__.py") + "\n\n" + "\n".join(rows) + "\n"
     text = path.read_text().replace("`" * 6, "")
     return f"{HIDDEN}{title}``````{LANGUAGES.get(path.suffix, 'text')}\n{text}\n``````\n"

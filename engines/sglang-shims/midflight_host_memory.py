@@ -27,7 +27,14 @@ class AllocateWithoutPinning:
             ALLOC_MEMORY_FUNCS["cpu"] = _allocate
 
 
-def _allocate(dims: tuple[int, ...], dtype: object, device: str, pin_memory: bool, allocator: object, **_: object) -> object:
+def _allocate(
+    dims: tuple[int, ...],
+    dtype: object,
+    device: str,
+    pin_memory: bool,
+    allocator: object,
+    **_: object,
+) -> object:
     return allocator.allocate(dims, dtype=dtype, device=device)  # type: ignore[attr-defined]
 
 

@@ -1,7 +1,8 @@
 """Asynchronous reinforcement learning for language-model agents.
 
-The public names are below; everything else may change. They are imported when they are first used, so that `import midflight`
-costs nothing: configuration and commands never need torch, and only `Objective` imports it.
+The public names are below; everything else may change. They are imported when they are first used,
+so that `import midflight` costs nothing: configuration and commands never need torch, and only
+`Objective` imports it.
 
 | name | what it is |
 |---|---|
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
     from midflight.types import Trajectory as Rollout
 
 Reward: TypeAlias = "float | None"
-"""A finite number, or `None` if the rollout cannot be scored: a failure of the infrastructure is never a reward (I10)."""
+"""A finite number, or `None` if the rollout cannot be scored: a failure of the infrastructure is
+never a reward (I10).
+"""
 
 __all__ = [
     "Client",
@@ -77,7 +80,9 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     """Imports a public name from its home, and keeps it."""
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     module, _, attribute = _HOMES[name].partition(":")
     value: object = getattr(import_module(module), attribute)
     globals()[name] = value

@@ -1,4 +1,5 @@
-"""The seconds that a piece of work may take. They stand still while others hold the work up, and a wait under them can be cut.
+"""The seconds that a piece of work may take. They stand still while others hold the work up, and a
+wait under them can be cut.
 
 And times that another process tells, as times of this one's clock.
 """
@@ -13,7 +14,9 @@ from types import TracebackType
 from typing import Final
 
 _LOOK_SHARE = 0.01
-"""Part of the seconds between two looks at `excused` while it grows. The block may end late by this part at most."""
+"""Part of the seconds between two looks at `excused` while it grows. The block may end late by this
+part at most.
+"""
 
 
 _ROUNDING = 1e-9
@@ -31,10 +34,11 @@ class Cut(Exception):
 
 
 class Allowance:
-    """`async with allowance:` ends its block with `Expired` when the seconds are spent, and with `Cut` after `cut`.
+    """`async with allowance:` ends its block with `Expired` when the seconds are spent, and with
+    `Cut` after `cut`.
 
-    One block at a time, any number one after another. The loop's clock runs from the making on, between blocks too; it stands
-    still from `stop` to `start`, both of which are idempotent.
+    One block at a time, any number one after another. The loop's clock runs from the making on,
+    between blocks too; it stands still from `stop` to `start`, both of which are idempotent.
     """
 
     def __init__(
@@ -45,16 +49,20 @@ class Allowance:
         left: Callable[[], float] | None = None,
         moved: Callable[[], bool] | None = None,
     ) -> None:
-        """All three are read whenever the time seems to be up. `excused`: seconds since some fixed instant that do not count. `left`: what is
-        left, in place of this clock's own count; infinite while nothing is spent, and `look` says that it is spent again.
+        """All three are read whenever the time seems to be up. `excused`: seconds since some fixed
+        instant that do not count. `left`: what is left, in place of this clock's own count;
+        infinite while nothing is spent, and `look` says that it is spent again.
 
-        `moved`: whether the work has moved since that was asked last. Then the seconds begin anew; it is asked `LOOKS` times in them.
+        `moved`: whether the work has moved since that was asked last. Then the seconds begin anew;
+        it is asked `LOOKS` times in them.
         """
         self.seconds = seconds
         self._counted = left
         self._moved = moved
         self.expired = False
-        """Whether the end of the seconds has ended a block. True also where the block caught its cancellation and went on."""
+        """Whether the end of the seconds has ended a block. True also where the block caught its
+        cancellation and went on.
+        """
         self._loop = asyncio.get_running_loop()
         self._made = self._loop.time()
         self._begun = self._made
@@ -84,7 +92,9 @@ class Allowance:
         return self._loop.time() - self._made
 
     def look(self) -> None:
-        """To be called when `left` has become finite, or larger. A look that is planned already is early enough for both."""
+        """To be called when `left` has become finite, or larger. A look that is planned already is
+        early enough for both.
+        """
         if self._timer is None:
             self._set_timer()
 
@@ -109,7 +119,9 @@ class Allowance:
             self.start()
 
     def cut(self) -> None:
-        """Ends the block under way with `Cut`, or the next one before it begins. Not to be called from inside the block."""
+        """Ends the block under way with `Cut`, or the next one before it begins. Not to be called
+        from inside the block.
+        """
         self._is_cut = True
         self._end_block()
 
@@ -128,7 +140,12 @@ class Allowance:
         self._set_timer()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Never waits."""
         scope = self._scope
         self._scope = None
@@ -158,7 +175,9 @@ class Allowance:
         if left == math.inf:
             return
         if left > _ROUNDING * self.seconds:
-            self._timer = self._loop.call_later(min(max(left, _LOOK_SHARE * self.seconds), self._longest), self._ring)
+            self._timer = self._loop.call_later(
+                min(max(left, _LOOK_SHARE * self.seconds), self._longest), self._ring
+            )
         else:
             self.expired = True
             self._end_block()
@@ -204,11 +223,15 @@ class Stopwatch:
         return self._since is not None
 
     def seconds(self) -> float:
-        return self._seconds + (0.0 if self._since is None else asyncio.get_running_loop().time() - self._since)
+        return self._seconds + (
+            0.0 if self._since is None else asyncio.get_running_loop().time() - self._since
+        )
 
 
 class LoopDelay:
-    """How late a loop came to the turns that it should have had at an interval, all together: it was blocked, or had no processor."""
+    """How late a loop came to the turns that it should have had at an interval, all together: it
+    was blocked, or had no processor.
+    """
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
@@ -223,23 +246,29 @@ class LoopDelay:
 
     def seconds(self) -> float:
         """A turn that is due now counts already."""
-        late = 0.0 if self._turned is None else asyncio.get_running_loop().time() - self._turned - self._interval
+        late = (
+            0.0
+            if self._turned is None
+            else asyncio.get_running_loop().time() - self._turned - self._interval
+        )
         return self._seconds + max(0.0, late)
 
 
-# --- Times of others -------------------------------------------------------------------------------------------------
+# --- Times of others ------------------------------------------------------------------------------
 
 DRIFT: Final = 1e-4
 """Seconds a second that two machines' clocks may run apart: several times what quartz does."""
 
 
 class SenderClock:
-    """One sender's CLOCK_MONOTONIC, which began when its machine did: on two machines it differs by days.
+    """One sender's CLOCK_MONOTONIC, which began when its machine did: on two machines it differs by
+    days.
 
-        our time = its time + shift,   shift = the least (arrival - sending) of its messages so far, and DRIFT a second more
+        our time = its time + shift,   shift = the least (arrival - sending) of its messages so far,
+        and DRIFT a second more
 
-    So the error is the way of the quickest message: microseconds on one machine, where what is told stays what it was. A message that
-    was late, because either side was busy, moves nothing.
+    So the error is the way of the quickest message: microseconds on one machine, where what is told
+    stays what it was. A message that was late, because either side was busy, moves nothing.
     """
 
     def __init__(self) -> None:
@@ -247,8 +276,12 @@ class SenderClock:
         self._heard = 0.0
 
     def shift(self, sent: float, *, now: float) -> float:
-        """Seconds to be added to the sender's times, after a message that it sent at `sent`, by its clock, and that is here `now`."""
+        """Seconds to be added to the sender's times, after a message that it sent at `sent`, by its
+        clock, and that is here `now`.
+        """
         way = now - sent
-        self._shift = way if self._shift is None else min(way, self._shift + DRIFT * (now - self._heard))
+        self._shift = (
+            way if self._shift is None else min(way, self._shift + DRIFT * (now - self._heard))
+        )
         self._heard = now
         return self._shift

@@ -1,4 +1,6 @@
-"""How late signs of life come: what a busy machine adds to every wait for one. A bound on silence is what is allowed and this delay together."""
+"""How late signs of life come: what a busy machine adds to every wait for one. A bound on silence
+is what is allowed and this delay together.
+"""
 
 from collections import deque
 from collections.abc import Iterable
@@ -6,7 +8,8 @@ from statistics import median_low
 
 
 class Lateness:
-    """Of one series of events that should come at an interval, such as the beats of a process. `now` is any clock that runs on.
+    """Of one series of events that should come at an interval, such as the beats of a process.
+    `now` is any clock that runs on.
 
     late = max(0, time since the event before - interval)
     worst(now) = the largest `late` of the last `memory_seconds`
@@ -17,7 +20,9 @@ class Lateness:
         self._memory_seconds = memory_seconds
         self._last: float | None = None
         self._found = deque[tuple[float, float]]()
-        """When and how late, the largest first: what is followed by something larger is forgotten at once."""
+        """When and how late, the largest first: what is followed by something larger is forgotten
+        at once.
+        """
 
     def came(self, now: float, *, counts: bool = True) -> None:
         """One of the events. It does not count where its sender had a reason to be late."""
@@ -35,5 +40,7 @@ class Lateness:
 
 
 def delay_of(own: Lateness, others: Iterable[Lateness], now: float) -> float:
-    """Of all that is heard here: how late the hearer itself is, or half of those that it hears, whichever is more."""
+    """Of all that is heard here: how late the hearer itself is, or half of those that it hears,
+    whichever is more.
+    """
     return max(own.worst(now), median_low([0.0, *(other.worst(now) for other in others)]))

@@ -1,4 +1,6 @@
-"""Finding what a configuration names as `module:name`: a user's environment, a user's loss; and packages that are extras."""
+"""Finding what a configuration names as `module:name`: a user's environment, a user's loss; and
+packages that are extras.
+"""
 
 import importlib
 import re
@@ -13,18 +15,29 @@ ENTRY = re.compile(r"[\w.]+:\w+")
 
 
 def load_entry(entry: str, *, option: str, such_as: str) -> object:
-    """What is at `module:name`. The current folder is searched too. `ConfigError` names the option and says how to mend it."""
+    """What is at `module:name`. The current folder is searched too. `ConfigError` names the option
+    and says how to mend it.
+    """
     module_name, separator, attribute = entry.partition(":")
     if not (module_name and separator and attribute):
-        raise ConfigError(f"{option} is {entry!r}, expected `module:function`, such as {such_as!r}.")
+        raise ConfigError(
+            f"{option} is {entry!r}, expected `module:function`, such as {such_as!r}."
+        )
     module = _import(module_name, f"{option} is {entry!r}")
     try:
         return getattr(module, attribute)
     except AttributeError as error:
         if isinstance(error, ConfigError):
             raise
-        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise ConfigError(f"{option} is {entry!r}, but {module_name} has no {attribute!r}.{nearest(attribute, known)}") from None
+        known = [
+            name
+            for name, value in vars(module).items()
+            if callable(value) and not name.startswith("_")
+        ]
+        raise ConfigError(
+            f"{option} is {entry!r}, but {module_name} has no "
+            f"{attribute!r}.{nearest(attribute, known)}"
+        ) from None
 
 
 def _import(module_name: str, said: str) -> ModuleType:
@@ -34,11 +47,21 @@ def _import(module_name: str, said: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except Exception as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
+        missing = (
+            isinstance(error, ModuleNotFoundError)
+            and error.name is not None
+            and f"{module_name}.".startswith(f"{error.name}.")
+        )
         if missing:
-            remedy = f"there is no module {cast(ModuleNotFoundError, error).name!r} here or among the installed packages; check the spelling, or run from its folder"
+            remedy = (
+                f"there is no module {cast(ModuleNotFoundError, error).name!r} here or among "
+                "the installed packages; check the spelling, or run from its folder"
+            )
         else:
-            remedy = f"importing {module_name} failed with {type(error).__name__}: {error}; mend that module first"
+            remedy = (
+                f"importing {module_name} failed with {type(error).__name__}: {error}; mend "
+                "that module first"
+            )
         raise ConfigError(f"{said}: {remedy}.") from error
 
 
@@ -48,5 +71,11 @@ def package(name: str, *, extra: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         if error.name and not f"{name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"importing {name} failed: {error}; install what it needs with: pip install 'midflight[{extra}]'.") from error
-        raise ConfigError(f"this environment needs the package {name}; install it with: pip install 'midflight[{extra}]'.") from error
+            raise ConfigError(
+                f"importing {name} failed: {error}; install what it needs with: pip install "
+                f"'midflight[{extra}]'."
+            ) from error
+        raise ConfigError(
+            f"this environment needs the package {name}; install it with: pip install "
+            f"'midflight[{extra}]'."
+        ) from error

@@ -1,7 +1,8 @@
 """What can go wrong, at what price, and whose fault it is.
 
-An error is priced by what it costs (a request, a rollout, a step, the run) and blamed at the boundary where it is found.
-Messages name the deed and the value, and end with the remedy. `wire.edge.fault_of` turns an error into HTTP.
+An error is priced by what it costs (a request, a rollout, a step, the run) and blamed at the
+boundary where it is found. Messages name the deed and the value, and end with the remedy.
+`wire.edge.fault_of` turns an error into HTTP.
 """
 
 import difflib
@@ -37,11 +38,13 @@ class MidflightError(Exception):
     retryable: ClassVar[bool] = False
 
 
-# --- Blamed on a request: the server and the run go on ---------------------------------------------------------------
+# --- Blamed on a request: the server and the run go on --------------------------------------------
 
 
 class RequestRejected(MidflightError):
-    """The request can never succeed as it is. `param` names the offending field, in the client's words."""
+    """The request can never succeed as it is. `param` names the offending field, in the client's
+    words.
+    """
 
     cost = Cost.REQUEST
     blame = Blame.REQUEST
@@ -163,7 +166,7 @@ class BatchCorrupt(RequestRejected):
     code = "batch_corrupt"
 
 
-# --- Blamed on an engine ---------------------------------------------------------------------------------------------
+# --- Blamed on an engine --------------------------------------------------------------------------
 
 
 class EngineError(MidflightError):
@@ -174,7 +177,9 @@ class EngineError(MidflightError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine died, was cut off or answers nonsense. Its requests are resumed elsewhere from their tokens."""
+    """The engine died, was cut off or answers nonsense. Its requests are resumed elsewhere from
+    their tokens.
+    """
 
     code = "engine_unavailable"
     retryable = True
@@ -200,7 +205,9 @@ class WeightsCorrupt(EngineError):
 
 
 class SlotBusy(MidflightError):
-    """Every slot holds a version that may still be fetched. Unblocked by its release, at the end of a handover."""
+    """Every slot holds a version that may still be fetched. Unblocked by its release, at the end of
+    a handover.
+    """
 
     cost = Cost.STEP
     status = 409
@@ -222,7 +229,7 @@ class RequestTimeout(EngineError):
     code = "request_timeout"
 
 
-# --- Blamed on an environment: costs a rollout, never a reward (I10) -------------------------------------------------
+# --- Blamed on an environment: costs a rollout, never a reward (I10) ------------------------------
 
 
 class EnvironmentFailed(MidflightError):
@@ -231,12 +238,14 @@ class EnvironmentFailed(MidflightError):
 
 
 class UntrackedUnavailable(EnvironmentFailed):
-    """A judge or simulated user, asked by `client.untracked()`, gave no answer: without it nothing can be scored."""
+    """A judge or simulated user, asked by `client.untracked()`, gave no answer: without it nothing
+    can be scored.
+    """
 
 
 class AgentFailed(EnvironmentFailed):
-    """An agent failed where its exception could not come from: another process, or a thread. The message begins with the exception's
-    class; `trace` is its traceback."""
+    """An agent failed where its exception could not come from: another process, or a thread. The
+    message begins with the exception's class; `trace` is its traceback."""
 
     def __init__(self, message: str, *, trace: str | None = None) -> None:
         super().__init__(message)
@@ -244,13 +253,17 @@ class AgentFailed(EnvironmentFailed):
 
 
 class SandboxLost(EnvironmentFailed):
-    """There is no sandbox, or none any more, through no fault of the program that was to run in it."""
+    """There is no sandbox, or none any more, through no fault of the program that was to run in
+    it.
+    """
 
     blame = Blame.INFRASTRUCTURE
 
 
 class AgentLost(EnvironmentFailed):
-    """The process of an agent ended through no fault of the agent's, which begins again elsewhere."""
+    """The process of an agent ended through no fault of the agent's, which begins again
+    elsewhere.
+    """
 
 
 class BadReward(EnvironmentFailed):
@@ -266,14 +279,16 @@ class TooManyProcesses(EnvironmentFailed):
 
 
 class RolloutTimeout(EnvironmentFailed):
-    """The agent of a rollout took too long by itself, or the whole rollout did, and it was ended."""
+    """The agent of a rollout took too long by itself, or the whole rollout did, and it was
+    ended.
+    """
 
 
 class RolloutAbandoned(RolloutTimeout):
     """The agent of a rollout that was ended lives on: it did not end when it was cancelled."""
 
 
-# --- Blamed on the configuration or the data: ends the run before it starts ------------------------------------------
+# --- Blamed on the configuration or the data: ends the run before it starts -----------------------
 
 
 class ConfigError(MidflightError):
@@ -317,7 +332,7 @@ class StoreNewer(StoreCorrupt):
     code = "store_newer"
 
 
-# --- Costs a step ----------------------------------------------------------------------------------------------------
+# --- Costs a step ---------------------------------------------------------------------------------
 
 
 class StepSkipped(MidflightError):
@@ -327,7 +342,9 @@ class StepSkipped(MidflightError):
 
 
 class RunFailed(MidflightError):
-    """Ends the run: the first error of a budget that is spent, or a part that could not be restarted."""
+    """Ends the run: the first error of a budget that is spent, or a part that could not be
+    restarted.
+    """
 
 
 class StoreFailed(MidflightError):
@@ -356,10 +373,14 @@ _NO_ROOM_TEXTS = tuple(f"(os error {number})" for number in sorted(_NO_ROOM))
 
 
 def disk_full(error: BaseException) -> DiskFull | None:
-    """What it means where it says that a disk is full, itself or by its causes; none where it does not."""
+    """What it means where it says that a disk is full, itself or by its causes; none where it does
+    not.
+    """
     seen: BaseException | None = error
     while seen is not None:
-        if (isinstance(seen, OSError) and seen.errno in _NO_ROOM) or any(text in str(seen) for text in _NO_ROOM_TEXTS):
+        if (isinstance(seen, OSError) and seen.errno in _NO_ROOM) or any(
+            text in str(seen) for text in _NO_ROOM_TEXTS
+        ):
             where = f" {seen.filename}" if isinstance(seen, OSError) and seen.filename else ""
             why = seen.strerror if isinstance(seen, OSError) and seen.strerror else str(seen)
             return DiskFull(f"Writing{where}: {why}; free some space and go on with --resume.")

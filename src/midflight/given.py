@@ -1,9 +1,11 @@
-"""Objects that a Python program gives to its run: functions of a notebook's cell, classes of a script that nobody can import.
+"""Objects that a Python program gives to its run: functions of a notebook's cell, classes of a
+script that nobody can import.
 
-A configuration names one as `midflight.given:NAME`. The program packs them (cloudpickle: what is in no module that can be imported goes by
-value); its launcher writes the bytes to the standard input of each of its children, before anything else, and a child unpacks them when
-one is first asked for. That pipe is between two processes of one user that the same program started, so nobody else can put anything
-into it: pickled bytes come from nowhere else, no socket and no file.
+A configuration names one as `midflight.given:NAME`. The program packs them (cloudpickle: what is in
+no module that can be imported goes by value); its launcher writes the bytes to the standard input
+of each of its children, before anything else, and a child unpacks them when one is first asked for.
+That pipe is between two processes of one user that the same program started, so nobody else can put
+anything into it: pickled bytes come from nowhere else, no socket and no file.
 """
 
 import inspect
@@ -23,7 +25,9 @@ _LENGTH = 8
 
 
 class NotGiven(ConfigError, AttributeError):
-    """No program gave an object of that name. Also an `AttributeError`, because programs ask every module for all kinds of names."""
+    """No program gave an object of that name. Also an `AttributeError`, because programs ask every
+    module for all kinds of names.
+    """
 
 
 class Packed(msgspec.Struct, frozen=True):
@@ -63,12 +67,16 @@ def pack(objects: Mapping[str, object]) -> bytes:
 
 
 def _resolve_types(value: object) -> None:
-    """Types that are written as text, as after `from __future__ import annotations`, are looked up here: what only they name does not travel."""
+    """Types that are written as text, as after `from __future__ import annotations`, are looked up
+    here: what only they name does not travel.
+    """
     methods = list(vars(value).values()) if inspect.isclass(value) else [value]
     for function in filter(inspect.isfunction, methods):
         if any(isinstance(written, str) for written in function.__annotations__.values()):
             with suppress(Exception):  # whoever needs the types says what is wrong with them
-                function.__annotations__.update(typing.get_type_hints(function, include_extras=True))
+                function.__annotations__.update(
+                    typing.get_type_hints(function, include_extras=True)
+                )
 
 
 def _check(name: str, value: object) -> None:
@@ -78,13 +86,16 @@ def _check(name: str, value: object) -> None:
         cloudpickle.dumps(value)
     except Exception as error:
         raise ConfigError(
-            f"{name} cannot be sent to the processes of the run ({type(error).__name__}: {error}); make what it refers to inside it, "
-            "or put it into a module and name it as `module:function`."
+            f"{name} cannot be sent to the processes of the run ({type(error).__name__}: {error}); "
+            "make what it refers to inside it, or put it into a module and name it as "
+            "`module:function`."
         ) from error
 
 
 def read(pipe: BinaryIO) -> None:
-    """Takes what `pack` made from the beginning of standard input. Nothing is unpacked yet. Waits for the launcher."""
+    """Takes what `pack` made from the beginning of standard input. Nothing is unpacked yet. Waits
+    for the launcher.
+    """
     global _held
     length = int.from_bytes(pipe.read(_LENGTH), "big")
     _objects.clear()
@@ -97,7 +108,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(name)
     if _held is None:
         raise NotGiven(
-            f"`{entry_of(name)}` is an object of a Python program, which only a run started by that program has; start it there."
+            f"`{entry_of(name)}` is an object of a Python program, which only a run started by "
+            "that program has; start it there."
         )
     if not _objects:
         _objects.update(_unpacked(_held))
@@ -114,6 +126,7 @@ def _unpacked(held: Packed) -> dict[str, object]:
         return cloudpickle.loads(held.pickled)
     except Exception as error:
         raise ConfigError(
-            f"what the program gave to its run cannot be read in another process ({type(error).__name__}: {error}); what these functions "
-            "import must be importable there too."
+            "what the program gave to its run cannot be read in another process "
+            f"({type(error).__name__}: {error}); what these functions import must be importable "
+            "there too."
         ) from error

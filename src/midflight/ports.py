@@ -1,6 +1,8 @@
-"""The verbs: what one station asks of another, as Protocols. Implementations never import each other; `run/` connects them.
+"""The verbs: what one station asks of another, as Protocols. Implementations never import each
+other; `run/` connects them.
 
-And how an engine is paused, for an operator or for a commit: in which mode, and with proof that it really made no token.
+And how an engine is paused, for an operator or for a commit: in which mode, and with proof that it
+really made no token.
 """
 
 import asyncio
@@ -15,9 +17,10 @@ from midflight.errors import NotSupported, PauseIgnored
 class Engine(Protocol):
     """An inference server, seen from the rollout process.
 
-    `generate` streams until a chunk with `finish`. An interruption is either a last chunk with `FinishReason.ABORT` or an
-    `EngineUnavailable`; in both cases the tokens received so far stand and the caller may resume elsewhere.
-    `RequestRejected` blames the request and is never retried. Closing the iterator aborts the request.
+    `generate` streams until a chunk with `finish`. An interruption is either a last chunk with
+    `FinishReason.ABORT` or an `EngineUnavailable`; in both cases the tokens received so far stand
+    and the caller may resume elsewhere. `RequestRejected` blames the request and is never retried.
+    Closing the iterator aborts the request.
     """
 
     @property
@@ -26,11 +29,15 @@ class Engine(Protocol):
     def capabilities(self) -> types.Capabilities: ...
     def generate(self, request: types.GenerateRequest) -> AsyncIterator[types.Chunk]: ...
     async def abort(self, request_id: str | None) -> None:
-        """Ends one request, or all of them (`None`), with `FinishReason.ABORT`. Unknown ids are not an error."""
+        """Ends one request, or all of them (`None`), with `FinishReason.ABORT`. Unknown ids are not
+        an error.
+        """
         ...
 
     async def pause(self, mode: types.PauseMode) -> None:
-        """Returns when no token will be produced until `resume`. Idempotent; `drain` returns when all have finished."""
+        """Returns when no token will be produced until `resume`. Idempotent; `drain` returns when
+        all have finished.
+        """
         ...
 
     async def resume(self) -> None:
@@ -38,11 +45,15 @@ class Engine(Protocol):
         ...
 
     async def stage(self, manifest: types.WeightManifest) -> None:
-        """Brings a version into a second buffer while decoding goes on and verifies its fingerprint. May be repeated."""
+        """Brings a version into a second buffer while decoding goes on and verifies its
+        fingerprint. May be repeated.
+        """
         ...
 
     async def commit(self, version: types.Version) -> types.Attestation:
-        """Makes the staged version live between two decode steps. What is attested is what is served."""
+        """Makes the staged version live between two decode steps. What is attested is what is
+        served.
+        """
         ...
 
     async def health(self) -> types.EngineHealth: ...
@@ -51,11 +62,14 @@ class Engine(Protocol):
 class Scorer(Protocol):
     """A model that is asked how likely given tokens are: a teacher."""
 
-    async def score(self, token_ids: types.Int32, row_offsets: types.Int32, *, temperature: float) -> types.Float32:
-        """Natural log of softmax(logits / temperature) of each token after those before it in its row: [N], 0 at the first of a row.
+    async def score(
+        self, token_ids: types.Int32, row_offsets: types.Int32, *, temperature: float
+    ) -> types.Float32:
+        """Natural log of softmax(logits / temperature) of each token after those before it in its
+        row: [N], 0 at the first of a row.
 
-        Row r has the tokens [row_offsets[r], row_offsets[r + 1]), at least one. `RequestRejected` blames the rows;
-        `EngineUnavailable` says that trying again may help.
+        Row r has the tokens [row_offsets[r], row_offsets[r + 1]), at least one. `RequestRejected`
+        blames the rows; `EngineUnavailable` says that trying again may help.
         """
         ...
 
@@ -63,26 +77,35 @@ class Scorer(Protocol):
 class PromptScorer(Protocol):
     """An engine with `Feature.PROMPT_LOGPROBS`."""
 
-    async def prompt_logprobs(self, token_ids: Sequence[int], *, top: int) -> Sequence[types.Likely]:
-        """Of each token but the first: it, then the `top` likeliest at its place, at temperature 1 under the weights served. Waits
-        for the engine. `RequestRejected` blames the tokens; `EngineUnavailable` says that trying again may help.
+    async def prompt_logprobs(
+        self, token_ids: Sequence[int], *, top: int
+    ) -> Sequence[types.Likely]:
+        """Of each token but the first: it, then the `top` likeliest at its place, at temperature 1
+        under the weights served. Waits for the engine. `RequestRejected` blames the tokens;
+        `EngineUnavailable` says that trying again may help.
         """
         ...
 
 
 class WeightReceiver(Protocol):
-    """The engine process's end of a transport: reads a manifest's bytes. Blocking; called from a worker thread."""
+    """The engine process's end of a transport: reads a manifest's bytes. Blocking; called from a
+    worker thread.
+    """
 
     def fetch(self, manifest: types.WeightManifest) -> Mapping[str, memoryview]:
-        """Bytes of each tensor by name, checked against the manifest's fingerprint, else `WeightsCorrupt`.
+        """Bytes of each tensor by name, checked against the manifest's fingerprint, else
+        `WeightsCorrupt`.
 
-        They are the caller's alone, aligned and writable: it serves from them without copying or checking again.
+        They are the caller's alone, aligned and writable: it serves from them without copying or
+        checking again.
         """
         ...
 
 
 class ServerWorkers(Protocol):
-    """The workers of one server, which receive a version by themselves. Each call waits for the server's answer."""
+    """The workers of one server, which receive a version by themselves. Each call waits for the
+    server's answer.
+    """
 
     async def states(self) -> Sequence[types.WorkerState]:
         """One for each worker, in order: so there are as many as the server has."""
@@ -97,12 +120,16 @@ class WorkerFeed(Protocol):
     """The way from a publisher into a server's workers."""
 
     async def bring(self, manifest: types.WeightManifest, workers: ServerWorkers) -> None:
-        """Returns when each worker holds just what was sent. `EngineUnavailable` when the publisher or the way to it is gone."""
+        """Returns when each worker holds just what was sent. `EngineUnavailable` when the publisher
+        or the way to it is gone.
+        """
         ...
 
 
 class SessionHandle(Protocol):
-    """An open session, as an environment's runner sees it. `base_url` and `api_key` are what the agent gets."""
+    """An open session, as an environment's runner sees it. `base_url` and `api_key` are what the
+    agent gets.
+    """
 
     @property
     def session_id(self) -> str: ...
@@ -134,12 +161,18 @@ class RequestWatch(Protocol):
 class Sessions(Protocol):
     """The gateway, as the environments station sees it."""
 
-    def open(self, key: types.RolloutKey, *, sampling: types.SamplingParams, tracked: bool) -> SessionHandle:
-        """`sampling` gives the defaults of the session's requests. `tracked=False` is evaluation: no fate but `evaluated`."""
+    def open(
+        self, key: types.RolloutKey, *, sampling: types.SamplingParams, tracked: bool
+    ) -> SessionHandle:
+        """`sampling` gives the defaults of the session's requests. `tracked=False` is evaluation:
+        no fate but `evaluated`.
+        """
         ...
 
     def close(self, session_id: str) -> types.SessionRecord:
-        """Ends the session: requests still running in it are cancelled and its tokens handed over. Idempotent."""
+        """Ends the session: requests still running in it are cancelled and its tokens handed over.
+        Idempotent.
+        """
         ...
 
     def oldest_version(self, session_id: str) -> types.Version | None:
@@ -155,7 +188,9 @@ class Chats(Protocol):
     """The gateway, for an environment in its own process."""
 
     async def reply(self, token: str, messages: Sequence[dict[str, types.Json]]) -> str:
-        """What the model says next, in the session that `token` names. Waits for the whole reply; raises what a client would be told."""
+        """What the model says next, in the session that `token` names. Waits for the whole reply;
+        raises what a client would be told.
+        """
         ...
 
 
@@ -167,7 +202,9 @@ class EngineFleet(Protocol):
         ...
 
     def hold(self, engine: str, owner: str) -> None:
-        """Dispatch no new request to the engine until `release`. Holds are named; the engine is free when none is left."""
+        """Dispatch no new request to the engine until `release`. Holds are named; the engine is
+        free when none is left.
+        """
         ...
 
     def release(self, engine: str, owner: str) -> None: ...
@@ -176,7 +213,9 @@ class EngineFleet(Protocol):
         ...
 
     def quarantine(self, engine: str, error: BaseException) -> None:
-        """Route nothing to the engine; its requests end there and are resumed elsewhere, or wait."""
+        """Route nothing to the engine; its requests end there and are resumed elsewhere, or
+        wait.
+        """
         ...
 
     def served_version(self) -> types.Version:
@@ -184,11 +223,18 @@ class EngineFleet(Protocol):
         ...
 
     def reserved(self) -> str | None:
-        """The engine that keeps its version for an evaluation: no version is brought to it meanwhile."""
+        """The engine that keeps its version for an evaluation: no version is brought to it
+        meanwhile.
+        """
         ...
 
 
-BY_COST = (types.PauseMode.KEEP, types.PauseMode.RECOMPUTE, types.PauseMode.ABORT, types.PauseMode.DRAIN)
+BY_COST = (
+    types.PauseMode.KEEP,
+    types.PauseMode.RECOMPUTE,
+    types.PauseMode.ABORT,
+    types.PauseMode.DRAIN,
+)
 """All modes, first the one that costs an engine least."""
 
 
@@ -200,21 +246,30 @@ def pause_mode(
     otherwise: Iterable[types.PauseMode] = BY_COST,
     remedy: str,
 ) -> types.PauseMode:
-    """The mode wanted, else the first of `otherwise` that the engine has. `NotSupported` names what it has, and ends with `remedy`."""
+    """The mode wanted, else the first of `otherwise` that the engine has. `NotSupported` names what
+    it has, and ends with `remedy`.
+    """
     has = capabilities.pause_modes
     for mode in otherwise if wanted is None else (wanted,):
         if mode in has:
             return mode
     listed = ", ".join(sorted(has)) or "no pause at all"
-    raise NotSupported(f"pausing engine {engine!r} by {'any mode' if wanted is None else wanted.value}: it can {listed}; {remedy}.")
+    raise NotSupported(
+        f"pausing engine {engine!r} by {'any mode' if wanted is None else wanted.value}: it can "
+        f"{listed}; {remedy}."
+    )
 
 
 @asynccontextmanager
-async def verified_pause(engine: Engine, mode: types.PauseMode) -> AsyncGenerator[types.EngineHealth]:
-    """Pauses the engine, and gives its reading; `PauseIgnored` after the block if it made tokens during it.
+async def verified_pause(
+    engine: Engine, mode: types.PauseMode
+) -> AsyncGenerator[types.EngineHealth]:
+    """Pauses the engine, and gives its reading; `PauseIgnored` after the block if it made tokens
+    during it.
 
-    `pause` returns when no token is on its way any more, so the first count is final and the second must equal it. Waits for the
-    engine; the caller has the deadline. The caller also ends the pause, by `resume` or by quarantine (I7, I9).
+    `pause` returns when no token is on its way any more, so the first count is final and the second
+    must equal it. Waits for the engine; the caller has the deadline. The caller also ends the
+    pause, by `resume` or by quarantine (I7, I9).
     """
     await engine.pause(mode)
     first = await engine.health()
@@ -224,6 +279,6 @@ async def verified_pause(engine: Engine, mode: types.PauseMode) -> AsyncGenerato
     made = (await engine.health()).num_tokens - first.num_tokens
     if made > 0:
         raise PauseIgnored(
-            f"pausing engine {engine.name!r}: it made {made} tokens while paused, in {loop.time() - began:.3g} s. "
-            "Restart it, or pause it in another mode."
+            f"pausing engine {engine.name!r}: it made {made} tokens while paused, in "
+            f"{loop.time() - began:.3g} s. Restart it, or pause it in another mode."
         )

@@ -1,6 +1,8 @@
-"""Reward functions to be named in `[[environment.rewards]]`, such as `entry = "midflight.rewards:exact_match"`.
+"""Reward functions to be named in `[[environment.rewards]]`, such as `entry =
+"midflight.rewards:exact_match"`.
 
-Each compares the last answer as text. Further arguments come from `options`, or from columns of the task of the same name.
+Each compares the last answer as text. Further arguments come from `options`, or from columns of the
+task of the same name.
 """
 
 import json
@@ -22,47 +24,71 @@ def exact_match(completion: str, answer: object, *, ignore_case: bool = False) -
 
 
 def number_match(completion: str, answer: object, *, tolerance: float = 1e-6) -> float:
-    """1 if the last number in the completion is the last one in the answer, within a relative and absolute tolerance; else 0.
+    """1 if the last number in the completion is the last one in the answer, within a relative and
+    absolute tolerance; else 0.
 
-    `EnvironmentFailed` if the answer holds no number: that is the data's fault, and no completion could be right.
+    `EnvironmentFailed` if the answer holds no number: that is the data's fault, and no completion
+    could be right.
     """
     expected = _last_number(str(answer))
     if expected is None:
-        raise EnvironmentFailed(f"number_match: the task's answer is {answer!r:.200}, which holds no number; use another reward for it.")
+        raise EnvironmentFailed(
+            f"number_match: the task's answer is {answer!r:.200}, which holds no number; use "
+            "another reward for it."
+        )
     said = _last_number(completion)
     return float(said is not None and abs(said - expected) <= tolerance * max(1.0, abs(expected)))
 
 
 def math_verify(completion: str, answer: object) -> float:
-    """1 if both mean the same as LaTeX or as expressions, as the package math-verify judges; else 0."""
+    """1 if both mean the same as LaTeX or as expressions, as the package math-verify judges; else
+    0.
+    """
     try:
         from math_verify import parse, verify
 
         deadline: Any = None  # its own deadlines want the main thread; the rollout's holds here
     except ImportError as error:
         raise ConfigError(
-            "midflight.rewards:math_verify needs the package math-verify; install it with: pip install 'midflight[math]'."
+            "midflight.rewards:math_verify needs the package math-verify; install it with: pip "
+            "install 'midflight[math]'."
         ) from error
     text = str(answer)
-    expected = parse(text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=deadline)
+    expected = parse(
+        text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=deadline
+    )
     if not expected:
-        raise EnvironmentFailed(f"math_verify: the task's answer is {answer!r:.200}, which is no expression; use another reward for it.")
-    return float(verify(expected, parse(completion, parsing_timeout=deadline), timeout_seconds=deadline))
+        raise EnvironmentFailed(
+            f"math_verify: the task's answer is {answer!r:.200}, which is no expression; use "
+            "another reward for it."
+        )
+    return float(
+        verify(expected, parse(completion, parsing_timeout=deadline), timeout_seconds=deadline)
+    )
 
 
 def json_schema(completion: str, schema: Mapping[str, Any] | str) -> float:
-    """1 if the completion is JSON that the schema allows, which is an object or its text; else 0."""
+    """1 if the completion is JSON that the schema allows, which is an object or its text; else
+    0.
+    """
     try:
         found = json.loads(completion)
     except ValueError:
         return 0.0
-    return float(_validator(schema if isinstance(schema, str) else json.dumps(schema)).is_valid(found))
+    return float(
+        _validator(schema if isinstance(schema, str) else json.dumps(schema)).is_valid(found)
+    )
 
 
 def matches(completion: str, pattern: str, *, whole: bool = False) -> float:
-    """1 if the regular expression is found in the completion, or is all of it with `whole`; else 0."""
+    """1 if the regular expression is found in the completion, or is all of it with `whole`; else
+    0.
+    """
     compiled = _compiled(pattern)
-    return float((compiled.fullmatch(completion.strip()) if whole else compiled.search(completion)) is not None)
+    return float(
+        (compiled.fullmatch(completion.strip()) if whole else compiled.search(completion))
+        is not None
+    )
 
 
 def length(completion: str, *, most: int, buffer: int = 0) -> float:
@@ -82,7 +108,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise EnvironmentFailed(
-            f"matches: {pattern!r} is no regular expression: {error}; mend the option or the column `pattern`."
+            f"matches: {pattern!r} is no regular expression: {error}; mend the option or the "
+            "column `pattern`."
         ) from error
 
 
@@ -93,7 +120,8 @@ def _validator(schema: str) -> Any:
         from jsonschema.validators import validator_for
     except ImportError as error:
         raise ConfigError(
-            "midflight.rewards:json_schema needs the package jsonschema; install it with: pip install 'midflight[schema]'."
+            "midflight.rewards:json_schema needs the package jsonschema; install it with: pip "
+            "install 'midflight[schema]'."
         ) from error
     try:
         parsed = cast("dict[str, Any]", json.loads(schema))
@@ -101,6 +129,7 @@ def _validator(schema: str) -> Any:
         kind.check_schema(parsed)
     except (ValueError, SchemaError) as error:
         raise EnvironmentFailed(
-            f"json_schema: {schema:.200} is no JSON schema: {error}; mend the option or the column `schema`."
+            f"json_schema: {schema:.200} is no JSON schema: {error}; mend the option or the column "
+            "`schema`."
         ) from error
     return kind(parsed)

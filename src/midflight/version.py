@@ -1,4 +1,6 @@
-"""The version, written here only: the package, the command line and the OpenAPI document say this one. And the commit it was built from."""
+"""The version, written here only: the package, the command line and the OpenAPI document say this
+one. And the commit it was built from.
+"""
 
 import subprocess
 from pathlib import Path
@@ -9,7 +11,8 @@ _PACKAGE = Path(__file__).parent
 
 
 def commit() -> str | None:
-    """That the package was built from: written beside it in a wheel, asked of git in a checkout, with `+` where files were changed since.
+    """That the package was built from: written beside it in a wheel, asked of git in a checkout,
+    with `+` where files were changed since.
 
     None where neither tells.
     """
@@ -19,7 +22,16 @@ def commit() -> str | None:
     if not (_PACKAGE.parents[1] / ".git").exists():
         return None
     try:
-        asked = ["git", "-C", str(_PACKAGE.parents[1]), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
+        asked = [
+            "git",
+            "-C",
+            str(_PACKAGE.parents[1]),
+            "describe",
+            "--always",
+            "--exclude=*",
+            "--abbrev=12",
+            "--dirty=+",
+        ]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=5.0, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None

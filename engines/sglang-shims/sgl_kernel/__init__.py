@@ -13,7 +13,9 @@ __version__ = "0.0.0"
 
 def absent(name: str) -> Callable[..., None]:
     def call(*arguments: object, **named: object) -> None:
-        raise NotImplementedError(f"sgl_kernel.{name} was called, which this machine has no build of: serve a dense model, on a CPU.")
+        raise NotImplementedError(
+            f"sgl_kernel.{name} was called, which this machine has no build of: serve a dense model, on a CPU."
+        )
 
     return call
 

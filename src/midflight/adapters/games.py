@@ -1,4 +1,6 @@
-"""Games as conversations: what a game shows is the user's message, what the model answers is its move."""
+"""Games as conversations: what a game shows is the user's message, what the model answers is its
+move.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,7 +28,9 @@ class Game(Protocol):
     name: str
 
     async def begin(self) -> str:
-        """What the model is shown at first. Waits for the game, which the rollout's deadline ends."""
+        """What the model is shown at first. Waits for the game, which the rollout's deadline
+        ends.
+        """
         ...
 
     async def move(self, said: str) -> Move:
@@ -36,20 +40,29 @@ class Game(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GameBound:
-    """For games that never end. `unfinished` is what an unfinished one earns beside what it has earned; None leaves it without a score."""
+    """For games that never end. `unfinished` is what an unfinished one earns beside what it has
+    earned; None leaves it without a score.
+    """
 
     max_turns: int
     unfinished: float | None = None
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> "GameBound":
-        return cls(int(told["max_turns"]), None if told["unfinished"] is None else float(told["unfinished"]))
+        return cls(
+            int(told["max_turns"]),
+            None if told["unfinished"] is None else float(told["unfinished"]),
+        )
 
 
 async def played(task: Task, client: Any, game: Game, *, bound: GameBound) -> Result:
-    """One game. Each answer earned what its move earned. Waits for answers and moves; ended by its caller."""
+    """One game. Each answer earned what its move earned. Waits for answers and moves; ended by its
+    caller.
+    """
     shown = await game.begin()
-    messages: list[dict[str, Json]] = with_observation(task.messages, f"\n\n{shown}" if task.prompt else shown)
+    messages: list[dict[str, Json]] = with_observation(
+        task.messages, f"\n\n{shown}" if task.prompt else shown
+    )
     earned = list[float]()
     metrics = dict[str, float]()
     num_invalid = 0
@@ -71,19 +84,36 @@ async def played(task: Task, client: Any, game: Game, *, bound: GameBound) -> Re
             else f"before {len(earned)} answers filled the model's context"
         )
         raise EnvironmentFailed(
-            f"task {task.id} of {task.source}: the game {game.name} did not end {why}, so nobody knows what it is worth; raise max_turns in the "
-            "options of its source or model.max_context, or say there what such a game is worth: unfinished = 0.0."
+            f"task {task.id} of {task.source}: the game {game.name} did not end {why}, so nobody "
+            "knows what it is worth; raise max_turns in the options of its source or "
+            "model.max_context, or say there what such a game is worth: unfinished = 0.0."
         )
     return _result(earned, bound.unfinished, metrics, messages, num_invalid, finished=False)
 
 
 def _result(
-    earned: list[float], beside: float, metrics: dict[str, float], messages: list[dict[str, Json]], num_invalid: int, *, finished: bool
+    earned: list[float],
+    beside: float,
+    metrics: dict[str, float],
+    messages: list[dict[str, Json]],
+    num_invalid: int,
+    *,
+    finished: bool,
 ) -> Result:
-    counted = {"game/turns": float(len(earned)), "game/invalid": float(num_invalid), "game/unfinished": float(not finished)}
+    counted = {
+        "game/turns": float(len(earned)),
+        "game/invalid": float(num_invalid),
+        "game/unfinished": float(not finished),
+    }
     total = sum(earned) + beside
     fields: dict[str, Json] = {"messages": cast(Json, messages)}
-    return Result(total, components={"game": total}, metrics={**metrics, **counted}, turns=earned, fields=fields)
+    return Result(
+        total,
+        components={"game": total},
+        metrics={**metrics, **counted},
+        turns=earned,
+        fields=fields,
+    )
 
 
 async def answered(client: Any, messages: list[dict[str, Json]]) -> dict[str, Json] | None:
@@ -94,7 +124,11 @@ async def answered(client: Any, messages: list[dict[str, Json]]) -> dict[str, Js
         if getattr(error, "code", None) == "context_length_exceeded":
             return None
         raise
-    kept = {name: value for name, value in said.choices[0].message.model_dump().items() if value not in (None, [])}
+    kept = {
+        name: value
+        for name, value in said.choices[0].message.model_dump().items()
+        if value not in (None, [])
+    }
     return {**kept, "content": kept.get("content", "")}
 
 
@@ -103,6 +137,7 @@ def settings(task: Task, name: str) -> Mapping[str, Any]:
     found = task.data.get(name)
     if not isinstance(found, dict):
         raise EnvironmentFailed(
-            f"task {task.id} of {task.source} has no {name!r}: its source must be the function `midflight.adapters.{name}:tasks`."
+            f"task {task.id} of {task.source} has no {name!r}: its source must be the function "
+            f"`midflight.adapters.{name}:tasks`."
         )
     return found

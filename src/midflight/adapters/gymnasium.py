@@ -1,4 +1,6 @@
-"""Environments of the package gymnasium, played as text: an observation is shown as text, and an action is read from the answer."""
+"""Environments of the package gymnasium, played as text: an observation is shown as text, and an
+action is read from the answer.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -24,9 +26,10 @@ def tasks(
     max_turns: int = 100,
     unfinished: float | None = None,
 ) -> list[dict[str, Json]]:
-    """A task for each of `size` seeds. `options` are those of `gymnasium.make`; `show` (observation to text) and `read` (text to action,
-    None for no move) name functions, `module:function`, in place of those made of the spaces. `ConfigError` where there is no such
-    environment, or where its spaces need one of these.
+    """A task for each of `size` seeds. `options` are those of `gymnasium.make`; `show` (observation
+    to text) and `read` (text to action, None for no move) name functions, `module:function`, in
+    place of those made of the spaces. `ConfigError` where there is no such environment, or where
+    its spaces need one of these.
     """
     told: dict[str, Json] = {
         "env": env,
@@ -39,7 +42,9 @@ def tasks(
     }
     game = GymnasiumGame(told, seed=0)
     game.close()
-    asked = instruction or (f"Answer with one of: {', '.join(actions)}." if actions else "Answer with your move.")
+    asked = instruction or (
+        f"Answer with one of: {', '.join(actions)}." if actions else "Answer with your move."
+    )
     return [{"question": asked, "seed": seed, NAME: told} for seed in range(size)]
 
 
@@ -66,7 +71,8 @@ class GymnasiumGame:
             self._env: Any = gym.make(self.name, **{**shown_as, **told["options"]})
         except Exception as error:
             raise ConfigError(
-                f"gymnasium makes no environment {self.name!r}: {type(error).__name__}: {error}; change env or options."
+                f"gymnasium makes no environment {self.name!r}: {type(error).__name__}: {error}; "
+                "change env or options."
             ) from error
         self._renders = self._env.render_mode == "ansi"
         self._show = named_function(told["show"], "show")
@@ -78,15 +84,20 @@ class GymnasiumGame:
             return lambda said: said if space.contains(said) else None
         if not hasattr(space, "n") or len(getattr(space, "shape", ())):
             raise ConfigError(
-                f"the actions of {self.name!r} are {space}, which no text is read as; name a function in the source's options that does it: "
-                "read = 'my_game:read'."
+                f"the actions of {self.name!r} are {space}, which no text is read as; name a "
+                "function in the source's options that does it: read = 'my_game:read'."
             )
         if self._actions and len(self._actions) != int(space.n):
-            raise ConfigError(f"{self.name!r} has {space.n} actions, and options.actions names {len(self._actions)}; name each, in order.")
+            raise ConfigError(
+                f"{self.name!r} has {space.n} actions, and options.actions names "
+                f"{len(self._actions)}; name each, in order."
+            )
         names = [name.casefold() for name in self._actions] or [
             str(number) for number in range(int(space.start), int(space.start + space.n))
         ]
-        word = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})(?!\w)")
+        word = re.compile(
+            rf"(?<!\w)({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})(?!\w)"
+        )
 
         def read(said: str) -> int | None:
             """The last action that the answer names."""
@@ -104,7 +115,9 @@ class GymnasiumGame:
         if action is None:
             known = f" Answer with one of: {', '.join(self._actions)}." if self._actions else ""
             return Move(f"That is no move.{known}", valid=False)
-        observation, reward, ended, cut, _ = cast(Any, await in_thread(lambda: self._env.step(action)))
+        observation, reward, ended, cut, _ = cast(
+            Any, await in_thread(lambda: self._env.step(action))
+        )
         return Move(self._shown(observation), float(reward), bool(ended or cut))
 
     def _shown(self, observation: Any) -> str:
@@ -124,4 +137,11 @@ def _modes(gym: Any, name: str) -> Sequence[str]:
 
 
 def named_function(entry: str, option: str) -> Callable[..., Any] | None:
-    return cast("Callable[..., Any]", load_entry(entry, option=f"options.{option}", such_as=f"my_game:{option}")) if entry else None
+    return (
+        cast(
+            "Callable[..., Any]",
+            load_entry(entry, option=f"options.{option}", such_as=f"my_game:{option}"),
+        )
+        if entry
+        else None
+    )

@@ -1,4 +1,6 @@
-"""Environments of OpenEnv, which are servers: each rollout has a session of its own there, over a WebSocket."""
+"""Environments of OpenEnv, which are servers: each rollout has a session of its own there, over a
+WebSocket.
+"""
 
 import json
 from collections.abc import Mapping
@@ -28,26 +30,34 @@ def tasks(
     max_turns: int = 100,
     unfinished: float | None = None,
 ) -> list[dict[str, Json]]:
-    """A task for each of `size` seeds. `action` is the field of the environment's action that takes the answer, or `read` the function that
-    makes an action of it (None for none); `observation` is the field that is shown, or `show` the function that makes a text of all.
-    `seconds` bound one step. `connect_seconds` bound the first answer of the server, and the opening of each session; a busy server may take long for
-    both. `ConfigError` where no such server answers.
+    """A task for each of `size` seeds. `action` is the field of the environment's action that takes
+    the answer, or `read` the function that makes an action of it (None for none); `observation` is
+    the field that is shown, or `show` the function that makes a text of all. `seconds` bound one
+    step. `connect_seconds` bound the first answer of the server, and the opening of each session; a
+    busy server may take long for both. `ConfigError` where no such server answers.
     """
     if bool(action) == bool(read):
         raise ConfigError(
-            f"options of the environment at {url}: one of action and read says what becomes of an answer; name the field that takes it, such "
-            "as action = 'message', or a function, read = 'my_game:read'."
+            f"options of the environment at {url}: one of action and read says what becomes of an "
+            "answer; name the field that takes it, such as action = 'message', or a function, "
+            "read = 'my_game:read'."
         )
     package("openenv.core.generic_client", extra=NAME)
     try:
-        with build_opener(ProxyHandler({})).open(f"{url.rstrip('/')}/health", timeout=connect_seconds) as answered:
+        with build_opener(ProxyHandler({})).open(
+            f"{url.rstrip('/')}/health", timeout=connect_seconds
+        ) as answered:
             answered.read()
     except TimeoutError as error:
         raise ConfigError(
-            f"the server at {url} did not say within options.connect_seconds = {connect_seconds:g} whether it is one of OpenEnv; raise that, or correct url."
+            f"the server at {url} did not say within options.connect_seconds = {connect_seconds:g} "
+            "whether it is one of OpenEnv; raise that, or correct url."
         ) from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no environment of OpenEnv answers at {url}: {error}; start its server, or correct url.") from error
+        raise ConfigError(
+            f"no environment of OpenEnv answers at {url}: {error}; start its server, or correct "
+            "url."
+        ) from error
     told: dict[str, Json] = {
         "url": url,
         "action": action,
@@ -63,19 +73,30 @@ def tasks(
 
 
 async def play(task: Task, client: Any) -> Result:
-    """A rollout. Waits for answers and for the server; ended by its caller, which closes the session."""
+    """A rollout. Waits for answers and for the server; ended by its caller, which closes the
+    session.
+    """
     told = settings(task, NAME)
     kind = package("openenv.core.generic_client", extra=NAME).GenericEnvClient
-    session = kind(base_url=told["url"], connect_timeout_s=told["connect_seconds"], message_timeout_s=told["seconds"])
+    session = kind(
+        base_url=told["url"],
+        connect_timeout_s=told["connect_seconds"],
+        message_timeout_s=told["seconds"],
+    )
     async with AsyncExitStack() as stack:
         try:
             server = await stack.enter_async_context(session)
         except ConnectionError as error:
             raise EnvironmentFailed(
-                f"the environment at {told['url']} opened no session ({error}); where it is only slow, raise options.connect_seconds = "
-                f"{told['connect_seconds']:g}."
+                f"the environment at {told['url']} opened no session ({error}); where it is only "
+                f"slow, raise options.connect_seconds = {told['connect_seconds']:g}."
             ) from error
-        return await played(task, client, OpenEnvGame(told, server, seed=cast(int, task.data["seed"])), bound=GameBound.of(told))
+        return await played(
+            task,
+            client,
+            OpenEnvGame(told, server, seed=cast(int, task.data["seed"])),
+            bound=GameBound.of(told),
+        )
 
 
 class OpenEnvGame:
@@ -87,7 +108,10 @@ class OpenEnvGame:
         self._seed = seed
         self._action = str(told["action"])
         self._observation = str(told["observation"])
-        self._read, self._show = named_function(told["read"], "read"), named_function(told["show"], "show")
+        self._read, self._show = (
+            named_function(told["read"], "read"),
+            named_function(told["show"], "show"),
+        )
 
     async def begin(self) -> str:
         return self._shown((await self._server.reset(seed=self._seed)).observation)
@@ -98,7 +122,9 @@ class OpenEnvGame:
             return Move("That is no move.", valid=False)
         step = await self._server.step(action)
         if step.done and step.reward is None:
-            raise EnvironmentFailed(f"the environment at {self.name} ended without a reward; it cannot be scored.")
+            raise EnvironmentFailed(
+                f"the environment at {self.name} ended without a reward; it cannot be scored."
+            )
         return Move(self._shown(step.observation), float(step.reward or 0.0), bool(step.done))
 
     def _shown(self, observation: Mapping[str, Any]) -> str:
@@ -108,6 +134,7 @@ class OpenEnvGame:
             return json.dumps(observation)
         if self._observation not in observation:
             raise EnvironmentFailed(
-                f"the environment at {self.name} shows {', '.join(observation)}, and no {self._observation!r}; correct options.observation."
+                f"the environment at {self.name} shows {', '.join(observation)}, and no "
+                f"{self._observation!r}; correct options.observation."
             )
         return str(observation[self._observation])

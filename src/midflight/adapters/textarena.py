@@ -1,7 +1,7 @@
 """Games of the package textarena. The policy has one seat; functions of yours play the others.
 
-These games draw from Python's one generator of random numbers. Each game here has a state of it for itself, so a seed makes the same game
-however many are played at once.
+These games draw from Python's one generator of random numbers. Each game here has a state of it for
+itself, so a seed makes the same game however many are played at once.
 """
 
 import random
@@ -28,12 +28,13 @@ def tasks(
     max_turns: int = 100,
     unfinished: float | None = None,
 ) -> list[dict[str, Json]]:
-    """A task for each of `size` seeds; with several players the policy has each seat in turn. `opponent` is `module:function`, from what
-    another player is shown to its move. `options` are those of `textarena.make`. `ConfigError` where there is no such game."""
+    """A task for each of `size` seeds; with several players the policy has each seat in turn.
+    `opponent` is `module:function`, from what another player is shown to its move. `options` are
+    those of `textarena.make`. `ConfigError` where there is no such game."""
     if players > 1 and not opponent:
         raise ConfigError(
-            f"{env!r} with {players} players needs somebody for the other seats; name a function in the source's options: "
-            "opponent = 'my_players:opponent'."
+            f"{env!r} with {players} players needs somebody for the other seats; name a function "
+            "in the source's options: opponent = 'my_players:opponent'."
         )
     told: dict[str, Json] = {
         "env": env,
@@ -50,7 +51,12 @@ def tasks(
 async def play(task: Task, client: Any) -> Result:
     """A rollout. Waits for answers; ended by its caller."""
     told = settings(task, NAME)
-    return await played(task, client, TextArenaGame(told, seed=cast(int, task.data["seed"])), bound=GameBound.of(told))
+    return await played(
+        task,
+        client,
+        TextArenaGame(told, seed=cast(int, task.data["seed"])),
+        bound=GameBound.of(told),
+    )
 
 
 class TextArenaGame:
@@ -62,14 +68,21 @@ class TextArenaGame:
         self._seed = seed
         self._seat = seed % self._players
         opponent = str(told["opponent"])
-        self._opponent = load_entry(opponent, option="options.opponent", such_as="my_players:opponent") if opponent else None
+        self._opponent = (
+            load_entry(opponent, option="options.opponent", such_as="my_players:opponent")
+            if opponent
+            else None
+        )
         self._luck: object = random.Random(seed).getstate()
         arena = package(NAME, extra=NAME)
         try:
             with self._own_luck():
                 self._env: Any = arena.make(self.name, **told["options"])
         except Exception as error:
-            raise ConfigError(f"textarena makes no game {self.name!r}: {type(error).__name__}: {error}; change env or options.") from error
+            raise ConfigError(
+                f"textarena makes no game {self.name!r}: {type(error).__name__}: {error}; change "
+                "env or options."
+            ) from error
 
     @contextmanager
     def _own_luck(self) -> Generator[None]:
@@ -91,10 +104,16 @@ class TextArenaGame:
             try:
                 self._env.reset(num_players=self._players, seed=self._seed)
             except AssertionError as error:
-                raise ConfigError(f"the game {self.name!r} cannot begin with {self._players} players: {error}; change players.") from error
+                raise ConfigError(
+                    f"the game {self.name!r} cannot begin with {self._players} players: {error}; "
+                    "change players."
+                ) from error
             ended, shown = self._until_ours(ended=False)
         if ended:
-            raise EnvironmentFailed(f"the game {self.name} was over before the policy's first move; change its opponent.")
+            raise EnvironmentFailed(
+                f"the game {self.name} was over before the policy's first move; change its "
+                "opponent."
+            )
         return shown
 
     async def move(self, said: str) -> Move:
@@ -105,7 +124,10 @@ class TextArenaGame:
                 return Move(shown)
             rewards, info = self._env.close()
         if not rewards or self._seat not in rewards:
-            raise EnvironmentFailed(f"the game {self.name} ended without a reward for player {self._seat}; it cannot be scored.")
+            raise EnvironmentFailed(
+                f"the game {self.name} ended without a reward for player {self._seat}; it cannot "
+                "be scored."
+            )
         spoilt = float(bool((info or {}).get(self._seat, {}).get("invalid_move")))
         return Move("", float(rewards[self._seat]), ended=True, metrics={"game/spoilt": spoilt})
 
@@ -115,9 +137,18 @@ class TextArenaGame:
             if ended:
                 return True, ""
             player, observation = self._env.get_observation()
-            shown = observation if isinstance(observation, str) else "\n".join(text for author, text, *_ in observation if author != player)
+            shown = (
+                observation
+                if isinstance(observation, str)
+                else "\n".join(text for author, text, *_ in observation if author != player)
+            )
             if player == self._seat:
                 return False, shown.strip()
             assert self._opponent is not None, f"player {player} of {self._players}"
-            ended, _ = self._env.step(str(cast("Callable[[str], object]", self._opponent)(shown.strip())))
-        raise EnvironmentFailed(f"the game {self.name}: {MAX_MOVES} moves of other players in a row; change its opponent.")
+            ended, _ = self._env.step(
+                str(cast("Callable[[str], object]", self._opponent)(shown.strip()))
+            )
+        raise EnvironmentFailed(
+            f"the game {self.name}: {MAX_MOVES} moves of other players in a row; change its "
+            "opponent."
+        )

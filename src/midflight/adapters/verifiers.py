@@ -1,7 +1,9 @@
-"""Tasksets of the package verifiers (0.4): their tasks are a source, an episode is a rollout, and the parts of their rubric are components.
+"""Tasksets of the package verifiers (0.4): their tasks are a source, an episode is a rollout, and
+the parts of their rubric are components.
 
-An episode runs as verifiers runs it, with its proxy between agent and gateway. Only the agent of a taskset that names none is ours: a chat in
-this process, where verifiers would start a program for each rollout.
+An episode runs as verifiers runs it, with its proxy between agent and gateway. Only the agent of a
+taskset that names none is ours: a chat in this process, where verifiers would start a program for
+each rollout.
 """
 
 import copy
@@ -27,26 +29,53 @@ CHAT = "midflight_chat"  # verifiers takes agents from modules, by names without
 
 
 def tasks(
-    taskset: str, size: int = 1000, harness: str = "", runtime: str = "subprocess", options: dict[str, Json] | None = None, env: str = ""
+    taskset: str,
+    size: int = 1000,
+    harness: str = "",
+    runtime: str = "subprocess",
+    options: dict[str, Json] | None = None,
+    env: str = "",
 ) -> list[dict[str, Json]]:
-    """At most `size` tasks of the taskset of that id, whose own options are `options`. `harness` is the agent's program, by default that of
-    the taskset, else ours; `env` is another environment to play it in. `ConfigError` where it cannot be trained."""
-    told: dict[str, Json] = {"taskset": taskset, "harness": harness, "runtime": runtime, "options": options or {}, "env": env}
+    """At most `size` tasks of the taskset of that id, whose own options are `options`. `harness` is
+    the agent's program, by default that of the taskset, else ours; `env` is another environment to
+    play it in. `ConfigError` where it cannot be trained."""
+    told: dict[str, Json] = {
+        "taskset": taskset,
+        "harness": harness,
+        "runtime": runtime,
+        "options": options or {},
+        "env": env,
+    }
     _, found = _opened(json.dumps(told), size)
-    return [{"question": each.data.prompt_text, "key": each.key, "data": each.data.model_dump(mode="json"), NAME: told} for each in found]
+    return [
+        {
+            "question": each.data.prompt_text,
+            "key": each.key,
+            "data": each.data.model_dump(mode="json"),
+            NAME: told,
+        }
+        for each in found
+    ]
 
 
 async def play(task: Task, client: Any) -> Result:
     """One episode. Waits for it; ended by its caller."""
-    environment, _ = cast(Any, await in_thread(lambda: _opened(json.dumps(settings(task, NAME)), 0)))  # seconds, the first time
+    # seconds, the first time
+    environment, _ = cast(
+        Any, await in_thread(lambda: _opened(json.dumps(settings(task, NAME)), 0))
+    )
     vf = package("verifiers.v1", extra=NAME)
-    # Its serving resources are those of this episode: with a client for each address they would pile up in one that lives on.
+    # Its serving resources are those of this episode: with a client for each address they would
+    # pile up in one that lives on.
     environment = copy.copy(environment)
     kind = type(environment.taskset).task_type()
-    own = kind(kind.data_type().model_validate(task.data["data"]), environment.config.taskset.task)  # as verifiers' own server has it
+    # as verifiers' own server has it
+    own = kind(kind.data_type().model_validate(task.data["data"]), environment.config.taskset.task)
     endpoint = vf.EvalClientConfig(base_url=str(client.base_url), api_key_var="MIDFLIGHT_NO_KEY")
     async with environment.serving():
-        episode = await environment.run_episode(own, vf.ModelContext(model="policy", client=endpoint))
+        episode = await environment.run_episode(
+            own, vf.ModelContext(model="policy", client=endpoint)
+        )
     return _result(task, episode)
 
 
@@ -54,23 +83,44 @@ def _result(task: Task, episode: Any) -> Result:
     said = f"task {task.id} of {task.source}: the episode of {episode.env.id}"
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        raise EnvironmentFailed(f"{said} failed: {'; '.join(f'{e.type}: {e.message}' for e in errors) or 'it says not why'}"[:2000])
+        raise EnvironmentFailed(
+            (
+                f"{said} failed: "
+                f"{'; '.join(f'{e.type}: {e.message}' for e in errors) or 'it says not why'}"
+            )[:2000]
+        )
     (trace,) = episode.traces
     unscored = [name for name, reward in trace.rewards.items() if reward is None]
     if unscored or not trace.rewards:
-        raise EnvironmentFailed(f"{said} gave no reward{f' for {unscored[0]!r}' if unscored else ''}, so it cannot be scored.")
-    components = {name: float(reward.value) for name, reward in trace.rewards.items() if reward.weight}
+        raise EnvironmentFailed(
+            f"{said} gave no reward{f' for {unscored[0]!r}' if unscored else ''}, so it cannot be "
+            "scored."
+        )
+    components = {
+        name: float(reward.value) for name, reward in trace.rewards.items() if reward.weight
+    }
     weightless = {name: reward.score for name, reward in trace.rewards.items() if not reward.weight}
-    metrics = {name: float(value) for name, value in {**trace.metrics, **weightless}.items() if value is not None}
+    metrics = {
+        name: float(value)
+        for name, value in {**trace.metrics, **weightless}.items()
+        if value is not None
+    }
     messages = [message.model_dump(mode="json", exclude_none=True) for message in trace.messages]
-    return Result(sum(components.values()), components=components, metrics=metrics, fields={"messages": cast(Json, messages)})
+    return Result(
+        sum(components.values()),
+        components=components,
+        metrics=metrics,
+        fields={"messages": cast(Json, messages)},
+    )
 
 
 _opening = Lock()
 
 
 def _opened(told: str, size: int) -> tuple[Any, Sequence[Any]]:
-    """The environment, and so many tasks (none for agents: theirs is in its row): once in a process. `ConfigError` names what cannot be used."""
+    """The environment, and so many tasks (none for agents: theirs is in its row): once in a
+    process. `ConfigError` names what cannot be used.
+    """
     with _opening:
         return _made(told, size)
 
@@ -84,41 +134,56 @@ def _made(told: str, size: int) -> tuple[Any, Sequence[Any]]:
     try:
         _prepare(vf)
         kind = loaders.env_config_type(name, options["env"])
-        (seat, *others) = package("verifiers.v1.configs.agent", extra=NAME).agent_config_fields(kind())
+        (seat, *others) = package("verifiers.v1.configs.agent", extra=NAME).agent_config_fields(
+            kind()
+        )
         if others:
             raise ConfigError(
-                f"the environment of {name!r} has the agents {', '.join([seat, *others])}, and all would be trained as one; name one of a single agent."
+                f"the environment of {name!r} has the agents {', '.join([seat, *others])}, and all "
+                "would be trained as one; name one of a single agent."
             )
         own = loaders.default_harness_id(name)
         harness = options["harness"] or (CHAT if own == "bash" else own)
         agent = {"harness": {"id": harness}, "runtime": {"type": options["runtime"]}}
         taskset = {"id": name, **options["options"]}
-        made = loaders.load_environment(loaders.resolve_env_config({"id": options["env"], "taskset": taskset, seat: agent}))
+        made = loaders.load_environment(
+            loaders.resolve_env_config({"id": options["env"], "taskset": taskset, seat: agent})
+        )
         found = list(islice(made.taskset, size))
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"verifiers makes nothing of the taskset {name!r}: {type(error).__name__}: {error}; install its package beside "
-            "midflight[verifiers], or change the source's options."
+            f"verifiers makes nothing of the taskset {name!r}: {type(error).__name__}: {error}; "
+            "install its package beside midflight[verifiers], or change the source's options."
         ) from error
     if not size:
         return made, found
     if not found:
         raise ConfigError(f"the taskset {name!r} has no tasks; change its options.")
-    if hidden := [field for field, about in type(found[0].data).model_fields.items() if about.exclude]:
-        raise ConfigError(f"tasks of {name!r} leave {', '.join(hidden)} out of what is written of them, so agents would not have it.")
-    scores_itself = type(made).run is not loaders.SingleAgentEnv.run or type(made).finalize is not loaders.SingleAgentEnv.finalize
+    if hidden := [
+        field for field, about in type(found[0].data).model_fields.items() if about.exclude
+    ]:
+        raise ConfigError(
+            f"tasks of {name!r} leave {', '.join(hidden)} out of what is written of them, so "
+            "agents would not have it."
+        )
+    scores_itself = (
+        type(made).run is not loaders.SingleAgentEnv.run
+        or type(made).finalize is not loaders.SingleAgentEnv.finalize
+    )
     if not (scores_itself or found[0].hooks("reward") or found[0].config.judges):
         raise ConfigError(
-            f"the taskset {name!r} has no rewards, so there is nothing to learn from; add one: options.options.task.rewards, or a method "
-            "with @vf.reward in its task."
+            f"the taskset {name!r} has no rewards, so there is nothing to learn from; add one: "
+            "options.options.task.rewards, or a method with @vf.reward in its task."
         )
     return made, found
 
 
 def _prepare(vf: Any) -> None:
-    """Our agent, which asks what the task asks, and knows no tools; and one trust in certificates: to read them takes as long as an episode."""
+    """Our agent, which asks what the task asks, and knows no tools; and one trust in certificates:
+    to read them takes as long as an episode.
+    """
     if CHAT in sys.modules:
         return
     clients = package("verifiers.v1.clients.eval", extra=NAME)
@@ -131,12 +196,28 @@ def _prepare(vf: Any) -> None:
     wire = package("verifiers.v1.dialects.chat", extra=NAME).message_to_wire
     result = package("verifiers.v1.runtimes", extra=NAME).ProgramResult
 
-    async def launch(self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any) -> Any:
+    async def launch(
+        self: Any,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: Any,
+    ) -> Any:
         """Waits for one answer, which verifiers records; ended by its caller."""
         system, prompt = self.resolve_prompt(data)
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [wire(message) for message in prompt]
+        asked = (
+            [{"role": "user", "content": prompt}]
+            if isinstance(prompt, str)
+            else [wire(message) for message in prompt]
+        )
         messages = [*([{"role": "system", "content": system}] if system else []), *asked]
-        asking: dict[str, Any] = {"json": {"model": ctx.model, "messages": messages}, "headers": {"authorization": f"Bearer {secret}"}}
+        asking: dict[str, Any] = {
+            "json": {"model": ctx.model, "messages": messages},
+            "headers": {"authorization": f"Bearer {secret}"},
+        }
         async with (
             ClientSession(timeout=ClientTimeout(total=None)) as chat,
             chat.post(f"{endpoint}/chat/completions", **asking) as answered,
@@ -144,8 +225,16 @@ def _prepare(vf: Any) -> None:
             error = "" if answered.status == 200 else await answered.text()
         return result(exit_code=int(bool(error)), stdout="", stderr=error)
 
-    own = {"APPENDS_SYSTEM_PROMPT": True, "SUPPORTS_RESUME": True, "EXECUTES_CODE": False, "NEEDS_CONTAINER": False, "launch": launch}
+    own = {
+        "APPENDS_SYSTEM_PROMPT": True,
+        "SUPPORTS_RESUME": True,
+        "EXECUTES_CODE": False,
+        "NEEDS_CONTAINER": False,
+        "launch": launch,
+    }
     module: Any = ModuleType(CHAT)
-    module.ChatHere = new_class("ChatHere", (vf.Harness[vf.HarnessConfig],), exec_body=lambda space: space.update(own))
+    module.ChatHere = new_class(
+        "ChatHere", (vf.Harness[vf.HarnessConfig],), exec_body=lambda space: space.update(own)
+    )
     module.__all__ = ["ChatHere"]
     sys.modules[CHAT] = module

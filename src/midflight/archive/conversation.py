@@ -1,4 +1,6 @@
-"""One rollout as it was said and as it is trained: its messages, the branches of its token tree, and all that is known of each token."""
+"""One rollout as it was said and as it is trained: its messages, the branches of its token tree,
+and all that is known of each token.
+"""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +22,15 @@ from midflight.trajectories.database import State, decode_rows, decode_scored, d
 from midflight.types import Bool, Fate, Float32, Int32, Json, Kind, Reason, RolloutKey, Row, Turn
 
 ENTROPY_WINDOW = 16
-"""Tokens over which -log p is averaged. Engines say the probability of what was sampled and not the entropy; its mean is an estimate of that."""
+"""Tokens over which -log p is averaged. Engines say the probability of what was sampled and not the
+entropy; its mean is an estimate of that.
+"""
 
 
 class TokenUse(StrEnum):
-    """What became of a token. Those of `Reason` are for tokens that the model wrote and that are not trained."""
+    """What became of a token. Those of `Reason` are for tokens that the model wrote and that are
+    not trained.
+    """
 
     READ = "read"
     """The model did not write it."""
@@ -40,14 +46,18 @@ class TokenUse(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BranchSeen:
-    """One way through the token tree, from its root to a leaf. Arrays and lists have one entry for each token."""
+    """One way through the token tree, from its root to a leaf. Arrays and lists have one entry for
+    each token.
+    """
 
     pieces: tuple[str, ...]
     row: Row
     uses: tuple[str, ...]
     """`TokenUse`, or the `Reason` for which the token is not trained."""
     ages: Int32
-    """Versions between the one that sampled the token and the one that begins its step, or the newest there is; -1 where it was read."""
+    """Versions between the one that sampled the token and the one that begins its step, or the
+    newest there is; -1 where it was read.
+    """
     advantages: Float32
     """NaN where it is not known, or the token is not to be trained."""
     entropies: Float32
@@ -81,7 +91,9 @@ class ConversationSeen:
         return as_chat(self.longest.messages) if self.longest else []
 
 
-def conversation_of(folder: Path, key: RolloutKey, *, with_advantages: bool = True) -> ConversationSeen:
+def conversation_of(
+    folder: Path, key: RolloutKey, *, with_advantages: bool = True
+) -> ConversationSeen:
     """`NoRun` where the run has no such rollout. Without advantages torch is not imported."""
     held_out = key.kind is Kind.EVALUATION
     page = page_of(folder, GroupFilter(kind=key.kind, key=key.group), number=1)
@@ -92,9 +104,17 @@ def conversation_of(folder: Path, key: RolloutKey, *, with_advantages: bool = Tr
     config = config_of(folder)
     rollout = next((brief for brief in group.rollouts if brief.key == key), None)
     with reading(folder, key.kind) as store:
-        rows, fields, turn_rewards = _rows(store, key) if rollout else (_running(store, key), {}, ())
-        credit = credit_of(store, key.group, group.version, config) if with_advantages and not held_out else Credit("")
-        newest = store.ask("SELECT COALESCE(MAX(value), 0) FROM numbers WHERE name = 'version'")[0][0]
+        rows, fields, turn_rewards = (
+            _rows(store, key) if rollout else (_running(store, key), {}, ())
+        )
+        credit = (
+            credit_of(store, key.group, group.version, config)
+            if with_advantages and not held_out
+            else Credit("")
+        )
+        newest = store.ask("SELECT COALESCE(MAX(value), 0) FROM numbers WHERE name = 'version'")[0][
+            0
+        ]
     begun = key.group.epoch if held_out else newest if group.version is None else group.version - 1
     branches = tuple(_branches(rows, group, rollout, credit, begun, reader_of(folder, config), key))
     return ConversationSeen(group, rollout, key, branches, fields, turn_rewards, credit.note)
@@ -119,8 +139,13 @@ def config_of(folder: Path) -> Config:
         return Config()
 
 
-def _rows(store: StoreReading, key: RolloutKey) -> tuple[tuple[Row, ...], Mapping[str, Json], tuple[float, ...]]:
-    ((rows, blob),) = store.ask("SELECT rows, scored FROM rollouts WHERE (epoch, position, attempt, sample) = (?, ?, ?, ?)", *_columns(key))
+def _rows(
+    store: StoreReading, key: RolloutKey
+) -> tuple[tuple[Row, ...], Mapping[str, Json], tuple[float, ...]]:
+    ((rows, blob),) = store.ask(
+        "SELECT rows, scored FROM rollouts WHERE (epoch, position, attempt, sample) = (?, ?, ?, ?)",
+        *_columns(key),
+    )
     scored = store.decoded(decode_scored, blob)
     return store.decoded(decode_rows, rows), scored.fields, scored.turn_rewards
 
@@ -130,15 +155,28 @@ def _columns(key: RolloutKey) -> tuple[int, int, int, int]:
 
 
 def _running(store: StoreReading, key: RolloutKey) -> tuple[Row, ...]:
-    """What a rollout that goes on has said so far: its last turn, with the earlier ones that it goes on from."""
-    blobs = store.ask("SELECT turn FROM turns WHERE (epoch, position, attempt, sample) = (?, ?, ?, ?) ORDER BY number", *_columns(key))
+    """What a rollout that goes on has said so far: its last turn, with the earlier ones that it
+    goes on from.
+    """
+    blobs = store.ask(
+        (
+            "SELECT turn FROM turns WHERE (epoch, position, attempt, sample) = (?, ?, ?, ?) ORDER "
+            "BY number"
+        ),
+        *_columns(key),
+    )
     turns = [store.decoded(decode_turn, blob) for (blob,) in blobs]
     if not turns:
         return ()
     ids = np.array((*turns[-1].prompt_ids, *turns[-1].output_ids), np.int32)
     number = len(ids)
     row = Row(
-        *(ids, np.zeros(number, np.bool_), np.zeros(number, np.bool_), np.zeros(number, np.float32)),
+        *(
+            ids,
+            np.zeros(number, np.bool_),
+            np.zeros(number, np.bool_),
+            np.zeros(number, np.float32),
+        ),
         *(np.zeros(number, np.int32), np.zeros(number, np.int32), np.zeros(number, np.int32)),
     )
     for at, turn in enumerate(turns):
@@ -160,7 +198,7 @@ def _write(row: Row, turn: Turn, number: int) -> None:
         row.kv_versions[begin + segment.start : begin + segment.end] = segment.kv_version
 
 
-# --- What is known of each token --------------------------------------------------------------------------------------
+# --- What is known of each token ------------------------------------------------------------------
 
 
 def _branches(
@@ -172,9 +210,18 @@ def _branches(
     reader: MessageReader,
     key: RolloutKey,
 ) -> Iterator[BranchSeen]:
-    floor = _floor(rows, 0 if rollout is None else sum(n for (_, why), n in rollout.tokens.items() if why is Reason.STALE))
+    floor = _floor(
+        rows,
+        0
+        if rollout is None
+        else sum(n for (_, why), n in rollout.tokens.items() if why is Reason.STALE),
+    )
     outcome = _outcome(group, rollout)
-    masked = [why for (fate, why) in (rollout.tokens if rollout else ()) if fate is Fate.MASKED and why not in (None, Reason.STALE)]
+    masked = [
+        why
+        for (fate, why) in (rollout.tokens if rollout else ())
+        if fate is Fate.MASKED and why not in (None, Reason.STALE)
+    ]
     for at, row in enumerate(rows):
         pieces = reader.pieces(row.token_ids)
         untrained = masked[0].value if len(masked) == 1 and masked[0] else "masked"
@@ -212,7 +259,12 @@ def _outcome(group: GroupSeen, rollout: RolloutBrief | None) -> str:
 
 
 def _uses(row: Row, elsewhere: Bool, floor: int, outcome: str, untrained: str) -> Iterator[str]:
-    columns = (row.generated.tolist(), row.loss_mask.tolist(), elsewhere.tolist(), row.versions.tolist())
+    columns = (
+        row.generated.tolist(),
+        row.loss_mask.tolist(),
+        elsewhere.tolist(),
+        row.versions.tolist(),
+    )
     for generated, trainable, other, version in zip(*columns, strict=True):
         if not generated:
             yield TokenUse.READ
@@ -258,12 +310,16 @@ def _entropies(row: Row) -> Float32:
     """Mean of -log p over the window around each token, of tokens that the model wrote."""
     wrote = row.generated.astype(np.float64)
     window = np.ones(ENTROPY_WINDOW)
-    sums, counts = (np.convolve(values, window, "same")[: len(wrote)] if len(wrote) >= ENTROPY_WINDOW else np.full(len(wrote), values.sum())
-                    for values in (-row.logprobs * wrote, wrote))  # fmt: skip
+    sums, counts = (
+        np.convolve(values, window, "same")[: len(wrote)]
+        if len(wrote) >= ENTROPY_WINDOW
+        else np.full(len(wrote), values.sum())
+        for values in (-row.logprobs * wrote, wrote)
+    )
     return np.where(row.generated, sums / np.maximum(counts, 1), np.nan).astype(np.float32)
 
 
-# --- To take along ----------------------------------------------------------------------------------------------------
+# --- To take along --------------------------------------------------------------------------------
 
 
 def as_json(seen: ConversationSeen) -> dict[str, Json]:
@@ -287,28 +343,46 @@ def _tokens(branch: BranchSeen) -> dict[str, Json]:
     return {
         "token_ids": row.token_ids.tolist(),
         "text": list(branch.pieces),
-        "version": [v if g else None for v, g in zip(row.versions.tolist(), row.generated.tolist(), strict=True)],
-        "logprob": [round(p, 5) if g else None for p, g in zip(row.logprobs.tolist(), row.generated.tolist(), strict=True)],
-        "advantage": [round(a, 5) if k else None for a, k in zip(branch.advantages.tolist(), known.tolist(), strict=True)],
+        "version": [
+            v if g else None
+            for v, g in zip(row.versions.tolist(), row.generated.tolist(), strict=True)
+        ],
+        "logprob": [
+            round(p, 5) if g else None
+            for p, g in zip(row.logprobs.tolist(), row.generated.tolist(), strict=True)
+        ],
+        "advantage": [
+            round(a, 5) if k else None
+            for a, k in zip(branch.advantages.tolist(), known.tolist(), strict=True)
+        ],
         "use": list(branch.uses),
     }
 
 
-def as_curl(seen: ConversationSeen, *, until: int | None = None, url: str = "http://127.0.0.1:8000") -> str:
-    """Asks a server for the message before which the conversation is cut; without `until` the last one that the model wrote."""
+def as_curl(
+    seen: ConversationSeen, *, until: int | None = None, url: str = "http://127.0.0.1:8000"
+) -> str:
+    """Asks a server for the message before which the conversation is cut; without `until` the last
+    one that the model wrote.
+    """
     branch = seen.longest
     if branch is None:
         return ""
     wrote = [at for at, said in enumerate(branch.messages) if said.written]
     cut = (wrote[-1] if wrote else len(branch.messages)) if until is None else until
     body = msgspec.json.encode({"model": "midflight", "messages": seen.chat()[:cut]}).decode()
-    return f"curl -s {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}"
+    return (
+        f"curl -s {url}/v1/chat/completions -H 'content-type: application/json' -d "
+        f"{shlex.quote(body)}"
+    )
 
 
 def as_shell(seen: ConversationSeen, folder: Path) -> str:
     """Serves the weights of the run, and asks again for each message that the model wrote."""
     model = folder / ("model" if (folder / "model").is_dir() else "start")
-    wrote = [at for at, said in enumerate(seen.longest.messages if seen.longest else ()) if said.written]
+    wrote = [
+        at for at, said in enumerate(seen.longest.messages if seen.longest else ()) if said.written
+    ]
     asks = [as_curl(seen, until=at) for at in wrote]
     serve = f"midflight serve --model {shlex.quote(str(model))} --name midflight --port 8000 &"
     wait = "until curl -sf http://127.0.0.1:8000/health > /dev/null; do sleep 1; done"

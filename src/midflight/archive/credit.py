@@ -1,4 +1,6 @@
-"""The advantages that a step trained with, worked out again: rewards are stored, and the trainer's own functions make advantages of them."""
+"""The advantages that a step trained with, worked out again: rewards are stored, and the trainer's
+own functions make advantages of them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,24 +22,40 @@ class Credit:
 
     note: str
     """What of it is not as it was trained, or why there is none."""
-    answers: dict[tuple[RolloutKey, str], NDArray[np.float64]] = field(default_factory=dict[tuple[RolloutKey, str], NDArray[np.float64]])
+    answers: dict[tuple[RolloutKey, str], NDArray[np.float64]] = field(
+        default_factory=dict[tuple[RolloutKey, str], NDArray[np.float64]]
+    )
     """By rollout and role."""
 
 
-def credit_of(store: StoreReading, key: GroupKey, version: Version | None, config: Config) -> Credit:
-    """Of the rollouts of a group, in the step that made `version`; without one as if the group were a batch of its own."""
+def credit_of(
+    store: StoreReading, key: GroupKey, version: Version | None, config: Config
+) -> Credit:
+    """Of the rollouts of a group, in the step that made `version`; without one as if the group were
+    a batch of its own.
+    """
     if config.objective.advantage == "gae":
-        return Credit("advantages of single tokens come from the critic's values, which are not kept")
+        return Credit(
+            "advantages of single tokens come from the critic's values, which are not kept"
+        )
     if not config.distillation.rewards and config.distillation.teacher is not None:
-        return Credit("the teacher's log-probabilities are what is learned from, and they are not kept")
+        return Credit(
+            "the teacher's log-probabilities are what is learned from, and they are not kept"
+        )
     groups = _of_step(store, version) if version is not None else [_group(store, key)]
     try:
-        from midflight.trainer.credit import answer_advantages, scoring_of  # imports torch, which no other page needs
+        # imports torch, which no other page needs
+        from midflight.trainer.credit import answer_advantages, scoring_of
 
         found = answer_advantages(pack(Batch(0, 0, tuple(groups))), scoring_of(config))
     except MidflightError as error:
         return Credit(f"no advantages: {error}")
-    rollouts = [(each.key, role) for group in groups for role, of in group.by_role().items() for each in of.trajectories]
+    rollouts = [
+        (each.key, role)
+        for group in groups
+        for role, of in group.by_role().items()
+        for each in of.trajectories
+    ]
     notes = ["worked out from the rewards, by the trainer's own functions"]
     if version is None:
         notes = ["as they would be if the group were trained by itself"]
@@ -49,8 +67,8 @@ def credit_of(store: StoreReading, key: GroupKey, version: Version | None, confi
 def _of_step(store: StoreReading, version: Version) -> Sequence[Group]:
     """In the order of the batch."""
     keys = store.ask(
-        "SELECT epoch, position, attempt FROM groups WHERE version = ? OR lease IN (SELECT lease FROM leases WHERE train_version = ?) "
-        "ORDER BY epoch, position, attempt",
+        "SELECT epoch, position, attempt FROM groups WHERE version = ? OR lease IN (SELECT lease "
+        "FROM leases WHERE train_version = ?) ORDER BY epoch, position, attempt",
         *(version, version - 1),
     )
     return [_group(store, group_key(key)) for key in keys]
@@ -58,11 +76,19 @@ def _of_step(store: StoreReading, version: Version) -> Sequence[Group]:
 
 def _group(store: StoreReading, key: GroupKey) -> Group:
     """Without tokens: rewards are all that advantages are made of."""
-    (blob,) = store.ask("SELECT task FROM groups WHERE (epoch, position, attempt) = (?, ?, ?)", key.epoch, key.index, key.attempt)[0]
+    (blob,) = store.ask(
+        "SELECT task FROM groups WHERE (epoch, position, attempt) = (?, ?, ?)",
+        key.epoch,
+        key.index,
+        key.attempt,
+    )[0]
     task = store.task(blob)
     made = list[Trajectory]()
     for sample, reward, room, truncated, scored in store.ask(
-        "SELECT sample, reward, room, truncated, scored FROM rollouts WHERE (epoch, position, attempt) = (?, ?, ?)",
+        (
+            "SELECT sample, reward, room, truncated, scored FROM rollouts WHERE (epoch, position, "
+            "attempt) = (?, ?, ?)"
+        ),
         *(key.epoch, key.index, key.attempt),
     ):
         of = store.decoded(decode_scored, scored)

@@ -1,4 +1,6 @@
-"""Chosen rollouts of a run as a data set: JSON lines that `datasets` loads, with conversations as chat messages."""
+"""Chosen rollouts of a run as a data set: JSON lines that `datasets` loads, with conversations as
+chat messages.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,9 @@ from midflight.types import GroupKey, Json, Kind, RolloutKey, Row, Task, Version
 
 
 class ExportFormat(StrEnum):
-    """`sft`: a conversation a line. `dpo`: a pair a line, the best and the worst answer to a task. `jsonl`: all that is known of a rollout, token by token."""
+    """`sft`: a conversation a line. `dpo`: a pair a line, the best and the worst answer to a task.
+    `jsonl`: all that is known of a rollout, token by token.
+    """
 
     SFT = "sft"
     DPO = "dpo"
@@ -30,7 +34,9 @@ class ExportChoice:
     """Which rollouts; without a choice all that have a reward."""
 
     kind: Kind = Kind.TRAINING
-    """Of those that the run learns from. Those of held-out tasks are for reading and scoring: who trains on them has none held out any more."""
+    """Of those that the run learns from. Those of held-out tasks are for reading and scoring: who
+    trains on them has none held out any more.
+    """
     min_reward: float | None = None
     versions: tuple[Version, Version] | None = None
     """The first and the last that a step on them made; then only those that were trained on."""
@@ -54,7 +60,9 @@ class _Exported:
 
 
 def write_export(folder: Path, out: Path, form: ExportFormat, choice: ExportChoice) -> int:
-    """Writes the file whole or not at all; says how many lines. `ConfigError` where nothing was chosen."""
+    """Writes the file whole or not at all; says how many lines. `ConfigError` where nothing was
+    chosen.
+    """
     lines = 0
     building = out.with_name(f".{out.name}.new")
     try:
@@ -63,14 +71,19 @@ def write_export(folder: Path, out: Path, form: ExportFormat, choice: ExportChoi
                 file.write(msgspec.json.encode(line) + b"\n")
                 lines += 1
         if not lines:
-            raise ConfigError(f"exporting {folder}: none of its rollouts is chosen; ask for less (min reward, steps, sources).")
+            raise ConfigError(
+                f"exporting {folder}: none of its rollouts is chosen; ask for less (min reward, "
+                "steps, sources)."
+            )
         building.replace(out)
     finally:
         building.unlink(missing_ok=True)
     return lines
 
 
-def _lines(store: StoreReading, reader: MessageReader, form: ExportFormat, choice: ExportChoice) -> Iterator[dict[str, Any]]:
+def _lines(
+    store: StoreReading, reader: MessageReader, form: ExportFormat, choice: ExportChoice
+) -> Iterator[dict[str, Any]]:
     kept = _kept(store, reader, choice)
     if form is ExportFormat.DPO:
         for _, group in groupby(kept, key=lambda one: one.key.group):
@@ -95,9 +108,9 @@ def _kept(store: StoreReading, reader: MessageReader, choice: ExportChoice) -> I
         where.append("(version BETWEEN ? AND ? OR done AND train_version + 1 BETWEEN ? AND ?)")
         values += [*choice.versions, *choice.versions]
     for epoch, position, attempt, sample, task, reward, version, made, rows, scored in store.each(
-        "SELECT epoch, position, attempt, sample, task, reward, version, train_version, rows, scored FROM groups "
-        f"JOIN rollouts USING (epoch, position, attempt) LEFT JOIN leases USING (lease) WHERE {' AND '.join(where)} "
-        "ORDER BY epoch, position, attempt, sample",
+        "SELECT epoch, position, attempt, sample, task, reward, version, train_version, rows, "
+        "scored FROM groups JOIN rollouts USING (epoch, position, attempt) LEFT JOIN leases USING "
+        f"(lease) WHERE {' AND '.join(where)} ORDER BY epoch, position, attempt, sample",
         *values,
     ):
         asked = store.task(task)
@@ -110,9 +123,15 @@ def _kept(store: StoreReading, reader: MessageReader, choice: ExportChoice) -> I
         for role in sorted({row.role for row in decoded}):
             rows_of = tuple(row for row in decoded if row.role == role)
             longest = max(rows_of, key=lambda row: len(row.token_ids))
-            said = reader.messages(longest.token_ids, longest.generated, reader.pieces(longest.token_ids))
-            earned, components = (of.roles[role].reward or 0.0, {}) if role else (reward, dict(of.components))
-            yield _Exported(key, asked, earned, version if made is None else made + 1, rows_of, components, said)
+            said = reader.messages(
+                longest.token_ids, longest.generated, reader.pieces(longest.token_ids)
+            )
+            earned, components = (
+                (of.roles[role].reward or 0.0, {}) if role else (reward, dict(of.components))
+            )
+            yield _Exported(
+                key, asked, earned, version if made is None else made + 1, rows_of, components, said
+            )
 
 
 def _said(one: _Exported) -> dict[str, Json]:
@@ -135,14 +154,33 @@ def _pair(group: Sequence[_Exported], choice: ExportChoice) -> Iterator[dict[str
     prompt, chosen = _answer(best)
     asked, rejected = _answer(worst)
     good = choice.min_reward is None or best.reward >= choice.min_reward
-    if good and margin > 0 and margin >= choice.min_margin and prompt == asked and chosen != rejected:
-        said = {"task": best.task.id, "source": best.task.source, "chosen_reward": best.reward, "rejected_reward": worst.reward}
-        yield {"prompt": prompt, "chosen": chosen, "rejected": rejected, **said, "version": best.version}
+    if (
+        good
+        and margin > 0
+        and margin >= choice.min_margin
+        and prompt == asked
+        and chosen != rejected
+    ):
+        said = {
+            "task": best.task.id,
+            "source": best.task.source,
+            "chosen_reward": best.reward,
+            "rejected_reward": worst.reward,
+        }
+        yield {
+            "prompt": prompt,
+            "chosen": chosen,
+            "rejected": rejected,
+            **said,
+            "version": best.version,
+        }
 
 
 def _answer(one: _Exported) -> tuple[list[dict[str, Json]], list[dict[str, Json]]]:
     """What was asked, and from the first message that the model wrote on."""
-    first = next((at for at, message in enumerate(one.messages) if message.written), len(one.messages))
+    first = next(
+        (at for at, message in enumerate(one.messages) if message.written), len(one.messages)
+    )
     chat = as_chat(one.messages)
     return chat[:first], chat[first:]
 

@@ -1,4 +1,6 @@
-"""The groups of a run, a page at a time: what was asked, how each rollout was rewarded, and what became of it. All of it is SQL on the store."""
+"""The groups of a run, a page at a time: what was asked, how each rollout was rewarded, and what
+became of it. All of it is SQL on the store.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -59,7 +61,9 @@ class GroupFilter:
     task: str = ""
     """Its id."""
     fate: str = ""
-    """A state of groups (`trained`, `waiting`, `dropped`, ...), or the reason for which some were dropped."""
+    """A state of groups (`trained`, `waiting`, `dropped`, ...), or the reason for which some were
+    dropped.
+    """
     failure: str = ""
     """The class of an error of one of its rollouts."""
     words: str = ""
@@ -137,7 +141,9 @@ class GroupSeen:
             case State.TRAINED:
                 return f"trained, made version {self.version}"
             case State.LEASED:
-                return f"in the step that makes version {self.version}" + (", which no checkpoint has yet" if self.final else "")
+                return f"in the step that makes version {self.version}" + (
+                    ", which no checkpoint has yet" if self.final else ""
+                )
             case State.DROPPED:
                 return f"dropped: {self.reason}"
             case State.WAITING:
@@ -173,7 +179,9 @@ def page_of(
     words: WordIndex | None = None,
     passed: float = PASSED,
 ) -> GroupPage:
-    """Groups `first` to `first + number` of those that are wanted. `words` is where words are looked up."""
+    """Groups `first` to `first + number` of those that are wanted. `words` is where words are
+    looked up.
+    """
     with reading(folder, wanted.kind) as store:
         if words is not None and wanted.words:
             store.beside(words.path)
@@ -181,19 +189,31 @@ def page_of(
         ((total,),) = store.ask(f"SELECT COUNT(*) FROM groups g WHERE {where}", *values)
         groups = _groups(store, where, values, order, first, number)
         scores = _epochs(store, [blob for _, blob, *_ in groups], passed) if groups else {}
-        found = _found(store, wanted.words, groups) if wanted.words and groups else frozenset[RolloutKey]()
+        found = (
+            _found(store, wanted.words, groups)
+            if wanted.words and groups
+            else frozenset[RolloutKey]()
+        )
         seen = tuple(_seen(store, columns, scores, found) for columns in groups)
         return GroupPage(seen, total, _sources(store), _failures(store), _fates(store))
 
 
-Columns = tuple[tuple[int, int, int], bytes, str, str | None, "int | None", "int | None", "int | None"]
-"""Key, task, state, reason, version, and of its lease the version that begins the step and whether the step was made."""
+Columns = tuple[
+    tuple[int, int, int], bytes, str, str | None, "int | None", "int | None", "int | None"
+]
+"""Key, task, state, reason, version, and of its lease the version that begins the step and whether
+the step was made.
+"""
 
 
 def conditions(wanted: GroupFilter) -> tuple[str, list[Value]]:
     """In SQL, of groups `g`."""
     parts: list[tuple[str, Sequence[Value]]] = []
-    if (versions := wanted.versions or (wanted.version is not None and (wanted.version, wanted.version)) or None) is not None:
+    if (
+        versions := wanted.versions
+        or (wanted.version is not None and (wanted.version, wanted.version))
+        or None
+    ) is not None:
         leased = "g.lease IN (SELECT lease FROM leases WHERE train_version + 1 BETWEEN ? AND ?)"
         answered = ("g.epoch BETWEEN ? AND ?", [*versions])
         trained = (f"(g.version BETWEEN ? AND ? OR {leased})", [*versions, *versions])
@@ -203,14 +223,18 @@ def conditions(wanted: GroupFilter) -> tuple[str, list[Value]]:
     if wanted.task:
         parts.append(("task_of(g.task) = ?", [wanted.task]))
     if wanted.fate:
-        parts.append(("(g.state = ? OR g.state = 'dropped' AND g.reason = ?)", [wanted.fate, wanted.fate]))
+        parts.append(
+            ("(g.state = ? OR g.state = 'dropped' AND g.reason = ?)", [wanted.fate, wanted.fate])
+        )
     if wanted.failure:
         parts.append((_having("r.reward IS NULL AND failure_of(r.error) = ?"), [wanted.failure]))
     if wanted.words:
         parts.append((f"({_KEY}) IN (SELECT {_KEY} {_TOLD})", [WordIndex.query(wanted.words)]))
     if wanted.key is not None:
         parts.append((f"({_KEY}) = (?, ?, ?)", _values(wanted.key)))
-    return " AND ".join(sql for sql, _ in parts) or "1", [value for _, values in parts for value in values]
+    return " AND ".join(sql for sql, _ in parts) or "1", [
+        value for _, values in parts for value in values
+    ]
 
 
 def _having(rollout: str) -> str:
@@ -221,7 +245,9 @@ def _values(key: GroupKey) -> tuple[int, int, int]:
     return key.epoch, key.index, key.attempt
 
 
-def versions_of(folder: Path, first: int, last: int, kind: Kind = Kind.TRAINING) -> tuple[Version, Version]:
+def versions_of(
+    folder: Path, first: int, last: int, kind: Kind = Kind.TRAINING
+) -> tuple[Version, Version]:
     """The first and the last version that these steps made, or that evaluations after them were of.
 
     Numbers of versions go on above those that a crash took, those of steps don't.
@@ -231,23 +257,40 @@ def versions_of(folder: Path, first: int, last: int, kind: Kind = Kind.TRAINING)
     made = [line.version for line in lines if first <= line.step <= last]
     if not made:
         what = "made no evaluation after a step" if kind is Kind.EVALUATION else "made no step"
-        raise NoRun(f"{folder} has {what} from {first} to {last}; `midflight runs` says how many it has made.")
+        raise NoRun(
+            f"{folder} has {what} from {first} to {last}; `midflight runs` says how many it has "
+            "made."
+        )
     return min(made), max(made)
 
 
-def _groups(store: StoreReading, where: str, values: Sequence[Value], order: GroupOrder, first: int, number: int) -> list[Columns]:
+def _groups(
+    store: StoreReading,
+    where: str,
+    values: Sequence[Value],
+    order: GroupOrder,
+    first: int,
+    number: int,
+) -> list[Columns]:
     newest = "g.epoch DESC, g.position DESC, g.attempt DESC"
     by = newest if order is GroupOrder.NEWEST else "g.epoch, g.position, g.attempt"
     if order in _MEASURES:
-        of = f"FROM rollouts r WHERE ({', '.join('r.' + name for name in _KEY.split(', '))}) = (g.epoch, g.position, g.attempt)"
-        by = f"{', '.join(f'(SELECT {measure} {of}) {way}' for measure, way in _MEASURES[order])}, {newest}"
+        of = (
+            f"FROM rollouts r WHERE ({', '.join('r.' + name for name in _KEY.split(', '))}) = "
+            "(g.epoch, g.position, g.attempt)"
+        )
+        by = (
+            f"{', '.join(f'(SELECT {measure} {of}) {way}' for measure, way in _MEASURES[order])}, "
+            f"{newest}"
+        )
     keys = f"SELECT {_KEY} FROM groups g WHERE {where} ORDER BY {by} LIMIT ? OFFSET ?"
     return [
         ((epoch, position, attempt), *rest)
         for epoch, position, attempt, *rest in (
             store.ask(
-                "SELECT g.epoch, g.position, g.attempt, task, state, reason, version, train_version, done "
-                "FROM groups g LEFT JOIN leases USING (lease) WHERE (g.epoch, g.position, g.attempt) = (?, ?, ?)",
+                "SELECT g.epoch, g.position, g.attempt, task, state, reason, version, "
+                "train_version, done FROM groups g LEFT JOIN leases USING (lease) WHERE (g.epoch, "
+                "g.position, g.attempt) = (?, ?, ?)",
                 *key,
             )[0]
             for key in store.ask(keys, *values, number, first)
@@ -255,7 +298,12 @@ def _groups(store: StoreReading, where: str, values: Sequence[Value], order: Gro
     ]  # pyright: ignore[reportReturnType]
 
 
-def _seen(store: StoreReading, columns: Columns, scores: Mapping[bytes, tuple[EpochScore, ...]], found: frozenset[RolloutKey]) -> GroupSeen:
+def _seen(
+    store: StoreReading,
+    columns: Columns,
+    scores: Mapping[bytes, tuple[EpochScore, ...]],
+    found: frozenset[RolloutKey],
+) -> GroupSeen:
     key, blob, state, reason, version, train_version, done = columns
     of = GroupKey(*key)
     return GroupSeen(
@@ -270,11 +318,15 @@ def _seen(store: StoreReading, columns: Columns, scores: Mapping[bytes, tuple[Ep
     )
 
 
-def briefs(store: StoreReading, key: GroupKey, found: frozenset[RolloutKey] = frozenset()) -> tuple[RolloutBrief, ...]:
+def briefs(
+    store: StoreReading, key: GroupKey, found: frozenset[RolloutKey] = frozenset()
+) -> tuple[RolloutBrief, ...]:
     """Those of one group that have ended, in the order of their samples."""
     of = f"WHERE ({_KEY}) = (?, ?, ?)"
     tokens = defaultdict[int, dict[tuple[Fate, Reason | None], int]](dict)
-    for sample, fate, reason, number in store.ask(f"SELECT sample, fate, reason, num_tokens FROM fates {of}", *_values(key)):
+    for sample, fate, reason, number in store.ask(
+        f"SELECT sample, fate, reason, num_tokens FROM fates {of}", *_values(key)
+    ):
         tokens[sample][Fate(fate), Reason(reason) if reason else None] = number
     made: list[RolloutBrief] = []
     columns = "sample, reward, error, truncated, seconds, num_trainable, scored"
@@ -285,7 +337,9 @@ def briefs(store: StoreReading, key: GroupKey, found: frozenset[RolloutKey] = fr
         rollout = RolloutKey(key, sample, store.kind)
         failure = failure_class(error) if reward is None else None
         said = (scored.components, scored.metrics, tokens[sample], rollout in found)
-        made.append(RolloutBrief(rollout, reward, error, failure, bool(truncated), seconds, num, *said))
+        made.append(
+            RolloutBrief(rollout, reward, error, failure, bool(truncated), seconds, num, *said)
+        )
     return tuple(made)
 
 
@@ -299,13 +353,16 @@ def _found(store: StoreReading, words: str, groups: Sequence[Columns]) -> frozen
     return frozenset(RolloutKey(GroupKey(*key), sample, store.kind) for *key, sample in rows)
 
 
-def _epochs(store: StoreReading, tasks: Sequence[bytes], passed: float) -> Mapping[bytes, tuple[EpochScore, ...]]:
+def _epochs(
+    store: StoreReading, tasks: Sequence[bytes], passed: float
+) -> Mapping[bytes, tuple[EpochScore, ...]]:
     """By task: how it went each time that it was drawn."""
     marks = ", ".join("?" * len(set(tasks)))
     scores = defaultdict[bytes, list[EpochScore]](list)
     for task, epoch, scored, good, mean in store.ask(
-        f"SELECT task, epoch, COUNT(reward), COALESCE(SUM(reward >= ?), 0), AVG(reward) FROM groups JOIN rollouts USING ({_KEY}) "
-        f"WHERE task IN ({marks}) GROUP BY task, epoch ORDER BY epoch",
+        "SELECT task, epoch, COUNT(reward), COALESCE(SUM(reward >= ?), 0), AVG(reward) FROM "
+        f"groups JOIN rollouts USING ({_KEY}) WHERE task IN ({marks}) GROUP BY task, epoch ORDER "
+        "BY epoch",
         *(passed, *set(tasks)),
     ):
         scores[task].append(EpochScore(epoch, scored, good, mean))
@@ -313,17 +370,24 @@ def _epochs(store: StoreReading, tasks: Sequence[bytes], passed: float) -> Mappi
 
 
 def _sources(store: StoreReading) -> tuple[str, ...]:
-    return tuple(sorted(source for (source,) in store.ask("SELECT DISTINCT source_of(task) FROM groups")))
+    return tuple(
+        sorted(source for (source,) in store.ask("SELECT DISTINCT source_of(task) FROM groups"))
+    )
 
 
 def _failures(store: StoreReading) -> Mapping[str, int]:
-    rows = store.ask("SELECT failure_of(error), COUNT(*) FROM rollouts WHERE reward IS NULL GROUP BY 1 ORDER BY 2 DESC, 1")
+    rows = store.ask(
+        "SELECT failure_of(error), COUNT(*) FROM rollouts WHERE reward IS NULL GROUP BY 1 ORDER BY "
+        "2 DESC, 1"
+    )
     return dict(rows)
 
 
 def _fates(store: StoreReading) -> Mapping[str, int]:
     counts: dict[str, int] = {}
-    for state, reason, number in store.ask("SELECT state, reason, COUNT(*) FROM groups GROUP BY 1, 2 ORDER BY 1, 2"):
+    for state, reason, number in store.ask(
+        "SELECT state, reason, COUNT(*) FROM groups GROUP BY 1, 2 ORDER BY 1, 2"
+    ):
         counts[state] = counts.get(state, 0) + number
         if reason:
             counts[reason] = number

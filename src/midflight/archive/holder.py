@@ -27,14 +27,17 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 def holder_of(folder: Path) -> Holder | None:
-    """What the lock says: also of a process that has died without giving the folder back. None without a lock that can be read."""
+    """What the lock says: also of a process that has died without giving the folder back. None
+    without a lock that can be read.
+    """
     with suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode((folder / LOCK).read_bytes(), type=Holder)
     return None
 
 
 def start_of(pid: int) -> str:
-    """When the process started, in ticks since the system did; empty for none, or where /proc is not there.
+    """When the process started, in ticks since the system did; empty for none, or where /proc is
+    not there.
 
     Empty too for one that has ended and waits for its parent to hear of it.
     """

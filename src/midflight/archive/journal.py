@@ -1,4 +1,6 @@
-"""A run's journal as points: all of it at first, then what was appended since the last look, also while a run writes it."""
+"""A run's journal as points: all of it at first, then what was appended since the last look, also
+while a run writes it.
+"""
 
 import os
 from collections.abc import Iterator
@@ -12,11 +14,15 @@ from midflight.observe.named import named
 
 JOURNAL = "metrics.jsonl"
 MARK_BYTES = 64
-"""Of what was read last, compared at the next look: a file that was written anew may have the number of the one before."""
+"""Of what was read last, compared at the next look: a file that was written anew may have the
+number of the one before.
+"""
 
 
 class Tail:
-    """The whole lines of a file that nobody has read yet. A line that a crash cut short, or that is being written, waits for its end."""
+    """The whole lines of a file that nobody has read yet. A line that a crash cut short, or that is
+    being written, waits for its end.
+    """
 
     def __init__(self, path: Path, *, newest: int | None = None) -> None:
         """`newest`: bytes of a file that is longer are all that is read of it at first."""
@@ -27,7 +33,8 @@ class Tail:
         self._mark = b""
 
     def new(self) -> tuple[bool, list[bytes]]:
-        """Whether the file was written anew since the last look, as after a crash, and the lines; from its beginning then.
+        """Whether the file was written anew since the last look, as after a crash, and the lines;
+        from its beginning then.
 
         A file that is not there has no lines.
         """
@@ -37,7 +44,11 @@ class Tail:
                 marked = self._read - len(self._mark)
                 file.seek(marked)
                 goes_on = self._file == found.st_ino and file.read(len(self._mark)) == self._mark
-                begin = self._read if goes_on else max(0, found.st_size - (self._newest or found.st_size))
+                begin = (
+                    self._read
+                    if goes_on
+                    else max(0, found.st_size - (self._newest or found.st_size))
+                )
                 file.seek(begin)
                 if begin and not goes_on:
                     begin += len(file.readline())  # the rest of one
@@ -57,7 +68,9 @@ class Tail:
 
 
 class Readings:
-    """What the journal of a run said so far. Lines that a later version of Midflight wrote, and that this one cannot read, are counted."""
+    """What the journal of a run said so far. Lines that a later version of Midflight wrote, and
+    that this one cannot read, are counted.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -67,12 +80,16 @@ class Readings:
         self.num_unread = 0
 
     def refresh(self) -> bool:
-        """Reads what was appended; everything again where a resumed run has dropped lines of lost steps. Whether anything is new.
+        """Reads what was appended; everything again where a resumed run has dropped lines of lost
+        steps. Whether anything is new.
 
         `RunGone` where the folder is not there any more.
         """
         if not self._folder.is_dir():
-            raise RunGone(f"{self._folder} is not there any more: the run was deleted or moved while it was looked at.")
+            raise RunGone(
+                f"{self._folder} is not there any more: the run was deleted or moved while it was "
+                "looked at."
+            )
         anew, lines = self._tail.new()
         if anew:
             self._lines.clear()
@@ -93,8 +110,14 @@ class Readings:
         return self._past
 
     def points(self, name: str) -> list[tuple[int, float]]:
-        """Step and value of one of the names for dashboards (docs/metrics.md), where it was measured."""
-        return [(line.step, found[name]) for line in (*self.past.steps, *self.past.evaluations) if name in (found := named(line))]
+        """Step and value of one of the names for dashboards (docs/metrics.md), where it was
+        measured.
+        """
+        return [
+            (line.step, found[name])
+            for line in (*self.past.steps, *self.past.evaluations)
+            if name in (found := named(line))
+        ]
 
     def names(self) -> list[str]:
         """Of everything that was measured in some step or evaluation, in order."""

@@ -1,4 +1,6 @@
-"""Where every token of a run went, and every group: sums of what the store holds, which are what the run's own books say."""
+"""Where every token of a run went, and every group: sums of what the store holds, which are what
+the run's own books say.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -71,9 +73,13 @@ def ledger_of(folder: Path) -> Ledger:
 
 def _sources(store: StoreReading) -> tuple[LedgerLine, ...]:
     found = defaultdict[str, Counter[tuple[Fate, Reason | None]]](Counter)
-    of_groups = f"SELECT {_KEY}, fate, reason, SUM(num_tokens) AS total FROM fates GROUP BY {_KEY}, fate, reason"
+    of_groups = (
+        f"SELECT {_KEY}, fate, reason, SUM(num_tokens) AS total FROM fates GROUP BY "
+        f"{_KEY}, fate, reason"
+    )
     rows = store.ask(
-        f"SELECT source_of(task), f.fate, f.reason, SUM(total) FROM ({of_groups}) f JOIN groups USING ({_KEY}) GROUP BY 1, 2, 3"
+        f"SELECT source_of(task), f.fate, f.reason, SUM(total) FROM ({of_groups}) f JOIN groups "
+        f"USING ({_KEY}) GROUP BY 1, 2, 3"
     )
     for source, fate, reason, number in rows:
         found[source][Fate(fate), Reason(reason) if reason else None] += number
@@ -81,11 +87,14 @@ def _sources(store: StoreReading) -> tuple[LedgerLine, ...]:
 
 
 def _accounts(store: StoreReading, total: Mapping[tuple[Fate, Reason | None], int]) -> Accounts:
-    """Groups whose step was made are trained, in a checkpoint or not; one that is to be run again counts with its next try."""
+    """Groups whose step was made are trained, in a checkpoint or not; one that is to be run again
+    counts with its next try.
+    """
     groups = Counter[str]()
     dropped = Counter[str]()
     for state, reason, done, number in store.ask(
-        "SELECT state, reason, COALESCE(done, 0), COUNT(*) FROM groups LEFT JOIN leases USING (lease) GROUP BY 1, 2, 3"
+        "SELECT state, reason, COALESCE(done, 0), COUNT(*) FROM groups LEFT JOIN leases USING "
+        "(lease) GROUP BY 1, 2, 3"
     ):
         groups[State.TRAINED if done else state] += number
         if state == State.DROPPED:
@@ -113,21 +122,29 @@ def _mistakes(store: StoreReading, accounts: Accounts) -> list[str]:
     """A store that facts alone have written has none."""
     found: list[str] = []
     ((open_, early),) = store.ask(
-        "SELECT COALESCE(SUM(fate = 'waiting' AND (state IN ('trained', 'dropped') OR COALESCE(done, 0))), 0), "
-        "COALESCE(SUM(fate = 'trained' AND state <> 'trained' AND NOT COALESCE(done, 0)), 0) "
-        f"FROM fates JOIN groups USING ({_KEY}) LEFT JOIN leases USING (lease)"
+        "SELECT COALESCE(SUM(fate = 'waiting' AND (state IN ('trained', 'dropped') OR "
+        "COALESCE(done, 0))), 0), COALESCE(SUM(fate = 'trained' AND state <> 'trained' AND NOT "
+        f"COALESCE(done, 0)), 0) FROM fates JOIN groups USING ({_KEY}) LEFT JOIN leases USING "
+        "(lease)"
     )
     if open_:
         found.append(f"{open_} rollouts of groups that have ended still have tokens that wait")
     if early:
         found.append(f"{early} rollouts of groups that were not trained have trained tokens")
     ((missing,),) = store.ask(
-        f"SELECT COUNT(*) FROM rollouts LEFT JOIN (SELECT {_KEY}, sample, SUM(num_tokens) AS total FROM fates GROUP BY {_KEY}, sample) "
-        f"USING ({_KEY}, sample) WHERE num_trainable > COALESCE(total, 0)"
+        f"SELECT COUNT(*) FROM rollouts LEFT JOIN (SELECT {_KEY}, sample, SUM(num_tokens) AS total "
+        f"FROM fates GROUP BY {_KEY}, sample) USING ({_KEY}, sample) WHERE num_trainable > "
+        "COALESCE(total, 0)"
     )
     if missing:
         found.append(f"{missing} rollouts have tokens in no account")
-    groups = accounts.running + accounts.waiting + accounts.leased + accounts.trained + sum(accounts.dropped.values())
+    groups = (
+        accounts.running
+        + accounts.waiting
+        + accounts.leased
+        + accounts.trained
+        + sum(accounts.dropped.values())
+    )
     if groups != accounts.submitted:
         found.append(f"{accounts.submitted} groups were submitted, {groups} are accounted for")
     return found

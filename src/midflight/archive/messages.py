@@ -1,4 +1,6 @@
-"""Messages of a token record: the text of each token, and the record cut where the model's chat template begins a message."""
+"""Messages of a token record: the text of each token, and the record cut where the model's chat
+template begins a message.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _CALL: Json = {"id": "call_0", "type": "function", "function": {"name": "f", "ar
 
 @dataclass(frozen=True, slots=True)
 class MessageSaid:
-    """One message of a conversation, and the tokens [begin, end) that it is written in, its marks too."""
+    """One message of a conversation, and the tokens [begin, end) that it is written in, its marks
+    too.
+    """
 
     role: str
     begin: int
@@ -70,21 +74,28 @@ class MessageReader:
         return MessageFormat(self.tokenizer, tools=self.tools, reasoning=self.reasoning)
 
     def pieces(self, token_ids: Int32) -> tuple[str, ...]:
-        """The text of each token; joined they are the text of all. A letter of several tokens is with the last of them."""
+        """The text of each token; joined they are the text of all. A letter of several tokens is
+        with the last of them.
+        """
         detokenizer = IncrementalDetokenizer(self.tokenizer, keep=self.tokenizer.special_token_ids)
         pieces = [detokenizer.push(int(token)) for token in token_ids]
         if pieces and (rest := detokenizer.finish()):
             pieces[-1] += rest
         return tuple(pieces)
 
-    def messages(self, token_ids: Int32, generated: Bool, pieces: Sequence[str]) -> tuple[MessageSaid, ...]:
-        """[T] each. Without a chat template what the model read is the user's, and what it wrote the assistant's."""
+    def messages(
+        self, token_ids: Int32, generated: Bool, pieces: Sequence[str]
+    ) -> tuple[MessageSaid, ...]:
+        """[T] each. Without a chat template what the model read is the user's, and what it wrote
+        the assistant's.
+        """
         starts = list(accumulate(map(len, pieces), initial=0))
         text = "".join(pieces)
         found = [
             (match.start(), match.end(), mark)
             for match in (self._opening.finditer(text) if self._opening else ())
-            if not generated[_token_at(starts, match.start())] and (mark := self._by_opening[match[0]])
+            if not generated[_token_at(starts, match.start())]
+            and (mark := self._by_opening[match[0]])
         ]
         if not found:
             return self._unmarked(token_ids, spans(generated))
@@ -99,32 +110,65 @@ class MessageReader:
         return tuple(said)
 
     def _message(
-        self, token_ids: Int32, generated: Bool, starts: Sequence[int], text: str, opened: int, mark: _Mark, end: int
+        self,
+        token_ids: Int32,
+        generated: Bool,
+        starts: Sequence[int],
+        text: str,
+        opened: int,
+        mark: _Mark,
+        end: int,
     ) -> MessageSaid:
         """Of letters [opened, end), behind its opening."""
-        begin, first, last = (_token_at(starts, at) for at in (opened - len(mark.opening), opened, end))
+        begin, first, last = (
+            _token_at(starts, at) for at in (opened - len(mark.opening), opened, end)
+        )
         if mark.role != "assistant":
             content = text[opened:end].removesuffix(mark.ending)
             return MessageSaid(
-                mark.role, begin, last, content if content != text[opened:end] else content.removesuffix(mark.ending.rstrip())
+                mark.role,
+                begin,
+                last,
+                content
+                if content != text[opened:end]
+                else content.removesuffix(mark.ending.rstrip()),
             )
         return self._assistant(token_ids, generated, begin, first, last, text[: starts[first]])
 
-    def _assistant(self, token_ids: Int32, generated: Bool, begin: int, first: int, last: int, before: str) -> MessageSaid:
+    def _assistant(
+        self, token_ids: Int32, generated: Bool, begin: int, first: int, last: int, before: str
+    ) -> MessageSaid:
         written = np.flatnonzero(generated[first:last])
         at = first + int(written[0]) if len(written) else first
         end = first + int(written[-1]) + 1 if len(written) else last
         prompt = before + self.tokenizer.decode(token_ids[first:at].tolist())
         read = self.format.parse(self._plain(token_ids[at:end]), prompt, calls=True)
-        return MessageSaid("assistant", begin, last, read.content, read.reasoning, read.tool_calls, bool(len(written)))
+        return MessageSaid(
+            "assistant",
+            begin,
+            last,
+            read.content,
+            read.reasoning,
+            read.tool_calls,
+            bool(len(written)),
+        )
 
-    def _unmarked(self, token_ids: Int32, parts: Sequence[tuple[int, int, bool]]) -> tuple[MessageSaid, ...]:
-        plain = ((begin, end, wrote, self._plain(token_ids[begin:end])) for begin, end, wrote in parts)
-        return tuple(MessageSaid("assistant" if wrote else "user", begin, end, text, written=wrote) for begin, end, wrote, text in plain)
+    def _unmarked(
+        self, token_ids: Int32, parts: Sequence[tuple[int, int, bool]]
+    ) -> tuple[MessageSaid, ...]:
+        plain = (
+            (begin, end, wrote, self._plain(token_ids[begin:end])) for begin, end, wrote in parts
+        )
+        return tuple(
+            MessageSaid("assistant" if wrote else "user", begin, end, text, written=wrote)
+            for begin, end, wrote, text in plain
+        )
 
     def _plain(self, token_ids: Int32) -> str:
         """Without the marks of the template; those of calls and thinking stay."""
-        return self.tokenizer.decode(token_ids.tolist(), skip_special=True, keep=self.format.kept_token_ids)
+        return self.tokenizer.decode(
+            token_ids.tolist(), skip_special=True, keep=self.format.kept_token_ids
+        )
 
     # --- How the template writes messages ---
 
@@ -152,7 +196,12 @@ class MessageReader:
             _Mark("assistant", asked[1].removeprefix(user_end[0]), assistant_end[0]),
         ]
         calling: dict[str, Json] = {**_ASSISTANT, "tool_calls": [_CALL]}
-        tool: dict[str, Json] = {"role": "tool", "content": _SIGN, "tool_call_id": "call_0", "name": "f"}
+        tool: dict[str, Json] = {
+            "role": "tool",
+            "content": _SIGN,
+            "tool_call_id": "call_0",
+            "name": "f",
+        }
         for before in (calling, _ASSISTANT):
             if len(parts := self._around(_USER, before, tool, tool)) == 5:
                 called = self._around(_USER, before)[-1]
@@ -167,7 +216,9 @@ class MessageReader:
         return marks
 
     def _around(self, *messages: Mapping[str, Json]) -> list[str]:
-        """The template's own text before, between and after the contents; nothing where it refuses them or adds to them."""
+        """The template's own text before, between and after the contents; nothing where it refuses
+        them or adds to them.
+        """
         try:
             parts = self.tokenizer.render(messages).split(_SIGN)
         except MidflightError:
@@ -181,7 +232,9 @@ def _token_at(starts: Sequence[int], letter: int) -> int:
 
 
 def as_chat(messages: Sequence[MessageSaid]) -> list[dict[str, Json]]:
-    """In the form that chat APIs and `datasets` take: calls have ids, and each answer of a tool names the call that it is of."""
+    """In the form that chat APIs and `datasets` take: calls have ids, and each answer of a tool
+    names the call that it is of.
+    """
     made: list[dict[str, Json]] = []
     waiting: list[tuple[str, str]] = []
     number = 0
@@ -193,7 +246,11 @@ def as_chat(messages: Sequence[MessageSaid]) -> list[dict[str, Json]]:
             waiting = [(f"call_{number + at}", call.name) for at, call in enumerate(said.calls)]
             number += len(waiting)
             message["tool_calls"] = [
-                {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                {
+                    "id": name,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
                 for (name, _), call in zip(waiting, said.calls, strict=True)
             ]
         if said.role == "tool" and waiting:

@@ -1,7 +1,9 @@
-"""The phases of a run, and which side bounded each stretch of its training: by how much, and which knob to turn.
+"""The phases of a run, and which side bounded each stretch of its training: by how much, and which
+knob to turn.
 
-Of a finished run as a whole its summary says so. A stretch is judged by its timeline: the trainer is busy while it makes a step, an engine
-while any request is placed on it, and a slot of it while an answer grows, from its first token to its end: not while a request queues.
+Of a finished run as a whole its summary says so. A stretch is judged by its timeline: the trainer
+is busy while it makes a step, an engine while any request is placed on it, and a slot of it while
+an answer grows, from its first token to its end: not while a request queues.
 """
 
 import itertools
@@ -51,15 +53,23 @@ class RunPhase:
         """In words; empty where nothing is judged."""
         if self.bound is Bound.UNKNOWN:
             return ""
-        return f"{self.bound}: {busy_words(engine_busy=self.engine_busy, trainer_busy=self.trainer_busy, slots_used=self.slots_used)}"
+        return (
+            f"{self.bound}: "
+            f"{busy_words(engine_busy=self.engine_busy, trainer_busy=self.trainer_busy, slots_used=self.slots_used)}"
+        )
 
 
 def phases_of(folder: Path, *, seconds: float | None = None) -> list[RunPhase]:
-    """Empty where the run has no timeline. `seconds`: that the run took in all, with what came before its rollout process and after it."""
+    """Empty where the run has no timeline. `seconds`: that the run took in all, with what came
+    before its rollout process and after it.
+    """
     lines = timeline.read_timeline(folder / timeline.TIMELINE)
     room = room_of(folder)
     rollouts = [line for line in lines if isinstance(line, timeline.RolloutTimed)]
-    steps = sorted((line for line in lines if isinstance(line, timeline.StepTimed)), key=lambda step: step.ended)
+    steps = sorted(
+        (line for line in lines if isinstance(line, timeline.StepTimed)),
+        key=lambda step: step.ended,
+    )
     if not rollouts:
         return []
     begin = min(rollout.began for rollout in rollouts)
@@ -70,11 +80,16 @@ def phases_of(folder: Path, *, seconds: float | None = None) -> list[RunPhase]:
         found.append(RunPhase("evaluation before", begin, first))
     if steps:
         found += _stretches(lines, steps, first, room)
-        last = max((line.at for line in lines if isinstance(line, timeline.ScoreTimed)), default=0.0)
+        last = max(
+            (line.at for line in lines if isinstance(line, timeline.ScoreTimed)), default=0.0
+        )
         if last > steps[-1].ended:
             found.append(RunPhase("evaluation after", steps[-1].ended, last))
     counted = found[-1].ended - begin if found else 0.0
-    return [RunPhase("start, warm start and end", 0.0, max(begin, (seconds or 0.0) - counted)), *found]
+    return [
+        RunPhase("start, warm start and end", 0.0, max(begin, (seconds or 0.0) - counted)),
+        *found,
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +102,9 @@ class Room:
 
 
 def room_of(folder: Path) -> Room:
-    """Reads the configuration of the run in this folder. Where that cannot be read, nothing is known."""
+    """Reads the configuration of the run in this folder. Where that cannot be read, nothing is
+    known.
+    """
     try:
         config = load_config(folder / "config.toml")
     except MidflightError:
@@ -97,7 +114,9 @@ def room_of(folder: Path) -> Room:
     return Room(slots, CoreUse() if cores is None else core_use(config, cores))
 
 
-def _stretches(lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float, room: Room) -> Iterator[RunPhase]:
+def _stretches(
+    lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float, room: Room
+) -> Iterator[RunPhase]:
     """The training whole, and its stretches where there are steps enough."""
     yield _judged("training", lines, steps, began, room)
     each = len(steps) // STRETCHES
@@ -110,23 +129,45 @@ def _stretches(lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTim
         yield _judged(name, lines, steps[first:behind], since, room)
 
 
-def _judged(name: str, lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float, room: Room) -> RunPhase:
+def _judged(
+    name: str,
+    lines: Sequence[timeline.Timed],
+    steps: Sequence[timeline.StepTimed],
+    began: float,
+    room: Room,
+) -> RunPhase:
     ended = steps[-1].ended
-    turns = [turn for line in lines if isinstance(line, timeline.RolloutTimed) for turn in line.turns if turn.placed]
+    turns = [
+        turn
+        for line in lines
+        if isinstance(line, timeline.RolloutTimed)
+        for turn in line.turns
+        if turn.placed
+    ]
     engine = _share(((turn.placed[0][1], turn.ended) for turn in turns), began, ended)
     trainer = _share(((step.began, step.ended) for step in steps), began, ended)
     waits = defaultdict[str, float](float)
     for line in lines:
         if isinstance(line, timeline.WaitTimed):
-            waits[f"{line.who} for {line.for_whom}"] += max(0.0, min(line.ended, ended) - max(line.began, began))
+            waits[f"{line.who} for {line.for_whom}"] += max(
+                0.0, min(line.ended, ended) - max(line.began, began)
+            )
     used = slots_used(turns, began, ended, slots=room.slots)
-    bound, advice = judge(engine_busy=engine, trainer_busy=trainer, slots_used=used, cores=room.cores)
+    bound, advice = judge(
+        engine_busy=engine, trainer_busy=trainer, slots_used=used, cores=room.cores
+    )
     longest = sorted((item for item in waits.items() if item[1] > 0), key=lambda item: -item[1])
-    return RunPhase(name, began, ended, len(steps), engine, trainer, used, bound, advice, dict(longest))
+    return RunPhase(
+        name, began, ended, len(steps), engine, trainer, used, bound, advice, dict(longest)
+    )
 
 
 def _share(spans: Iterable[tuple[float, float]], began: float, ended: float) -> float | None:
     """Of the time between, that which some span covers."""
     if ended <= began:
         return None
-    return min(1.0, sum(max(0.0, min(until, ended) - max(since, began)) for since, until in merged(spans)) / (ended - began))
+    return min(
+        1.0,
+        sum(max(0.0, min(until, ended) - max(since, began)) for since, until in merged(spans))
+        / (ended - began),
+    )

@@ -1,4 +1,6 @@
-"""Runs in their folders: found under a folder, checked, and described, without a word to the processes that make them."""
+"""Runs in their folders: found under a folder, checked, and described, without a word to the
+processes that make them.
+"""
 
 import re
 import time
@@ -20,7 +22,9 @@ from midflight.types import Json
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
 MAX_DEPTH = 3
-"""Folders below the one that is searched: `runs/team/name` is found from `runs` and from where it lies, and no disk is read through."""
+"""Folders below the one that is searched: `runs/team/name` is found from `runs` and from where it
+lies, and no disk is read through.
+"""
 
 
 class RunCondition(StrEnum):
@@ -31,7 +35,9 @@ class RunCondition(StrEnum):
     FINISHED = "finished"
     """It made its model, or its last step."""
     STOPPED = "stopped"
-    """It ended in order before its last step; what there is can be read, and `--resume` goes on from the last checkpoint."""
+    """It ended in order before its last step; what there is can be read, and `--resume` goes on
+    from the last checkpoint.
+    """
     CRASHED = "crashed"
     """The process that held the folder died without giving it back."""
 
@@ -57,7 +63,9 @@ class RunDescription:
 
 @dataclass(frozen=True)
 class ArchivedRun:
-    """One run. `slug` tells it apart from the others that are looked at, in addresses and as a label."""
+    """One run. `slug` tells it apart from the others that are looked at, in addresses and as a
+    label.
+    """
 
     folder: Path
     slug: str
@@ -73,12 +81,17 @@ class ArchivedRun:
         return self.readings
 
     def config(self) -> Mapping[str, Any]:
-        """All options by section, as the run wrote them down at its last start; empty where it did not yet."""
+        """All options by section, as the run wrote them down at its last start; empty where it did
+        not yet.
+        """
         try:
             return tomllib.loads((self.folder / CONFIG).read_text())
         except FileNotFoundError:
             if not self.folder.is_dir():
-                raise RunGone(f"{self.folder} is not there any more: the run was deleted or moved while it was looked at.") from None
+                raise RunGone(
+                    f"{self.folder} is not there any more: the run was deleted or moved while it "
+                    "was looked at."
+                ) from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError):
             pass  # being written, or a user's own
         return {}
@@ -89,7 +102,11 @@ class ArchivedRun:
         last = past.steps[-1] if past.steps else None
         step = last.step if last else 0
         rewards = [line.reward for line in past.steps if line.reward is not None]
-        scores = [line.mean_reward for line in past.evaluations if line.source == past.evaluations[0].source]
+        scores = [
+            line.mean_reward
+            for line in past.evaluations
+            if line.source == past.evaluations[0].source
+        ]
         steps = cast("int | None", config.get("steps"))
         return RunDescription(
             name=str(config.get("name") or self.folder.name),
@@ -107,7 +124,11 @@ class ArchivedRun:
         if (holder := holder_of(self.folder)) is not None:
             return RunCondition.RUNNING if holder.lives else RunCondition.CRASHED
         made = any((self.folder / name).exists() for name in ("model", "adapter"))
-        return RunCondition.FINISHED if made or (steps is not None and step >= steps) else RunCondition.STOPPED
+        return (
+            RunCondition.FINISHED
+            if made or (steps is not None and step >= steps)
+            else RunCondition.STOPPED
+        )
 
 
 def open_run(folder: Path) -> ArchivedRun:
@@ -116,15 +137,21 @@ def open_run(folder: Path) -> ArchivedRun:
 
 
 def open_runs(folders: Sequence[Path]) -> tuple[ArchivedRun, ...]:
-    """Each folder a run, in this order, no folder twice. `NoRun` names one that is not there or holds none, and what to give instead."""
+    """Each folder a run, in this order, no folder twice. `NoRun` names one that is not there or
+    holds none, and what to give instead.
+    """
     distinct = list(dict.fromkeys(folder.resolve() for folder in folders))
     for folder in distinct:
         _check(folder)
-    return tuple(ArchivedRun(folder, slug) for folder, slug in zip(distinct, _slugs(distinct), strict=True))
+    return tuple(
+        ArchivedRun(folder, slug) for folder, slug in zip(distinct, _slugs(distinct), strict=True)
+    )
 
 
 def runs_under(folder: Path) -> tuple[ArchivedRun, ...]:
-    """The folder itself where it is a run, else those below it, in order of their paths. `NoRun` where there is no such folder."""
+    """The folder itself where it is a run, else those below it, in order of their paths. `NoRun`
+    where there is no such folder.
+    """
     if not folder.is_dir():
         raise NoRun(f"{folder} is not a folder; give one that holds runs, such as runs/.")
     return open_runs(sorted(_found(folder, MAX_DEPTH)))
@@ -136,9 +163,13 @@ def is_run(folder: Path) -> bool:
 
 def _check(folder: Path) -> None:
     if not folder.is_dir():
-        raise NoRun(f"{folder} is not a folder; `midflight runs DIR` lists the runs below a folder.")
+        raise NoRun(
+            f"{folder} is not a folder; `midflight runs DIR` lists the runs below a folder."
+        )
     if not is_run(folder):
-        within = [found.relative_to(folder).as_posix() for found in sorted(_found(folder, MAX_DEPTH))]
+        within = [
+            found.relative_to(folder).as_posix() for found in sorted(_found(folder, MAX_DEPTH))
+        ]
         below = f" There are runs below it: {', '.join(within[:5])}." if within else ""
         raise NoRun(f"{folder} is no run: it has neither {JOURNAL} nor {STORE}.{below}")
 
@@ -147,14 +178,17 @@ def _found(folder: Path, depth: int) -> Iterator[Path]:
     if is_run(folder):
         yield folder
     elif depth:
-        with suppress(PermissionError, FileNotFoundError):  # one that is being deleted holds nothing
+        # one that is being deleted holds nothing
+        with suppress(PermissionError, FileNotFoundError):
             for inner in folder.iterdir():
                 if inner.is_dir() and not inner.name.startswith(".") and not inner.is_symlink():
                     yield from _found(inner, depth - 1)
 
 
 def _slugs(folders: Iterable[Path]) -> list[str]:
-    """The name of each folder, as a part of an address; with its number where another has the same."""
+    """The name of each folder, as a part of an address; with its number where another has the
+    same.
+    """
     taken: dict[str, int] = {}
     found: list[str] = []
     for folder in folders:
@@ -169,29 +203,44 @@ def _started(folder: Path) -> str:
         return holder.since
     for name in (CONFIG, JOURNAL, STORE):
         with suppress(OSError):
-            return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / name).stat().st_mtime))
+            return time.strftime(
+                "%Y-%m-%d %H:%M:%S", time.localtime((folder / name).stat().st_mtime)
+            )
     return ""
 
 
-# --- Configurations -----------------------------------------------------------------------------------------------------
+# --- Configurations -------------------------------------------------------------------------------
 
 
 def flat(config: Mapping[str, Any], before: str = "") -> dict[str, Json]:
-    """Every option by its dotted name; tables of a list by their number: `environment.sources.0.weight`."""
+    """Every option by its dotted name; tables of a list by their number:
+    `environment.sources.0.weight`.
+    """
     found: dict[str, Json] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
             found |= flat(cast("Mapping[str, Any]", value), f"{before}{name}.")
-        elif isinstance(value, list) and value and all(isinstance(each, Mapping) for each in cast("list[object]", value)):
-            found |= flat({str(at): each for at, each in enumerate(cast("list[object]", value))}, f"{before}{name}.")
+        elif (
+            isinstance(value, list)
+            and value
+            and all(isinstance(each, Mapping) for each in cast("list[object]", value))
+        ):
+            found |= flat(
+                {str(at): each for at, each in enumerate(cast("list[object]", value))},
+                f"{before}{name}.",
+            )
         else:
             found[f"{before}{name}"] = value
     return found
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Json]]:
-    """The options that are not the same in all, each with its value in every configuration; none where it is unset. Where each run lies is no difference."""
+    """The options that are not the same in all, each with its value in every configuration; none
+    where it is unset. Where each run lies is no difference.
+    """
     flats = [flat(config) for config in configs]
     names = dict.fromkeys(name for one in flats for name in one)
     values = {name: [one.get(name) for one in flats] for name in names if name != "run.folder"}
-    return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
+    return {
+        name: found for name, found in values.items() if any(value != found[0] for value in found)
+    }

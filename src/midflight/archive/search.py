@@ -1,4 +1,6 @@
-"""Full-text search over the rollouts of a run: an index in a file of the viewer's own, which grows with the run. The run's folder is not touched."""
+"""Full-text search over the rollouts of a run: an index in a file of the viewer's own, which grows
+with the run. The run's folder is not touched.
+"""
 
 import hashlib
 import json
@@ -20,7 +22,9 @@ from midflight.trajectories.database import decode_rows, decode_scored, naming
 from midflight.types import Kind
 
 AT_ONCE = 200
-"""Rollouts that one transaction adds: about 30 ms at 300 tokens each, so that a page is not kept waiting."""
+"""Rollouts that one transaction adds: about 30 ms at 300 tokens each, so that a page is not kept
+waiting.
+"""
 SHAPE = 2
 """Of the index; another one is made anew."""
 
@@ -53,9 +57,15 @@ class WordIndex:
 
     @staticmethod
     def query(words: str) -> str:
-        """What FTS5 is asked: each word as the beginning of one, what stands in quotes as it stands."""
+        """What FTS5 is asked: each word as the beginning of one, what stands in quotes as it
+        stands.
+        """
         terms = re.findall(r'"([^"]*)"|(\S+)', words)
-        return " ".join(f'"{phrase}"' if phrase else f'"{word.replace(chr(34), "")}"*' for phrase, word in terms if phrase or word)
+        return " ".join(
+            f'"{phrase}"' if phrase else f'"{word.replace(chr(34), "")}"*'
+            for phrase, word in terms
+            if phrase or word
+        )
 
     def grow(self, seconds: float) -> Indexed:
         """Adds what the store has and the index has not, for about so long at most."""
@@ -76,14 +86,26 @@ class WordIndex:
             after = _number(index)
             for number, *key, task, error, rows, scored in store.ask(
                 "SELECT r.rowid, epoch, position, attempt, sample, task, error, rows, scored "
-                "FROM rollouts r JOIN groups USING (epoch, position, attempt) WHERE r.rowid > ? ORDER BY r.rowid LIMIT ?",
+                "FROM rollouts r JOIN groups USING (epoch, position, attempt) WHERE r.rowid > ? "
+                "ORDER BY r.rowid LIMIT ?",
                 *(after, AT_ONCE),
             ):
                 after = number
                 asked = store.task(task)
                 fields = store.decoded(decode_scored, scored).fields
-                said = [tokenizer.decode(np.asarray(row.token_ids).tolist()) for row in store.decoded(decode_rows, rows)]
-                text = "\n".join([asked.id, asked.source, error or "", *([json.dumps(fields)] if fields else []), *said])
+                said = [
+                    tokenizer.decode(np.asarray(row.token_ids).tolist())
+                    for row in store.decoded(decode_rows, rows)
+                ]
+                text = "\n".join(
+                    [
+                        asked.id,
+                        asked.source,
+                        error or "",
+                        *([json.dumps(fields)] if fields else []),
+                        *said,
+                    ]
+                )
                 index.execute("INSERT INTO said (rowid, text) VALUES (?, ?)", (number, text))
                 index.execute("INSERT OR REPLACE INTO told VALUES (?, ?, ?, ?, ?)", (number, *key))
             index.execute("UPDATE reached SET number = ?", (after,))
@@ -98,14 +120,20 @@ class WordIndex:
             index.execute("PRAGMA journal_mode = WAL")
             index.execute("PRAGMA synchronous = OFF")  # what a power cut takes is made again
             with _transaction(index, self.path):
-                if not index.execute("SELECT 1 FROM sqlite_master WHERE name = 'reached'").fetchone():
+                if not index.execute(
+                    "SELECT 1 FROM sqlite_master WHERE name = 'reached'"
+                ).fetchone():
                     index.execute("CREATE VIRTUAL TABLE said USING fts5(text, content = '')")
-                    # A rollout that was kept anew has a new number, and is not found by what it said before.
+                    # A rollout that was kept anew has a new number, and is not found by what it
+                    # said before.
                     index.execute(
-                        "CREATE TABLE told (number INTEGER PRIMARY KEY, epoch INTEGER, position INTEGER, attempt INTEGER, sample INTEGER, "
-                        "UNIQUE (epoch, position, attempt, sample))"
+                        "CREATE TABLE told (number INTEGER PRIMARY KEY, epoch INTEGER, position "
+                        "INTEGER, attempt INTEGER, sample INTEGER, UNIQUE (epoch, position, "
+                        "attempt, sample))"
                     )
-                    index.execute("CREATE TABLE reached (number INTEGER NOT NULL, store TEXT NOT NULL)")
+                    index.execute(
+                        "CREATE TABLE reached (number INTEGER NOT NULL, store TEXT NOT NULL)"
+                    )
                     index.execute("INSERT INTO reached VALUES (0, ?)", (str(self._store),))
         return index
 
@@ -135,8 +163,15 @@ def cache_folder() -> Path:
 def forget_deleted() -> None:
     """Deletes the indices of runs that are not there any more."""
     for path in cache_folder().glob("*.sqlite"):
-        with suppress(sqlite3.Error, OSError), closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as index:
+        with (
+            suppress(sqlite3.Error, OSError),
+            closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as index,
+        ):
             (store,) = index.execute("SELECT store FROM reached").fetchone()
             if not Path(store).exists():
-                for name in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+                for name in (
+                    path,
+                    path.with_name(f"{path.name}-wal"),
+                    path.with_name(f"{path.name}-shm"),
+                ):
                     name.unlink(missing_ok=True)

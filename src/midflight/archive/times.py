@@ -1,4 +1,6 @@
-"""When things happened in a run, from its timeline: what the newest lines say, and what was appended since the last look."""
+"""When things happened in a run, from its timeline: what the newest lines say, and what was
+appended since the last look.
+"""
 
 import gc
 import math
@@ -30,7 +32,9 @@ from midflight.observe.timeline import (
 from midflight.types import Kind, TurnTimes
 
 NEWEST_BYTES = 4 * 2**20
-"""Of a long timeline, and of each earlier part of it: about ten thousand rollouts, read in a tenth of a second."""
+"""Of a long timeline, and of each earlier part of it: about ten thousand rollouts, read in a tenth
+of a second.
+"""
 
 NEAR_BYTES = 4096
 """Of a place in a timeline: from here on line by line."""
@@ -40,7 +44,9 @@ _decode = msgspec.json.Decoder(Timed).decode
 
 @contextmanager
 def _uncollected() -> Generator[None]:
-    """Without searches for garbage, which would take more time than the reading: what is read has no cycles."""
+    """Without searches for garbage, which would take more time than the reading: what is read has
+    no cycles.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
@@ -52,7 +58,9 @@ def _uncollected() -> Generator[None]:
 
 @dataclass(slots=True)
 class Times:
-    """What a timeline said, by kind, in the order of its lines: the newest, or a part that does not change."""
+    """What a timeline said, by kind, in the order of its lines: the newest, or a part that does not
+    change.
+    """
 
     folder: Path
     part: "TimelinePart | None" = None
@@ -78,7 +86,14 @@ class Times:
             lines = [] if self._was_read else self.part.lines(self.folder)
             self._was_read = True
         if anew:
-            for kept in (self.rollouts, self.evaluated, self.steps, self.commits, self.waits, self.scores):
+            for kept in (
+                self.rollouts,
+                self.evaluated,
+                self.steps,
+                self.commits,
+                self.waits,
+                self.scores,
+            ):
                 kept.clear()
         with _uncollected():
             for line in lines:
@@ -106,7 +121,9 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class TimelinePart:
-    """Some of a timeline's bytes, whole lines; and in seconds of the run where the parts before and after it begin, none where there is none."""
+    """Some of a timeline's bytes, whole lines; and in seconds of the run where the parts before and
+    after it begin, none where there is none.
+    """
 
     begin: int
     end: int
@@ -120,7 +137,9 @@ class TimelinePart:
 
 
 def part_from(folder: Path, seconds: float) -> TimelinePart | None:
-    """From what was written at that time on; None where the newest part has all of it. Lines are in the order of their times, but for instants."""
+    """From what was written at that time on; None where the newest part has all of it. Lines are in
+    the order of their times, but for instants.
+    """
     try:
         with (folder / TIMELINE).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -135,7 +154,9 @@ def part_from(folder: Path, seconds: float) -> TimelinePart | None:
 
 
 def before_newest(folder: Path) -> float | None:
-    """Where the part before the newest begins, in seconds of the run; None where the newest is all there is."""
+    """Where the part before the newest begins, in seconds of the run; None where the newest is all
+    there is.
+    """
     try:
         with (folder / TIMELINE).open("rb") as file:
             over = file.seek(0, os.SEEK_END) - NEWEST_BYTES
@@ -175,16 +196,23 @@ def _seconds_at(file: BinaryIO, offset: int) -> float:
 
 
 def _seconds(line: bytes) -> float:
-    """When it was written. One that cannot be read, as one that a crash cut short, counts as early."""
+    """When it was written. One that cannot be read, as one that a crash cut short, counts as
+    early.
+    """
     try:
         read = _decode(line)
     except msgspec.DecodeError:
         return -math.inf
-    return read.at if isinstance(read, Began | BatchTimed | CommitTimed | ScoreTimed | DropTimed | EngineTimed) else read.ended
+    return (
+        read.at
+        if isinstance(read, Began | BatchTimed | CommitTimed | ScoreTimed | DropTimed | EngineTimed)
+        else read.ended
+    )
 
 
 def engine_spans(rollouts: Iterable[RolloutTimed], *, gap: float = 0.0) -> dict[str, Spans]:
-    """When each engine worked on some answer: from where it got the request to where the next engine did, or the answer ended.
+    """When each engine worked on some answer: from where it got the request to where the next
+    engine did, or the answer ended.
 
     Pauses shorter than `gap` seconds are closed.
     """
@@ -213,7 +241,11 @@ class Shares:
 
 def busy_shares(times: Times, *, slots: int | None = None) -> Shares:
     """`slots`: requests that may decode together, in all engines."""
-    begin, end = (times.steps[0].began, max(step.ended for step in times.steps)) if times.steps else (0.0, 0.0)
+    begin, end = (
+        (times.steps[0].began, max(step.ended for step in times.steps))
+        if times.steps
+        else (0.0, 0.0)
+    )
     if (seconds := end - begin) <= 0:
         return Shares()
     engines = Spans()
@@ -225,14 +257,25 @@ def busy_shares(times: Times, *, slots: int | None = None) -> Shares:
         trainer.add(step.began, step.ended)
     both = common_length(engines, trainer) / seconds
     turns = (turn for rollout in (*times.rollouts, *times.evaluated) for turn in rollout.turns)
-    return Shares(engines.length() / seconds, trainer.length() / seconds, both, slots_used(turns, begin, end, slots=slots))
+    return Shares(
+        engines.length() / seconds,
+        trainer.length() / seconds,
+        both,
+        slots_used(turns, begin, end, slots=slots),
+    )
 
 
-def slots_used(turns: Iterable[TurnTimes], began: float, ended: float, *, slots: int | None) -> float | None:
+def slots_used(
+    turns: Iterable[TurnTimes], began: float, ended: float, *, slots: int | None
+) -> float | None:
     """Of the slots in the time between, the share in which an answer grew."""
     if not slots or ended <= began:
         return None
-    grew = sum(max(0.0, min(turn.ended, ended) - max(turn.sampled[0][1], began)) for turn in turns if turn.sampled)
+    grew = sum(
+        max(0.0, min(turn.ended, ended) - max(turn.sampled[0][1], began))
+        for turn in turns
+        if turn.sampled
+    )
     return min(1.0, grew / (slots * (ended - began)))
 
 
@@ -243,7 +286,9 @@ class Split:
     generating: float
     """From the first token of each answer to its end."""
     waiting: float
-    """From each request to its first token: for a free engine, for one that had stopped, for the prompt to be read."""
+    """From each request to its first token: for a free engine, for one that had stopped, for the
+    prompt to be read.
+    """
     environment: float
     """The rest: the agent itself, its tools, its reward."""
 
@@ -267,4 +312,6 @@ def split(rollouts: Sequence[RolloutTimed]) -> Split | None:
 
 def failures(rollouts: Iterable[RolloutTimed]) -> Counter[tuple[str, str]]:
     """Tries without a reward by source and class of the error."""
-    return Counter((rollout.source, rollout.failure) for rollout in rollouts if rollout.failure is not None)
+    return Counter(
+        (rollout.source, rollout.failure) for rollout in rollouts if rollout.failure is not None
+    )

@@ -1,25 +1,39 @@
-"""Where every group and every token is, and what the next step may train on. Facts change it, and nothing else does.
+"""Where every group and every token is, and what the next step may train on. Facts change it, and
+nothing else does.
 
 I1: submitted = running + waiting + leased + trained + dropped(by reason), after every fact.
-I3: received = waiting + trained + masked(by reason) + dropped(by reason), for the tokens of rollouts that have ended. Tokens of
-running rollouts are in flight and known to the gateway; leased ones wait until their step is done.
+I3: received = waiting + trained + masked(by reason) + dropped(by reason), for the tokens of
+rollouts that have ended. Tokens of running rollouts are in flight and known to the gateway; leased
+ones wait until their step is done.
 """
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from midflight.buffer.groups import Finished, Learnt, Limits, OpenLease, Share, Tokens, Trimmed, Wait
+from midflight.buffer.groups import (
+    Finished,
+    Learnt,
+    Limits,
+    OpenLease,
+    Share,
+    Tokens,
+    Trimmed,
+    Wait,
+)
 from midflight.buffer.staleness import Lineage, ages, credit, overfull, surplus
 from midflight.errors import OutOfTurn, UnknownLease
 from midflight.types import Batch, Fate, Group, GroupKey, Reason, StalePolicy, Version, facts
 
 FOR_TASKS = "tasks"
-"""For whom admission waits in a run whose tasks are all posted: whoever posts them may take as long as he likes."""
+"""For whom admission waits in a run whose tasks are all posted: whoever posts them may take as long
+as he likes.
+"""
 
 
 class Books:
-    """Synchronous, and equal to what the store would give back after a crash. `GroupQueue` does the waiting.
+    """Synchronous, and equal to what the store would give back after a crash. `GroupQueue` does the
+    waiting.
 
     Reading methods decide: they say what may be recorded next, and change nothing.
     """
@@ -31,8 +45,10 @@ class Books:
         self.tokens = Tokens()
         self._line: set[GroupKey] = set()  # to start before any new task is drawn
         self._running: dict[GroupKey, int] = {}  # slots held
-        self._kept: dict[GroupKey, int] = {}  # trainable tokens of ended rollouts whose group has not
-        self._bytes: dict[GroupKey, int] = {}  # of ended rollouts whose group is neither trained nor dropped
+        # trainable tokens of ended rollouts whose group has not
+        self._kept: dict[GroupKey, int] = {}
+        # of ended rollouts whose group is neither trained nor dropped
+        self._bytes: dict[GroupKey, int] = {}
         self._waiting: dict[GroupKey, Finished] = {}
         self._leases: dict[int, OpenLease] = {}
         self._learnt: dict[GroupKey, Learnt] = {}
@@ -70,12 +86,20 @@ class Books:
     @property
     def tokens_waiting(self) -> int:
         """Trainable tokens of ended rollouts whose group runs, waits or is leased."""
-        leased = (share.num_trained for lease in self._leases.values() for share in lease.shares.values())
-        return sum(self._kept.values()) + sum(f.num_tokens for f in self._waiting.values()) + sum(leased)
+        leased = (
+            share.num_trained for lease in self._leases.values() for share in lease.shares.values()
+        )
+        return (
+            sum(self._kept.values())
+            + sum(f.num_tokens for f in self._waiting.values())
+            + sum(leased)
+        )
 
     @property
     def num_bytes(self) -> int:
-        """Of the rows of ended rollouts that are in memory: their group runs, waits or is leased."""
+        """Of the rows of ended rollouts that are in memory: their group runs, waits or is
+        leased.
+        """
         return sum(self._bytes.values())
 
     @property
@@ -104,24 +128,47 @@ class Books:
         if free <= 0:
             whom = "handover" if self._served < self._made else "trainer"
             return Wait(
-                whom, f"{open_groups} groups are open for step {self._next}, all that max_staleness allows at version {self._served}"
+                whom,
+                (
+                    f"{open_groups} groups are open for step {self._next}, all that max_staleness "
+                    f"allows at version {self._served}"
+                ),
             )
         if self.num_waiting >= limits.buffer_groups:
-            return Wait("trainer", f"{self.num_waiting} finished groups wait, buffer_groups is {limits.buffer_groups}")
+            return Wait(
+                "trainer",
+                f"{self.num_waiting} finished groups wait, buffer_groups is {limits.buffer_groups}",
+            )
         # With less than a batch open it would be waited for what cannot come.
         if self.num_bytes >= limits.buffer_bytes and open_groups >= limits.groups_per_step:
-            return Wait("trainer", f"finished rollouts hold {self.num_bytes} bytes, buffer_bytes is {limits.buffer_bytes}")
+            return Wait(
+                "trainer",
+                (
+                    f"finished rollouts hold {self.num_bytes} bytes, buffer_bytes is "
+                    f"{limits.buffer_bytes}"
+                ),
+            )
         if self.num_running_rollouts + limits.group_size > limits.max_in_flight:
-            return Wait("slots", f"{self.num_running_rollouts} rollouts run, max_in_flight is {limits.max_in_flight}")
+            return Wait(
+                "slots",
+                (
+                    f"{self.num_running_rollouts} rollouts run, max_in_flight is "
+                    f"{limits.max_in_flight}"
+                ),
+            )
         return None
 
     def unfit(self, group: Group) -> Reason | None:
-        """Why a group whose rollouts have ended cannot wait for a step; `None` if it can. A failed rollout is not among its scores (I10)."""
+        """Why a group whose rollouts have ended cannot wait for a step; `None` if it can. A failed
+        rollout is not among its scores (I10).
+        """
         if not group.trajectories:
             return Reason.NO_REWARD
         if len(group.trajectories) < self._limits.min_group_size or group.oldest_version is None:
             return Reason.TOO_FEW
-        if self._limits.drop_zero_spread and all(len({t.reward for t in of.trajectories}) == 1 for of in group.by_role().values()):
+        if self._limits.drop_zero_spread and all(
+            len({t.reward for t in of.trajectories}) == 1 for of in group.by_role().values()
+        ):
             return Reason.ZERO_SPREAD
         return None
 
@@ -131,21 +178,35 @@ class Books:
         return facts.GroupClosed(key, reason, self._num_tokens(key), successor)
 
     def skipping(self, lease: int) -> list[facts.GroupClosed]:
-        """What ends the groups of a lease whose step the trainer skipped. `UnknownLease` if it is not open."""
+        """What ends the groups of a lease whose step the trainer skipped. `UnknownLease` if it is
+        not open.
+        """
         return [self.closing(key, Reason.SKIPPED) for key in self._open(lease).shares]
 
     def held(self, train_version: Version) -> Batch | None:
         """The batch already leased for that version, if its lease is open."""
-        return next((lease.batch for lease in self._leases.values() if lease.batch.train_version == train_version), None)
+        return next(
+            (
+                lease.batch
+                for lease in self._leases.values()
+                if lease.batch.train_version == train_version
+            ),
+            None,
+        )
 
     def overdue(self, train_version: Version) -> list[facts.GroupClosed]:
-        """What ends the groups that no step from this version on may train on, by the stale policy. `OutOfTurn` for a version that is past.
+        """What ends the groups that no step from this version on may train on, by the stale policy.
+        `OutOfTurn` for a version that is past.
 
-        Under `wait` there is none, unless a crash or a late message broke the proof's assumptions; such tasks are tried again however
-        often, as no prompt may be lost to a crash (I8): the crashes are bounded.
+        Under `wait` there is none, unless a crash or a late message broke the proof's assumptions;
+        such tasks are tried again however often, as no prompt may be lost to a crash (I8): the
+        crashes are bounded.
         """
         if train_version < self._next:
-            raise OutOfTurn(f"A batch for version {train_version} was asked, but the next is {self._next}; ask for that one.")
+            raise OutOfTurn(
+                f"A batch for version {train_version} was asked, but the next is {self._next}; ask "
+                "for that one."
+            )
         limits = self._limits
         floor = train_version - self._limits.max_staleness
         match limits.policy:
@@ -156,20 +217,38 @@ class Books:
                     max_staleness=limits.max_staleness,
                     groups_per_step=limits.groups_per_step,
                 )
-                return [self.closing(key, Reason.REQUEUED, again=True) for key, f in self._waiting.items() if f.order in shed]
+                return [
+                    self.closing(key, Reason.REQUEUED, again=True)
+                    for key, f in self._waiting.items()
+                    if f.order in shed
+                ]
             case StalePolicy.REQUEUE:
                 stale = [key for key, f in self._waiting.items() if f.oldest < floor]
                 left = {key: key.attempt < limits.requeues for key in stale}
-                return [self.closing(key, Reason.REQUEUED if again else Reason.STALE, again=again) for key, again in left.items()]
+                return [
+                    self.closing(key, Reason.REQUEUED if again else Reason.STALE, again=again)
+                    for key, again in left.items()
+                ]
             case StalePolicy.DROP | StalePolicy.MASK:
-                trimmed = {key: f.at(floor, limits.policy).group for key, f in self._waiting.items() if f.oldest < floor}
-                return [self.closing(key, Reason.STALE) for key, group in trimmed.items() if group.oldest_version is None]
+                trimmed = {
+                    key: f.at(floor, limits.policy).group
+                    for key, f in self._waiting.items()
+                    if f.oldest < floor
+                }
+                return [
+                    self.closing(key, Reason.STALE)
+                    for key, group in trimmed.items()
+                    if group.oldest_version is None
+                ]
 
-    def choose(self, train_version: Version, running_oldest: Callable[[GroupKey], Version | None]) -> facts.Leased | Wait:
-        """The batch of the step that begins at `train_version`: the B groups of oldest version, in the order of their keys.
+    def choose(
+        self, train_version: Version, running_oldest: Callable[[GroupKey], Version | None]
+    ) -> facts.Leased | Wait:
+        """The batch of the step that begins at `train_version`: the B groups of oldest version, in
+        the order of their keys.
 
-        `running_oldest` gives the oldest version among the tokens of each running group, of its ended rollouts too, `None` before
-        the first. What is `overdue` must be closed before.
+        `running_oldest` gives the oldest version among the tokens of each running group, of its
+        ended rollouts too, `None` before the first. What is `overdue` must be closed before.
         """
         limits = self._limits
         aged = self._aged(train_version)
@@ -177,53 +256,98 @@ class Books:
         left = aged[limits.groups_per_step :]
         if len(chosen) < limits.groups_per_step:
             have = f"{len(chosen)} of {limits.groups_per_step} groups"
-            return Wait("generation", f"step {train_version} has {have}; {self.num_running} are running")
+            return Wait(
+                "generation", f"step {train_version} has {have}; {self.num_running} are running"
+            )
         behind = [oldest for oldest, _, _ in left]
-        if limits.policy is StalePolicy.WAIT and (wait := self._stragglers(behind, train_version, running_oldest)) is not None:
+        if (
+            limits.policy is StalePolicy.WAIT
+            and (wait := self._stragglers(behind, train_version, running_oldest)) is not None
+        ):
             return wait
-        return self._leased(train_version, sorted((trimmed for _, _, trimmed in chosen), key=lambda trimmed: trimmed.group.key))
+        return self._leased(
+            train_version,
+            sorted((trimmed for _, _, trimmed in chosen), key=lambda trimmed: trimmed.group.key),
+        )
 
-    def ahead(self, train_version: Version, *, beyond: int, tokens: int) -> list[tuple[int, Group]] | None:
-        """Groups that the batch will have, unless older ones come before it is whole, of those that finished after the `beyond`-th, and which
-        they were. Less than so many `tokens` to train on are none; `None`: the batch is there."""
-        if train_version != self._next or sum(f.num_tokens for f in self._waiting.values() if f.order > beyond) < tokens:
+    def ahead(
+        self, train_version: Version, *, beyond: int, tokens: int
+    ) -> list[tuple[int, Group]] | None:
+        """Groups that the batch will have, unless older ones come before it is whole, of those that
+        finished after the `beyond`-th, and which they were. Less than so many `tokens` to train on
+        are none; `None`: the batch is there."""
+        if (
+            train_version != self._next
+            or sum(f.num_tokens for f in self._waiting.values() if f.order > beyond) < tokens
+        ):
             return None if train_version < self._next else []
         oldest = self._aged(train_version)[: self._limits.groups_per_step]
         return [(order, trimmed.group) for _, order, trimmed in oldest if order > beyond]
 
     def _aged(self, train_version: Version) -> list[tuple[Version, int, Trimmed]]:
-        """What waits, as that step would train on it, oldest version first, and then in the order of finishing, which is told."""
+        """What waits, as that step would train on it, oldest version first, and then in the order
+        of finishing, which is told.
+        """
         aged: list[tuple[Version, int, Trimmed]] = []
         for finished in self._waiting.values():
             trimmed = finished.at(train_version - self._limits.max_staleness, self._limits.policy)
-            oldest = finished.oldest if trimmed.group is finished.group else trimmed.group.oldest_version
+            oldest = (
+                finished.oldest if trimmed.group is finished.group else trimmed.group.oldest_version
+            )
             if oldest is not None:  # else it is overdue
                 aged.append((oldest, finished.order, trimmed))
         return sorted(aged, key=lambda entry: entry[:2])
 
     def _leased(self, train_version: Version, chosen: list[Trimmed]) -> facts.Leased:
-        batch = Batch(self._num_leases + 1, train_version, tuple(trimmed.group for trimmed in chosen))
+        batch = Batch(
+            self._num_leases + 1, train_version, tuple(trimmed.group for trimmed in chosen)
+        )
         staleness = ages((t for group in batch.groups for t in group.trajectories), train_version)
         masked = {key: number for trimmed in chosen for key, number in trimmed.masked.items()}
         dropped = {key: number for trimmed in chosen for key, number in trimmed.dropped.items()}
         return facts.Leased(batch, staleness, masked, dropped)
 
-    def _stragglers(self, behind: list[Version], train_version: Version, oldest_of: Callable[[GroupKey], Version | None]) -> Wait | None:
-        """A running group that is over age already can never be trained: to wait for it would gain nothing."""
+    def _stragglers(
+        self,
+        behind: list[Version],
+        train_version: Version,
+        oldest_of: Callable[[GroupKey], Version | None],
+    ) -> Wait | None:
+        """A running group that is over age already can never be trained: to wait for it would gain
+        nothing.
+        """
         limits = self._limits
         floor = train_version - limits.max_staleness
-        known = {key: self._lineage.between(oldest) for key in self._running if (oldest := oldest_of(key)) is not None}
+        known = {
+            key: self._lineage.between(oldest)
+            for key in self._running
+            if (oldest := oldest_of(key)) is not None
+        }
         running = {key: max(least, floor) for key, (least, most) in known.items() if most >= floor}
         bound = overfull(
-            [*behind, *running.values()], train_version, max_staleness=limits.max_staleness, groups_per_step=limits.groups_per_step
+            [*behind, *running.values()],
+            train_version,
+            max_staleness=limits.max_staleness,
+            groups_per_step=limits.groups_per_step,
         )
         if bound is None:
             return None
-        late = ", ".join(f"{k.epoch}-{k.index}-{k.attempt}" for k, oldest in running.items() if oldest <= bound)
-        return Wait("stragglers", f"step {train_version} would leave too many groups behind at version {bound} or older; running: {late}")
+        late = ", ".join(
+            f"{k.epoch}-{k.index}-{k.attempt}" for k, oldest in running.items() if oldest <= bound
+        )
+        return Wait(
+            "stragglers",
+            (
+                f"step {train_version} would leave too many groups behind at version {bound} or "
+                "older; "
+                f"running: {late}"
+            ),
+        )
 
     def resumed_as(self, checkpoint: Version) -> Version:
-        """The number under which the weights of a checkpoint go on: its own, unless a lease was meant to make a later one."""
+        """The number under which the weights of a checkpoint go on: its own, unless a lease was
+        meant to make a later one.
+        """
         return checkpoint if self._highest <= checkpoint else self._highest + 1
 
     def learnt_after(self, checkpoint: Version) -> frozenset[GroupKey]:
@@ -246,12 +370,16 @@ class Books:
                 return
             case facts.TrajectoryKept():
                 self._keep(fact)
-                return  # what it adds to either side of I3 is one sum; the next fact of its group is checked
+                # what it adds to either side of I3 is one sum; the next fact of its group is
+                # checked
+                return
             case facts.GroupFinished(group=group, order=order):
                 del self._running[group.key]
                 self._waiting[group.key] = finished = Finished.of(group, order, self._lineage)
                 self._num_finished = order
-                assert self._kept.pop(group.key, 0) == finished.num_tokens, f"I3: {group.key} has other tokens than its rollouts"
+                assert self._kept.pop(group.key, 0) == finished.num_tokens, (
+                    f"I3: {group.key} has other tokens than its rollouts"
+                )
             case facts.GroupClosed():
                 self._close(fact)
             case facts.Leased(batch=batch):
@@ -295,8 +423,16 @@ class Books:
 
     def _close(self, closed: facts.GroupClosed) -> None:
         key = closed.key
-        assert self._num_tokens(key) == closed.num_tokens, f"I3: {key} has {self._num_tokens(key)} tokens, not {closed.num_tokens}"
-        for places in (self._running, self._kept, self._bytes, self._waiting, *(lease.shares for lease in self._leases.values())):
+        assert self._num_tokens(key) == closed.num_tokens, (
+            f"I3: {key} has {self._num_tokens(key)} tokens, not {closed.num_tokens}"
+        )
+        for places in (
+            self._running,
+            self._kept,
+            self._bytes,
+            self._waiting,
+            *(lease.shares for lease in self._leases.values()),
+        ):
             places.pop(key, None)
         self.dropped[closed.reason] += 1
         self.tokens.drop(closed.reason, closed.num_tokens)
@@ -310,9 +446,16 @@ class Books:
         finished = {group.key: self._waiting.pop(group.key) for group in batch.groups}
         trimmed = {key: f.at(floor, self._limits.policy) for key, f in finished.items()}
         groups = tuple(t.group for t in trimmed.values())
-        assert all((oldest := g.oldest_version) is not None and oldest >= floor for g in groups), f"I2: a token below version {floor}"
-        shares = {key: Share(t.group.num_trainable, sum(t.masked.values()), sum(t.dropped.values())) for key, t in trimmed.items()}
-        self._leases[batch.lease] = OpenLease(batch if batch.groups == groups else replace(batch, groups=groups), finished, shares)
+        assert all((oldest := g.oldest_version) is not None and oldest >= floor for g in groups), (
+            f"I2: a token below version {floor}"
+        )
+        shares = {
+            key: Share(t.group.num_trainable, sum(t.masked.values()), sum(t.dropped.values()))
+            for key, t in trimmed.items()
+        }
+        self._leases[batch.lease] = OpenLease(
+            batch if batch.groups == groups else replace(batch, groups=groups), finished, shares
+        )
         for share in shares.values():
             self.tokens.mask(Reason.STALE, share.num_masked)
             self.tokens.drop(Reason.STALE, share.num_dropped)
@@ -344,7 +487,9 @@ class Books:
         for number in list(self._leases):
             self._take_back(number)
         self._lineage = self._lineage.forked(back.checkpoint, back.version)
-        self._waiting = {key: Finished.of(f.recorded, f.order, self._lineage) for key, f in self._waiting.items()}
+        self._waiting = {
+            key: Finished.of(f.recorded, f.order, self._lineage) for key, f in self._waiting.items()
+        }
         for group in back.groups:
             learnt = self._learnt.pop(group.key)
             self._untrim(learnt.share)
@@ -352,7 +497,9 @@ class Books:
             self.tokens.trained -= learnt.share.num_trained
             self._waiting[group.key] = Finished.of(group, learnt.order, self._lineage)
             self._bytes[group.key] = sum(t.num_bytes for t in group.trajectories)
-        assert not self._learnt, f"I8: {sorted(self._learnt)} were trained after the checkpoint and do not wait again"
+        assert not self._learnt, (
+            f"I8: {sorted(self._learnt)} were trained after the checkpoint and do not wait again"
+        )
         self._next = self._made = back.version
         self._highest = max(self._highest, back.version)
 
@@ -361,10 +508,16 @@ class Books:
         self.tokens.drop(Reason.STALE, -share.num_dropped)
 
     def _settle(self, version: Version) -> None:
-        """Steps up to `version` are final, also one that was never reported: the checkpoint has it."""
-        for number in [n for n, lease in self._leases.items() if lease.batch.train_version < version]:
+        """Steps up to `version` are final, also one that was never reported: the checkpoint has
+        it.
+        """
+        for number in [
+            n for n, lease in self._leases.items() if lease.batch.train_version < version
+        ]:
             self._step(number)
-        self._learnt = {key: learnt for key, learnt in self._learnt.items() if learnt.version > version}
+        self._learnt = {
+            key: learnt for key, learnt in self._learnt.items() if learnt.version > version
+        }
 
     def _carry_over(self, carried: facts.CarriedOver) -> None:
         self.submitted += carried.trained + sum(carried.dropped.values())
@@ -375,10 +528,14 @@ class Books:
             if reason is None:
                 self.tokens.trained += number
             else:
-                (self.tokens.masked if fate is Fate.MASKED else self.tokens.dropped)[reason] += number
+                (self.tokens.masked if fate is Fate.MASKED else self.tokens.dropped)[reason] += (
+                    number
+                )
         self._line.update(carried.in_line)
         self._next = self._next if carried.next_version is None else carried.next_version
-        self._highest = self._highest if carried.highest_version is None else carried.highest_version
+        self._highest = (
+            self._highest if carried.highest_version is None else carried.highest_version
+        )
         self._num_leases = carried.num_leases
         self._num_finished = carried.num_finished
 
@@ -386,7 +543,9 @@ class Books:
 
     def _open(self, lease: int) -> OpenLease:
         if lease not in self._leases:
-            raise UnknownLease(f"Lease {lease} is not open (open: {sorted(self._leases)}); take a batch again.")
+            raise UnknownLease(
+                f"Lease {lease} is not open (open: {sorted(self._leases)}); take a batch again."
+            )
         return self._leases[lease]
 
     def _num_tokens(self, key: GroupKey) -> int:
@@ -395,13 +554,34 @@ class Books:
             return self._kept.get(key, 0)
         if key in self._waiting:
             return self._waiting[key].num_tokens
-        return next(lease.shares[key].num_trained for lease in self._leases.values() if key in lease.shares)
+        return next(
+            lease.shares[key].num_trained for lease in self._leases.values() if key in lease.shares
+        )
 
     def _is_open(self, key: GroupKey) -> bool:
-        return key in self._running or key in self._waiting or any(key in lease.shares for lease in self._leases.values())
+        return (
+            key in self._running
+            or key in self._waiting
+            or any(key in lease.shares for lease in self._leases.values())
+        )
 
     def _check(self) -> None:
-        groups = self.num_running + self.num_waiting + self.num_leased + self.trained + self.dropped.total()
-        assert self.submitted == groups, f"I1: {self.submitted} groups submitted, {groups} accounted for"
-        tokens = self.tokens_waiting + self.tokens.trained + self.tokens.masked.total() + self.tokens.dropped.total()
-        assert self.tokens.received == tokens, f"I3: {self.tokens.received} tokens received, {tokens} accounted for"
+        groups = (
+            self.num_running
+            + self.num_waiting
+            + self.num_leased
+            + self.trained
+            + self.dropped.total()
+        )
+        assert self.submitted == groups, (
+            f"I1: {self.submitted} groups submitted, {groups} accounted for"
+        )
+        tokens = (
+            self.tokens_waiting
+            + self.tokens.trained
+            + self.tokens.masked.total()
+            + self.tokens.dropped.total()
+        )
+        assert self.tokens.received == tokens, (
+            f"I3: {self.tokens.received} tokens received, {tokens} accounted for"
+        )

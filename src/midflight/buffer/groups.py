@@ -1,7 +1,9 @@
-"""The buffer's limits, and groups that wait for a step or are in one: what the stale policy leaves of them, and of their tokens.
+"""The buffer's limits, and groups that wait for a step or are in one: what the stale policy leaves
+of them, and of their tokens.
 
-`floor` is the oldest version that may still be trained: train_version - max_staleness. `drop` and `mask` return the group without
-over-age trainable tokens, and how the tokens that left divide into masked and dropped. All are pure functions on groups.
+`floor` is the oldest version that may still be trained: train_version - max_staleness. `drop` and
+`mask` return the group without over-age trainable tokens, and how the tokens that left divide into
+masked and dropped. All are pure functions on groups.
 """
 
 from __future__ import annotations
@@ -11,12 +13,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from midflight.buffer.staleness import Lineage
-from midflight.types import Batch, Group, GroupKey, Reason, RolloutKey, Row, StalePolicy, Trajectory, Version
+from midflight.types import (
+    Batch,
+    Group,
+    GroupKey,
+    Reason,
+    RolloutKey,
+    Row,
+    StalePolicy,
+    Trajectory,
+    Version,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Not yet. `for_whom` is one of generation, stragglers, trainer, handover, slots, tasks; `detail` is a sentence for people."""
+    """Not yet. `for_whom` is one of generation, stragglers, trainer, handover, slots, tasks;
+    `detail` is a sentence for people.
+    """
 
     for_whom: str
     detail: str
@@ -24,9 +38,11 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Depth (`max_in_flight`, rollouts), bound on age (`max_staleness`, versions) and size (`buffer_groups`, `buffer_bytes`) are three knobs.
+    """Depth (`max_in_flight`, rollouts), bound on age (`max_staleness`, versions) and size
+    (`buffer_groups`, `buffer_bytes`) are three knobs.
 
-    A batch must fit into the buffer and a group into the depth, or nothing is ever trained: `config.checks` refuses such numbers.
+    A batch must fit into the buffer and a group into the depth, or nothing is ever trained:
+    `config.checks` refuses such numbers.
     """
 
     groups_per_step: int
@@ -53,7 +69,9 @@ class Trimmed:
 
 
 def trim(policy: StalePolicy, group: Group, floor: Version) -> Trimmed:
-    """What the policy leaves of a group at the step; `wait` and `requeue` train whole groups or none."""
+    """What the policy leaves of a group at the step; `wait` and `requeue` train whole groups or
+    none.
+    """
     match policy:
         case StalePolicy.DROP:
             return without_stale_trajectories(group, floor)
@@ -64,14 +82,18 @@ def trim(policy: StalePolicy, group: Group, floor: Version) -> Trimmed:
 
 
 def without_stale_trajectories(group: Group, floor: Version) -> Trimmed:
-    """`drop`: a trajectory with an over-age token loses its rows; its reward stays in the group's baseline."""
+    """`drop`: a trajectory with an over-age token loses its rows; its reward stays in the group's
+    baseline.
+    """
     stale = {t.key: t.num_trainable for t in group.trajectories if _is_stale(t, floor)}
     kept = tuple(replace(t, rows=()) if t.key in stale else t for t in group.trajectories)
     return Trimmed(replace(group, trajectories=kept), masked={}, dropped=stale)
 
 
 def with_stale_tokens_masked(group: Group, floor: Version) -> Trimmed:
-    """`mask`: an over-age token stays as context without a gradient; a row without any trainable token left is dropped."""
+    """`mask`: an over-age token stays as context without a gradient; a row without any trainable
+    token left is dropped.
+    """
     kept: list[Trajectory] = []
     num_masked = Counter[RolloutKey]()
     num_dropped = Counter[RolloutKey]()
@@ -97,9 +119,11 @@ def _mask_stale(row: Row, floor: Version) -> Row:
 
 @dataclass(slots=True)
 class Finished:
-    """A group that waits. `trimmed` is what the stale policy leaves of it at `floor`, the oldest version that may be trained.
+    """A group that waits. `trimmed` is what the stale policy leaves of it at `floor`, the oldest
+    version that may be trained.
 
-    The versions of `group` are renumbered, so that ages are steps; `recorded` has those that the engines attested.
+    The versions of `group` are renumbered, so that ages are steps; `recorded` has those that the
+    engines attested.
     """
 
     recorded: Group
@@ -115,7 +139,9 @@ class Finished:
         group = lineage.group(recorded)
         oldest = group.oldest_version
         assert oldest is not None, f"{group.key} waits without a token to train on"
-        return cls(recorded, group, oldest, order, group.num_trainable, oldest, Trimmed(group, {}, {}))
+        return cls(
+            recorded, group, oldest, order, group.num_trainable, oldest, Trimmed(group, {}, {})
+        )
 
     def at(self, floor: Version, policy: StalePolicy) -> Trimmed:
         if self.oldest >= floor:

@@ -32,11 +32,13 @@ class OpenWait:
 
 
 class GroupQueue:
-    """First come, first served, for those who start groups and for those who take batches. What it decides it records.
+    """First come, first served, for those who start groups and for those who take batches. What it
+    decides it records.
 
-    `record` must apply each fact to the books and then call `wake`. `running_oldest` gives the oldest version among the tokens of a
-    running group (ended rollouts too), `None` before the first; it is asked at every decision, so it needs no notification. `full` says why
-    no group fits beside so many running rollouts, which the books allow; whoever changes that calls `wake`.
+    `record` must apply each fact to the books and then call `wake`. `running_oldest` gives the
+    oldest version among the tokens of a running group (ended rollouts too), `None` before the
+    first; it is asked at every decision, so it needs no notification. `full` says why no group fits
+    beside so many running rollouts, which the books allow; whoever changes that calls `wake`.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class GroupQueue:
         return self._waits
 
     def count_waits(self) -> None:
-        """Records what was waited until now: a wait counts while it lasts, not only when it ends."""
+        """Records what was waited until now: a wait counts while it lasts, not only when it
+        ends.
+        """
         now = asyncio.get_running_loop().time()
         for who, open_wait in self._waits.items():
             self._count(who, open_wait, now)
@@ -81,11 +85,14 @@ class GroupQueue:
         self._stopping = True
         self.wake()
 
-    async def admit(self, draw: Callable[[], GroupKey | Wait], task_of: Callable[[GroupKey], Task]) -> Admitted:
-        """Waits until a group may start, and starts it; see the module's table. `draw` is called once there is credit, and again after
-        every change while it says to wait.
+    async def admit(
+        self, draw: Callable[[], GroupKey | Wait], task_of: Callable[[GroupKey], Task]
+    ) -> Admitted:
+        """Waits until a group may start, and starts it; see the module's table. `draw` is called
+        once there is credit, and again after every change while it says to wait.
 
-        A group in line is started before any is drawn: a further attempt of an earlier one, or one that ran before a crash.
+        A group in line is started before any is drawn: a further attempt of an earlier one, or one
+        that ran before a crash.
         """
         async with self._admitting:
             return await self._until(lambda: self._admit(draw, task_of), who="admission")
@@ -93,11 +100,13 @@ class GroupQueue:
     async def take(self, train_version: Version) -> Batch:
         """Waits for the batch of the step that begins at `train_version`; see the module's table.
 
-        It ends: every running group has a deadline, and a dropped one is replaced (proof in `staleness`). Asked again before
-        its step is done, it gives the same batch at once. Ended by `close` with `Stopping`.
+        It ends: every running group has a deadline, and a dropped one is replaced (proof in
+        `staleness`). Asked again before its step is done, it gives the same batch at once. Ended by
+        `close` with `Stopping`.
         """
         while (held := self._books.held(train_version)) is None and self._taking.locked():
-            await self._changed.wait()  # not for the lock: the batch may be there while another take waits with it
+            # not for the lock: the batch may be there while another take waits with it
+            await self._changed.wait()
         if held is not None:
             return held
         try:
@@ -107,8 +116,9 @@ class GroupQueue:
             self.wake()
 
     async def ahead(self, train_version: Version, *, tokens: int) -> tuple[Group, ...]:
-        """Waits for groups of that step's batch, of so many `tokens` at least, to have finished, and gives them, each once; none when the batch
-        is there. It leases nothing: whoever works on these groups before learns from the batch whether they are in it."""
+        """Waits for groups of that step's batch, of so many `tokens` at least, to have finished,
+        and gives them, each once; none when the batch is there. It leases nothing: whoever works on
+        these groups before learns from the batch whether they are in it."""
         if self._given[0] != train_version:
             self._given = (train_version, 0)
         while not self._stopping:
@@ -121,8 +131,12 @@ class GroupQueue:
             await self._changed.wait()
         return ()
 
-    def _admit(self, draw: Callable[[], GroupKey | Wait], task_of: Callable[[GroupKey], Task]) -> Admitted | Wait:
-        if (wait := self._books.admission() or self._full(self._books.num_running_rollouts)) is not None:
+    def _admit(
+        self, draw: Callable[[], GroupKey | Wait], task_of: Callable[[GroupKey], Task]
+    ) -> Admitted | Wait:
+        if (
+            wait := self._books.admission() or self._full(self._books.num_running_rollouts)
+        ) is not None:
             return wait
         key = self._books.in_line or draw()
         if isinstance(key, Wait):
@@ -144,7 +158,9 @@ class GroupQueue:
         return found.batch
 
     async def _until(self, attempt: Callable[[], T | Wait], *, who: str) -> T:
-        """Tries again after every change. The caller holds its lock, so only one of a kind is here."""
+        """Tries again after every change. The caller holds its lock, so only one of a kind is
+        here.
+        """
         try:
             while isinstance(result := self._try(attempt), Wait):
                 self._note(who, result)

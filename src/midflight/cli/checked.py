@@ -1,4 +1,6 @@
-"""The configuration that a command stands for, checked as far as can be before anything is started: then a mistake is told at once."""
+"""The configuration that a command stands for, checked as far as can be before anything is started:
+then a mistake is told at once.
+"""
 
 import json
 import os
@@ -47,35 +49,57 @@ def config_of_folder(folder: Path) -> Config:
     """That of the run which is in the folder, wherever the folder has been moved to."""
     put_back_at(folder)
     if not (folder / CONFIG).is_file():
-        raise ConfigError(f"{folder} has no {CONFIG}, so there is no run in it; give the folder of a run.")
+        raise ConfigError(
+            f"{folder} has no {CONFIG}, so there is no run in it; give the folder of a run."
+        )
     return config_of_file(folder / CONFIG, [], folder)
 
 
-def config_of_evaluation(path: Path, overrides: Sequence[str], folder: Path | None, model: Path) -> Config:
-    """It writes into a folder of its own in that of the run, which may be under way, unless told otherwise."""
+def config_of_evaluation(
+    path: Path, overrides: Sequence[str], folder: Path | None, model: Path
+) -> Config:
+    """It writes into a folder of its own in that of the run, which may be under way, unless told
+    otherwise.
+    """
     put_back_at(model, path)
     check_tokenizer(model)
     config = config_of_file(path, overrides, folder)
     if not any(source.has_heldout for source in config.environment.sources):
-        raise ConfigError(f"{path}: no source holds tasks out, so there is nothing to evaluate on; set environment.sources.0.heldout.")
+        raise ConfigError(
+            f"{path}: no source holds tasks out, so there is nothing to evaluate on; set "
+            "environment.sources.0.heldout."
+        )
     own = config.run.folder / "evaluation" if folder is None else folder
     return config.model_copy(update={"run": config.run.model_copy(update={"folder": own})})
 
 
 def config_of_model(model: Path, given: Mapping[str, object], overrides: Sequence[str]) -> Config:
-    """The defaults, the model's own context up to a bound, then the options given; `--set` has the last word."""
+    """The defaults, the model's own context up to a bound, then the options given; `--set` has the
+    last word.
+    """
     put_back_at(model)
     model = model_folder(model)
     check_tokenizer(model)
     context = min(sizes_of(model).max_context, MAX_SERVED_CONTEXT)
-    options: dict[str, object] = {"model.path": model, **({"model.max_context": context} if context else {})}
-    options |= {key: json.dumps(value) if isinstance(value, bool | list) else value for key, value in given.items() if value is not None}
+    options: dict[str, object] = {
+        "model.path": model,
+        **({"model.max_context": context} if context else {}),
+    }
+    options |= {
+        key: json.dumps(value) if isinstance(value, bool | list) else value
+        for key, value in given.items()
+        if value is not None
+    }
     return load_config(None, [*(f"{key}={value}" for key, value in options.items()), *overrides])
 
 
 def engine_options(path: Path) -> dict[str, object]:
-    """What the `[engine]` of a file says, by the keys of the configuration: for one engine, of a run that is another's."""
-    section = config_of_file(path, [], None).engine.model_dump(exclude_unset=True, exclude={"count", "dtype"}, mode="json")
+    """What the `[engine]` of a file says, by the keys of the configuration: for one engine, of a
+    run that is another's.
+    """
+    section = config_of_file(path, [], None).engine.model_dump(
+        exclude_unset=True, exclude={"count", "dtype"}, mode="json"
+    )
     return {f"engine.{key}": value for key, value in section.items()}
 
 
@@ -88,7 +112,9 @@ def check_engine(config: Config) -> None:
 
 
 def check_sizes(config: Config, *, trains: bool = True) -> None:
-    """Whether the run fits this machine; of a cluster its machines are looked at, by `check_places`. `trains`: our trainer is a part."""
+    """Whether the run fits this machine; of a cluster its machines are looked at, by
+    `check_places`. `trains`: our trainer is a part.
+    """
     from midflight.run.places.fit import misfits, this_hardware
 
     is_here = config.cluster.kind == "local" or config.cluster.address == "start"
@@ -97,7 +123,9 @@ def check_sizes(config: Config, *, trains: bool = True) -> None:
 
 
 def check_places(config: Config) -> None:
-    """Whether the run's places are to be had: of a cluster every machine is asked. Nothing is started, and it is left connected."""
+    """Whether the run's places are to be had: of a cluster every machine is asked. Nothing is
+    started, and it is left connected.
+    """
     if config.cluster.kind == "ray":
         from midflight.run.launcher.ending import main_task
         from midflight.run.places.checks import check_cluster
@@ -111,14 +139,19 @@ def check_places(config: Config) -> None:
 def check_new(folder: Path, *, making: str = "a model") -> None:
     """Whether something may be made in the folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"making {making} in {str(folder)!r}: it exists and is not empty; choose another folder")
+        raise ConfigError(
+            f"making {making} in {str(folder)!r}: it exists and is not empty; choose another folder"
+        )
 
 
-def preflight(config: Config, *, objects: bytes = given.NOTHING, meanwhile: Callable[[], None] = lambda: None) -> Findings:
+def preflight(
+    config: Config, *, objects: bytes = given.NOTHING, meanwhile: Callable[[], None] = lambda: None
+) -> Findings:
     """What the machine and the user's code say to it; `ConfigError` with all that is wrong.
 
-    `objects`: what a Python program gives to its run, packed. They are asked in a process of their own, because this one does without torch
-    and without the user's modules. Waits for that as long as it moves, and says what it waits for; `meanwhile` is done beside it.
+    `objects`: what a Python program gives to its run, packed. They are asked in a process of their
+    own, because this one does without torch and without the user's modules. Waits for that as long
+    as it moves, and says what it waits for; `meanwhile` is done beside it.
     """
     agent = agent_of(config.environment)
     kind = config.objective.kind
@@ -138,13 +171,22 @@ def preflight(config: Config, *, objects: bytes = given.NOTHING, meanwhile: Call
     return found
 
 
-def proofs(model: Path, max_context: int, *, stall_seconds: float = RunSection().stall_seconds) -> list[tuple[bool, str]]:
-    """For trainer, embedded engine and export: whether they compute what the model computes, and a line about it. `ConfigError` where the folder
-    is no model. Waits for a process that tries them as long as that moves, and says what it waits for."""
+def proofs(
+    model: Path, max_context: int, *, stall_seconds: float = RunSection().stall_seconds
+) -> list[tuple[bool, str]]:
+    """For trainer, embedded engine and export: whether they compute what the model computes, and a
+    line about it. `ConfigError` where the folder is no model. Waits for a process that tries them
+    as long as that moves, and says what it waits for."""
     put_back_at(model)
     model = model_folder(model)
     patience = Patience(f"checking the model in {str(model)!r}", stall_seconds)
-    answer = _answer("proofs", patience, str(model), str(max_context), environ={**os.environ, "HF_HUB_OFFLINE": "1"})
+    answer = _answer(
+        "proofs",
+        patience,
+        str(model),
+        str(max_context),
+        environ={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
     found = msgspec.json.decode(answer, type=list[tuple[bool, str]] | str)
     if isinstance(found, str):
         raise ConfigError(found)
@@ -152,12 +194,22 @@ def proofs(model: Path, max_context: int, *, stall_seconds: float = RunSection()
 
 
 def measured(config: Config) -> Measured:
-    """How the model of a configuration answers its tasks, and how quickly engine and trainer compute here, each with half of the cores.
-    `ConfigError` where it cannot be asked. Waits for a process that tries it as long as that moves, and says what it waits for."""
-    patience = Patience(f"measuring the model in {str(config.model.path)!r}", config.run.stall_seconds)
+    """How the model of a configuration answers its tasks, and how quickly engine and trainer
+    compute here, each with half of the cores. `ConfigError` where it cannot be asked. Waits for a
+    process that tries it as long as that moves, and says what it waits for."""
+    patience = Patience(
+        f"measuring the model in {str(config.model.path)!r}", config.run.stall_seconds
+    )
     threads = str(max(1, own_cores() // 2))
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": threads}
-    answer = _answer("measure", patience, threads, given=config.model_dump_json().encode(), environ=environ)
+    environ = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": threads,
+    }
+    answer = _answer(
+        "measure", patience, threads, given=config.model_dump_json().encode(), environ=environ
+    )
     found = msgspec.json.decode(answer, type=Measured | str)
     if isinstance(found, str):
         raise ConfigError(found)
@@ -180,8 +232,17 @@ def _answer(
         raise ConfigError(f"{patience.what} {failed}") from failed
 
 
-def check_folder(config: Config, *, resume: bool = False, overwrite: bool, trains: bool = True, gives_rows: bool = False) -> None:
-    """Whether the command may use the folder. Changes nothing but that a run that is aside there is put back; see `check_kept`."""
+def check_folder(
+    config: Config,
+    *,
+    resume: bool = False,
+    overwrite: bool,
+    trains: bool = True,
+    gives_rows: bool = False,
+) -> None:
+    """Whether the command may use the folder. Changes nothing but that a run that is aside there is
+    put back; see `check_kept`.
+    """
     put_back_at(Path(config.run.folder), resume=resume)
     check_kept(config, resume=resume, overwrite=overwrite, trains=trains, gives_rows=gives_rows)
     if resume:

@@ -1,4 +1,6 @@
-"""The command line, from `sys.argv` to an exit status. What a command does is in `run.launcher.launch`, imported when it runs."""
+"""The command line, from `sys.argv` to an exit status. What a command does is in
+`run.launcher.launch`, imported when it runs.
+"""
 
 import json
 import os
@@ -39,36 +41,70 @@ app = typer.Typer(
 
 ConfigFile = Annotated[Path, typer.Argument(help="TOML file of the run.", metavar="CONFIG")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override an option, such as rollout.max_staleness=2.")
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override an option, such as rollout.max_staleness=2."
+    ),
 ]
 Folder = Annotated[Path | None, typer.Option(help="Where the run writes; overrides run.folder.")]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the run that the folder holds: it is deleted after the first step of the new one.")
+    bool,
+    typer.Option(
+        "--overwrite",
+        help=(
+            "Replace the run that the folder holds: it is deleted after the first step of the "
+            "new "
+            "one."
+        ),
+    ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Model = Annotated[Path, typer.Option(help="Hugging Face model folder to serve, or a GGUF file.", metavar="DIR")]
-Host = Annotated[str, typer.Option(help="Address to listen on; anything but loopback exposes the endpoint.")]
+Model = Annotated[
+    Path, typer.Option(help="Hugging Face model folder to serve, or a GGUF file.", metavar="DIR")
+]
+Host = Annotated[
+    str, typer.Option(help="Address to listen on; anything but loopback exposes the endpoint.")
+]
 Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)]
-MaxRunning = Annotated[int | None, typer.Option(help="Requests one engine decodes together.", min=1)]
+MaxRunning = Annotated[
+    int | None, typer.Option(help="Requests one engine decodes together.", min=1)
+]
 Device = Annotated[str | None, typer.Option(help="Where an engine computes: cpu or cuda.")]
 Name = Annotated[str | None, typer.Option(help="The model id that clients use.")]
 MaxContext = Annotated[
-    int | None, typer.Option(help="Longest prompt plus answer, in tokens; default: what the model can, at most 4096.", min=2)
+    int | None,
+    typer.Option(
+        help="Longest prompt plus answer, in tokens; default: what the model can, at most 4096.",
+        min=2,
+    ),
 ]
 Kind = Annotated[
     str | None,
-    typer.Option("--engine", help="What generates: embedded (the default), vllm or sglang.", metavar="KIND", show_default=False),
+    typer.Option(
+        "--engine",
+        help="What generates: embedded (the default), vllm or sglang.",
+        metavar="KIND",
+        show_default=False,
+    ),
 ]
 Url = Annotated[
     str | None,
-    typer.Option("--engine-url", metavar="URL", help="Attach to a server that runs there, instead of starting one.", show_default=False),
+    typer.Option(
+        "--engine-url",
+        metavar="URL",
+        help="Attach to a server that runs there, instead of starting one.",
+        show_default=False,
+    ),
 ]
 Urls = Annotated[
     list[str] | None,
     typer.Option(
         "--engine-url",
         metavar="URL",
-        help="Attach to a server that runs there, instead of starting one; may be given again for more of them.",
+        help=(
+            "Attach to a server that runs there, instead of starting one; may be given again for "
+            "more of them."
+        ),
         show_default=False,
     ),
 ]
@@ -76,13 +112,20 @@ Token = Annotated[
     str | None,
     typer.Option(
         "--control-token",
-        help="Opens the control plane and sessions; default: MIDFLIGHT_CONTROL_TOKEN, else a new one. Other users may see it in the list of processes: prefer the variable.",
+        help=(
+            "Opens the control plane and sessions; default: MIDFLIGHT_CONTROL_TOKEN, else a new "
+            "one. Other users may see it in the list of processes: prefer the variable."
+        ),
         show_default=False,
     ),
 ]
 
 LogFormat = Annotated[
-    str | None, typer.Option(help="How logs and this output are written: plain, or json, one object a line.", metavar="FORMAT")
+    str | None,
+    typer.Option(
+        help="How logs and this output are written: plain, or json, one object a line.",
+        metavar="FORMAT",
+    ),
 ]
 
 
@@ -90,8 +133,12 @@ LogFormat = Annotated[
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and end.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the run's folder.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would run, and end.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in the run's folder.")
+    ] = False,
     overwrite: Overwrite = False,
     folder: Folder = None,
     samples: Annotated[bool, typer.Option("--samples", help="Show the last rollout.")] = False,
@@ -103,30 +150,46 @@ def train(
     from midflight.cli.returned import put_back_at
 
     put_back_at(config, resume=resume)
-    checked_config = checked.config_of_run(config, [*(overrides or []), *_observed(log_format, samples=samples)], folder)
+    checked_config = checked.config_of_run(
+        config, [*(overrides or []), *_observed(log_format, samples=samples)], folder
+    )
     checked.check_engine(checked_config)
     checked.check_sizes(checked_config)
     if dry_run and not overwrite:
         put_back_at(Path(checked_config.run.folder))
     else:
         checked.check_folder(checked_config, resume=resume, overwrite=overwrite)
-    findings = checked.preflight(checked_config) if dry_run else checked.preflight(checked_config, meanwhile=lambda: _begin(checked_config))
+    findings = (
+        checked.preflight(checked_config)
+        if dry_run
+        else checked.preflight(checked_config, meanwhile=lambda: _begin(checked_config))
+    )
     checked.check_places(checked_config)
     if dry_run:
         from midflight.cli.dry_run import print_report
 
         path = checked_config.model.path
         stall_seconds = checked_config.run.stall_seconds
-        found = [] if path is None else checked.proofs(path, checked_config.model.max_context, stall_seconds=stall_seconds)
+        found = (
+            []
+            if path is None
+            else checked.proofs(path, checked_config.model.max_context, stall_seconds=stall_seconds)
+        )
         print_report(checked_config, findings, proofs=found)
         return 0
     from midflight.observe.logs import json_line
 
     for note in findings.notes:
-        typer.echo(json_line("launcher", f"note: {note}") if checked_config.observe.log_format == "json" else f"note: {note}")
+        typer.echo(
+            json_line("launcher", f"note: {note}")
+            if checked_config.observe.log_format == "json"
+            else f"note: {note}"
+        )
     from midflight.run.launcher import launch
 
-    return launch.train(checked_config, resume=resume, overwrite=overwrite, own_loss=findings.own_loss)
+    return launch.train(
+        checked_config, resume=resume, overwrite=overwrite, own_loss=findings.own_loss
+    )
 
 
 @app.command()
@@ -139,12 +202,16 @@ def rollouts(
     log_format: LogFormat = None,
     debug: Debug = False,
 ) -> int:
-    """Runs engines and rollouts for a trainer of your own, which draws batches and publishes weights over HTTP."""
+    """Runs engines and rollouts for a trainer of your own, which draws batches and publishes
+    weights over HTTP.
+    """
     from midflight.cli import checked
     from midflight.cli.returned import put_back_at
 
     put_back_at(config)
-    checked_config = checked.config_of_run(config, [*(overrides or []), *_observed(log_format)], folder)
+    checked_config = checked.config_of_run(
+        config, [*(overrides or []), *_observed(log_format)], folder
+    )
     checked.check_engine(checked_config)
     checked.check_sizes(checked_config, trains=False)
     checked.check_folder(checked_config, overwrite=overwrite, trains=False)
@@ -172,13 +239,23 @@ def serve(
     log_format: LogFormat = None,
     debug: Debug = False,
 ) -> int:
-    """Serves a model over the OpenAI API: engines, ours or vLLM or SGLang servers, and gateway, no trainer."""
+    """Serves a model over the OpenAI API: engines, ours or vLLM or SGLang servers, and gateway, no
+    trainer.
+    """
     from midflight.cli import checked
 
     given = _given(max_running, max_context, device, name, engine, engine_urls or [])
     folder = f"runs/serve-{port or os.getpid()}"
-    threads = max(1, (os.cpu_count() or 1) // engines) if engine in (None, "embedded") else None  # no trainer wants the others
-    given = {"run.folder": folder, "engine.count": engines, "engine.threads": threads, "gateway.port": port, "gateway.host": host, **given}
+    # no trainer wants the others
+    threads = max(1, (os.cpu_count() or 1) // engines) if engine in (None, "embedded") else None
+    given = {
+        "run.folder": folder,
+        "engine.count": engines,
+        "engine.threads": threads,
+        "gateway.port": port,
+        "gateway.host": host,
+        **given,
+    }
     config = checked.config_of_model(model, given, [*(overrides or []), *_observed(log_format)])
     checked.check_engine(config)
     checked.check_sizes(config, trains=False)
@@ -206,7 +283,9 @@ def engine(
     """Serves a model with one engine alone: native generation and its control plane."""
     from midflight.cli import checked
 
-    given = _given(max_running, max_context, device, name, kind, [] if engine_url is None else [engine_url])
+    given = _given(
+        max_running, max_context, device, name, kind, [] if engine_url is None else [engine_url]
+    )
     config = checked.config_of_model(model, given, overrides or [])
     checked.check_engine(config)
     checked.check_sizes(config, trains=False)
@@ -223,11 +302,19 @@ def _begin(config: "Config") -> None:
 
 def _observed(log_format: str | None, *, samples: bool = False) -> list[str]:
     """What `[observe]` is told by options of their own."""
-    return [*([] if log_format is None else [f"observe.log_format={log_format}"]), *(["observe.samples=true"] if samples else [])]
+    return [
+        *([] if log_format is None else [f"observe.log_format={log_format}"]),
+        *(["observe.samples=true"] if samples else []),
+    ]
 
 
 def _given(
-    max_running: int | None, max_context: int | None, device: str | None, name: str | None, kind: str | None, urls: Sequence[str]
+    max_running: int | None,
+    max_context: int | None,
+    device: str | None,
+    name: str | None,
+    kind: str | None,
+    urls: Sequence[str],
 ) -> Mapping[str, object]:
     """What `serve` and `engine` say of their engines, by the keys of the configuration."""
     return {
@@ -242,8 +329,15 @@ def _given(
 
 @app.command()
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="Hugging Face model folder, or a GGUF file.", metavar="MODEL_DIR")],
-    config: Annotated[Path, typer.Option("--config", help="TOML file whose held-out tasks are asked.", metavar="CONFIG")],
+    model: Annotated[
+        Path, typer.Argument(help="Hugging Face model folder, or a GGUF file.", metavar="MODEL_DIR")
+    ],
+    config: Annotated[
+        Path,
+        typer.Option(
+            "--config", help="TOML file whose held-out tasks are asked.", metavar="CONFIG"
+        ),
+    ],
     overrides: Overrides = None,
     folder: Folder = None,
     debug: Debug = False,
@@ -265,7 +359,12 @@ def evaluate(
 @app.command()
 def rollback(
     folder: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="FOLDER")],
-    to: Annotated[int, typer.Option("--to", help="Version of the checkpoint to go back to.", metavar="VERSION", min=0)],
+    to: Annotated[
+        int,
+        typer.Option(
+            "--to", help="Version of the checkpoint to go back to.", metavar="VERSION", min=0
+        ),
+    ],
     debug: Debug = False,
 ) -> int:
     """Goes back to an older checkpoint: what was trained since then waits to be trained again."""
@@ -283,7 +382,9 @@ def new_model(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> int:
-    """Makes a small model with random weights and a byte tokenizer, to try the other commands with."""
+    """Makes a small model with random weights and a byte tokenizer, to try the other commands
+    with.
+    """
     from midflight.cli import checked
 
     config = checked.config_of_file(None, overrides or [], None)
@@ -299,11 +400,17 @@ def new_model(
 
 @app.command("check-model")
 def check_model(
-    folder: Annotated[Path, typer.Argument(help="Hugging Face model folder, or a GGUF file.", metavar="DIR")],
-    max_context: Annotated[int, typer.Option(help="Longest row of a run, in tokens.", min=2)] = 4096,
+    folder: Annotated[
+        Path, typer.Argument(help="Hugging Face model folder, or a GGUF file.", metavar="DIR")
+    ],
+    max_context: Annotated[
+        int, typer.Option(help="Longest row of a run, in tokens.", min=2)
+    ] = 4096,
     debug: Debug = False,
 ) -> int:
-    """Says whether trainer, embedded engine and export compute what the model computes: right, right but slower, or refused and why."""
+    """Says whether trainer, embedded engine and export compute what the model computes: right,
+    right but slower, or refused and why.
+    """
     from midflight.cli import checked
 
     found = checked.proofs(folder, max_context)
@@ -316,19 +423,47 @@ def check_model(
 def init(
     folder: Annotated[Path, typer.Argument(help="Folder to make.", metavar="DIR")],
     model: Annotated[
-        Path | None, typer.Option(help="Your own model, a Hugging Face folder or a GGUF file: it is measured, and the numbers fit it.")
+        Path | None,
+        typer.Option(
+            help=(
+                "Your own model, a Hugging Face folder or a GGUF file: it is measured, and the "
+                "numbers fit it."
+            )
+        ),
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option(help="With --model: a file of tasks, or a dataset of reasoning-gym, in place of the project's own.")
+        str | None,
+        typer.Option(
+            help=(
+                "With --model: a file of tasks, or a dataset of reasoning-gym, in place of the "
+                "project's own."
+            )
+        ),
     ] = None,
     prompt: Annotated[
-        str | None, typer.Option(help="With --model: what is asked of a task, as environment.sources.prompt.", metavar="FORMAT")
+        str | None,
+        typer.Option(
+            help="With --model: what is asked of a task, as environment.sources.prompt.",
+            metavar="FORMAT",
+        ),
     ] = None,
-    answer: Annotated[str, typer.Option(help="With --tasks FILE: the column with the expected answer.", metavar="COLUMN")] = "answer",
-    lora: Annotated[int | None, typer.Option(help="With --model: train adapters of this rank in place of all weights.", min=1)] = None,
+    answer: Annotated[
+        str,
+        typer.Option(
+            help="With --tasks FILE: the column with the expected answer.", metavar="COLUMN"
+        ),
+    ] = "answer",
+    lora: Annotated[
+        int | None,
+        typer.Option(
+            help="With --model: train adapters of this rank in place of all weights.", min=1
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> int:
-    """Makes a project to start one's own from: data, rewards, an environment, a test, and a configuration that trains as it is."""
+    """Makes a project to start one's own from: data, rewards, an environment, a test, and a
+    configuration that trains as it is.
+    """
     from midflight.cli import checked
     from midflight.cli.own_model import Request, write_fitted
     from midflight.cli.project import write_project
@@ -336,12 +471,20 @@ def init(
     checked.check_new(folder, making="a project")
     if model is not None:
         files = write_fitted(Request(folder, model, tasks, prompt, answer, lora), say=typer.echo)
-        typer.echo(f"made {folder} with {', '.join(files)}; what it means: cd {folder} && midflight train run.toml --dry-run")
+        typer.echo(
+            f"made {folder} with {', '.join(files)}; what it means: cd {folder} && midflight train "
+            "run.toml --dry-run"
+        )
         return 0
     if tasks is not None or prompt is not None or lora is not None:
-        raise ConfigError("--tasks, --prompt and --lora say what a model of yours is trained on; give it too: --model DIR")
+        raise ConfigError(
+            "--tasks, --prompt and --lora say what a model of yours is trained on; give it too: "
+            "--model DIR"
+        )
     files = write_project(folder)
-    typer.echo(f"made {folder} with {', '.join(files)}; train it: cd {folder} && midflight train run.toml")
+    typer.echo(
+        f"made {folder} with {', '.join(files)}; train it: cd {folder} && midflight train run.toml"
+    )
     return 0
 
 
@@ -368,11 +511,13 @@ def version(
         raise typer.Exit
 
 
-# --- Exit statuses ---------------------------------------------------------------------------------------------------
+# --- Exit statuses --------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Errors meant for users become one clear message; their traceback is shown with `--debug`."""
+    """Runs one command. Errors meant for users become one clear message; their traceback is shown
+    with `--debug`.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     completion.begin()
     try:
@@ -391,13 +536,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_overrides(given: Sequence[str]) -> None:
-    """`--set run.steps 5` would be two arguments, of which the second is the one that is complained about."""
+    """`--set run.steps 5` would be two arguments, of which the second is the one that is complained
+    about.
+    """
     for place, option in enumerate(given):
-        words = list(takewhile(lambda word: not word.startswith("-"), given[place + 1 : place + 4])) if option == "--set" else []
+        words = (
+            list(takewhile(lambda word: not word.startswith("-"), given[place + 1 : place + 4]))
+            if option == "--set"
+            else []
+        )
         values = [value for word in words[1:] if (value := word.removeprefix("="))]
         if values and "=" not in words[0]:
             whole = f"{words[0]}={values[0]}"
-            raise ConfigError(f"--set {' '.join(words)}: an override is KEY=VALUE, with = and without a space; write --set {whole}")
+            raise ConfigError(
+                f"--set {' '.join(words)}: an override is KEY=VALUE, with = and without a space; "
+                f"write --set {whole}"
+            )
 
 
 def _report(error: MidflightError, *, debug: bool) -> int:
@@ -408,7 +562,9 @@ def _report(error: MidflightError, *, debug: bool) -> int:
 
 
 def _usage(error: Exception) -> int:
-    """A wrong option is the user's, and shows its own help; anything else is ours, and keeps its traceback."""
+    """A wrong option is the user's, and shows its own help; anything else is ours, and keeps its
+    traceback.
+    """
     show = getattr(error, "show", None)
     status = getattr(error, "exit_code", None)
     if show is None or not isinstance(status, int):

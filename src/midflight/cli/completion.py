@@ -28,7 +28,9 @@ fish: midflight completion fish > ~/.config/fish/completions/midflight.fish
 def completion(shell: Annotated[ShellName, typer.Argument(help="bash, zsh or fish.")]) -> int:
     from typer.completion import get_completion_script  # pyright: ignore[reportPrivateImportUsage]
 
-    typer.echo(get_completion_script(prog_name="midflight", complete_var=VARIABLE, shell=shell.value))
+    typer.echo(
+        get_completion_script(prog_name="midflight", complete_var=VARIABLE, shell=shell.value)
+    )
     return 0
 
 

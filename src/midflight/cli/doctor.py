@@ -14,12 +14,20 @@ if TYPE_CHECKING:
 
 def doctor(
     asked: Annotated[
-        Path | None, typer.Argument(help="TOML file of a run, or folder of a model or a run, or GGUF file.", metavar="[CONFIG]")
+        Path | None,
+        typer.Argument(
+            help="TOML file of a run, or folder of a model or a run, or GGUF file.",
+            metavar="[CONFIG]",
+        ),
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override an option.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override an option.")
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> int:
-    """Looks at machine, engines, packages, limits, and a configuration or model: what there is, what is wrong, what to do about it."""
+    """Looks at machine, engines, packages, limits, and a configuration or model: what there is,
+    what is wrong, what to do about it.
+    """
     from midflight.cli.examination import Gravity, examine
     from midflight.cli.returned import put_back_at
 
@@ -28,7 +36,11 @@ def doctor(
     found = list(examine(asked, overrides or []))
     _show(found)
     wrong = sum(finding.mark is Gravity.WRONG for finding in found)
-    typer.echo(f"{wrong} problem{'s' if wrong > 1 else ''}: a run could not work" if wrong else "a run can work here")
+    typer.echo(
+        f"{wrong} problem{'s' if wrong > 1 else ''}: a run could not work"
+        if wrong
+        else "a run can work here"
+    )
     return int(wrong > 0)
 
 
@@ -44,5 +56,7 @@ def _show(found: Sequence[Finding]) -> None:
         said = text.Text(finding.found)
         if finding.remedy:
             said.append(f"\n→ {finding.remedy}", style="dim" if finding.mark.value == "ok" else "")
-        drawn.add_row(text.Text(finding.mark.value, styles[finding.mark.value]), text.Text(finding.what), said)
+        drawn.add_row(
+            text.Text(finding.mark.value, styles[finding.mark.value]), text.Text(finding.what), said
+        )
     console.Console().print(drawn)

@@ -28,8 +28,16 @@ from midflight.run.places.fit import memory_note, this_hardware
 SHOWN_TOKENS = 100
 
 
-def print_report(config: Config, findings: Findings, console: Console | None = None, *, proofs: Sequence[tuple[bool, str]] = ()) -> None:
-    """`proofs`: what trainer, engine and export make of the model, each with whether it is right."""
+def print_report(
+    config: Config,
+    findings: Findings,
+    console: Console | None = None,
+    *,
+    proofs: Sequence[tuple[bool, str]] = (),
+) -> None:
+    """`proofs`: what trainer, engine and export make of the model, each with whether it is
+    right.
+    """
     shown = console or Console()
     shown.print(report(config, findings, cores=os.cpu_count() or 1), highlight=False)
     for right, line in proofs:
@@ -37,7 +45,9 @@ def print_report(config: Config, findings: Findings, console: Console | None = N
 
 
 def report(config: Config, findings: Findings, *, cores: int) -> RenderableType:
-    """Tables or lists: run, tasks, first prompt, knobs, batch and staleness, loss, placement, GPUs, memory; then notes."""
+    """Tables or lists: run, tasks, first prompt, knobs, batch and staleness, loss, placement, GPUs,
+    memory; then notes.
+    """
     parts: list[RenderableType] = [
         _run(config),
         *([_sources(findings.sources)] if findings.sources else []),
@@ -52,19 +62,34 @@ def report(config: Config, findings: Findings, *, cores: int) -> RenderableType:
     remarks = [
         *notes(config),
         *filter(
-            None, [derived.core_note(config, cores), memory_note(config, this_hardware(), longest_prompt=longest_prompt(findings.sources))]
+            None,
+            [
+                derived.core_note(config, cores),
+                memory_note(
+                    config, this_hardware(), longest_prompt=longest_prompt(findings.sources)
+                ),
+            ],
         ),
         *findings.notes,
     ]
     if (found := kept(Path(config.run.folder))) is not None:
-        remarks.append(f"{config.run.folder} holds {found}: a run into it needs --resume or --overwrite.")
+        remarks.append(
+            f"{config.run.folder} holds {found}: a run into it needs --resume or --overwrite."
+        )
     if remarks:
         parts.append(Text("\n".join(f"note: {remark}" for remark in remarks), style="yellow"))
     return Group(*parts)
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=bool(columns), pad_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_header=bool(columns),
+        pad_edge=False,
+    )
     for column in columns or ("", ""):
         table.add_column(column, overflow="fold")
     return table
@@ -74,9 +99,15 @@ def _run(config: Config) -> Table:
     sizes = derived.model_sizes(config.model)
     table = _table(f"run {escape(config.run.name)}")
     table.add_row("folder", Text(str(config.run.folder)))
-    table.add_row("steps", f"{config.run.steps}" + (f", or reward {config.run.stop_at_reward}" if config.run.stop_at_reward else ""))
+    table.add_row(
+        "steps",
+        f"{config.run.steps}"
+        + (f", or reward {config.run.stop_at_reward}" if config.run.stop_at_reward else ""),
+    )
     origin = f"from {config.model.path}" if config.model.path else "made, random weights"
-    table.add_row("model", f"{sizes.num_parameters:,} parameters, {config.model.dtype}, {escape(origin)}")
+    table.add_row(
+        "model", f"{sizes.num_parameters:,} parameters, {config.model.dtype}, {escape(origin)}"
+    )
     if (served := derived.served_dtype(config)) != config.model.dtype:
         table.add_row("served", served)
     table.add_row("warm start", escape(opening.warm_start(config) or "none"))
@@ -87,10 +118,16 @@ def _run(config: Config) -> Table:
 
 def _sources(found: Sequence[SourceFindings]) -> Table:
     shares = ", ".join(f"{quantile:.0%}" for quantile in QUANTILES)
-    table = _table("tasks", "source", "training", "held out", "left out", f"tokens of a prompt at {shares}")
+    table = _table(
+        "tasks", "source", "training", "held out", "left out", f"tokens of a prompt at {shares}"
+    )
     for source in found:
         counts = (f"{n:,}" for n in (source.num_training, source.num_heldout, source.num_left_out))
-        table.add_row(escape(source.name), *counts, f"{', '.join(map(str, source.lengths))} (of {source.num_measured:,} measured)")
+        table.add_row(
+            escape(source.name),
+            *counts,
+            f"{', '.join(map(str, source.lengths))} (of {source.num_measured:,} measured)",
+        )
     return table
 
 
@@ -100,7 +137,9 @@ def _prompt(prompt: Prompt) -> Table:
     table.add_row("text", Text(prompt.text))
     left = len(prompt.tokens) - SHOWN_TOKENS
     shown = "  ".join(f"{number} {token}" for number, token in prompt.tokens[:SHOWN_TOKENS])
-    table.add_row(f"{len(prompt.tokens)} tokens", Text(shown + (f"  and {left} more" if left > 0 else "")))
+    table.add_row(
+        f"{len(prompt.tokens)} tokens", Text(shown + (f"  and {left} more" if left > 0 else ""))
+    )
     return table
 
 
@@ -115,18 +154,33 @@ def _derived(config: Config) -> Table:
     r = config.rollout
     stale = derived.worst_staleness(r)
     table = _table("derived")
-    table.add_row("batch", f"{r.groups_per_step} groups x {r.group_size} = {derived.batch_rollouts(r)} rollouts a step")
+    table.add_row(
+        "batch",
+        (
+            f"{r.groups_per_step} groups x {r.group_size} = {derived.batch_rollouts(r)} rollouts a "
+            "step"
+        ),
+    )
     table.add_row(
         "admission",
-        f"submitted - released <= (served version + {r.max_staleness + 1}) x {r.groups_per_step}: {derived.admission_limit(r, 0)} groups at first",
+        (
+            f"submitted - released <= (served version + {r.max_staleness + 1}) x "
+            f"{r.groups_per_step}: {derived.admission_limit(r, 0)} groups at first"
+        ),
     )
     table.add_row("worst-case staleness", f"{stale.worst} versions; price: {stale.price}")
     bound = rollout_bound(config.environment)
     table.add_row(
-        "agent's own time", f"{config.environment.rollout_seconds:g} s a rollout; requests, tools within their limits and waits left out"
+        "agent's own time",
+        (
+            f"{config.environment.rollout_seconds:g} s a rollout; requests, tools within their "
+            "limits and waits left out"
+        ),
     )
     table.add_row("whole rollout", f"{bound.seconds:,.0f} s at most: {bound.words}")
-    table.add_row("smallest group", f"{derived.min_group_size(r)} scored rollouts of {r.group_size}")
+    table.add_row(
+        "smallest group", f"{derived.min_group_size(r)} scored rollouts of {r.group_size}"
+    )
     (by_itself, why), said = chosen_transport(config), config.weights.transport
     reason = why if said == by_itself else f'as said; "auto" would be {by_itself}: {why}'
     table.add_row("weights", f"{size(version_bytes(config))} a version by {said}: {reason}")
@@ -150,12 +204,18 @@ def _placement(config: Config) -> Table:
 
 
 def _devices(config: Config, number: int | None) -> list[Table]:
-    """The GPUs, host by host; nothing where all compute on CPUs. What this machine cannot give was found before."""
+    """The GPUs, host by host; nothing where all compute on CPUs. What this machine cannot give was
+    found before.
+    """
     if not (laid := device_map(config, number=number)):
         return []
     table = _table("GPUs", "host", "device", "who")
     for part in sorted(laid, key=lambda part: (part.host, part.devices)):
-        table.add_row(escape(part.host), ", ".join(map(str, part.devices)) or f"{part.number} that Ray chooses", part.who)
+        table.add_row(
+            escape(part.host),
+            ", ".join(map(str, part.devices)) or f"{part.number} that Ray chooses",
+            part.who,
+        )
     return [table]
 
 
@@ -174,6 +234,11 @@ def _memory(config: Config, longest: int | None) -> Table:
         own = list(lines)
         for number, item in enumerate(own):
             last = number == len(own) - 1
-            table.add_row("" if number else where, item.what, size(item.num_bytes), size(total_bytes(own)) if last else "")
+            table.add_row(
+                "" if number else where,
+                item.what,
+                size(item.num_bytes),
+                size(total_bytes(own)) if last else "",
+            )
     table.add_row("total", "", "", size(total_bytes(items)), style="bold")
     return table

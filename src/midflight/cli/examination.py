@@ -1,7 +1,8 @@
-"""What `midflight doctor` looks at: can this machine do what it is asked to, and what to do where it can't? Changes nothing, but for the
-folder that a GGUF file is converted into.
+"""What `midflight doctor` looks at: can this machine do what it is asked to, and what to do where
+it can't? Changes nothing, but for the folder that a GGUF file is converted into.
 
-Every look is a function that gives findings. What a run's own checks know (`run.launcher.preflight`) is asked there.
+Every look is a function that gives findings. What a run's own checks know
+(`run.launcher.preflight`) is asked there.
 """
 
 import json
@@ -86,12 +87,17 @@ def _what(asked: Path | None) -> Path | None:
     if asked.is_file():
         return asked
     if not asked.is_dir():
-        raise ConfigError(f"{asked} is not there; give the TOML file of a run, or the folder of a model or a run.")
+        raise ConfigError(
+            f"{asked} is not there; give the TOML file of a run, or the folder of a model or a run."
+        )
     if (asked / "config.toml").is_file():
         return asked / "config.toml"
     if (asked / "config.json").is_file():
         return asked
-    raise ConfigError(f"{asked} has neither config.json (a model) nor config.toml (a run); give the TOML file of a run, or such a folder.")
+    raise ConfigError(
+        f"{asked} has neither config.json (a model) nor config.toml (a run); give the TOML file of "
+        "a run, or such a folder."
+    )
 
 
 def _tried(what: str, look: Callable[[], Iterator[Finding]], remedy: str = "") -> Iterator[Finding]:
@@ -103,14 +109,18 @@ def _tried(what: str, look: Callable[[], Iterator[Finding]], remedy: str = "") -
             yield Finding(Gravity.WRONG, what, line, remedy)
 
 
-# --- Software ---------------------------------------------------------------------------------------------------------
+# --- Software -------------------------------------------------------------------------------------
 
 
 def software() -> Iterator[Finding]:
     from midflight.version import described
 
     yield Finding(Gravity.FINE, "midflight", described())
-    yield Finding(Gravity.FINE, "python", f"{platform.python_version()} at {sys.executable}; {platform.platform(terse=True)}")
+    yield Finding(
+        Gravity.FINE,
+        "python",
+        f"{platform.python_version()} at {sys.executable}; {platform.platform(terse=True)}",
+    )
     yield from packages()
 
 
@@ -122,18 +132,40 @@ def packages() -> Iterator[Finding]:
         is_met = there is not None and requirement.specifier.contains(there, prereleases=True)
         missing[extra] += [] if is_met else [requirement.name]
         if not is_met and not extra:
-            found = f"{requirement.name} {'is not installed' if there is None else there}, {requirement.specifier or 'any'} is needed"
-            yield Finding(Gravity.WRONG, "packages", found, f"pip install -U '{requirement.name}{requirement.specifier}'")
-    shown = ", ".join(f"{name} {version}" for name in PACKAGES if (version := package_version(name)))
+            found = (
+                f"{requirement.name} {'is not installed' if there is None else there}, "
+                f"{requirement.specifier or 'any'} is needed"
+            )
+            yield Finding(
+                Gravity.WRONG,
+                "packages",
+                found,
+                f"pip install -U '{requirement.name}{requirement.specifier}'",
+            )
+    shown = ", ".join(
+        f"{name} {version}" for name in PACKAGES if (version := package_version(name))
+    )
     yield Finding(Gravity.FINE, "packages", shown)
-    extras = {name: lacking for name, lacking in missing.items() if name and name not in ("test", "lint")}
-    there, lacking = (sorted(name for name, lacks in extras.items() if bool(lacks) is wanted) for wanted in (False, True))
+    extras = {
+        name: lacking for name, lacking in missing.items() if name and name not in ("test", "lint")
+    }
+    there, lacking = (
+        sorted(name for name, lacks in extras.items() if bool(lacks) is wanted)
+        for wanted in (False, True)
+    )
     text = f"{', '.join(there) or 'none'}{'; without ' + ', '.join(lacking) if lacking else ''}"
-    yield Finding(Gravity.FINE, "extras", text, f"where you want them: pip install 'midflight[{','.join(lacking)}]'" if lacking else "")
+    yield Finding(
+        Gravity.FINE,
+        "extras",
+        text,
+        f"where you want them: pip install 'midflight[{','.join(lacking)}]'" if lacking else "",
+    )
 
 
 def _requirements() -> Iterator[tuple[Requirement, str]]:
-    """Each with the extra that it is of; empty for what is always needed. Those of other systems are left out."""
+    """Each with the extra that it is of; empty for what is always needed. Those of other systems
+    are left out.
+    """
     extras = metadata.metadata("midflight").get_all("Provides-Extra") or []
     for text in metadata.requires("midflight") or []:
         requirement = Requirement(text)
@@ -141,20 +173,33 @@ def _requirements() -> Iterator[tuple[Requirement, str]]:
         if marker is None or marker.evaluate({"extra": ""}):
             yield requirement, ""
         else:
-            yield from ((requirement, extra) for extra in extras if marker.evaluate({"extra": extra}))
+            yield from (
+                (requirement, extra) for extra in extras if marker.evaluate({"extra": extra})
+            )
 
 
 def torch_and_devices() -> Iterator[Finding]:
     """In a process of its own: a broken library may take the process along."""
     try:
-        answer = answer_of([sys.executable, "-c", PROBE_TORCH], Patience("importing torch", STALL_SECONDS))
+        answer = answer_of(
+            [sys.executable, "-c", PROBE_TORCH], Patience("importing torch", STALL_SECONDS)
+        )
     except TrialFailed as failed:
         last = str(failed).splitlines()[-1]
-        yield Finding(Gravity.WRONG, "torch", f"cannot be used: {last}", "install it again, in the build for this machine")
+        yield Finding(
+            Gravity.WRONG,
+            "torch",
+            f"cannot be used: {last}",
+            "install it again, in the build for this machine",
+        )
         return
     said = cast("dict[str, Json]", json.loads(answer))
     devices = cast("list[tuple[str, int]]", said["devices"])
-    yield Finding(Gravity.FINE, "torch", f"{said['torch']}, {'CUDA ' + str(said['cuda']) if said['cuda'] else 'built for the CPU'}")
+    yield Finding(
+        Gravity.FINE,
+        "torch",
+        f"{said['torch']}, {'CUDA ' + str(said['cuda']) if said['cuda'] else 'built for the CPU'}",
+    )
     for number, (name, memory) in enumerate(devices):
         yield Finding(Gravity.FINE, f"cuda:{number}", f"{name}, {size(memory)}")
     if not devices and Path("/dev/nvidia0").exists():
@@ -162,9 +207,16 @@ def torch_and_devices() -> Iterator[Finding]:
             Gravity.NOTE,
             "devices",
             "there is a GPU (/dev/nvidia0) that torch does not see",
-            "install a CUDA build of torch, and look at the driver with nvidia-smi; without, everything runs on the CPU",
+            (
+                "install a CUDA build of torch, and look at the driver with nvidia-smi; without, "
+                "everything runs on the CPU"
+            ),
         )
-    yield Finding(Gravity.FINE, "engine embedded", "there, on " + (f"cpu and cuda:0 to cuda:{len(devices) - 1}" if devices else "the CPU"))
+    yield Finding(
+        Gravity.FINE,
+        "engine embedded",
+        "there, on " + (f"cpu and cuda:0 to cuda:{len(devices) - 1}" if devices else "the CPU"),
+    )
 
 
 def servers() -> Iterator[Finding]:
@@ -176,7 +228,10 @@ def servers() -> Iterator[Finding]:
             found = found or _server(name, python)
         if found is None and os.environ.get(variable):
             yield Finding(
-                Gravity.NOTE, f"engine {name}", f"{variable} names {os.environ[variable]}, which has no {name}", "correct or unset it"
+                Gravity.NOTE,
+                f"engine {name}",
+                f"{variable} names {os.environ[variable]}, which has no {name}",
+                "correct or unset it",
             )
         elif found is None:
             yield Finding(
@@ -198,7 +253,7 @@ def _server(name: str, python: str) -> str | None:
     return f"{version.decode()} at {python}"
 
 
-# --- Machine ----------------------------------------------------------------------------------------------------------
+# --- Machine --------------------------------------------------------------------------------------
 
 
 def machine() -> Iterator[Finding]:
@@ -206,26 +261,46 @@ def machine() -> Iterator[Finding]:
     from midflight.weights.transports.files import SHARED
 
     cores = os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     note = "" if allowed == cores else f", of which this process may use {allowed}"
     yield Finding(Gravity.FINE, "processors", f"{cores}{note}")
     yield Finding(Gravity.FINE, "memory", size(machine_bytes()))
-    yield Finding(Gravity.FINE, "disk", f"{size(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}")
+    yield Finding(
+        Gravity.FINE, "disk", f"{size(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}"
+    )
     if SHARED.is_dir():
-        yield Finding(Gravity.FINE, "shared memory", f"{size(shutil.disk_usage(SHARED).free)} free in {SHARED}")
+        yield Finding(
+            Gravity.FINE,
+            "shared memory",
+            f"{size(shutil.disk_usage(SHARED).free)} free in {SHARED}",
+        )
     else:
-        yield Finding(Gravity.NOTE, "shared memory", f"there is no {SHARED}", 'set weights.transport = "file"')
+        yield Finding(
+            Gravity.NOTE, "shared memory", f"there is no {SHARED}", 'set weights.transport = "file"'
+        )
     try:
         with tempfile.TemporaryFile():
             pass
     except OSError as error:
         yield Finding(
-            Gravity.WRONG, "temporary files", f"cannot be written: {error.strerror}", "set TMPDIR to a folder that can be written to"
+            Gravity.WRONG,
+            "temporary files",
+            f"cannot be written: {error.strerror}",
+            "set TMPDIR to a folder that can be written to",
         )
-    proxied = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if os.environ.get(name)]
+    proxied = [
+        name
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
+        if os.environ.get(name)
+    ]
     past = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     if proxied and not any(word.strip() in ("127.0.0.1", "*") for word in past.split(",")):
-        text = f"{proxied[0]} is set, and clients of agents may ask the proxy for the gateway at 127.0.0.1"
+        text = (
+            f"{proxied[0]} is set, and clients of agents may ask the proxy for the gateway at "
+            "127.0.0.1"
+        )
         yield Finding(Gravity.NOTE, "proxy", text, "set no_proxy=127.0.0.1,localhost")
 
 
@@ -236,7 +311,9 @@ def limits() -> Iterator[Finding]:
     if files != resource.RLIM_INFINITY and files < GOOD_FILES:
         wanted = GOOD_FILES if most == resource.RLIM_INFINITY else min(GOOD_FILES, most)
         raised = (
-            f"ulimit -n {wanted}" if wanted > files else "raise the hard limit (limits.conf, LimitNOFILE= of systemd, --ulimit of Docker)"
+            f"ulimit -n {wanted}"
+            if wanted > files
+            else "raise the hard limit (limits.conf, LimitNOFILE= of systemd, --ulimit of Docker)"
         )
         mark = Gravity.WRONG if files < MIN_FILES else Gravity.NOTE
         yield Finding(mark, "open files", f"{shown}; a large run may hold {GOOD_FILES:,}", raised)
@@ -244,14 +321,21 @@ def limits() -> Iterator[Finding]:
         yield Finding(Gravity.FINE, "open files", shown)
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if 0 <= processes < MIN_PROCESSES:
-        yield Finding(Gravity.NOTE, "processes", f"{processes}, threads counted", f"ulimit -u {MIN_PROCESSES}")
-    for kind, name, letter in ((resource.RLIMIT_AS, "address space", "v"), (resource.RLIMIT_FSIZE, "size of a file", "f")):
+        yield Finding(
+            Gravity.NOTE, "processes", f"{processes}, threads counted", f"ulimit -u {MIN_PROCESSES}"
+        )
+    for kind, name, letter in (
+        (resource.RLIMIT_AS, "address space", "v"),
+        (resource.RLIMIT_FSIZE, "size of a file", "f"),
+    ):
         allowed = resource.getrlimit(kind)[0]
         if allowed != resource.RLIM_INFINITY:
-            yield Finding(Gravity.NOTE, name, f"limited to {allowed:,} bytes", f"ulimit -{letter} unlimited")
+            yield Finding(
+                Gravity.NOTE, name, f"limited to {allowed:,} bytes", f"ulimit -{letter} unlimited"
+            )
 
 
-# --- Model and configuration -------------------------------------------------------------------------------------------
+# --- Model and configuration ----------------------------------------------------------------------
 
 
 def model(folder: Path) -> Iterator[Finding]:
@@ -265,8 +349,13 @@ def _sizes(folder: Path) -> Iterator[Finding]:
 
     sizes = sizes_of(folder)
     architecture = read_config(folder).get("model_type")
-    text = f"{architecture}, {sizes.num_parameters:,} parameters, context of {sizes.max_context or 'unknown'}"
-    yield Finding(Gravity.FINE, "model", text, f"whether it is computed right: midflight check-model {folder}")
+    text = (
+        f"{architecture}, {sizes.num_parameters:,} parameters, context of "
+        f"{sizes.max_context or 'unknown'}"
+    )
+    yield Finding(
+        Gravity.FINE, "model", text, f"whether it is computed right: midflight check-model {folder}"
+    )
 
 
 def _tokenizer(folder: Path) -> Iterator[Finding]:
@@ -275,28 +364,63 @@ def _tokenizer(folder: Path) -> Iterator[Finding]:
     from midflight.text.formats.format import reasoning_format, tool_format
 
     tokenizer = check_tokenizer(folder)
-    yield Finding(Gravity.FINE, "tokenizer", f"{tokenizer.vocab_size} ids, the model has {sizes_of(folder).vocab_size} rows of embeddings")
+    yield Finding(
+        Gravity.FINE,
+        "tokenizer",
+        (
+            f"{tokenizer.vocab_size} ids, the model has {sizes_of(folder).vocab_size} rows of "
+            "embeddings"
+        ),
+    )
     if not tokenizer.eos_token_ids:
         remedy = "name eos_token_id in generation_config.json"
-        yield Finding(Gravity.NOTE, "end of an answer", "no token ends one, so that each goes on to its limit", remedy)
+        yield Finding(
+            Gravity.NOTE,
+            "end of an answer",
+            "no token ends one, so that each goes on to its limit",
+            remedy,
+        )
     if tokenizer.template is None:
-        yield Finding(Gravity.NOTE, "chat template", "there is none, so that chats are refused", "add chat_template.jinja to the folder")
+        yield Finding(
+            Gravity.NOTE,
+            "chat template",
+            "there is none, so that chats are refused",
+            "add chat_template.jinja to the folder",
+        )
         return
     asked = tokenizer.render([{"role": "user", "content": "1 + 1"}], add_generation_prompt=True)
-    whole = tokenizer.render([{"role": role, "content": content} for role, content in zip(PROBED, ("1 + 1", "two"), strict=True)])
+    whole = tokenizer.render(
+        [
+            {"role": role, "content": content}
+            for role, content in zip(PROBED, ("1 + 1", "two"), strict=True)
+        ]
+    )
     calls = tool_format("auto", tokenizer)
     thinking = reasoning_format("auto", tokenizer)
-    formats = f"calls as {type(calls).__name__ if calls else 'Hermes (no sign of another)'}, {'thinks' if thinking else 'no thinking'}"
-    yield Finding(Gravity.FINE, "chat template", f"writes a question in {len(tokenizer.encode(asked))} tokens; {formats}")
+    formats = (
+        f"calls as {type(calls).__name__ if calls else 'Hermes (no sign of another)'}, "
+        f"{'thinks' if thinking else 'no thinking'}"
+    )
+    yield Finding(
+        Gravity.FINE,
+        "chat template",
+        f"writes a question in {len(tokenizer.encode(asked))} tokens; {formats}",
+    )
     behind = tokenizer.encode(whole.rpartition("two")[2])
     if tokenizer.eos_token_ids and not set(behind[:1]) & tokenizer.eos_token_ids:
-        text = "the template does not close an answer with a token that ends one, so that chats go on to their limit"
+        text = (
+            "the template does not close an answer with a token that ends one, so that chats "
+            "go "
+            "on to their limit"
+        )
         remedy = "add the token behind an answer to eos_token_id in generation_config.json"
         yield Finding(Gravity.NOTE, "end of an answer", text, remedy)
 
 
 def run(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
-    """What a run of the configuration would meet; without one, what the defaults ask of the machine."""
+    """What a run of the configuration would meet; without one, what the defaults ask of the
+    machine.
+    """
     name = "the defaults" if path is None else str(path)
     yield from _tried(name, lambda: _run(path, overrides))
 
@@ -311,7 +435,9 @@ def _run(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
         said = Inspection(config).machine()
         yield from (Finding(Gravity.WRONG, "the defaults", problem) for problem in said.problems)
         if not said.problems:
-            yield Finding(Gravity.FINE, "a default run", "devices, disk, shared memory and port are there")
+            yield Finding(
+                Gravity.FINE, "a default run", "devices, disk, shared memory and port are there"
+            )
         return
     config = checked.config_of_run(path, overrides, None)
     if config.model.path is not None:
@@ -321,7 +447,12 @@ def _run(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     found = checked.preflight(config)
     yield from (Finding(Gravity.NOTE, "configuration", note) for note in found.notes)
     if (there := kept(Path(config.run.folder))) is not None:
-        yield Finding(Gravity.NOTE, "run.folder", f"{config.run.folder} holds {there}", "a run into it needs --resume or --overwrite")
+        yield Finding(
+            Gravity.NOTE,
+            "run.folder",
+            f"{config.run.folder} holds {there}",
+            "a run into it needs --resume or --overwrite",
+        )
     yield Finding(
         Gravity.FINE,
         "configuration",

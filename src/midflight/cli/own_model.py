@@ -1,4 +1,6 @@
-"""`midflight init --model`: the project of `midflight init` for a model of the user's, with numbers that fit it and this machine."""
+"""`midflight init --model`: the project of `midflight init` for a model of the user's, with numbers
+that fit it and this machine.
+"""
 
 import json
 import tempfile
@@ -43,14 +45,18 @@ class Request:
     folder: Path
     model: Path
     tasks: str | None = None
-    """A file of rows, or the name of a dataset of reasoning-gym; without it the project has tasks of its own."""
+    """A file of rows, or the name of a dataset of reasoning-gym; without it the project has tasks
+    of its own.
+    """
     prompt: str | None = None
     answer: str = "answer"
     rank: int | None = None
 
 
 def write_fitted(request: Request, say: Callable[[str], None]) -> list[str]:
-    """The names of the files written, when all has been measured. The folder is empty, or not there yet. `say` hears what was found."""
+    """The names of the files written, when all has been measured. The folder is empty, or not there
+    yet. `say` hears what was found.
+    """
     folder = model_folder(request.model)
     _check_talks(folder)
     source = source_of(request)
@@ -60,7 +66,9 @@ def write_fitted(request: Request, say: Callable[[str], None]) -> list[str]:
         say(line)
     machine = OwnMachine(own_cores(), machine_bytes())
     tasks = (Choice("environment.sources", [source]), _rewards(found.reward))
-    fitted = fit(Fitting(request.model.resolve(), sizes_of(folder), found, machine, tasks, request.rank))
+    fitted = fit(
+        Fitting(request.model.resolve(), sizes_of(folder), found, machine, tasks, request.rank)
+    )
     say(_chosen(fitted, machine))
     return _write(request, fitted, found, machine)
 
@@ -69,35 +77,55 @@ def _check_talks(folder: Path) -> None:
     tokenizer = check_tokenizer(folder)
     if tokenizer.template is None:
         raise ConfigError(
-            f"the model in {str(folder)!r} has no chat template, so that it cannot be asked anything: give an instruct model, or add "
-            "chat_template.jinja to its folder."
+            f"the model in {str(folder)!r} has no chat template, so that it cannot be asked "
+            "anything: give an instruct model, or add chat_template.jinja to its folder."
         )
     if not tokenizer.eos_token_ids:
-        raise ConfigError(f"no token ends an answer of the model in {str(folder)!r}: name eos_token_id in its generation_config.json.")
+        raise ConfigError(
+            f"no token ends an answer of the model in {str(folder)!r}: name eos_token_id in its "
+            "generation_config.json."
+        )
 
 
-# --- The tasks --------------------------------------------------------------------------------------------------------
+# --- The tasks ------------------------------------------------------------------------------------
 
 
 def source_of(request: Request) -> dict[str, Any]:
     """Options of `[[environment.sources]]`."""
     if request.tasks is None:
-        return {"path": OWN_TASKS, "prompt": request.prompt or OWN_PROMPT, "answer": "answer", "heldout": NUM_HELDOUT}
+        return {
+            "path": OWN_TASKS,
+            "prompt": request.prompt or OWN_PROMPT,
+            "answer": "answer",
+            "heldout": NUM_HELDOUT,
+        }
     prompt = request.prompt or "{question}"
     path = Path(request.tasks)
     if path.exists():
-        return {"path": str(path.resolve()), "prompt": prompt, "answer": request.answer, "heldout": HELDOUT_SHARE}
+        return {
+            "path": str(path.resolve()),
+            "prompt": prompt,
+            "answer": request.answer,
+            "heldout": HELDOUT_SHARE,
+        }
     if path.suffix or len(path.parts) > 1:
-        raise ConfigError(f"--tasks {request.tasks}: there is no such file; give JSON lines, CSV, Parquet, or a dataset of reasoning-gym.")
+        raise ConfigError(
+            f"--tasks {request.tasks}: there is no such file; give JSON lines, CSV, Parquet, or a "
+            "dataset of reasoning-gym."
+        )
     return {"dataset": request.tasks, "prompt": prompt, "heldout": DATASET_HELDOUT}
 
 
 def _to_measure(request: Request, source: dict[str, Any], drafts: Path) -> Config:
-    """The defaults, with the model and the tasks. The project's own tasks lie in `drafts`, because there is no project yet."""
+    """The defaults, with the model and the tasks. The project's own tasks lie in `drafts`, because
+    there is no project yet.
+    """
     if request.tasks is None:
         (drafts / OWN_TASKS).write_text(_own_tasks())
         source = {**source, "path": str(drafts / OWN_TASKS)}
-    return load_config(None, table={"model": {"path": str(request.model)}, "environment": {"sources": [source]}})
+    return load_config(
+        None, table={"model": {"path": str(request.model)}, "environment": {"sources": [source]}}
+    )
 
 
 def _own_tasks() -> str:
@@ -112,7 +140,7 @@ def _rewards(reward: str) -> Choice:
     return Choice("environment.rewards", rewards)
 
 
-# --- What was found ---------------------------------------------------------------------------------------------------
+# --- What was found -------------------------------------------------------------------------------
 
 
 def _found(found: Measured) -> Iterator[str]:
@@ -120,17 +148,22 @@ def _found(found: Measured) -> Iterator[str]:
     widths = ", ".join(str(width) for width, _ in found.engine_rates)
     threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
     yield (
-        f"measured with {threads} each, on cores of their own: engine {rates} tokens/s for {widths} requests at once, trainer "
-        f"{found.trainer_rate:.0f} tokens/s"
+        f"measured with {threads} each, on cores of their own: engine {rates} tokens/s for "
+        f"{widths} requests at once, trainer {found.trainer_rate:.0f} tokens/s"
     )
-    ended = f"{len(found.ended)} ended by themselves" + (f", after {found.ended[0]} to {found.ended[-1]} tokens" if found.ended else "")
+    ended = f"{len(found.ended)} ended by themselves" + (
+        f", after {found.ended[0]} to {found.ended[-1]} tokens" if found.ended else ""
+    )
     cut = f", {found.num_cut} had not ended after {found.most_tokens}" if found.num_cut else ""
-    yield f"of {found.num_answers} answers {found.num_right} were right ({found.reward}), {ended}{cut}"
+    yield (
+        f"of {found.num_answers} answers {found.num_right} were right ({found.reward}), "
+        f"{ended}{cut}"
+    )
     yield f"such as: {_short(found.question)} -> {_short(found.answer)}"
     if not found.num_right:
         yield (
-            "none was right: most groups will be alike, which teaches nothing. Give easier tasks, another prompt, or a reward that is worth "
-            "something on the way."
+            "none was right: most groups will be alike, which teaches nothing. Give easier tasks, "
+            "another prompt, or a reward that is worth something on the way."
         )
 
 
@@ -144,13 +177,15 @@ def _chosen(fitted: Fit, machine: OwnMachine) -> str:
     weights = "all weights" if config.lora.rank is None else f"adapters of rank {config.lora.rank}"
     start = "after a warm start" if config.warm_start.is_made else "without a warm start"
     return (
-        f"chosen: {weights} at a learning rate of {config.trainer.learning_rate:g}, {start}; {config.rollout.groups_per_step} groups of "
-        f"{config.rollout.group_size}, answers of at most {config.environment.max_tokens} tokens in a context of {config.model.max_context}; "
-        f"at most {size(fitted.num_bytes)} of {size(machine.memory_bytes)}, about {fitted.step_seconds:.0f} s a step"
+        f"chosen: {weights} at a learning rate of {config.trainer.learning_rate:g}, {start}; "
+        f"{config.rollout.groups_per_step} groups of {config.rollout.group_size}, answers of at "
+        f"most {config.environment.max_tokens} tokens in a context of {config.model.max_context}; "
+        f"at most {size(fitted.num_bytes)} of {size(machine.memory_bytes)}, about "
+        f"{fitted.step_seconds:.0f} s a step"
     )
 
 
-# --- The files --------------------------------------------------------------------------------------------------------
+# --- The files ------------------------------------------------------------------------------------
 
 
 def _write(request: Request, fitted: Fit, found: Measured, machine: OwnMachine) -> list[str]:
@@ -169,7 +204,9 @@ def _write(request: Request, fitted: Fit, found: Measured, machine: OwnMachine) 
 
 
 def _test() -> str:
-    """The test of the project that `midflight init` writes, without the number of tasks that are held out there."""
+    """The test of the project that `midflight init` writes, without the number of tasks that are
+    held out there.
+    """
     known = 'assert load_config("run.toml").environment.sources[0].heldout == 40'
     assert known in TEST
     return TEST.replace(known, 'assert load_config("run.toml").environment.sources[0].has_heldout')
@@ -177,12 +214,25 @@ def _test() -> str:
 
 def run_file(request: Request, fitted: Fit, found: Measured, machine: OwnMachine) -> str:
     head = [
-        "midflight train run.toml --dry-run     shows what this means, with counts, memory and one prompt as tokens",
-        "midflight train run.toml               trains; here, because some paths below are relative",
+        (
+            "midflight train run.toml --dry-run     shows what this means, with counts, memory and "
+            "one "
+            "prompt as tokens"
+        ),
+        (
+            "midflight train run.toml               trains; here, because some paths below are "
+            "relative"
+        ),
         "",
-        f"Written for {request.model.resolve().name} on a machine with {machine.cores} cores and {size(machine.memory_bytes)} of memory:",
+        (
+            f"Written for {request.model.resolve().name} on a machine with {machine.cores} cores "
+            f"and {size(machine.memory_bytes)} of memory:"
+        ),
         *_found(found),
-        "What stands here was chosen for that; every option may be changed, and what is left out has its default.",
+        (
+            "What stands here was chosen for that; every option may be changed, and what is left "
+            "out has its default."
+        ),
     ]
     return f"{_comment(head)}\n\n{_toml(fitted.choices)}"
 
@@ -200,17 +250,28 @@ def _section(name: str, choices: Sequence[Choice]) -> str:
     for choice in choices:
         if isinstance(choice.value, list):
             for table in choice.value:
-                lines += [f"[[{choice.option}]]", *(f"{key} = {_value(value)}" for key, value in table.items()), ""]
+                lines += [
+                    f"[[{choice.option}]]",
+                    *(f"{key} = {_value(value)}" for key, value in table.items()),
+                    "",
+                ]
     lines.append(f"[{name}]")
     for choice in choices:
         if not isinstance(choice.value, list):
-            lines += [*([_comment([choice.why])] if choice.why else []), f"{choice.option.partition('.')[2]} = {_value(choice.value)}"]
+            lines += [
+                *([_comment([choice.why])] if choice.why else []),
+                f"{choice.option.partition('.')[2]} = {_value(choice.value)}",
+            ]
     return "\n".join(lines) + "\n"
 
 
 def _comment(paragraphs: Sequence[str]) -> str:
     """Comment lines. Spaces between words stay, so that columns stay columns."""
-    lines = [line for text in paragraphs for line in (textwrap.wrap(text, WIDTH, replace_whitespace=False) or [""])]
+    lines = [
+        line
+        for text in paragraphs
+        for line in (textwrap.wrap(text, WIDTH, replace_whitespace=False) or [""])
+    ]
     return "\n".join(f"# {line}".rstrip() for line in lines)
 
 

@@ -1,4 +1,6 @@
-"""`midflight init`: a project to start one's own from, with data, rewards, an environment and a test. It trains as it is."""
+"""`midflight init`: a project to start one's own from, with data, rewards, an environment and a
+test. It trains as it is.
+"""
 
 import json
 import random
@@ -11,7 +13,9 @@ WHOLE = "{name} has {a} {thing} and gets {b} more {thing}. How many {thing} does
 
 
 def word_problems(count: int = NUM_PROBLEMS, *, wording: str = SHORT) -> list[dict[str, str | int]]:
-    """Sums in words, each once and always the same, such as `Ann has 3 nuts and gets 4. How many?`."""
+    """Sums in words, each once and always the same, such as `Ann has 3 nuts and gets 4. How
+    many?`.
+    """
     every = [
         (wording.format(name=name, a=a, thing=thing, b=b), a + b)
         for name in ("Ann", "Ben", "Eva", "Kim", "Tom")
@@ -19,14 +23,23 @@ def word_problems(count: int = NUM_PROBLEMS, *, wording: str = SHORT) -> list[di
         for a in range(1, 7)
         for b in range(1, 7)
     ]
-    return [{"question": question, "answer": answer} for question, answer in random.Random(0).sample(every, count)]
+    return [
+        {"question": question, "answer": answer}
+        for question, answer in random.Random(0).sample(every, count)
+    ]
 
 
 def write_project(folder: Path) -> list[str]:
     """The names of the files written. The folder is empty, or not there yet."""
     folder.mkdir(parents=True, exist_ok=True)
     tasks = "".join(json.dumps(row) + "\n" for row in word_problems())
-    files = {"run.toml": RUN, "tasks.jsonl": tasks, "rewards.py": REWARDS, "environment.py": ENVIRONMENT, "test_project.py": TEST}
+    files = {
+        "run.toml": RUN,
+        "tasks.jsonl": tasks,
+        "rewards.py": REWARDS,
+        "environment.py": ENVIRONMENT,
+        "test_project.py": TEST,
+    }
     for name, text in files.items():
         (folder / name).write_text(text)
     return list(files)

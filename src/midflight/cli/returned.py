@@ -10,8 +10,9 @@ from midflight.run.launcher.holding import restore
 
 
 def put_back_at(*paths: Path, resume: bool = False) -> None:
-    """For every path that is the folder of a run, or is in one. A word on standard error says what was put back, and that `resume` goes on with
-    that: the new run had made no step that it could go on from."""
+    """For every path that is the folder of a run, or is in one. A word on standard error says what
+    was put back, and that `resume` goes on with that: the new run had made no step that it could go
+    on from."""
     folders = {place for path in paths for place in (path, *path.parents) if is_left(place)}
     for folder in sorted(folders):
         if restore(folder, _say) and resume:
@@ -28,7 +29,11 @@ def _left_below(folder: Path, depth: int) -> Iterator[Path]:
         yield folder
     elif depth and folder.is_dir() and not is_run(folder):
         try:
-            inner = [one for one in folder.iterdir() if one.is_dir() and not one.name.startswith(".") and not one.is_symlink()]
+            inner = [
+                one
+                for one in folder.iterdir()
+                if one.is_dir() and not one.name.startswith(".") and not one.is_symlink()
+            ]
         except (PermissionError, FileNotFoundError):
             return
         for one in inner:

@@ -10,10 +10,14 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 def trace(
     folder: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="RUN")],
-    out: Annotated[Path, typer.Option(help="Where the trace is written.", metavar="FILE")] = Path("trace.json"),
+    out: Annotated[Path, typer.Option(help="Where the trace is written.", metavar="FILE")] = Path(
+        "trace.json"
+    ),
     debug: Debug = False,
 ) -> int:
-    """Writes a run as a trace: every rollout, engine, step, handover and evaluation on one time axis, for ui.perfetto.dev."""
+    """Writes a run as a trace: every rollout, engine, step, handover and evaluation on one time
+    axis, for ui.perfetto.dev.
+    """
     from midflight.archive.trace import write_trace
     from midflight.cli.returned import put_back_at
 
@@ -21,16 +25,24 @@ def trace(
     written = write_trace(folder, out)
     for note in filter(None, [written.about.get("missing")]):
         typer.echo(f"note: {note}")
-    typer.echo(f"{out}: {len(written.events):,} events; open it in ui.perfetto.dev or chrome://tracing")
+    typer.echo(
+        f"{out}: {len(written.events):,} events; open it in ui.perfetto.dev or chrome://tracing"
+    )
     return 0
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="Folders of runs.", metavar="RUN [RUN ...]")],
-    out: Annotated[Path, typer.Option(help="Where the page is written: .html or .md.", metavar="FILE")] = Path("report.html"),
+    folders: Annotated[
+        list[Path], typer.Argument(help="Folders of runs.", metavar="RUN [RUN ...]")
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Where the page is written: .html or .md.", metavar="FILE")
+    ] = Path("report.html"),
     debug: Debug = False,
 ) -> int:
-    """Writes a page on a run, or on several: plots, verdict, samples, ledger, configuration, versions, machine."""
+    """Writes a page on a run, or on several: plots, verdict, samples, ledger, configuration,
+    versions, machine.
+    """
     from midflight.cli.returned import put_back_at
     from midflight.report.page import write_report
 

@@ -1,4 +1,6 @@
-"""The configuration of a run: sections, loading, checks, and what follows from the numbers. Never imports torch."""
+"""The configuration of a run: sections, loading, checks, and what follows from the numbers. Never
+imports torch.
+"""
 
 from midflight.config.load import load_config
 from midflight.config.sections import Config

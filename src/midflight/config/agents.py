@@ -1,4 +1,6 @@
-"""What a run's agent may be made of, where it is not a function of the user's: reward functions, tools, and servers of tools."""
+"""What a run's agent may be made of, where it is not a function of the user's: reward functions,
+tools, and servers of tools.
+"""
 
 from typing import Literal
 
@@ -11,7 +13,9 @@ class RewardSection(Section):
     """One reward function. Several are added up by their weights."""
 
     entry: str
-    """`module:function`. It gets by the names of its parameters what it needs: `task`, `messages`, `completion`, or a column of the task; docs/environments.md has the list."""
+    """`module:function`. It gets by the names of its parameters what it needs: `task`, `messages`,
+    `completion`, or a column of the task; docs/environments.md has the list.
+    """
     weight: float = 1.0
     """What its value is multiplied with in the sum; below 0 it is a penalty."""
     name: str = ""
@@ -25,20 +29,28 @@ class RewardSection(Section):
 
 
 class McpSection(Section):
-    """A server of tools that speaks the Model Context Protocol. It has a `command` or a `url`. Needs `pip install 'midflight[mcp]'`."""
+    """A server of tools that speaks the Model Context Protocol. It has a `command` or a `url`.
+    Needs `pip install 'midflight[mcp]'`.
+    """
 
     command: tuple[str, ...] = ()
-    """Starts it, such as `["python", "server.py"]`; it is spoken to over its standard input and output."""
+    """Starts it, such as `["python", "server.py"]`; it is spoken to over its standard input and
+    output.
+    """
     url: str = ""
     """Where it is, such as `http://127.0.0.1:8000/mcp`; nothing is started."""
     env: dict[str, str] = Field(default_factory=dict[str, str])
     """What its environment has beside the few variables that every server gets."""
     per: Literal["run", "rollout"] = "run"
-    """run: each worker keeps one connection, and with `command` one server, for all its rollouts. rollout: each rollout has its own, which ends with it."""
+    """run: each worker keeps one connection, and with `command` one server, for all its rollouts.
+    rollout: each rollout has its own, which ends with it.
+    """
     start_seconds: Seconds = 30.0
     """How long it may take to come up; larger waits longer for one that hangs."""
     name: str = ""
-    """What messages call it. Default: the last word of the command that is no option, or the address."""
+    """What messages call it. Default: the last word of the command that is no option, or the
+    address.
+    """
 
     @property
     def label(self) -> str:
@@ -47,16 +59,27 @@ class McpSection(Section):
 
 
 class SandboxSection(Section):
-    """Where code that a model wrote runs: `sandbox` of a reward function, and `midflight.sandbox`."""
+    """Where code that a model wrote runs: `sandbox` of a reward function, and
+    `midflight.sandbox`.
+    """
 
     kind: str = "bubblewrap"
-    """bubblewrap: namespaces of this machine, without network and without our files; refused where the machine has none. trusted: as this user, with limits and without isolation, for code that is trusted. docker, e2b, daytona, modal: in a container or machine that its maker's client starts and ends (`pip install 'midflight[docker]'`, or the other's name). Or `module:Class` of one's own, called with this section, which may run it elsewhere."""
+    """bubblewrap: namespaces of this machine, without network and without our files; refused where
+    the machine has none. trusted: as this user, with limits and without isolation, for code that is
+    trusted. docker, e2b, daytona, modal: in a container or machine that its maker's client starts
+    and ends (`pip install 'midflight[docker]'`, or the other's name). Or `module:Class` of one's
+    own, called with this section, which may run it elsewhere.
+    """
     image: str = ""
-    """What a box elsewhere is made of: an image of docker, daytona or modal, by default `python:3.12-slim`; a template of e2b, by default its own."""
+    """What a box elsewhere is made of: an image of docker, daytona or modal, by default
+    `python:3.12-slim`; a template of e2b, by default its own.
+    """
     seconds: Seconds = 10.0
     """After which a program is ended; larger waits longer for one that hangs."""
     start_seconds: Above0 = 300.0
-    """For a box elsewhere to be there, its image pulled; a fifth of it for each answer of its maker. Larger bears slower links, and waits longer for a maker that hangs."""
+    """For a box elsewhere to be there, its image pulled; a fifth of it for each answer of its
+    maker. Larger bears slower links, and waits longer for a maker that hangs.
+    """
     memory_mb: Positive = 512
     """MiB that its processes may hold together; larger lets it take more."""
     disk_mb: Positive = 64
@@ -70,11 +93,15 @@ class SandboxSection(Section):
 
 
 class UntrackedSection(Section):
-    """What answers `client.untracked()`: judges and simulated users, whose tokens are neither recorded nor trained. A `url`, or `engines`."""
+    """What answers `client.untracked()`: judges and simulated users, whose tokens are neither
+    recorded nor trained. A `url`, or `engines`.
+    """
 
     url: str = ""
     """A server of the OpenAI API outside the run, such as `http://127.0.0.1:8001/v1`."""
     api_key_env: str = ""
     """The variable of the environment that holds its key; empty sends none."""
     engines: Count = 0
-    """Engines of the run that keep the weights they began with and answer nothing else; larger answers sooner, and leaves fewer for the policy."""
+    """Engines of the run that keep the weights they began with and answer nothing else; larger
+    answers sooner, and leaves fewer for the policy.
+    """

@@ -1,4 +1,6 @@
-"""The last bound on a whole rollout. Where none is set it is derived from how much a rollout may say and how quickly engines answer."""
+"""The last bound on a whole rollout. Where none is set it is derived from how much a rollout may
+say and how quickly engines answer.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,13 @@ from midflight.config.agent import SINGLE_TURN, agent_of, is_built_in
 from midflight.config.sections import EnvironmentSection
 
 SPARE = 4
-"""So many times as long as its work should take, at the most, may a rollout take: rates differ from engine to engine and from hour to hour."""
+"""So many times as long as its work should take, at the most, may a rollout take: rates differ from
+engine to engine and from hour to hour.
+"""
 GUESSED_RATE = 1.0
-"""Tokens a second of one request, before anything was measured: a small model on a busy CPU makes as many."""
+"""Tokens a second of one request, before anything was measured: a small model on a busy CPU makes
+as many.
+"""
 MANY_TURNS = 100
 """Assumed of an agent whose number of requests nobody knows yet."""
 
@@ -42,28 +48,46 @@ class MostWork:
 
     @property
     def seconds(self) -> float:
-        return self.own_seconds + self.turns * (self.tokens / (self.rate or GUESSED_RATE) + self.tool_seconds)
+        return self.own_seconds + self.turns * (
+            self.tokens / (self.rate or GUESSED_RATE) + self.tool_seconds
+        )
 
     @property
     def words(self) -> str:
-        rate = f"{self.rate:.3g} tokens/s (measured)" if self.rate else f"{GUESSED_RATE:.3g} tokens/s (guessed)"
+        rate = (
+            f"{self.rate:.3g} tokens/s (measured)"
+            if self.rate
+            else f"{GUESSED_RATE:.3g} tokens/s (guessed)"
+        )
         tools = f" and {self.tool_seconds:g} s of tools" if self.tool_seconds else ""
-        return f"{SPARE} x ({self.own_seconds:g} s of its agent and {self.turns} turns of {self.tokens} tokens at {rate}{tools})"
+        return (
+            f"{SPARE} x ({self.own_seconds:g} s of its agent and {self.turns} turns of "
+            f"{self.tokens} tokens at {rate}{tools})"
+        )
 
 
 def rollout_bound(
-    environment: EnvironmentSection, *, tokens_per_second: float | None = None, longest_answer: int = 0, most_turns: int = 0
+    environment: EnvironmentSection,
+    *,
+    tokens_per_second: float | None = None,
+    longest_answer: int = 0,
+    most_turns: int = 0,
 ) -> RolloutBound:
     """`max_rollout_seconds`, else
 
         SPARE * (rollout_seconds + turns * (tokens / rate + tool_seconds))
 
-    with `max_turns` in the built-in loop, 1 where one question is asked, and for other agents MANY_TURNS or twice the most that one took;
-    with `max_tokens`, or as many as the longest answer had; and with `tool_seconds` where there are tools. What is given was measured.
+    with `max_turns` in the built-in loop, 1 where one question is asked, and for other agents
+    MANY_TURNS or twice the most that one took; with `max_tokens`, or as many as the longest answer
+    had; and with `tool_seconds` where there are tools. What is given was measured.
     """
     if environment.max_rollout_seconds is not None:
         return RolloutBound(environment.max_rollout_seconds)
-    tools = environment.tool_seconds if is_built_in(environment) and (environment.tools or environment.mcp) else 0.0
+    tools = (
+        environment.tool_seconds
+        if is_built_in(environment) and (environment.tools or environment.mcp)
+        else 0.0
+    )
     work = MostWork(
         environment.rollout_seconds,
         _turns(environment, most_turns),

@@ -7,29 +7,56 @@ from midflight.config.section import NonNegative, Positive, Seconds, Section
 
 
 class ClusterSection(Section):
-    """Where the parts of a run live. On a Ray cluster (`pip install 'midflight[ray]'`) each has a seat, with the resources that are named here."""
+    """Where the parts of a run live. On a Ray cluster (`pip install 'midflight[ray]'`) each has a
+    seat, with the resources that are named here.
+    """
 
     kind: Literal["local", "ray"] = "local"
-    """`local`: all on this machine. `ray`: on the machines of a Ray cluster, which gives them their places and says which machines live."""
+    """`local`: all on this machine. `ray`: on the machines of a Ray cluster, which gives them their
+    places and says which machines live.
+    """
     address: str = "auto"
-    """Of the cluster: `auto` finds the one that this machine belongs to, else `10.0.0.5:6379` or `ray://...`; `start` starts one on this machine alone."""
+    """Of the cluster: `auto` finds the one that this machine belongs to, else `10.0.0.5:6379` or
+    `ray://...`; `start` starts one on this machine alone.
+    """
     token_file: Path | None = None
-    """Ray's authentication token, such as `~/.ray/auth_token`. A cluster that is reached from other machines must ask for one: whoever reaches it can run anything on it."""
+    """Ray's authentication token, such as `~/.ray/auth_token`. A cluster that is reached from other
+    machines must ask for one: whoever reaches it can run anything on it.
+    """
     engine: dict[str, NonNegative] | None = None
-    """What the seat of one engine asks for, such as `{ GPU = 4, CPU = 8 }`; larger fits on fewer machines. Default: by `engine.device`, `engine.threads` and the tensor-parallel size in `engine.arguments`."""
+    """What the seat of one engine asks for, such as `{ GPU = 4, CPU = 8 }`; larger fits on fewer
+    machines. Default: by `engine.device`, `engine.threads` and the tensor-parallel size in
+    `engine.arguments`.
+    """
     trainer: dict[str, NonNegative] | None = None
-    """What the seat of one trainer rank asks for. Default: by `trainer.device` and `trainer.threads`."""
+    """What the seat of one trainer rank asks for. Default: by `trainer.device` and
+    `trainer.threads`.
+    """
     rollout: dict[str, NonNegative] | None = None
-    """What the seat of the gateway and of all agents asks for. Default: a CPU for the gateway, and one for each process of agents."""
+    """What the seat of the gateway and of all agents asks for. Default: a CPU for the gateway, and
+    one for each process of agents.
+    """
     engines_min: Positive | None = None
-    """The run starts when so many engines have a seat; the others join when there are machines for them. Larger waits longer. Default: `engines_max`."""
+    """The run starts when so many engines have a seat; the others join when there are machines for
+    them. Larger waits longer. Default: `engines_max`.
+    """
     engines_max: Positive | None = None
-    """Engines of a run that has all the machines it wants; larger asks for more seats. Default: `engine.count`."""
+    """Engines of a run that has all the machines it wants; larger asks for more seats. Default:
+    `engine.count`.
+    """
     lost_seconds: Seconds = 20.0
-    """Without news from a machine for so long its parts count as dead; larger bears longer breaks of the network."""
+    """Without news from a machine for so long its parts count as dead; larger bears longer breaks
+    of the network.
+    """
     autoscaler: bool = False
-    """Machines come when a seat is waited for, as with an autoscaler or a queue. Without it a cluster that is too small for the parts is refused."""
+    """Machines come when a seat is waited for, as with an autoscaler or a queue. Without it a
+    cluster that is too small for the parts is refused.
+    """
     wait_seconds: Seconds = 1800.0
-    """A seat that the run needs is waited for so long, and what for is said meanwhile; then the run ends. Larger gives machines more time to come, or to be free."""
+    """A seat that the run needs is waited for so long, and what for is said meanwhile; then the run
+    ends. Larger gives machines more time to come, or to be free.
+    """
     variables: tuple[str, ...] = ()
-    """Names of environment variables of the launcher that the parts get on other machines too, such as `HF_HOME`."""
+    """Names of environment variables of the launcher that the parts get on other machines too, such
+    as `HF_HOME`.
+    """

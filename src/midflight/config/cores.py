@@ -1,4 +1,6 @@
-"""The processors that engines and trainer leave free. Advice on the number of engines depends on them."""
+"""The processors that engines and trainer leave free. Advice on the number of engines depends on
+them.
+"""
 
 import os
 from dataclasses import dataclass
@@ -9,10 +11,14 @@ from midflight.config.sections import Config
 
 @dataclass(frozen=True, slots=True)
 class CoreUse:
-    """What engines and trainer do with the machine's cores. The defaults are for a machine of which nothing is known: there more engines may be advised."""
+    """What engines and trainer do with the machine's cores. The defaults are for a machine of which
+    nothing is known: there more engines may be advised.
+    """
 
     are_full: bool = False
-    """Engines and trainer have a thread for every core: more of either would only slow the other."""
+    """Engines and trainer have a thread for every core: more of either would only slow the
+    other.
+    """
     can_lend: bool = False
     """The trainer's cores could generate while it waits, and do not (`engine.lend`)."""
     can_shift: bool = False
@@ -25,11 +31,17 @@ def own_cores() -> int:
 
 
 def core_use(config: Config, cores: int) -> CoreUse:
-    """The use of a machine with this many cores. Nothing is known of a cluster, of engines on GPUs and of servers that others started."""
+    """The use of a machine with this many cores. Nothing is known of a cluster, of engines on GPUs
+    and of servers that others started.
+    """
     engine = config.engine
     trainer = config.trainer
     is_here = config.cluster.kind == "local" and engine.device == "cpu" and not engine.urls
     if not is_here or computing_threads(config) < cores:
         return CoreUse()
     is_lendable = engine.kind == "embedded" and trainer.device == "cpu" and not engine.lend
-    return CoreUse(are_full=True, can_lend=is_lendable, can_shift=trainer.device == "cpu" and trainer.threads > 1)
+    return CoreUse(
+        are_full=True,
+        can_lend=is_lendable,
+        can_shift=trainer.device == "cpu" and trainer.threads > 1,
+    )

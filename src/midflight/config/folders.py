@@ -1,5 +1,5 @@
-"""What only the folders of models can say: whether a teacher can score what the student samples, and whether a run that goes on has the
-model that it began with."""
+"""What only the folders of models can say: whether a teacher can score what the student samples,
+and whether a run that goes on has the model that it began with."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,36 +13,45 @@ from midflight.text.tokenizer import Tokenizer
 
 
 def check_teacher(config: Config) -> None:
-    """`ConfigError` when the teacher's folder has no model, another vocabulary or another tokenizer; nothing without a teacher."""
+    """`ConfigError` when the teacher's folder has no model, another vocabulary or another
+    tokenizer; nothing without a teacher.
+    """
     teacher = config.distillation.teacher
     if teacher is None:
         return
     if not teacher.is_dir():
-        raise ConfigError(f"distillation.teacher is {str(teacher)!r}, and there is no such folder; give that of a Hugging Face model.")
+        raise ConfigError(
+            f"distillation.teacher is {str(teacher)!r}, and there is no such folder; give that of "
+            "a Hugging Face model."
+        )
     theirs = sizes_of(teacher).vocab_size
     ours = model_sizes(config.model).vocab_size
     if theirs < ours:  # more are padding: the tokenizers are compared below
         raise ConfigError(
-            f"distillation.teacher has a vocabulary of {theirs} tokens, fewer than the student's {ours}; choose a teacher of the student's family."
+            f"distillation.teacher has a vocabulary of {theirs} tokens, fewer than the student's "
+            f"{ours}; choose a teacher of the student's family."
         )
     their_ids = _ids(teacher)
     our_ids = _ids(config.model.path)
     if different := sorted(their_ids.items() ^ our_ids.items(), key=lambda item: item[1]):
         token, number = different[0]
         raise ConfigError(
-            f"distillation.teacher has another tokenizer: only one of teacher and student has {token!r} as token {number}; "
-            "choose a teacher of the student's family."
+            "distillation.teacher has another tokenizer: only one of teacher and student has "
+            f"{token!r} as token {number}; choose a teacher of the student's family."
         )
 
 
 def check_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a model folder. `ConfigError` when it has more ids than the model has rows: such an id would have no embedding."""
+    """The tokenizer of a model folder. `ConfigError` when it has more ids than the model has rows:
+    such an id would have no embedding.
+    """
     tokenizer = Tokenizer.load(folder)
     rows = sizes_of(folder).vocab_size
     if tokenizer.vocab_size > rows:
         raise ConfigError(
-            f"the tokenizer in {str(folder)!r} has ids up to {tokenizer.vocab_size - 1}, and the model has {rows} rows of embeddings; "
-            "give the model its own tokenizer, or resize its embeddings."
+            f"the tokenizer in {str(folder)!r} has ids up to {tokenizer.vocab_size - 1}, and the "
+            f"model has {rows} rows of embeddings; give the model its own tokenizer, or resize its "
+            "embeddings."
         )
     return tokenizer
 
@@ -54,19 +63,35 @@ def _ids(folder: Path | None) -> dict[str, int]:
 
 
 def check_same_model(config: Config) -> None:
-    """`ConfigError` names what differs between the configured model and the one in the run's folder. Reads headers only."""
+    """`ConfigError` names what differs between the configured model and the one in the run's
+    folder. Reads headers only.
+    """
     start = Path(config.run.folder) / "start"
     if not (start / "config.json").is_file():
         return  # it had not begun: there is no checkpoint to go on from, either
-    began, asked = (asdict(replace(sizes, stored=0)) for sizes in (sizes_of(start), model_sizes(config.model)))  # one may be made only now
-    began["architecture"], asked["architecture"] = _architecture(start), _architecture(config.model.path)
+    # one may be made only now
+    began, asked = (
+        asdict(replace(sizes, stored=0)) for sizes in (sizes_of(start), model_sizes(config.model))
+    )
+    began["architecture"], asked["architecture"] = (
+        _architecture(start),
+        _architecture(config.model.path),
+    )
     adapter = adapter_of(start)
-    began |= {"lora.rank": None, "lora.alpha": None} if adapter is None else {"lora.rank": adapter.rank, "lora.alpha": adapter.alpha}
+    began |= (
+        {"lora.rank": None, "lora.alpha": None}
+        if adapter is None
+        else {"lora.rank": adapter.rank, "lora.alpha": adapter.alpha}
+    )
     asked["lora.rank"], asked["lora.alpha"] = _adapters_asked(config)
     if adapter is not None and config.lora.targets:
         began["lora.targets"] = sorted(adapter.targets)
         asked["lora.targets"] = sorted(config.lora.targets)
-    differing = [f"{name} was {began[name]} and is now {asked[name]}" for name in began if began[name] != asked[name]]
+    differing = [
+        f"{name} was {began[name]} and is now {asked[name]}"
+        for name in began
+        if began[name] != asked[name]
+    ]
     if differing:
         raise ConfigError(
             f"resuming {config.run.folder}: it began with another model: {', '.join(differing)}. "
@@ -80,7 +105,9 @@ def _architecture(folder: Path | None) -> str:
 
 
 def _adapters_asked(config: Config) -> tuple[int | None, float | None]:
-    """Rank and alpha of the adapters that a new run would train: its own, or those that the model folder brings."""
+    """Rank and alpha of the adapters that a new run would train: its own, or those that the model
+    folder brings.
+    """
     if config.lora.rank is not None:
         return config.lora.rank, lora_alpha(config.lora)
     given = None if config.model.path is None else adapter_of(Path(config.model.path))

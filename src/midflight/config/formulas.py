@@ -1,7 +1,9 @@
-"""Every formula of the loss as a row: the function that computes it, the text that prints it, and the options it takes.
+"""Every formula of the loss as a row: the function that computes it, the text that prints it, and
+the options it takes.
 
-A new objective is one function in `trainer.formulas.losses` and one row in `OBJECTIVES`. A function is called by the names of its
-parameters (`trainer.objective`), so a row need not say what it looks at. Nothing here imports torch.
+A new objective is one function in `trainer.formulas.losses` and one row in `OBJECTIVES`. A function
+is called by the names of its parameters (`trainer.objective`), so a row need not say what it looks
+at. Nothing here imports torch.
 """
 
 from collections.abc import Mapping
@@ -26,7 +28,9 @@ class Formula:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """An option of `[objective]` that must have one value, and why; unset, it has it where the row says so."""
+    """An option of `[objective]` that must have one value, and why; unset, it has it where the row
+    says so.
+    """
 
     option: str
     value: str
@@ -35,10 +39,14 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveFormula:
-    """A token's loss. `function` is one of `trainer.formulas.losses`, or the user's own `module:function`."""
+    """A token's loss. `function` is one of `trainer.formulas.losses`, or the user's own
+    `module:function`.
+    """
 
     form: Literal["bypass", "decoupled"]
-    """bypass: it corrects for age by itself, by the ratio to the behaviour policy. decoupled: it takes a weight that does."""
+    """bypass: it corrects for age by itself, by the ratio to the behaviour policy. decoupled: it
+    takes a weight that does.
+    """
     function: str
     text: str
     """With the options in braces; `low` and `high` are 1 - clip_low and 1 + clip_high."""
@@ -65,8 +73,12 @@ _BAND = {"cov_low": ", above {cov_low:g}", "cov_high": ", below {cov_high:g}"}
 _DUAL = {"dual_clip": ", at most -{dual_clip:g} A where A < 0"}
 
 OBJECTIVES: Mapping[str, ObjectiveFormula] = {
-    "decoupled_ppo": ObjectiveFormula("decoupled", "ppo", "-min(r A, clip(r, {low:g}, {high:g}) A)", _CLIPS, _DUAL, clip="clipped"),
-    "ppo": ObjectiveFormula("bypass", "ppo", "-min(R A, clip(R, {low:g}, {high:g}) A)", _CLIPS, _DUAL, clip="clipped"),
+    "decoupled_ppo": ObjectiveFormula(
+        "decoupled", "ppo", "-min(r A, clip(r, {low:g}, {high:g}) A)", _CLIPS, _DUAL, clip="clipped"
+    ),
+    "ppo": ObjectiveFormula(
+        "bypass", "ppo", "-min(R A, clip(R, {low:g}, {high:g}) A)", _CLIPS, _DUAL, clip="clipped"
+    ),
     "gspo": ObjectiveFormula(
         "decoupled",
         "gspo",
@@ -91,12 +103,28 @@ OBJECTIVES: Mapping[str, ObjectiveFormula] = {
         "-(4/τ) sigmoid(τ (r - 1)) A,  τ = {tau_positive:g} for A > 0, else {tau_negative:g}",
         {"tau_positive": 1.0, "tau_negative": 1.05},
     ),
-    "cispo": ObjectiveFormula("bypass", "cispo", "-sg[clip(R, {low:g}, {high:g})] A log π", {"clip_low": 1.0, "clip_high": 4.0}),
-    "decoupled_cispo": ObjectiveFormula(
-        "decoupled", "cispo", "-sg[clip(r, {low:g}, {high:g})] A log π", {"clip_low": 1.0, "clip_high": 4.0}
+    "cispo": ObjectiveFormula(
+        "bypass",
+        "cispo",
+        "-sg[clip(R, {low:g}, {high:g})] A log π",
+        {"clip_low": 1.0, "clip_high": 4.0},
     ),
-    "rollout_is": ObjectiveFormula("bypass", "rollout_is", "-sg[R if {low:g} < R < {high:g} else 0] A log π", _CLIPS, clip="outside"),
-    "topr": ObjectiveFormula("bypass", "topr", "-sg[1 if A > 0 else min(product of R, 1)] A log π", is_per_rollout=True),
+    "decoupled_cispo": ObjectiveFormula(
+        "decoupled",
+        "cispo",
+        "-sg[clip(r, {low:g}, {high:g})] A log π",
+        {"clip_low": 1.0, "clip_high": 4.0},
+    ),
+    "rollout_is": ObjectiveFormula(
+        "bypass",
+        "rollout_is",
+        "-sg[R if {low:g} < R < {high:g} else 0] A log π",
+        _CLIPS,
+        clip="outside",
+    ),
+    "topr": ObjectiveFormula(
+        "bypass", "topr", "-sg[1 if A > 0 else min(product of R, 1)] A log π", is_per_rollout=True
+    ),
     "mirror_descent": ObjectiveFormula(
         "bypass",
         "mirror_descent",
@@ -124,7 +152,10 @@ OBJECTIVES: Mapping[str, ObjectiveFormula] = {
     "clip_cov": ObjectiveFormula(
         "decoupled",
         "clip_cov",
-        "-min(r A, clip(r, {low:g}, {high:g}) A), without gradient on {share:g} of the tokens, of largest cov(log π, A)",
+        (
+            "-min(r A, clip(r, {low:g}, {high:g}) A), without gradient on {share:g} of the "
+            "tokens, of largest cov(log π, A)"
+        ),
         {**_CLIPS, "share": 2e-4},
         _BAND,
         clip="clipped",
@@ -146,14 +177,20 @@ OBJECTIVE_OPTIONS = sorted({name for row in OBJECTIVES.values() for name in row.
 
 WEIGHTS: Mapping[str, Formula] = {
     "tis": Formula("truncated_weight", "min(ρ, {cap:g})", {"cap": 2.0}),
-    "tis_sequence": Formula("truncated_sequence_weight", "min(product of ρ over the rollout, {cap:g})", {"cap": 2.0}),
-    "mis": Formula("masked_weight", "ρ if {low:g} <= ρ <= {high:g} else 0", {"low": 0.5, "high": 2.0}),
+    "tis_sequence": Formula(
+        "truncated_sequence_weight", "min(product of ρ over the rollout, {cap:g})", {"cap": 2.0}
+    ),
+    "mis": Formula(
+        "masked_weight", "ρ if {low:g} <= ρ <= {high:g} else 0", {"low": 0.5, "high": 2.0}
+    ),
     "mis_sequence": Formula(
         "masked_sequence_weight",
         "p if {low:g} <= p <= {high:g} else 0, p = product of ρ over the rollout",
         {"low": 0.5, "high": 2.0},
     ),
-    "icepop": Formula("icepop_weight", "ρ if {low:g} <= ρ <= {high:g} else 0", {"low": 0.5, "high": 5.0}),
+    "icepop": Formula(
+        "icepop_weight", "ρ if {low:g} <= ρ <= {high:g} else 0", {"low": 0.5, "high": 5.0}
+    ),
     "off": Formula("unweighted", "1"),
 }
 """The rows by `correction.weight`."""
@@ -163,7 +200,9 @@ WEIGHT_OPTIONS = sorted({name for row in WEIGHTS.values() for name in row.option
 
 @dataclass(frozen=True, slots=True)
 class MaskFormula:
-    """What is kept. It is in force when one of its bounds is set; an end that is left open is 0 or infinity."""
+    """What is kept. It is in force when one of its bounds is set; an end that is left open is 0 or
+    infinity.
+    """
 
     function: str
     text: str
@@ -178,12 +217,26 @@ MASKS: Mapping[str, MaskFormula] = {
         {"low": "geometric_low", "high": "geometric_high"},
     ),
     "product": MaskFormula(
-        "product_mask", "product of ρ over the rollout within [{low:g}, {high:g}]", {"low": "product_low", "high": "product_high"}
+        "product_mask",
+        "product of ρ over the rollout within [{low:g}, {high:g}]",
+        {"low": "product_low", "high": "product_high"},
     ),
-    "veto": MaskFormula("veto_mask", "every ρ of the rollout within [{low:g}, {high:g}]", {"low": "veto_low", "high": "veto_high"}),
+    "veto": MaskFormula(
+        "veto_mask",
+        "every ρ of the rollout within [{low:g}, {high:g}]",
+        {"low": "veto_low", "high": "veto_high"},
+    ),
     "k3": MaskFormula("k3_mask", "ρ - 1 - log ρ <= {bound:g}", {"bound": "k3_max"}),
-    "m2po": MaskFormula("m2po_mask", "mean of log² ρ over the batch below {bound:g}, the largest go first", {"bound": "m2po"}),
-    "opsm": MaskFormula("opsm_mask", "not (A < 0 and mean log(µ / π) over the rollout > {bound:g})", {"bound": "opsm"}),
+    "m2po": MaskFormula(
+        "m2po_mask",
+        "mean of log² ρ over the batch below {bound:g}, the largest go first",
+        {"bound": "m2po"},
+    ),
+    "opsm": MaskFormula(
+        "opsm_mask",
+        "not (A < 0 and mean log(µ / π) over the rollout > {bound:g})",
+        {"bound": "opsm"},
+    ),
 }
 
 
@@ -200,18 +253,27 @@ ADVANTAGES: Mapping[Advantage, Formula] = {
     "grpo": Formula("grpo_advantages", "A = (reward - mean of group) / (std of group + 1e-6)"),
     "dr_grpo": Formula("dr_grpo_advantages", "A = reward - mean of group"),
     "rloo": Formula("rloo_advantages", "A = reward - mean of the others of the group"),
-    "reinforce_pp": Formula("reinforce_pp_advantages", "A = (reward - mean of group) / std of the batch"),
+    "reinforce_pp": Formula(
+        "reinforce_pp_advantages", "A = (reward - mean of group) / std of the batch"
+    ),
     "maxrl": Formula("maxrl_advantages", "A = (reward - mean of group) / mean of group"),
     "gae": Formula(
         "rewards_as_they_are",
-        "A_t = (Â_t - mean) / std over the batch's tokens,  Â_t = δ_t + {trace:g} Â_t+1,  δ_t = {discount:g} V_t+1 - V_t, at the end reward - V_t",
+        (
+            "A_t = (Â_t - mean) / std over the batch's tokens,  Â_t = δ_t + {trace:g} Â_t+1,  δ_t "
+            "= {discount:g} V_t+1 - V_t, at the end reward - V_t"
+        ),
     ),
 }
 """The rows by `objective.advantage`; functions of `trainer.formulas.advantages`."""
 
 REDUCTIONS: Mapping[Reduction, Formula] = {
-    "token_mean": Formula("token_mean", "sum over the batch's tokens / number of the batch's tokens"),
-    "sequence_mean": Formula("sequence_mean", "mean over the tokens of a rollout, then mean over rollouts"),
+    "token_mean": Formula(
+        "token_mean", "sum over the batch's tokens / number of the batch's tokens"
+    ),
+    "sequence_mean": Formula(
+        "sequence_mean", "mean over the tokens of a rollout, then mean over rollouts"
+    ),
     "constant": Formula("constant", "sum over the batch's tokens / (rollouts * {length})"),
 }
 """The rows by `objective.reduction`; functions of `trainer.formulas.reductions`."""

@@ -1,8 +1,9 @@
-"""From a TOML file and overrides to a checked `Config`. Every error names the file, the key, the value and the remedy.
+"""From a TOML file and overrides to a checked `Config`. Every error names the file, the key, the
+value and the remedy.
 
-Overrides are `--set section.key=value`: single values laid over the file. Members of a list are named by index:
-`environment.sources.0.size=100`. What the sections allow is data, one `Option` per key: for error messages, overrides and the
-reference page.
+Overrides are `--set section.key=value`: single values laid over the file. Members of a list are
+named by index: `environment.sources.0.size=100`. What the sections allow is data, one `Option` per
+key: for error messages, overrides and the reference page.
 """
 
 import difflib
@@ -25,7 +26,7 @@ from midflight.errors import ConfigError, nearest
 from midflight.models.gguf_folders import model_folder
 from midflight.types import Json
 
-# --- The options ------------------------------------------------------------------------------------------------------
+# --- The options ----------------------------------------------------------------------------------
 
 
 Schema = dict[str, Json]
@@ -70,7 +71,11 @@ class Option:
     @property
     def expectation(self) -> str:
         """What a value must be, as the end of the sentence `x must be ...`."""
-        what = "one of " + ", ".join(repr(c) for c in self.choices) if self.choices else f"{self.kind} {self.limits}".strip()
+        what = (
+            "one of " + ", ".join(repr(c) for c in self.choices)
+            if self.choices
+            else f"{self.kind} {self.limits}".strip()
+        )
         return f'{what} (or "none")' if self.optional else what
 
 
@@ -83,7 +88,9 @@ def options() -> Mapping[str, Option]:
 
 @cache
 def tables() -> frozenset[str]:
-    """Keys that hold further keys: `rollout`, and `environment.sources.*` for the members of a list."""
+    """Keys that hold further keys: `rollout`, and `environment.sources.*` for the members of a
+    list.
+    """
     return frozenset(key.rpartition(".")[0] for key in options() if "." in key)
 
 
@@ -95,7 +102,13 @@ def _walk(root: Schema, schema: Schema, prefix: str) -> Iterator[Option]:
         if "properties" in variants[0]:
             yield from _walk(root, variants[0], f"{key}.")
             continue
-        yield _option(key, variants, optional=optional, required=name in required, default=given.get("default"))
+        yield _option(
+            key,
+            variants,
+            optional=optional,
+            required=name in required,
+            default=given.get("default"),
+        )
         if _is_list_of_tables(variants[0]):
             yield from _walk(root, _resolve(root, cast(Schema, variants[0]["items"])), f"{key}.*.")
 
@@ -114,24 +127,37 @@ def _resolve(root: Schema, schema: Schema) -> Schema:
     return cast("dict[str, Schema]", root["$defs"])[reference.rpartition("/")[2]]
 
 
-def _option(key: str, variants: list[Schema], *, optional: bool, required: bool, default: Json) -> Option:
+def _option(
+    key: str, variants: list[Schema], *, optional: bool, required: bool, default: Json
+) -> Option:
     first = variants[0]
     choices = [
-        str(c) for variant in variants for c in cast("list[Json]", variant.get("enum", [variant["const"]] if "const" in variant else []))
+        str(c)
+        for variant in variants
+        for c in cast(
+            "list[Json]", variant.get("enum", [variant["const"]] if "const" in variant else [])
+        )
     ]
     bounds = _bounds(first)
     of_numbers = cast(Schema, first.get("items", {})).get("type") == "integer"
     kind = _KINDS[str(first.get("type", "string"))] if not of_numbers else "a list of whole numbers"
     kind = "a list of tables" if _is_list_of_tables(first) else kind
     if len(variants) > 1 and not choices:
-        each = [" ".join([_KINDS[str(variant.get("type", "string"))], " and ".join(_bounds(variant))]).strip() for variant in variants]
+        each = [
+            " ".join(
+                [_KINDS[str(variant.get("type", "string"))], " and ".join(_bounds(variant))]
+            ).strip()
+            for variant in variants
+        ]
         kind = " or ".join(each)
         bounds = ()
     return Option(key, kind, bounds, tuple(choices), optional, required, default)
 
 
 def _bounds(schema: Schema) -> tuple[str, ...]:
-    return tuple(f"{sign} {_short(schema[name])}" for name, sign in _BOUNDS.items() if name in schema)
+    return tuple(
+        f"{sign} {_short(schema[name])}" for name, sign in _BOUNDS.items() if name in schema
+    )
 
 
 def _is_list_of_tables(schema: Schema) -> bool:
@@ -142,7 +168,7 @@ def _short(number: Json) -> str:
     return f"{number:g}" if isinstance(number, int | float) else str(number)
 
 
-# --- The file ---------------------------------------------------------------------------------------------------------
+# --- The file -------------------------------------------------------------------------------------
 
 
 Table = dict[str, Json]
@@ -159,25 +185,35 @@ def option_at(path: KeyPath) -> Option | None:
 
 
 def apply_override(table: Table, text: str) -> KeyPath:
-    """Writes one override into `table` and returns where. `ConfigError` where it isn't `key=value` or leads through a value."""
+    """Writes one override into `table` and returns where. `ConfigError` where it isn't `key=value`
+    or leads through a value.
+    """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"--set {text}: an override is KEY=VALUE, such as --set rollout.max_staleness=2")
+        raise ConfigError(
+            f"--set {text}: an override is KEY=VALUE, such as --set rollout.max_staleness=2"
+        )
     parts = key.strip().split(".")
     path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in parts)
     if not all(parts):
-        raise ConfigError(f"--set {text}: the key {key.strip()!r} has an empty part; write section.key=value")
+        raise ConfigError(
+            f"--set {text}: the key {key.strip()!r} has an empty part; write section.key=value"
+        )
     _assign(table, path, _value(value.strip(), option_at(path)), text)
     return path
 
 
 def _value(text: str, option: Option | None) -> Json:
-    """The text as a TOML value, else as it stands; always as it stands where text is wanted and TOML sees something else."""
+    """The text as a TOML value, else as it stands; always as it stands where text is wanted and
+    TOML sees something else.
+    """
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    if len(parsed) != 1 or (option is not None and option.is_text and not isinstance(parsed["value"], str)):
+    if len(parsed) != 1 or (
+        option is not None and option.is_text and not isinstance(parsed["value"], str)
+    ):
         return text
     return cast(Json, parsed["value"])
 
@@ -186,7 +222,9 @@ def _assign(table: Table, path: KeyPath, value: Json, text: str) -> None:
     node: Json = table
     for depth in range(1, len(path)):
         here = path[:depth]
-        node = _descend(node, here, text, empty=_default_list(here) if isinstance(path[depth], int) else {})
+        node = _descend(
+            node, here, text, empty=_default_list(here) if isinstance(path[depth], int) else {}
+        )
     _put(node, path, value, text)
 
 
@@ -199,8 +237,13 @@ def _descend(node: Json, path: KeyPath, text: str, *, empty: Json) -> Json:
             node.append(empty)
         if part < len(node):
             return node[part]
-        raise ConfigError(f"--set {text}: {key_of(path[:-1])} has {len(node)} entries; use an index from 0 to {len(node)}")
-    raise ConfigError(f"--set {text}: {key_of(path[:-1])} holds the value {node!r}, so it has no key {part!r}")
+        raise ConfigError(
+            f"--set {text}: {key_of(path[:-1])} has {len(node)} entries; use an index from 0 to "
+            f"{len(node)}"
+        )
+    raise ConfigError(
+        f"--set {text}: {key_of(path[:-1])} holds the value {node!r}, so it has no key {part!r}"
+    )
 
 
 def _put(node: Json, path: KeyPath, value: Json, text: str) -> None:
@@ -210,29 +253,42 @@ def _put(node: Json, path: KeyPath, value: Json, text: str) -> None:
     elif isinstance(node, list) and isinstance(part, int) and part <= len(node):
         node[part : part + 1] = [value]
     else:
-        raise ConfigError(f"--set {text}: {key_of(path[:-1])} holds {node!r}, so {part!r} can't be set in it")
+        raise ConfigError(
+            f"--set {text}: {key_of(path[:-1])} holds {node!r}, so {part!r} can't be set in it"
+        )
 
 
 def _default_list(path: KeyPath) -> Json:
-    """The default members of a list of tables, as written in a file, so that an override can change one of them."""
+    """The default members of a list of tables, as written in a file, so that an override can change
+    one of them.
+    """
     node: object = Config()
     for part in path:
         node = getattr(node, str(part), ())
     members = cast("tuple[object, ...]", node) if isinstance(node, tuple) else ()
-    return [cast(Json, m.model_dump(mode="json", exclude_unset=True)) for m in members if isinstance(m, BaseModel)]
+    return [
+        cast(Json, m.model_dump(mode="json", exclude_unset=True))
+        for m in members
+        if isinstance(m, BaseModel)
+    ]
 
 
 _BOUND_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 
 
 def load_config(
-    path: Path | str | None, overrides: Sequence[str] = (), *, table: Mapping[str, Mapping[str, object]] | None = None
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    *,
+    table: Mapping[str, Mapping[str, object]] | None = None,
 ) -> Config:
-    """The run described by a TOML file with `section.key=value` overrides laid over it; `None` starts from the defaults.
+    """The run described by a TOML file with `section.key=value` overrides laid over it; `None`
+    starts from the defaults.
 
     `table`: a Python program's own options by section, laid over those of the file.
 
-    Raises `ConfigError` with one line for each thing that is wrong, all of them at once where that is possible.
+    Raises `ConfigError` with one line for each thing that is wrong, all of them at once where that
+    is possible.
     """
     whole: Table = {} if path is None else _read(Path(path))
     for name, options in (table or {}).items():
@@ -241,7 +297,12 @@ def load_config(
     origin = _Origin("" if path is None else str(path), overridden)
     _refuse(list(_unknown(whole, (), origin)))
     config = placed(with_derived(_with_folders(_validate(whole, origin))))
-    _refuse([f"{origin.file}: {problem}" if origin.file else problem for problem in contradictions(config)])
+    _refuse(
+        [
+            f"{origin.file}: {problem}" if origin.file else problem
+            for problem in contradictions(config)
+        ]
+    )
     return config
 
 
@@ -253,12 +314,16 @@ def _lay_over(table: Table, name: str, value: object) -> None:
 
 
 def _with_folders(config: Config) -> Config:
-    """With a model folder in the place of each GGUF file. Waits for the conversion of one that has none yet."""
+    """With a model folder in the place of each GGUF file. Waits for the conversion of one that has
+    none yet.
+    """
     updates: dict[str, object] = {}
     if config.model.path is not None:
         updates["model"] = config.model.model_copy(update={"path": model_folder(config.model.path)})
     if config.distillation.teacher is not None:
-        updates["distillation"] = config.distillation.model_copy(update={"teacher": model_folder(config.distillation.teacher)})
+        updates["distillation"] = config.distillation.model_copy(
+            update={"teacher": model_folder(config.distillation.teacher)}
+        )
     return config.model_copy(update=updates)
 
 
@@ -270,7 +335,9 @@ class _Origin:
         self._overridden = overridden
 
     def of(self, path: KeyPath) -> str:
-        if any(path[: len(given)] == given or given[: len(path)] == path for given in self._overridden):
+        if any(
+            path[: len(given)] == given or given[: len(path)] == path for given in self._overridden
+        ):
             return f"--set {key_of(path)}: "
         return f"{self.file}: " if self.file else ""
 
@@ -280,7 +347,7 @@ def _refuse(problems: Sequence[str]) -> None:
         raise ConfigError("\n".join(problems))
 
 
-# --- Reading ---------------------------------------------------------------------------------------------------------
+# --- Reading --------------------------------------------------------------------------------------
 
 
 def _read(path: Path) -> Table:
@@ -289,21 +356,34 @@ def _read(path: Path) -> Table:
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {path}.{_near_files(path)}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start} is not UTF-8 text; save the file as UTF-8") from None
+        raise ConfigError(
+            f"{path}: byte {error.start} is not UTF-8 text; save the file as UTF-8"
+        ) from None
     except OSError as error:
-        raise ConfigError(f"{path}: can't be read ({error.strerror}); give the path of a readable TOML file") from None
+        raise ConfigError(
+            f"{path}: can't be read ({error.strerror}); give the path of a readable TOML file"
+        ) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(_toml_message(path, str(error))) from None
 
 
 def _near_files(path: Path) -> str:
     folders = dict.fromkeys([path.parent, Path("configs"), Path()])
-    found = {str(file.name): str(file) for folder in folders if folder.is_dir() for file in sorted(folder.glob("*.toml"))}
+    found = {
+        str(file.name): str(file)
+        for folder in folders
+        if folder.is_dir()
+        for file in sorted(folder.glob("*.toml"))
+    }
     found.pop("pyproject.toml", None)
     close = difflib.get_close_matches(path.name, found, n=1)
     if close:
         return f" Did you mean {found[close[0]]}?"
-    return f" There is: {', '.join(sorted(found.values()))}." if found else " Give the path of a TOML file."
+    return (
+        f" There is: {', '.join(sorted(found.values()))}."
+        if found
+        else " Give the path of a TOML file."
+    )
 
 
 def _toml_message(path: Path, message: str) -> str:
@@ -312,15 +392,23 @@ def _toml_message(path: Path, message: str) -> str:
         return f"{path}: not valid TOML: {message}; something is still open at the end of the file"
     line = int(where[1])
     column = int(where[2])
-    text = path.read_text().splitlines()[line - 1].strip() if line <= len(path.read_text().splitlines()) else ""
-    return f"{path}:{line}:{column}: not valid TOML: {message[: where.start()]}, in the line {text!r}"
+    text = (
+        path.read_text().splitlines()[line - 1].strip()
+        if line <= len(path.read_text().splitlines())
+        else ""
+    )
+    return (
+        f"{path}:{line}:{column}: not valid TOML: {message[: where.start()]}, in the line {text!r}"
+    )
 
 
-# --- Unknown keys ----------------------------------------------------------------------------------------------------
+# --- Unknown keys ---------------------------------------------------------------------------------
 
 
 def _unknown(node: Table, path: KeyPath, origin: _Origin) -> Iterator[str]:
-    """Problems with the keys of one table, and below; turns "none" into None where an option may be unset."""
+    """Problems with the keys of one table, and below; turns "none" into None where an option may be
+    unset.
+    """
     for name, value in node.items():
         here = (*path, name)
         generic = ".".join("*" if isinstance(part, int) else part for part in here)
@@ -328,7 +416,10 @@ def _unknown(node: Table, path: KeyPath, origin: _Origin) -> Iterator[str]:
         if generic in tables() and option is None:
             yield from _unknown_below(value, here, origin)
         elif option is None:
-            yield f"{origin.of(here)}unknown key {key_of(here)!r} (value {value!r}).{_suggestion(here)}"
+            yield (
+                f"{origin.of(here)}unknown key {key_of(here)!r} (value "
+                f"{value!r}).{_suggestion(here)}"
+            )
         elif option.is_list:
             yield from _unknown_members(value, here, origin)
         elif option.optional and value == "none":
@@ -338,12 +429,20 @@ def _unknown(node: Table, path: KeyPath, origin: _Origin) -> Iterator[str]:
 def _unknown_below(value: Json, path: KeyPath, origin: _Origin) -> Iterable[str]:
     if isinstance(value, dict):
         return _unknown(value, path, origin)
-    return [f"{origin.of(path)}{key_of(path)} must be a table of options, got {value!r}; write [{key_of(path)}]"]
+    return [
+        (
+            f"{origin.of(path)}{key_of(path)} must be a table of options, got {value!r}; write "
+            f"[{key_of(path)}]"
+        )
+    ]
 
 
 def _unknown_members(value: Json, path: KeyPath, origin: _Origin) -> Iterator[str]:
     if not isinstance(value, list):
-        yield f"{origin.of(path)}{key_of(path)} must be a list of tables, got {value!r}; write [[{key_of(path)}]]"
+        yield (
+            f"{origin.of(path)}{key_of(path)} must be a list of tables, got {value!r}; write "
+            f"[[{key_of(path)}]]"
+        )
         return
     for index, member in enumerate(value):
         yield from _unknown_below(member, (*path, index), origin)
@@ -356,24 +455,36 @@ def _suggestion(path: KeyPath) -> str:
     elsewhere = [key for key in options() if key.rpartition(".")[2] == word]
     if elsewhere:
         return f" Did you mean {elsewhere[0]!r}?"
-    known = {key for key in (*options(), *tables()) if key.rpartition(".")[0] == prefix and not key.endswith("*")}
+    known = {
+        key
+        for key in (*options(), *tables())
+        if key.rpartition(".")[0] == prefix and not key.endswith("*")
+    }
     return nearest(f"{prefix}.{word}" if prefix else word, known)
 
 
-# --- Values ----------------------------------------------------------------------------------------------------------
+# --- Values ---------------------------------------------------------------------------------------
 
 
 def _validate(table: Table, origin: _Origin) -> Config:
-    """Strict types, as JSON, because there a text is a path or a choice and a list a tuple, but `true` is no number."""
+    """Strict types, as JSON, because there a text is a path or a choice and a list a tuple, but
+    `true` is no number.
+    """
     try:
         return Config.model_validate_json(json.dumps(table, default=str), strict=True)
     except ValidationError as error:
-        problems = {_value_problem(table, e["loc"], e["type"], origin): None for e in error.errors(include_url=False)}
+        problems = {
+            _value_problem(table, e["loc"], e["type"], origin): None
+            for e in error.errors(include_url=False)
+        }
         raise ConfigError("\n".join(problems)) from None
 
 
-def _value_problem(table: Table, location: tuple[int | str, ...], kind: str, origin: _Origin) -> str:
-    # A union adds its variant to the location ("pause_mode", "enum"): cut back to the option itself.
+def _value_problem(
+    table: Table, location: tuple[int | str, ...], kind: str, origin: _Origin
+) -> str:
+    # A union adds its variant to the location ("pause_mode", "enum"): cut back to the option
+    # itself.
     path: KeyPath = location
     while path and option_at(path) is None:
         path = path[:-1]
@@ -385,7 +496,10 @@ def _value_problem(table: Table, location: tuple[int | str, ...], kind: str, ori
     value = _value_at(table, path)
     expected = option.limits if kind in _BOUND_ERRORS and option.bounds else option.expectation
     hint = nearest(value, option.choices) if option.choices and isinstance(value, str) else ""
-    return f"{origin.of(path)}{key_of(path)} must be {expected}, got {value!r}{'.' + hint if 'mean' in hint else ''}"
+    return (
+        f"{origin.of(path)}{key_of(path)} must be {expected}, got "
+        f"{value!r}{'.' + hint if 'mean' in hint else ''}"
+    )
 
 
 def _value_at(table: Table, path: KeyPath) -> Json:

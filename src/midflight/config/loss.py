@@ -1,4 +1,6 @@
-"""The sections that say what a token's loss is (objective, correction, critic), and the loss that they ask for. Nothing here imports torch."""
+"""The sections that say what a token's loss is (objective, correction, critic), and the loss that
+they ask for. Nothing here imports torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,26 +30,37 @@ def _objective_kind(value: str) -> str:
     return value
 
 
-ObjectiveKind = Annotated[str, AfterValidator(_objective_kind), WithJsonSchema({"enum": [*OBJECTIVES, "module:function"]})]
+ObjectiveKind = Annotated[
+    str, AfterValidator(_objective_kind), WithJsonSchema({"enum": [*OBJECTIVES, "module:function"]})
+]
 
 
 class ObjectiveSection(Section):
-    """What a token's loss is, and how rewards become advantages. `midflight train CONFIG --dry-run` prints the formula."""
+    """What a token's loss is, and how rewards become advantages. `midflight train CONFIG --dry-run`
+    prints the formula.
+    """
 
     kind: ObjectiveKind = "decoupled_ppo"
-    """decoupled_ppo: clip on r, weighted by `correction.weight`. ppo: clip on the ratio to the behaviour policy, no further weight. `module:function`: a loss of your own. The others: docs/algorithms.md."""
+    """decoupled_ppo: clip on r, weighted by `correction.weight`. ppo: clip on the ratio to the
+    behaviour policy, no further weight. `module:function`: a loss of your own. The others:
+    docs/algorithms.md.
+    """
     clip_low: Fraction | None = None
     """Lower clip of the ratio, 1 - clip_low; larger allows larger steps down."""
     clip_high: NonNegative | None = None
     """Upper clip, 1 + clip_high; DAPO's clip-higher when above `clip_low`."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """c bounds the loss of tokens of negative advantage by -c A (3.0 is usual); larger bounds later."""
+    """c bounds the loss of tokens of negative advantage by -c A (3.0 is usual); larger bounds
+    later.
+    """
     tau_positive: Above0 | None = None
     """sapo: temperature of the gate where the advantage is positive; larger closes sooner."""
     tau_negative: Above0 | None = None
     """sapo: the same where it is negative."""
     tau: Above0 | None = None
-    """mirror_descent: weight of the squared log-ratio; larger keeps the policy nearer to the behaviour policy."""
+    """mirror_descent: weight of the squared log-ratio; larger keeps the policy nearer to the
+    behaviour policy.
+    """
     delta: Above0 | None = None
     """dppo_tv, ipo: how far a token's probability may have moved; larger masks fewer tokens."""
     delta_low: Above0 | None = None
@@ -55,42 +68,77 @@ class ObjectiveSection(Section):
     cap: Above0 | None = None
     """dppo_tv, ipo: bound of the ratio; larger varies more."""
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """clip_cov, kl_cov: share of the batch's tokens that are held back; larger keeps more entropy."""
+    """clip_cov, kl_cov: share of the batch's tokens that are held back; larger keeps more
+    entropy.
+    """
     cov_low: float | None = None
-    """clip_cov: only tokens whose covariance of log π and A is above this are held back (1.0 in the paper); larger spares more."""
+    """clip_cov: only tokens whose covariance of log π and A is above this are held back (1.0 in the
+    paper); larger spares more.
+    """
     cov_high: float | None = None
-    """clip_cov: only tokens whose covariance is below this (5.0 in the paper); larger spares fewer."""
+    """clip_cov: only tokens whose covariance is below this (5.0 in the paper); larger spares
+    fewer.
+    """
     penalty: NonNegative | None = None
     """kl_cov: weight of the divergence on the tokens that are held back."""
     advantage: Advantage = "grpo"
-    """grpo: (reward - mean) / std of the group. dr_grpo: reward - mean. rloo: reward - mean of the others. reinforce_pp: reward - mean of the group, in deviations of the batch. maxrl: (reward - mean) / mean, for rewards of at least 0. gae: reward to come - what a critic expected, per token, in deviations of the batch; see `[critic]`."""
+    """grpo: (reward - mean) / std of the group. dr_grpo: reward - mean. rloo: reward - mean of the
+    others. reinforce_pp: reward - mean of the group, in deviations of the batch. maxrl: (reward -
+    mean) / mean, for rewards of at least 0. gae: reward to come - what a critic expected, per
+    token, in deviations of the batch; see `[critic]`.
+    """
     normalise: Literal["reward", "component"] = "reward"
-    """reward: compares weighted sums of components. component (GDPO): compares each component of the reward within its group, then sums by weight, then divides by the deviation over the batch; takes `advantage = "grpo"`."""
+    """reward: compares weighted sums of components. component (GDPO): compares each component of
+    the reward within its group, then sums by weight, then divides by the deviation over the batch;
+    takes `advantage = "grpo"`.
+    """
     reduction: Reduction | None = None
-    """token_mean (DAPO): over all tokens of the batch. sequence_mean (GRPO): per rollout, then over rollouts. constant (Dr.GRPO): sum over `max_tokens` of the environment. Unset: the kind's own."""
+    """token_mean (DAPO): over all tokens of the batch. sequence_mean (GRPO): per rollout, then over
+    rollouts. constant (Dr.GRPO): sum over `max_tokens` of the environment. Unset: the kind's
+    own.
+    """
     proximal: Literal["start", "interpolated"] = "start"
-    """start: log-probabilities under the weights that begin the step, by a forward when a step has several updates. interpolated (A-3PO): between behaviour and policy by their versions, without a forward."""
+    """start: log-probabilities under the weights that begin the step, by a forward when a step has
+    several updates. interpolated (A-3PO): between behaviour and policy by their versions, without a
+    forward.
+    """
     kl: Divergence = "k3"
-    """Estimator of the divergence from the reference, the weights that the run began with; `unbiased` weighs k3 by the ratio to the behaviour policy, `k1` and `abs_k1` are the log-ratio and its size."""
+    """Estimator of the divergence from the reference, the weights that the run began with;
+    `unbiased` weighs k3 by the ratio to the behaviour policy, `k1` and `abs_k1` are the log-ratio
+    and its size.
+    """
     kl_coefficient: NonNegative = 0.0
-    """Weight of that divergence; larger keeps the policy nearer to the reference. 0 keeps no reference in memory."""
+    """Weight of that divergence; larger keeps the policy nearer to the reference. 0 keeps no
+    reference in memory.
+    """
     behaviour_coefficient: NonNegative = 0.0
-    """Weight of log²(π / µ), which pulls each token back to the policy that sampled it, beside any objective (0.001 is usual); larger keeps nearer."""
+    """Weight of log²(π / µ), which pulls each token back to the policy that sampled it, beside any
+    objective (0.001 is usual); larger keeps nearer.
+    """
     entropy_coefficient: NonNegative = 0.0
     """Weight of the entropy bonus; larger explores longer."""
     overlong_buffer: Count = 0
-    """DAPO's soft over-long penalty starts this many tokens before an answer's own limit; 0 is none."""
+    """DAPO's soft over-long penalty starts this many tokens before an answer's own limit; 0 is
+    none.
+    """
     overlong_penalty: NonNegative = 1.0
     """Its size at the limit."""
     mask_truncated: bool = False
-    """Keep rollouts of which an answer was cut short by its limit out of the loss (DAPO's over-long filtering); their rewards stay in the group."""
+    """Keep rollouts of which an answer was cut short by its limit out of the loss (DAPO's over-long
+    filtering); their rewards stay in the group.
+    """
 
 
 class CorrectionSection(Section):
-    """How tokens of older policies are weighed, by rho = proximal / behaviour. A mask is in force when its bound is set."""
+    """How tokens of older policies are weighed, by rho = proximal / behaviour. A mask is in force
+    when its bound is set.
+    """
 
     weight: WeightKind | None = None
-    """tis: min(rho, cap). tis_sequence: of the product over the rollout. mis: rho inside [low, high], else 0; mis_sequence: of the product. icepop: as mis, with wider bounds. Unset: tis where the objective takes a weight. off trains stale tokens as if they were fresh."""
+    """tis: min(rho, cap). tis_sequence: of the product over the rollout. mis: rho inside [low,
+    high], else 0; mis_sequence: of the product. icepop: as mis, with wider bounds. Unset: tis where
+    the objective takes a weight. off trains stale tokens as if they were fresh.
+    """
     cap: Above0 | None = None
     """tis, tis_sequence: C; larger corrects more and varies more."""
     low: NonNegative | None = None
@@ -116,30 +164,45 @@ class CorrectionSection(Section):
     veto_high: Above0 | None = None
     """Masks rollouts that have a token of larger rho (100 is usual)."""
     m2po: Above0 | None = None
-    """Masks the tokens of largest log(rho)^2 until the mean of the rest is below this (0.04 is usual)."""
+    """Masks the tokens of largest log(rho)^2 until the mean of the rest is below this (0.04 is
+    usual).
+    """
     opsm: Above0 | None = None
     """Masks rollouts of negative advantage whose mean log(behaviour / policy) is more."""
     routing_replay: bool = True
-    """Of a mixture of experts: engines that can record the experts that they send tokens to, and the trainer sends them to the same ones. false lets each choose."""
+    """Of a mixture of experts: engines that can record the experts that they send tokens to, and
+    the trainer sends them to the same ones. false lets each choose.
+    """
 
     sampling_masks: bool | None = None
-    """Train turns that were sampled with top-p, top-k or min-p over what these kept of the vocabulary, where engines record it; false keeps such turns out of the loss. Default: true, but for a trainer that is not ours, which must read `kept`."""
+    """Train turns that were sampled with top-p, top-k or min-p over what these kept of the
+    vocabulary, where engines record it; false keeps such turns out of the loss. Default: true, but
+    for a trainer that is not ours, which must read `kept`.
+    """
 
 
 class CriticSection(Section):
-    """The critic of `objective.advantage = "gae"`: a model of the policy's size that learns beside it. What is not said here is as in `[trainer]`."""
+    """The critic of `objective.advantage = "gae"`: a model of the policy's size that learns beside
+    it. What is not said here is as in `[trainer]`.
+    """
 
     learning_rate: Above0 = 3e-4
-    """Peak step size of its AdamW; larger follows the policy sooner. Default with `model.path`: ten times `trainer.learning_rate`'s for whole weights, at most 0.0003."""
+    """Peak step size of its AdamW; larger follows the policy sooner. Default with `model.path`: ten
+    times `trainer.learning_rate`'s for whole weights, at most 0.0003.
+    """
     discount: Fraction = 1.0
     """What a reward one token later is worth; smaller looks less far ahead."""
     trace_decay: Fraction = 1.0
-    """λ of the advantages: 1 goes by the reward alone, smaller trusts the critic more and varies less."""
+    """λ of the advantages: 1 goes by the reward alone, smaller trusts the critic more and varies
+    less.
+    """
     clip: Above0 = 0.2
-    """How far one step may move a value before its loss stops counting that as better, in units of the reward; acts when a step has several updates."""
+    """How far one step may move a value before its loss stops counting that as better, in units of
+    the reward; acts when a step has several updates.
+    """
 
 
-# --- The loss ---------------------------------------------------------------------------------------------------------
+# --- The loss -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +228,11 @@ def loss_of(objective: ObjectiveSection, correction: CorrectionSection) -> Loss:
     """What the two sections ask for. They are free of `checks.loss_contradictions`."""
     formula = formula_of(objective, correction)
     weight = weight_of(objective, correction)
-    given = {name: value for name in formula.all_options if (value := getattr(objective, name)) is not None}
+    given = {
+        name: value
+        for name in formula.all_options
+        if (value := getattr(objective, name)) is not None
+    }
     return Loss(
         formula=formula,
         options={**formula.options, **given},
@@ -177,7 +244,9 @@ def loss_of(objective: ObjectiveSection, correction: CorrectionSection) -> Loss:
 
 
 def formula_of(objective: ObjectiveSection, correction: CorrectionSection) -> ObjectiveFormula:
-    """The row of the objective. A loss of the user's own takes a weight if one is asked for, and any options."""
+    """The row of the objective. A loss of the user's own takes a weight if one is asked for, and
+    any options.
+    """
     if objective.kind in OBJECTIVES:
         return OBJECTIVES[objective.kind]
     return ObjectiveFormula(
@@ -190,19 +259,28 @@ def formula_of(objective: ObjectiveSection, correction: CorrectionSection) -> Ob
 
 
 def weight_of(objective: ObjectiveSection, correction: CorrectionSection) -> str:
-    return correction.weight or ("off" if formula_of(objective, correction).form == "bypass" else "tis")
+    return correction.weight or (
+        "off" if formula_of(objective, correction).form == "bypass" else "tis"
+    )
 
 
 def weight_bounds(weight: str, correction: CorrectionSection) -> Mapping[str, float]:
-    return {name: default if (given := getattr(correction, name)) is None else given for name, default in WEIGHTS[weight].options.items()}
+    return {
+        name: default if (given := getattr(correction, name)) is None else given
+        for name, default in WEIGHTS[weight].options.items()
+    }
 
 
 def _masks(correction: CorrectionSection) -> Mapping[str, Mapping[str, float]]:
     found: dict[str, Mapping[str, float]] = {}
     for mask, row in MASKS.items():
-        given: dict[str, float | None] = {name: getattr(correction, option) for name, option in row.bounds.items()}
+        given: dict[str, float | None] = {
+            name: getattr(correction, option) for name, option in row.bounds.items()
+        }
         if any(value is not None for value in given.values()):
-            found[mask] = {name: _open_end(name) if value is None else value for name, value in given.items()}
+            found[mask] = {
+                name: _open_end(name) if value is None else value for name, value in given.items()
+            }
     return found
 
 
@@ -211,13 +289,21 @@ def _open_end(name: str) -> float:
 
 
 class DistillationSection(Section):
-    """On-policy distillation: the student samples, and a teacher says how likely each of its tokens is."""
+    """On-policy distillation: the student samples, and a teacher says how likely each of its tokens
+    is.
+    """
 
     teacher: Path | None = None
-    """A Hugging Face model folder, or a GGUF file, with the student's tokenizer, scored in an embedded engine of its own; none distils nothing."""
+    """A Hugging Face model folder, or a GGUF file, with the student's tokenizer, scored in an
+    embedded engine of its own; none distils nothing.
+    """
     weight: NonNegative = 1.0
-    """Weight of a token's log teacher - log behaviour beside the advantage of its reward; larger follows the teacher more closely."""
+    """Weight of a token's log teacher - log behaviour beside the advantage of its reward; larger
+    follows the teacher more closely.
+    """
     rewards: bool = True
     """Whether rewards count too; without them the teacher is all there is to learn from."""
     score_seconds: Seconds = 600.0
-    """Deadline of the scores of one batch, a restart of the teacher included; larger waits longer for a slow one."""
+    """Deadline of the scores of one batch, a restart of the teacher included; larger waits longer
+    for a slow one.
+    """

@@ -1,6 +1,8 @@
-"""What memory a run takes, process by process, estimated before anything is started; the numbers that it follows from are measured by `benchmarks/memory.py`.
+"""What memory a run takes, process by process, estimated before anything is started; the numbers
+that it follows from are measured by `benchmarks/memory.py`.
 
-An item is certain, or it is the worst case: every slot full, every rollout as long as it can be. What a process takes is the sum of its items.
+An item is certain, or it is the worst case: every slot full, every rollout as long as it can be.
+What a process takes is the sum of its items.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,9 +29,13 @@ from midflight.config.sources import num_draws
 from midflight.models.sizes import ModelSizes, element_bytes, sizes_of
 
 TORCH_PROCESS_BYTES = 320 * 2**20
-"""A process that has imported torch and transformers and run a model once, measured on Linux with the CPU build."""
+"""A process that has imported torch and transformers and run a model once, measured on Linux with
+the CPU build.
+"""
 SERVER_BYTES = 1900 * 2**20
-"""A vLLM or SGLang server on a CPU before it has weights, keys and values: both measured at about this."""
+"""A vLLM or SGLang server on a CPU before it has weights, keys and values: both measured at about
+this.
+"""
 COMPANION_BYTES = 110 * 2**20
 """Our process beside a server: without torch."""
 ROLLOUT_PROCESS_BYTES = 76 * 2**20
@@ -41,8 +47,16 @@ AGENT_WORKER_BYTES = 70 * 2**20
 """A worker with the SDK, whose client agents get. The modules that agents import come on top."""
 LAUNCHER_BYTES = 57 * 2**20
 TOKENIZER_BYTES = 850
-"""A process that makes texts of tokens takes this for each token of the vocabulary: its text, its merge and their tables. Measured with 49,152."""
-MADE_OPTIONS = ("model.hidden_size", "model.intermediate_size", "model.num_layers", "model.num_heads", "model.num_kv_heads")
+"""A process that makes texts of tokens takes this for each token of the vocabulary: its text, its
+merge and their tables. Measured with 49,152.
+"""
+MADE_OPTIONS = (
+    "model.hidden_size",
+    "model.intermediate_size",
+    "model.num_layers",
+    "model.num_heads",
+    "model.num_kv_heads",
+)
 """Options that make a made model larger."""
 COMPARED_BYTES = 490
 """A token with its number, as two tokenizers are compared. Measured with 49,152."""
@@ -53,8 +67,8 @@ LOGIT_COPIES = 4
 LOGITS_AT_ONCE = 2**24
 """The most of them that the trainer makes at a time (`trainer.model.scores.CHUNK`)."""
 SCORED_AT_ONCE = 2**26
-"""The most logits that a teacher makes at a time (`engines.embedded.scoring.MAX_LOGITS`). They are there twice: also as their log-softmax; by another
-temperature than 1 three times."""
+"""The most logits that a teacher makes at a time (`engines.embedded.scoring.MAX_LOGITS`). They are
+there twice: also as their log-softmax; by another temperature than 1 three times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +76,17 @@ class MemoryItem:
     """One line of the estimate. `num_bytes` is for all processes of that kind together."""
 
     where: str
-    """The kind of process: `trainer`, `engines`, `teacher`, `rollout`, `workers`, `launcher`; or `shared memory`, which belongs to none."""
+    """The kind of process: `trainer`, `engines`, `teacher`, `rollout`, `workers`, `launcher`; or
+    `shared memory`, which belongs to none.
+    """
     what: str
     num_bytes: int
     options: tuple[str, ...] = ()
     """Options that make it larger, the one that matters most first."""
     is_certain: bool = True
-    """It is taken in any case. Else it is the worst case: every slot full, every rollout as long as can be."""
+    """It is taken in any case. Else it is the worst case: every slot full, every rollout as long as
+    can be.
+    """
     on_gpu: bool = False
 
 
@@ -77,14 +95,18 @@ def total_bytes(items: Sequence[MemoryItem]) -> int:
 
 
 def longest_row(config: Config, longest_prompt: int | None) -> int:
-    """The most tokens that a rollout can have: with one turn as many as prompt and answer, where prompts were measured; else the whole context."""
+    """The most tokens that a rollout can have: with one turn as many as prompt and answer, where
+    prompts were measured; else the whole context.
+    """
     if longest_prompt is None or not _has_one_turn(config.environment):
         return config.model.max_context
     return min(config.model.max_context, longest_prompt + config.environment.max_tokens)
 
 
 def batch_tokens(config: Config, longest_prompt: int | None) -> int:
-    """The most tokens that a batch can have where rollouts of a group share their prompt, if they have one turn."""
+    """The most tokens that a batch can have where rollouts of a group share their prompt, if they
+    have one turn.
+    """
     rollouts = batch_rollouts(config.rollout)
     row = longest_row(config, longest_prompt)
     if longest_prompt is None or not _has_one_turn(config.environment):
@@ -95,14 +117,24 @@ def batch_tokens(config: Config, longest_prompt: int | None) -> int:
 
 def _has_one_turn(environment: EnvironmentSection) -> bool:
     """The built-in loop ends with the first answer that calls no tool."""
-    return agent_of(environment) == SINGLE_TURN or (is_built_in(environment) and not environment.tools and not environment.mcp)
+    return agent_of(environment) == SINGLE_TURN or (
+        is_built_in(environment) and not environment.tools and not environment.mcp
+    )
 
 
-def memory_estimate(config: Config, sizes: ModelSizes, *, longest_prompt: int | None = None) -> tuple[MemoryItem, ...]:
-    """Worst case of each part. `longest_prompt`: tokens of the longest one that was found, where somebody has looked."""
+def memory_estimate(
+    config: Config, sizes: ModelSizes, *, longest_prompt: int | None = None
+) -> tuple[MemoryItem, ...]:
+    """Worst case of each part. `longest_prompt`: tokens of the longest one that was found, where
+    somebody has looked.
+    """
     longest = longest_row(config, longest_prompt)
     return (
-        *_trainer_memory(config, sizes, tokens=min(config.trainer.micro_batch_tokens, batch_tokens(config, longest_prompt))),
+        *_trainer_memory(
+            config,
+            sizes,
+            tokens=min(config.trainer.micro_batch_tokens, batch_tokens(config, longest_prompt)),
+        ),
         *_engines_memory(config, sizes, longest=longest, trains=longest_prompt is not None),
         *_teacher_memory(config, longest=longest),
         *_published_memory(config, sizes),
@@ -110,7 +142,7 @@ def memory_estimate(config: Config, sizes: ModelSizes, *, longest_prompt: int | 
     )
 
 
-# --- The trainer ------------------------------------------------------------------------------------------------------
+# --- The trainer ----------------------------------------------------------------------------------
 
 
 def _trainer_memory(config: Config, sizes: ModelSizes, *, tokens: int) -> Iterator[MemoryItem]:
@@ -122,20 +154,38 @@ def _trainer_memory(config: Config, sizes: ModelSizes, *, tokens: int) -> Iterat
     model = model_options(config)
     weights = sizes.num_parameters * element
     trained = trained_parameters(config, sizes) * element
-    added = 0 if config.lora.rank is None else trained  # adapters beside the weights; a warm start trains the weights first
+    # adapters beside the weights; a warm start trains the weights first
+    added = 0 if config.lora.rank is None else trained
     optimised = weights if config.warm_start.is_made else trained
-    yield MemoryItem("trainer", f"{ranks} x the process", ranks * TORCH_PROCESS_BYTES, ("trainer.ranks",))
-    yield MemoryItem("trainer", "weights, gradients and AdamW's two moments", weights + added + 3 * optimised, model, on_gpu=on_gpu)
+    yield MemoryItem(
+        "trainer", f"{ranks} x the process", ranks * TORCH_PROCESS_BYTES, ("trainer.ranks",)
+    )
+    yield MemoryItem(
+        "trainer",
+        "weights, gradients and AdamW's two moments",
+        weights + added + 3 * optimised,
+        model,
+        on_gpu=on_gpu,
+    )
     if config.objective.kl_coefficient > 0:
         yield MemoryItem("trainer", "the reference's weights", weights, model, on_gpu=on_gpu)
     has_critic = config.objective.advantage == "gae"
     if has_critic:
-        yield MemoryItem("trainer", "the critic's weights, gradients and moments", weights + added + 3 * trained, model, on_gpu=on_gpu)
+        yield MemoryItem(
+            "trainer",
+            "the critic's weights, gradients and moments",
+            weights + added + 3 * trained,
+            model,
+            on_gpu=on_gpu,
+        )
     activations = ranks * activation_bytes(config, sizes, tokens)
     copied = 3 * trained * (2 if has_critic else 1)
     if not 0 < t.checkpoint_every < config.run.steps:
-        copied = max(0, copied - activations)  # no step is made any more, or none yet that has moments, while it is written
-    yield MemoryItem("trainer", "a checkpoint on its way to the disk, beside the steps after it", copied, model)
+        # no step is made any more, or none yet that has moments, while it is written
+        copied = max(0, copied - activations)
+    yield MemoryItem(
+        "trainer", "a checkpoint on its way to the disk, beside the steps after it", copied, model
+    )
     yield MemoryItem(
         "trainer",
         f"activations of {ranks} x a micro-batch of {tokens} tokens",
@@ -146,30 +196,42 @@ def _trainer_memory(config: Config, sizes: ModelSizes, *, tokens: int) -> Iterat
     )
     made_anew = config.weights.delta + (served_dtype(config) != config.model.dtype)
     if made_anew:
-        yield MemoryItem("trainer", "the newest version as it is served", made_anew * handed_bytes(config, sizes), model)
+        yield MemoryItem(
+            "trainer",
+            "the newest version as it is served",
+            made_anew * handed_bytes(config, sizes),
+            model,
+        )
 
 
 def activation_bytes(config: Config, sizes: ModelSizes, tokens: int) -> int:
-    """The bytes that a micro-batch takes: what the backward pass needs of each layer, the logits that are made at once, and what the largest matrix is multiplied
-    into; by hand also the weights with the norm's scale in them."""
+    """The bytes that a micro-batch takes: what the backward pass needs of each layer, the logits
+    that are made at once, and what the largest matrix is multiplied into; by hand also the weights
+    with the norm's scale in them."""
     by_hand = trains_by_hand(config, sizes)
     kept = tokens * sizes.num_layers * sizes.activations_per_layer(by_hand=by_hand)
     if config.lora.rank is not None:
-        # What a product makes is free again when its adapter's is added, but what is kept lies between: malloc gives none of it back (measured).
+        # What a product makes is free again when its adapter's is added, but what is kept lies
+        # between: malloc gives none of it back (measured).
         kept += tokens * sizes.num_layers * sizes.outputs_per_layer
     if config.trainer.activation_checkpointing:
-        kept = tokens * (sizes.num_layers * sizes.hidden_size + sizes.activations_per_layer(by_hand=by_hand))
+        kept = tokens * (
+            sizes.num_layers * sizes.hidden_size + sizes.activations_per_layer(by_hand=by_hand)
+        )
     joined = sizes.num_layers * sizes.num_joined_parameters if by_hand else 0
     logits = LOGIT_COPIES * min(sizes.vocab_size * tokens, LOGITS_AT_ONCE)
     table = sizes.vocab_size * sizes.hidden_size
     element = element_bytes(config.model.dtype)
-    return element * (kept + joined) + max(4, element) * (logits + table)  # the last two are in float32 at least
+    # the last two are in float32 at least
+    return element * (kept + joined) + max(4, element) * (logits + table)
 
 
-# --- Engines ----------------------------------------------------------------------------------------------------------
+# --- Engines --------------------------------------------------------------------------------------
 
 
-def _engines_memory(config: Config, sizes: ModelSizes, *, longest: int, trains: bool) -> Iterator[MemoryItem]:
+def _engines_memory(
+    config: Config, sizes: ModelSizes, *, longest: int, trains: bool
+) -> Iterator[MemoryItem]:
     """`trains`: versions come, and what was computed by older ones is forgotten."""
     e = config.engine
     how_many = engines_option(config)
@@ -180,17 +242,25 @@ def _engines_memory(config: Config, sizes: ModelSizes, *, longest: int, trains: 
         each = COMPANION_BYTES
     else:
         each = COMPANION_BYTES + SERVER_BYTES
-    started = 0 if e.urls else number  # servers that others started take their memory whether we run or not
+    # servers that others started take their memory whether we run or not
+    started = 0 if e.urls else number
     on_gpu = e.device != "cpu"
     embedded = e.kind == "embedded"
     row = longest * sizes.kv_bytes_per_token(served_dtype(config))
     slots = e.max_running * row
     kept = number * e.prefix_mb * 2**20
     if trains:
-        kept = min(kept, (in_flight(config) + batch_rollouts(config.rollout)) * (1 + e.prefix_age) * row)  # all that end under one version
+        # all that end under one version
+        kept = min(
+            kept, (in_flight(config) + batch_rollouts(config.rollout)) * (1 + e.prefix_age) * row
+        )
     yield MemoryItem("engines", f"{number} x the process", number * each, (how_many,))
     yield MemoryItem(
-        "engines", "weights, live and staged", _weights_memory(config, sizes), (how_many, *model_options(config)), on_gpu=on_gpu
+        "engines",
+        "weights, live and staged",
+        _weights_memory(config, sizes),
+        (how_many, *model_options(config)),
+        on_gpu=on_gpu,
     )
     yield MemoryItem(
         "engines",
@@ -220,22 +290,38 @@ def _engines_memory(config: Config, sizes: ModelSizes, *, longest: int, trains: 
 
 
 def step_bytes(config: Config, sizes: ModelSizes) -> int:
-    """The bytes that an engine's step computes with. They are the states and products of one layer for all tokens, and a row of logits for each request."""
+    """The bytes that an engine's step computes with. They are the states and products of one layer
+    for all tokens, and a row of logits for each request.
+    """
     e = config.engine
-    layer = 4 * sizes.hidden_size + sizes.num_heads_of_product * sizes.head_dim + 4 * sizes.intermediate_size
-    return element_bytes(served_dtype(config)) * (e.max_batch_tokens * layer + e.max_running * sizes.vocab_size)
+    layer = (
+        4 * sizes.hidden_size
+        + sizes.num_heads_of_product * sizes.head_dim
+        + 4 * sizes.intermediate_size
+    )
+    return element_bytes(served_dtype(config)) * (
+        e.max_batch_tokens * layer + e.max_running * sizes.vocab_size
+    )
 
 
 def _weights_memory(config: Config, sizes: ModelSizes) -> int:
-    """The weights of all engines. Differences between versions take the size of what they change."""
+    """The weights of all engines. Differences between versions take the size of what they
+    change.
+    """
     handed = handed_bytes(config, sizes)
     is_own = config.engine.kind == "embedded"
-    each = _own_weights(config, sizes, handed) if is_own else _weights_beside_server(config, sizes, handed)
+    each = (
+        _own_weights(config, sizes, handed)
+        if is_own
+        else _weights_beside_server(config, sizes, handed)
+    )
     return num_engines(config.engine) * (each + config.weights.delta * handed)
 
 
 def _own_weights(config: Config, sizes: ModelSizes, handed: int) -> int:
-    """The weights of one engine of our own: the version that it serves, the one that comes, and both once more where it packs them."""
+    """The weights of one engine of our own: the version that it serves, the one that comes, and
+    both once more where it packs them.
+    """
     dtype = served_dtype(config)
     weights = sizes.weight_bytes(dtype) + handed
     if config.lora.rank is not None:
@@ -247,8 +333,9 @@ def _own_weights(config: Config, sizes: ModelSizes, handed: int) -> int:
 
 
 def _weights_beside_server(config: Config, sizes: ModelSizes, handed: int) -> int:
-    """The weights of one vLLM or SGLang server; those of a server of `engine.urls` are not counted. Beside it lie two folders that it loads from, and
-    the version that is fetched or merged next; or adapters, in files and in the server's memory."""
+    """The weights of one vLLM or SGLang server; those of a server of `engine.urls` are not counted.
+    Beside it lie two folders that it loads from, and the version that is fetched or merged next; or
+    adapters, in files and in the server's memory."""
     lora = config.lora
     served = sizes.weight_bytes(served_dtype(config))
     own = 0 if config.engine.urls else served
@@ -264,26 +351,41 @@ def _teacher_memory(config: Config, *, longest: int) -> Iterator[MemoryItem]:
     sizes = sizes_of(config.distillation.teacher)
     dtype = served_dtype(config)
     on_gpu = config.engine.device != "cpu"
-    tokens = min(max(config.engine.max_batch_tokens, longest), batch_rollouts(config.rollout) * longest)
+    tokens = min(
+        max(config.engine.max_batch_tokens, longest), batch_rollouts(config.rollout) * longest
+    )
     copies = 2 if config.environment.temperature == 1 else 3
     logits = copies * 4 * min(tokens * sizes.vocab_size, SCORED_AT_ONCE)
     layer = tokens * element_bytes(dtype) * (14 * sizes.hidden_size + 3 * sizes.intermediate_size)
     model = ("distillation.teacher",)
-    yield MemoryItem("teacher", "the process", TORCH_PROCESS_BYTES + sizes.vocab_size * TOKENIZER_BYTES)
+    yield MemoryItem(
+        "teacher", "the process", TORCH_PROCESS_BYTES + sizes.vocab_size * TOKENIZER_BYTES
+    )
     yield MemoryItem("teacher", "weights", sizes.weight_bytes(dtype), model, on_gpu=on_gpu)
     batch = ("engine.max_batch_tokens",)
     kept = tokens * sizes.kv_bytes_per_token(dtype)
-    yield MemoryItem("teacher", f"keys, values and states of {tokens} tokens", kept + layer, batch, is_certain=False, on_gpu=on_gpu)
-    yield MemoryItem("teacher", "logits that are scored at once", logits, batch, is_certain=False, on_gpu=on_gpu)
+    yield MemoryItem(
+        "teacher",
+        f"keys, values and states of {tokens} tokens",
+        kept + layer,
+        batch,
+        is_certain=False,
+        on_gpu=on_gpu,
+    )
+    yield MemoryItem(
+        "teacher", "logits that are scored at once", logits, batch, is_certain=False, on_gpu=on_gpu
+    )
 
 
-# --- What lies between them -------------------------------------------------------------------------------------------
+# --- What lies between them -----------------------------------------------------------------------
 
 
 def _published_memory(config: Config, sizes: ModelSizes) -> Iterator[MemoryItem]:
     by_memory = config.weights.transport == "shared_memory"
     versions = held_versions(config) * handed_bytes(config, sizes)
-    yield MemoryItem("shared memory", "published versions", versions, model_options(config), is_certain=by_memory)
+    yield MemoryItem(
+        "shared memory", "published versions", versions, model_options(config), is_certain=by_memory
+    )
 
 
 def _rollout_memory(config: Config, sizes: ModelSizes, *, longest: int) -> Iterator[MemoryItem]:
@@ -307,22 +409,35 @@ def _rollout_memory(config: Config, sizes: ModelSizes, *, longest: int) -> Itera
     yield from _tasks_memory(config)
     if workers:
         worker = LOOP_WORKER_BYTES if is_built_in(config.environment) else AGENT_WORKER_BYTES
-        yield MemoryItem("workers", f"{workers} x the process", workers * worker, ("environment.workers",))
+        yield MemoryItem(
+            "workers", f"{workers} x the process", workers * worker, ("environment.workers",)
+        )
     yield MemoryItem("launcher", "the process", LAUNCHER_BYTES)
     if config.distillation.teacher is not None:
         compared = sizes.vocab_size + sizes_of(config.distillation.teacher).vocab_size
-        yield MemoryItem("launcher", "tokens of teacher and student, which are compared", compared * COMPARED_BYTES)
+        yield MemoryItem(
+            "launcher",
+            "tokens of teacher and student, which are compared",
+            compared * COMPARED_BYTES,
+        )
 
 
 def _tasks_memory(config: Config) -> Iterator[MemoryItem]:
-    """Tasks of datasets, which are drawn before the first is tried, in each rollout process and for a warm start; those of rows are not."""
+    """Tasks of datasets, which are drawn before the first is tried, in each rollout process and for
+    a warm start; those of rows are not.
+    """
     sources = config.environment.sources
     drawing = config.gateway.shards + (config.warm_start.is_made and config.warm_start.data is None)
     for number, source in enumerate(sources):
         if source.dataset is not None:
             at = f"environment.sources.{number}"
             options = (f"{at}.size", f"{at}.heldout")
-            yield MemoryItem("rollout", f"drawn tasks of {source.dataset}", drawing * num_draws(source) * DRAWN_BYTES, options)
+            yield MemoryItem(
+                "rollout",
+                f"drawn tasks of {source.dataset}",
+                drawing * num_draws(source) * DRAWN_BYTES,
+                options,
+            )
 
 
 def model_options(config: Config) -> tuple[str, ...]:

@@ -1,4 +1,6 @@
-"""docs/configuration.md, made from the sections: `python -m midflight.config.reference docs/configuration.md`."""
+"""docs/configuration.md, made from the sections: `python -m midflight.config.reference
+docs/configuration.md`.
+"""
 
 import ast
 import inspect
@@ -32,10 +34,14 @@ def reference() -> str:
 
 
 def descriptions() -> Mapping[tuple[str, str], str]:
-    """The sentence under each option, by class and attribute, and the one of each class by class and ``."""
+    """The sentence under each option, by class and attribute, and the one of each class by class
+    and ``.
+    """
     found: dict[tuple[str, str], str] = {}
     for node in (
-        node for module in (sections, sources, agents, loss, cluster, devices) for node in ast.parse(inspect.getsource(module)).body
+        node
+        for module in (sections, sources, agents, loss, cluster, devices)
+        for node in ast.parse(inspect.getsource(module)).body
     ):
         if isinstance(node, ast.ClassDef):
             found[node.name, ""] = ast.get_docstring(node) or ""
@@ -45,17 +51,27 @@ def descriptions() -> Mapping[tuple[str, str], str]:
 
 def _attributes(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for statement, following in zip(node.body, node.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and isinstance(following, ast.Expr):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+        ):
             text = following.value
             if isinstance(text, ast.Constant) and isinstance(text.value, str):
                 yield statement.target.id, " ".join(text.value.split())
 
 
 def _section_keys() -> list[str]:
-    """Sections in the order of `Config`, each followed by the tables and lists of tables in it that have options of their own."""
+    """Sections in the order of `Config`, each followed by the tables and lists of tables in it that
+    have options of their own.
+    """
     owners = {option.key.rpartition(".")[0] for option in options().values()}
     inner = sorted(key for key in tables() if "." in key and key in owners)
-    return [key for name in Config.model_fields for key in (name, *(k for k in inner if k.startswith(f"{name}.")))]
+    return [
+        key
+        for name in Config.model_fields
+        for key in (name, *(k for k in inner if k.startswith(f"{name}.")))
+    ]
 
 
 def _section(key: str, described: Mapping[tuple[str, str], str]) -> str:
@@ -66,7 +82,10 @@ def _section(key: str, described: Mapping[tuple[str, str], str]) -> str:
         lines += [described[owner, ""], ""]
     lines += ["| option | value | default | meaning |", "|---|---|---|---|"]
     members = [option for option in options().values() if option.key.rpartition(".")[0] == key]
-    lines += [_row(option, described.get((owner, option.key.rpartition(".")[2]), "")) for option in members]
+    lines += [
+        _row(option, described.get((owner, option.key.rpartition(".")[2]), ""))
+        for option in members
+    ]
     return "\n".join([*lines, ""])
 
 
@@ -85,7 +104,12 @@ def section_class(key: str) -> type[Section]:
 
 
 def _row(option: Option, text: str) -> str:
-    cells = (f"`{option.key.rpartition('.')[2]}`", option.expectation.replace("'", "`"), _default(option), text)
+    cells = (
+        f"`{option.key.rpartition('.')[2]}`",
+        option.expectation.replace("'", "`"),
+        _default(option),
+        text,
+    )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -1,4 +1,5 @@
-"""One frozen section per station. Every option has a type, a bound, a unit and a sentence saying what larger means.
+"""One frozen section per station. Every option has a type, a bound, a unit and a sentence saying
+what larger means.
 
 Nothing here imports torch. Code receives the numbers it needs, not these objects."""
 
@@ -11,40 +12,69 @@ from pydantic import Field, JsonValue
 from midflight.config.agents import McpSection, RewardSection, SandboxSection, UntrackedSection
 from midflight.config.cluster import ClusterSection
 from midflight.config.devices import ServerSection
-from midflight.config.loss import CorrectionSection, CriticSection, DistillationSection, ObjectiveSection
-from midflight.config.section import Above0, Count, Fraction, NonNegative, Positive, Seconds, Section
+from midflight.config.loss import (
+    CorrectionSection,
+    CriticSection,
+    DistillationSection,
+    ObjectiveSection,
+)
+from midflight.config.section import (
+    Above0,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Seconds,
+    Section,
+)
 from midflight.config.sources import CurriculumSection, SourceSection
 from midflight.types import PauseMode, SamplingParams, StalePolicy
 
 
 class RunSection(Section):
     name: str = "run"
-    """Label of the run; part of every request seed, so two runs of the same name and seed sample alike."""
+    """Label of the run; part of every request seed, so two runs of the same name and seed sample
+    alike.
+    """
     folder: Path = Path("runs/run")
     """Where everything the run writes goes."""
     store_folder: Path | None = None
-    """Folder on a disk of the gateway's machine for the store, of which each checkpoint then gets a copy; an absolute path. Default: the run's folder, which may not lie on a network then."""
+    """Folder on a disk of the gateway's machine for the store, of which each checkpoint then gets a
+    copy; an absolute path. Default: the run's folder, which may not lie on a network then.
+    """
     seed: Count = 0
     """Seeds weights, task order and sampling."""
     steps: Positive = 100
     """Optimiser steps of reinforcement learning; larger trains longer."""
     stop_at_reward: Fraction | None = None
-    """Ends before `steps` once the mean reward over the last 20 steps reaches this; larger trains longer."""
+    """Ends before `steps` once the mean reward over the last 20 steps reaches this; larger trains
+    longer.
+    """
     restarts: Count = 2
-    """How often each part may die and be started again without having worked in between, before the run fails. What was spent also comes back after ten minutes, and an engine that is killed while it starts spends nothing. Larger tolerates more crashes."""
+    """How often each part may die and be started again without having worked in between, before the
+    run fails. What was spent also comes back after ten minutes, and an engine that is killed while
+    it starts spends nothing. Larger tolerates more crashes.
+    """
     stall_seconds: Above0 = 120.0
-    """A part that hangs is shown and started again after this, unless what it does has a longer limit; a trial before the run that does nothing for so long is ended. Larger bears longer standstills."""
+    """A part that hangs is shown and started again after this, unless what it does has a longer
+    limit; a trial before the run that does nothing for so long is ended. Larger bears longer
+    standstills.
+    """
     stop_seconds: Seconds = 5.0
     """Time a stopping run gives its parts before it kills them; larger waits longer for writes."""
 
 
 class ModelSection(Section):
     path: Path | None = None
-    """A Hugging Face model folder to start from, or a GGUF file, which is converted into one beside it. Without it a model is made from the sizes below, with random weights."""
+    """A Hugging Face model folder to start from, or a GGUF file, which is converted into one beside
+    it. Without it a model is made from the sizes below, with random weights.
+    """
     name: str = "policy"
     """The model id that agents use."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Precision of weights in the trainer, and in engines unless `engine.dtype` says otherwise; larger is exacter and slower."""
+    """Precision of weights in the trainer, and in engines unless `engine.dtype` says otherwise;
+    larger is exacter and slower.
+    """
     hidden_size: Positive = 128
     """Width of a made model; larger learns more and runs slower."""
     intermediate_size: Positive = 384
@@ -56,48 +86,92 @@ class ModelSection(Section):
     num_kv_heads: Positive = 2
     """Its key/value heads; must divide `num_heads`."""
     max_context: Positive = 256
-    """Longest prompt plus answer, in tokens; larger costs memory in every engine slot. Default with `path`: what the model can (`max_position_embeddings`), as far as its keys and values, and the trainer's activations for a row, each fit into an eighth of the machine's memory (on GPUs into a quarter)."""
+    """Longest prompt plus answer, in tokens; larger costs memory in every engine slot. Default with
+    `path`: what the model can (`max_position_embeddings`), as far as its keys and values, and the
+    trainer's activations for a row, each fit into an eighth of the machine's memory (on GPUs into a
+    quarter).
+    """
 
 
 class EngineSection(Section):
     kind: Literal["embedded", "vllm", "sglang"] = "embedded"
-    """Which inference server generates: our own, or one of other people, in an environment of its own (`make engines`)."""
+    """Which inference server generates: our own, or one of other people, in an environment of its
+    own (`make engines`).
+    """
     count: Positive = 1
-    """Engine processes; larger generates more when there are cores for it. With `urls` or `servers` it is their number."""
+    """Engine processes; larger generates more when there are cores for it. With `urls` or `servers`
+    it is their number.
+    """
     python: Path | None = None
-    """Interpreter of the environment that the server is installed in. Default `.venv-vllm/bin/python` or `.venv-sglang/bin/python`."""
+    """Interpreter of the environment that the server is installed in. Default
+    `.venv-vllm/bin/python` or `.venv-sglang/bin/python`.
+    """
     urls: tuple[str, ...] = ()
-    """Addresses of servers that run already, such as `http://127.0.0.1:30000`: they are attached, and none is started or stopped."""
+    """Addresses of servers that run already, such as `http://127.0.0.1:30000`: they are attached,
+    and none is started or stopped.
+    """
     arguments: tuple[str, ...] = ()
-    """Further words for the server's command line, after ours, such as `--gpu-memory-utilization=0.5`."""
+    """Further words for the server's command line, after ours, such as
+    `--gpu-memory-utilization=0.5`.
+    """
     start_seconds: Seconds = 180.0
-    """A server that comes up, and neither computes nor reads for so long, is given up, as is one of `urls` that does not answer for so long; larger waits longer for one that hangs."""
+    """A server that comes up, and neither computes nor reads for so long, is given up, as is one of
+    `urls` that does not answer for so long; larger waits longer for one that hangs.
+    """
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Precision that engines serve in, and that weights travel in; `auto` is `model.dtype`. Smaller is faster, and further from the trainer."""
+    """Precision that engines serve in, and that weights travel in; `auto` is `model.dtype`. Smaller
+    is faster, and further from the trainer.
+    """
     max_running: Positive = 64
     """Requests decoded together; larger is faster per token and slower per request."""
     max_batch_tokens: Positive = 2048
-    """Prompt and decode tokens of one engine step; larger prefills faster and makes steps longer."""
+    """Prompt and decode tokens of one engine step; larger prefills faster and makes steps
+    longer.
+    """
     threads: Positive = 1
     """CPU threads of one engine process; more than the free cores makes all slower."""
     device: str = "cpu"
-    """Where the engine computes: `cpu`, `cuda`, each then on GPUs of its own, or such as `cuda:1`."""
+    """Where the engine computes: `cpu`, `cuda`, each then on GPUs of its own, or such as
+    `cuda:1`.
+    """
     share_devices: bool = False
-    """Engines may be on GPUs that a trainer rank or another engine has, as on a machine with one; each then needs a part of its memory. Without it that is refused."""
+    """Engines may be on GPUs that a trainer rank or another engine has, as on a machine with one;
+    each then needs a part of its memory. Without it that is refused.
+    """
     lend: bool = False
-    """One more embedded engine, in the place of the first trainer rank: it generates while that waits for a batch, and hands its requests to the others when the batch is there. Pays where training waits for generation and has cores or GPUs of its own."""
+    """One more embedded engine, in the place of the first trainer rank: it generates while that
+    waits for a batch, and hands its requests to the others when the batch is there. Pays where
+    training waits for generation and has cores or GPUs of its own.
+    """
     servers: tuple[ServerSection, ...] = ()
-    """The engines one by one, in place of `count`: where each is, on which GPUs, and laid over how many."""
+    """The engines one by one, in place of `count`: where each is, on which GPUs, and laid over how
+    many.
+    """
     deterministic: bool = False
-    """An answer does not depend on what is generated beside it: vLLM's batch-invariant kernels, SGLang's deterministic inference with a seed for each request. On GPUs alone, and slower."""
+    """An answer does not depend on what is generated beside it: vLLM's batch-invariant kernels,
+    SGLang's deterministic inference with a seed for each request. On GPUs alone, and slower.
+    """
     guesses: Count = 0
-    """Tokens that the embedded engine guesses ahead, at most, from what stands in a sequence, and computes in one step; those that are what it samples stand, so that answers stay the same (speculative decoding by n-grams). Larger is faster where answers repeat what was said before and few requests run; where they do not, or many run, it costs."""
+    """Tokens that the embedded engine guesses ahead, at most, from what stands in a sequence, and
+    computes in one step; those that are what it samples stand, so that answers stay the same
+    (speculative decoding by n-grams). Larger is faster where answers repeat what was said before
+    and few requests run; where they do not, or many run, it costs.
+    """
     prefix_mb: Count = 256
-    """Megabytes of keys and values that the embedded engine keeps of requests which have ended, for those that begin alike: the next turn of a conversation, the other answers to a prompt. Larger: more conversations go on without their prompts being computed again; 0: each request computes its whole prompt."""
+    """Megabytes of keys and values that the embedded engine keeps of requests which have ended, for
+    those that begin alike: the next turn of a conversation, the other answers to a prompt. Larger:
+    more conversations go on without their prompts being computed again; 0: each request computes
+    its whole prompt.
+    """
     prefix_age: Count = 0
-    """How many versions old the weights may be that they were computed by. 0 uses those of the weights now served alone; larger computes less after each handover, with more mismatch between engine and trainer, and tokens say so in their key versions."""
+    """How many versions old the weights may be that they were computed by. 0 uses those of the
+    weights now served alone; larger computes less after each handover, with more mismatch between
+    engine and trainer, and tokens say so in their key versions.
+    """
     pause_lease_seconds: Seconds = 30.0
-    """An engine paused for longer without renewal resumes by itself, so that a dead controller cannot freeze it."""
+    """An engine paused for longer without renewal resumes by itself, so that a dead controller
+    cannot freeze it.
+    """
 
 
 class GatewaySection(Section):
@@ -106,44 +180,75 @@ class GatewaySection(Section):
     port: Count = 0
     """0 takes a free port."""
     hosts: tuple[str, ...] = ()
-    """Names by which clients may ask an endpoint on loopback, beside loopback's own, such as that of a proxy; `*` is any. By another name a web page could have its visitors' browsers ask (DNS rebinding)."""
+    """Names by which clients may ask an endpoint on loopback, beside loopback's own, such as that
+    of a proxy; `*` is any. By another name a web page could have its visitors' browsers ask (DNS
+    rebinding).
+    """
     public_url: str = ""
-    """Begins the addresses of sessions given over HTTP, and `client.public_url`, for agents on other machines, such as `https://proxy.example`; empty: the address of the connection that asked. The endpoint answers to its name too."""
+    """Begins the addresses of sessions given over HTTP, and `client.public_url`, for agents on
+    other machines, such as `https://proxy.example`; empty: the address of the connection that
+    asked. The endpoint answers to its name too.
+    """
     private_metrics: bool = False
     """`/metrics` asks for the control token."""
     strict: bool = False
-    """Refuse by name what has no effect on the text, and limits above the room there is. Without it such a field is passed over and named in the answer's head (`x-midflight-ignored`), and such a limit is lowered (`x-midflight-clamped`)."""
+    """Refuse by name what has no effect on the text, and limits above the room there is. Without it
+    such a field is passed over and named in the answer's head (`x-midflight-ignored`), and such a
+    limit is lowered (`x-midflight-clamped`).
+    """
     request_seconds: Seconds = 120.0
-    """How long an answer may stand still, without one new token, on an engine that serves it; pauses, and waits for an engine that is full or away, do not count. Larger waits longer for one that an engine has lost."""
+    """How long an answer may stand still, without one new token, on an engine that serves it;
+    pauses, and waits for an engine that is full or away, do not count. Larger waits longer for one
+    that an engine has lost.
+    """
     max_sessions: Positive = 10_000
     """Live sessions; further ones are answered 429."""
     max_requests: Positive = 4096
     """Requests under way; further ones are answered 429."""
     drain_seconds: NonNegative = 20.0
-    """An engine that leaves the run may end its requests for so long; the rest goes on elsewhere. Larger moves fewer requests, and lets go of machines later."""
+    """An engine that leaves the run may end its requests for so long; the rest goes on elsewhere.
+    Larger moves fewer requests, and lets go of machines later.
+    """
     orphan_seconds: NonNegative = 30.0
-    """A session's generation survives the loss of its client for this long, and so does its answer, for a retry; larger forgives longer losses."""
+    """A session's generation survives the loss of its client for this long, and so does its answer,
+    for a retry; larger forgives longer losses.
+    """
     tool_format: Literal["auto", "none", "hermes", "llama3", "mistral", "qwen_coder"] = "auto"
-    """How the model writes tool calls; `auto` finds it in the chat template or the special tokens, else it is `hermes`; `none` reads no calls but forced ones, in Hermes form."""
+    """How the model writes tool calls; `auto` finds it in the chat template or the special tokens,
+    else it is `hermes`; `none` reads no calls but forced ones, in Hermes form.
+    """
     reasoning_format: Literal["auto", "none", "think", "mistral"] = "auto"
-    """Between which markers the model thinks before it answers; `auto` finds them as above, `none` leaves thinking in the content."""
+    """Between which markers the model thinks before it answers; `auto` finds them as above, `none`
+    leaves thinking in the content.
+    """
     shards: Positive = 1
-    """Rollout processes that `train` starts, each with a gateway, agents, buffer and store of its own and an equal part of the groups; larger serves more requests on more cores."""
+    """Rollout processes that `train` starts, each with a gateway, agents, buffer and store of its
+    own and an equal part of the groups; larger serves more requests on more cores.
+    """
     session_seconds: Seconds = 3600.0
-    """A session opened over HTTP ends after this long without a request, and its record is kept as long for its owner; larger waits longer for late rewards."""
+    """A session opened over HTTP ends after this long without a request, and its record is kept as
+    long for its owner; larger waits longer for late rewards.
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
-        """To which the endpoint answers, beside those of loopback: `hosts`, and that of `public_url`."""
+        """To which the endpoint answers, beside those of loopback: `hosts`, and that of
+        `public_url`.
+        """
         public = urlsplit(self.public_url).hostname
         return (*self.hosts, *([public] if public else []))
 
 
 class EnvironmentSection(Section):
     entry: str | None = None
-    """`module:function` of the environment: a function `(task, client) -> reward`, async or plain, or a class with `reset` and tools. Without it the built-in loop runs where there are rewards or tools; else one answer is compared with `answer`."""
+    """`module:function` of the environment: a function `(task, client) -> reward`, async or plain,
+    or a class with `reset` and tools. Without it the built-in loop runs where there are rewards or
+    tools; else one answer is compared with `answer`.
+    """
     rewards: tuple[RewardSection, ...] = ()
-    """Functions that score a rollout. Beside an `entry` they get what its `Result` has in `fields`."""
+    """Functions that score a rollout. Beside an `entry` they get what its `Result` has in
+    `fields`.
+    """
     tools: tuple[str, ...] = ()
     """`module:function` of each tool of the built-in loop, or `module:Class` of one with state."""
     mcp: tuple[McpSection, ...] = ()
@@ -151,47 +256,81 @@ class EnvironmentSection(Section):
     system: str = ""
     """A system message that the built-in loop begins with, where the task has none."""
     sandbox: SandboxSection = SandboxSection()
-    """Where code that the model wrote runs, for reward functions that have a parameter `sandbox`."""
+    """Where code that the model wrote runs, for reward functions that have a parameter
+    `sandbox`.
+    """
     untracked: UntrackedSection = UntrackedSection()
     """What answers judges and simulated users of an `entry`."""
     max_turns: Positive = 8
-    """Answers of one rollout of the built-in loop: it goes on while tools are called; larger lets it call more."""
+    """Answers of one rollout of the built-in loop: it goes on while tools are called; larger lets
+    it call more.
+    """
     tool_seconds: Seconds = 30.0
-    """Deadline of one call of a tool; past it the model is told so. Larger waits longer for a tool that hangs."""
+    """Deadline of one call of a tool; past it the model is told so. Larger waits longer for a tool
+    that hangs.
+    """
     tool_concurrency: Positive = 64
     """Calls under way at once in one worker; larger loads what the tools ask more."""
     template_options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Variables of the chat template in the built-in loop, such as `{ enable_thinking = false }`; that of models made here takes `list_tools`."""
+    """Variables of the chat template in the built-in loop, such as `{ enable_thinking = false }`;
+    that of models made here takes `list_tools`.
+    """
     workers: Count | None = None
-    """Processes that run agents; larger runs more at once that block or compute. 0 runs them in the rollout process, where one that blocks stops everything. Default: half the cores, from 2 to 8; 0 for Midflight's own environments."""
+    """Processes that run agents; larger runs more at once that block or compute. 0 runs them in the
+    rollout process, where one that blocks stops everything. Default: half the cores, from 2 to 8; 0
+    for Midflight's own environments.
+    """
     worker_mb: Positive | None = None
-    """Memory of a worker's own data, in MB: what an agent takes beyond it raises `MemoryError` there. A plain agent's thread counts for its stack, often 8. Larger bears more. None is no limit."""
+    """Memory of a worker's own data, in MB: what an agent takes beyond it raises `MemoryError`
+    there. A plain agent's thread counts for its stack, often 8. Larger bears more. None is no
+    limit.
+    """
     max_processes: Positive | None = None
-    """Processes that one rollout in a worker may start; one more fails it as `TooManyProcesses`. Larger bears more. None is no limit."""
+    """Processes that one rollout in a worker may start; one more fails it as `TooManyProcesses`.
+    Larger bears more. None is no limit.
+    """
     sources: tuple[SourceSection, ...] = (SourceSection(dataset="spell_backward"),)
     """Where tasks come from."""
     max_tokens: Positive = 16
-    """Output tokens of one request unless the agent asks otherwise; larger allows longer answers. Default with `model.path`: a quarter of the context, from 16 to 256."""
+    """Output tokens of one request unless the agent asks otherwise; larger allows longer answers.
+    Default with `model.path`: a quarter of the context, from 16 to 256.
+    """
     temperature: Above0 = 1.0
     """Sampling temperature of the policy; larger explores more."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the likeliest tokens that have this much probability together; larger keeps more. Below 1 the trainer normalises over what was kept too, where engines record it."""
+    """Sample from the likeliest tokens that have this much probability together; larger keeps more.
+    Below 1 the trainer normalises over what was kept too, where engines record it.
+    """
     top_k: Positive | None = None
     """Sample from so many of the likeliest tokens; larger keeps more. None keeps all."""
     min_p: Fraction = 0.0
     """Sample from tokens at least this likely, relative to the likeliest; larger keeps fewer."""
     count_all_choices: bool = False
-    """Train on every choice of a request with n > 1; by default only on those the agent went on from, if it went on from any."""
+    """Train on every choice of a request with n > 1; by default only on those the agent went on
+    from, if it went on from any.
+    """
     rollout_seconds: Seconds = 60.0
-    """What the agent of one rollout may take by itself: time without a request under way at the gateway, without a tool that runs within its own limit, and with a place to run. Scoring a group has as much. A hung agent keeps its slot until then: larger waits longer for it, and so do steps."""
+    """What the agent of one rollout may take by itself: time without a request under way at the
+    gateway, without a tool that runs within its own limit, and with a place to run. Scoring a group
+    has as much. A hung agent keeps its slot until then: larger waits longer for it, and so do
+    steps.
+    """
     max_rollout_seconds: Seconds | None = None
-    """What a whole rollout may take, its requests too; time without a place to run, and without any engine that takes requests, does not count. It ends agents that ask for ever; larger lets rollouts be longer. Default: four times what `max_tokens` in each turn takes at the rate that was measured, and `rollout_seconds`; the dry run shows it."""
+    """What a whole rollout may take, its requests too; time without a place to run, and without any
+    engine that takes requests, does not count. It ends agents that ask for ever; larger lets
+    rollouts be longer. Default: four times what `max_tokens` in each turn takes at the rate that
+    was measured, and `rollout_seconds`; the dry run shows it.
+    """
 
     @property
     def sampling(self) -> SamplingParams:
         """Of a request that says nothing else."""
         return SamplingParams(
-            max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
         )
 
 
@@ -203,17 +342,25 @@ class RolloutSection(Section):
     group_size: Positive = 8
     """n: rollouts of one task; larger estimates the advantage better."""
     max_in_flight: Positive | None = None
-    """Rollouts running at once; larger hides more latency and makes tokens older. Default: what the engines hold just now, at most (S + 1) * B * n."""
+    """Rollouts running at once; larger hides more latency and makes tokens older. Default: what the
+    engines hold just now, at most (S + 1) * B * n.
+    """
     max_staleness: Count = 4
     """S: no trained token is older than this many versions. 0 is the synchronous loop."""
     stale_policy: StalePolicy = StalePolicy.WAIT
     """What to do about groups that would grow too old."""
     pause_mode: PauseMode | Literal["auto"] = "auto"
-    """How engines pause for a commit: keep, recompute, abort, drain, or `auto` by the engine's capabilities."""
+    """How engines pause for a commit: keep, recompute, abort, drain, or `auto` by the engine's
+    capabilities.
+    """
     buffer_groups: Positive | None = None
-    """Finished groups that may wait; larger absorbs more variation. Default (S + 1) * B; less than B is refused."""
+    """Finished groups that may wait; larger absorbs more variation. Default (S + 1) * B; less than
+    B is refused.
+    """
     buffer_bytes: Positive | None = None
-    """Memory that finished rollouts may take before no further group is started. Default: a quarter of the machine's; less than a batch of `model.max_context` is refused."""
+    """Memory that finished rollouts may take before no further group is started. Default: a quarter
+    of the machine's; less than a batch of `model.max_context` is refused.
+    """
     min_group_size: Positive | None = None
     """Fewer scored rollouts than this drop the group. Default: half of `group_size`."""
     retries: Count = 1
@@ -221,15 +368,21 @@ class RolloutSection(Section):
     requeues: Count = 1
     """How often a task is requeued under the `requeue` policy."""
     show_every: Count = 0
-    """Steps between completions that terminal and journal show, with prompt and reward; 0 shows none. Larger shows fewer."""
+    """Steps between completions that terminal and journal show, with prompt and reward; 0 shows
+    none. Larger shows fewer.
+    """
     show_completions: Positive = 2
-    """How many of the step's rollouts are shown then, the first of each group in turn; larger shows more."""
+    """How many of the step's rollouts are shown then, the first of each group in turn; larger shows
+    more.
+    """
     drop_zero_spread: bool = False
     """Drop groups whose rewards are all equal, and draw others (DAPO's dynamic sampling)."""
 
 
 class SuiteSection(Section):
-    """An evaluation of its own beside the usual one, which asks each held-out task once as training does."""
+    """An evaluation of its own beside the usual one, which asks each held-out task once as training
+    does.
+    """
 
     name: str
     """What journal and metrics call it: `NAME/SOURCE`."""
@@ -253,18 +406,27 @@ class EvaluationSection(Section):
     eval_every: Count = 0
     """Steps between evaluations on held-out tasks; 0 evaluates before and after only."""
     max_in_flight: Positive | None = None
-    """Evaluation rollouts at once; larger than what engines hold lets them wait inside. Default: what the engines hold just now."""
+    """Evaluation rollouts at once; larger than what engines hold lets them wait inside. Default:
+    what the engines hold just now.
+    """
     pin_seconds: Seconds = 60.0
-    """How long a new version waits for an evaluation where no other engine could take it; larger loses fewer results and lets training stand longer."""
+    """How long a new version waits for an evaluation where no other engine could take it; larger
+    loses fewer results and lets training stand longer.
+    """
     suites: tuple[SuiteSection, ...] = ()
     """Further evaluations, made whenever the usual one is."""
     keep: Count = 32
-    """Rollouts of each source whose conversations are kept of an evaluation, of the first and the newest 19; larger lets more be read and takes more disk."""
+    """Rollouts of each source whose conversations are kept of an evaluation, of the first and the
+    newest 19; larger lets more be read and takes more disk.
+    """
 
 
 class TrainerSection(Section):
     learning_rate: Above0 = 3e-4
-    """Peak step size of AdamW; larger learns faster, until it forgets what it could. Default with `model.path`, by the number of parameters: 0.0003 up to 3 million, 2e-05 at 135 million, 1e-06 from 7 billion; ten times that with `[lora]`."""
+    """Peak step size of AdamW; larger learns faster, until it forgets what it could. Default with
+    `model.path`, by the number of parameters: 0.0003 up to 3 million, 2e-05 at 135 million, 1e-06
+    from 7 billion; ten times that with `[lora]`.
+    """
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls from its peak to zero over the run."""
     warmup_steps: Count = 5
@@ -274,27 +436,47 @@ class TrainerSection(Section):
     max_grad_norm: Above0 = 1.0
     """Gradients of larger L2 norm are scaled down to it."""
     micro_batch_tokens: Positive = 4096
-    """Tokens of one forward and backward; larger is faster and takes more memory. Default with `model.path` on CPUs: as many as an eighth of the machine's memory holds activations of, from 512 to 4096."""
+    """Tokens of one forward and backward; larger is faster and takes more memory. Default with
+    `model.path` on CPUs: as many as an eighth of the machine's memory holds activations of, from
+    512 to 4096.
+    """
     updates_per_step: Positive = 1
     """Mini-batch updates in a step; above 1 the proximal policy is computed at the step's start."""
     on_alarm: Literal["warn", "skip", "stop"] = "warn"
-    """What a reading that says training is off its distribution does: warn, skip the step, or stop the run."""
+    """What a reading that says training is off its distribution does: warn, skip the step, or stop
+    the run.
+    """
     max_missing_share: Fraction = 0.1
-    """Share of a batch's tokens that may come without a log-probability; they are masked and counted, and more of them end the run."""
+    """Share of a batch's tokens that may come without a log-probability; they are masked and
+    counted, and more of them end the run.
+    """
     ranks: Positive = 1
-    """Trainer processes that share each step, with the model sharded over them; on a GPU machine one for each GPU."""
+    """Trainer processes that share each step, with the model sharded over them; on a GPU machine
+    one for each GPU.
+    """
     compute_dtype: Literal["auto", "bfloat16"] = "auto"
-    """Precision of the forward and backward; `auto` is that of the weights. bfloat16 beside float32 weights is faster on GPUs and slower on CPUs without AMX; the optimiser keeps the full precision."""
+    """Precision of the forward and backward; `auto` is that of the weights. bfloat16 beside float32
+    weights is faster on GPUs and slower on CPUs without AMX; the optimiser keeps the full
+    precision.
+    """
     activation_checkpointing: bool = False
-    """Keep only each layer's input for the backward and compute the rest again: less memory, about a third more time."""
+    """Keep only each layer's input for the backward and compute the rest again: less memory, about
+    a third more time.
+    """
     compile: bool = False
-    """Compile the layers' feed-forward parts with torch.compile: slower to start, and no faster on CPUs."""
+    """Compile the layers' feed-forward parts with torch.compile: slower to start, and no faster on
+    CPUs.
+    """
     threads: Positive = 1
     """CPU threads of one trainer process."""
     device: str = "cpu"
-    """Where the trainer computes: `cpu`, `cuda`, each rank then on a GPU of its own, or such as `cuda:1`."""
+    """Where the trainer computes: `cpu`, `cuda`, each rank then on a GPU of its own, or such as
+    `cuda:1`.
+    """
     devices: tuple[Count, ...] = ()
-    """Numbers of the ranks' GPUs on this machine, one for each rank. Default: what is free, the lowest first. On a cluster Ray chooses."""
+    """Numbers of the ranks' GPUs on this machine, one for each rank. Default: what is free, the
+    lowest first. On a cluster Ray chooses.
+    """
     checkpoint_every: Count = 50
     """Steps between checkpoints; 0 saves at the end only."""
     keep_checkpoints: Positive = 2
@@ -302,28 +484,47 @@ class TrainerSection(Section):
 
 
 class LoraSection(Section):
-    """Low-rank adapters of a frozen base, trained in place of all weights; only they go to the engines. Needs `pip install 'midflight[lora]'`."""
+    """Low-rank adapters of a frozen base, trained in place of all weights; only they go to the
+    engines. Needs `pip install 'midflight[lora]'`.
+    """
 
     rank: Positive | None = None
-    """Width of the adapters; larger learns more, and sends more with each version. None trains all weights."""
+    """Width of the adapters; larger learns more, and sends more with each version. None trains all
+    weights.
+    """
     alpha: Above0 | None = None
     """The adapters' output is scaled by alpha / rank; larger learns faster. Default 2 * rank."""
     targets: tuple[str, ...] = ()
-    """Last words of the names of the layers that get one, such as `q_proj`; empty is every linear layer but the output layer. Experts and routers of a mixture are no linear layers, and get none."""
+    """Last words of the names of the layers that get one, such as `q_proj`; empty is every linear
+    layer but the output layer. Experts and routers of a mixture are no linear layers, and get
+    none.
+    """
     merged: bool = False
-    """Whether servers get whole weights, the adapters merged into them, in a pause for each version; else they keep versions side by side. For models that a server's own LoRA does not take."""
+    """Whether servers get whole weights, the adapters merged into them, in a pause for each
+    version; else they keep versions side by side. For models that a server's own LoRA does not
+    take.
+    """
 
 
 class WarmStartSection(Section):
-    """Supervised fine-tuning before reinforcement learning, on the answers of the sources' tasks or on conversations. Stops on accuracy, not
-    on steps. Neither `target_accuracy` nor `data`: there is none."""
+    """Supervised fine-tuning before reinforcement learning, on the answers of the sources' tasks or
+    on conversations. Stops on accuracy, not on steps. Neither `target_accuracy` nor `data`: there
+    is none."""
 
     data: Path | None = None
-    """Conversations to learn from, such as one of a tool's use, as JSON lines with `messages` (OpenAI's, with their tool calls) and, where the model should see some, `tools`. Every message of the assistant is learnt. None learns the `answer` of the sources' tasks."""
+    """Conversations to learn from, such as one of a tool's use, as JSON lines with `messages`
+    (OpenAI's, with their tool calls) and, where the model should see some, `tools`. Every message
+    of the assistant is learnt. None learns the `answer` of the sources' tasks.
+    """
     target_accuracy: Fraction | None = None
-    """Stop once held-out exact match, sampled at the run's temperature, reaches this: of held-out tasks of the first source, or of the assistant's messages in an eighth of the conversations; larger trains longer. Without it `data` is learnt for `max_steps`."""
+    """Stop once held-out exact match, sampled at the run's temperature, reaches this: of held-out
+    tasks of the first source, or of the assistant's messages in an eighth of the conversations;
+    larger trains longer. Without it `data` is learnt for `max_steps`.
+    """
     learning_rate: Above0 = 2e-3
-    """Peak step size; larger learns faster, until it forgets what it could. Default with `model.path`: ten times `trainer.learning_rate`'s for whole weights, at most 0.002."""
+    """Peak step size; larger learns faster, until it forgets what it could. Default with
+    `model.path`: ten times `trainer.learning_rate`'s for whole weights, at most 0.002.
+    """
     max_steps: Positive = 2000
     """Gives up (and goes on) after this many steps."""
     examples_per_step: Positive = 64
@@ -338,36 +539,59 @@ class WarmStartSection(Section):
 
 class WeightsSection(Section):
     transport: Literal["auto", "shared_memory", "file", "collective", "direct", "pull"] = "auto"
-    """How bytes reach the engines: shared_memory on one machine, file through a common folder, collective by broadcast, direct by broadcast into the workers of vLLM and SGLang, which only swap in their pause, pull from whoever has them. auto chooses by size and place, and `--dry-run` says what and why."""
+    """How bytes reach the engines: shared_memory on one machine, file through a common folder,
+    collective by broadcast, direct by broadcast into the workers of vLLM and SGLang, which only
+    swap in their pause, pull from whoever has them. auto chooses by size and place, and `--dry-run`
+    says what and why.
+    """
     every: Positive = 1
-    """Steps from one version that is published to the next, at most `rollout.max_staleness` + 1. Every step makes a version, and ages count steps; larger hands over less often and trains on older tokens."""
+    """Steps from one version that is published to the next, at most `rollout.max_staleness` + 1.
+    Every step makes a version, and ages count steps; larger hands over less often and trains on
+    older tokens.
+    """
     stage_seconds: Seconds = 60.0
     """Deadline of staging on one engine; past it the engine is quarantined."""
     commit_seconds: Seconds = 30.0
     """Deadline of the commit, the pause included."""
     commit: Literal["rolling", "barrier"] = "rolling"
-    """rolling: one engine after the other, so that the others generate; barrier: all at once, so that no two versions are ever served together."""
+    """rolling: one engine after the other, so that the others generate; barrier: all at once, so
+    that no two versions are ever served together.
+    """
     max_paused: Positive = 1
-    """With `commit = "rolling"`: engines that are committed at once. Larger brings a version to many engines sooner, and takes more of them out of generation meanwhile."""
+    """With `commit = "rolling"`: engines that are committed at once. Larger brings a version to
+    many engines sooner, and takes more of them out of generation meanwhile.
+    """
     delta: bool = False
-    """Send what has changed since the version before: fewer bytes where steps are small and the served precision is coarse."""
+    """Send what has changed since the version before: fewer bytes where steps are small and the
+    served precision is coarse.
+    """
     full_every: Annotated[int, Field(ge=2, le=65)] = 16
-    """With `delta`: versions from one that is sent whole to the next; larger sends less, and makes an engine that rejoins read more."""
+    """With `delta`: versions from one that is sent whole to the next; larger sends less, and makes
+    an engine that rejoins read more.
+    """
 
 
 class ObserveSection(Section):
     trackers: tuple[str, ...] = ()
-    """Where numbers, histograms, samples and plots of a run go too, beside its folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, `otel` (traces of rollouts), each an extra of that name, or `module:Class` of one's own (metrics.md)."""
+    """Where numbers, histograms, samples and plots of a run go too, beside its folder:
+    `tensorboard`, `wandb`, `mlflow`, `trackio`, `otel` (traces of rollouts), each an extra of that
+    name, or `module:Class` of one's own (metrics.md).
+    """
     project: str = "midflight"
     """Under which trackers list the run, beside others of the same project."""
     samples: bool = False
     """The terminal shows the last rollout, as `--samples` does."""
     view: Literal["auto", "off"] = "auto"
-    """`auto`: a run whose viewer is installed (`midflight[view]`) has an address for it, and `/dashboard` of its gateway leads there; the viewer is a process of its own, started for its first visitor."""
+    """`auto`: a run whose viewer is installed (`midflight[view]`) has an address for it, and
+    `/dashboard` of its gateway leads there; the viewer is a process of its own, started for its
+    first visitor.
+    """
     view_port: int = Field(default=0, ge=0, le=65535)
     """Where the viewer of a run listens, on loopback; 0 takes a free port."""
     log_format: Literal["plain", "json"] = "plain"
-    """How logs and a terminal that cannot be redrawn are written: as text, or as one JSON object a line, as by `--log-format json`."""
+    """How logs and a terminal that cannot be redrawn are written: as text, or as one JSON object a
+    line, as by `--log-format json`.
+    """
 
 
 class Config(Section):

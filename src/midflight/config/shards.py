@@ -1,4 +1,6 @@
-"""What one of several rollout processes is told: an equal part of everything that is counted in groups or rollouts, and a folder of its own."""
+"""What one of several rollout processes is told: an equal part of everything that is counted in
+groups or rollouts, and a folder of its own.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +14,16 @@ MOST_SHARDS = 11
 
 
 def shard_folder(folder: Path, shard: int) -> Path:
-    """Where its store and journal lie; those of the first are where a run with one process has them."""
+    """Where its store and journal lie; those of the first are where a run with one process has
+    them.
+    """
     return folder / "shards" / str(shard) if shard else folder
 
 
 def shard_of(config: Config, shard: int) -> Config:
-    """With one process it is the run's own configuration. What engines hold is shared too (`run.rollout.capacity`)."""
+    """With one process it is the run's own configuration. What engines hold is shared too
+    (`run.rollout.capacity`).
+    """
     shards = config.gateway.shards
     r = config.rollout
     if shards == 1:
@@ -31,7 +37,9 @@ def shard_of(config: Config, shard: int) -> Config:
     workers = -(-num_workers(config.environment) // shards)
     return config.model_copy(
         update={
-            "run": config.run.model_copy(update={"folder": shard_folder(Path(config.run.folder), shard)}),
+            "run": config.run.model_copy(
+                update={"folder": shard_folder(Path(config.run.folder), shard)}
+            ),
             "rollout": r.model_copy(update=part),
             "environment": config.environment.model_copy(update={"workers": workers}),
         }
@@ -49,18 +57,39 @@ def shard_contradictions(config: Config) -> Iterator[str]:
     if shards == 1:
         return
     if shards > MOST_SHARDS:
-        yield f"gateway.shards is {shards}, and more than {MOST_SHARDS} stores can't be read as one; make it smaller"
+        yield (
+            f"gateway.shards is {shards}, and more than {MOST_SHARDS} stores can't be read as "
+            "one; make it smaller"
+        )
         return
-    for name, number in (("groups_per_step", r.groups_per_step), ("buffer_groups", r.buffer_groups)):
+    for name, number in (
+        ("groups_per_step", r.groups_per_step),
+        ("buffer_groups", r.buffer_groups),
+    ):
         if number is not None and number % shards:
-            yield f"rollout.{name} ({number}) can't be shared out equally by gateway.shards ({shards}); make it a multiple"
+            yield (
+                f"rollout.{name} ({number}) can't be shared out equally by gateway.shards "
+                f"({shards}); make it a multiple"
+            )
     if r.max_in_flight is not None and r.max_in_flight < shards * r.group_size:
-        yield f"rollout.max_in_flight ({r.max_in_flight}) leaves no group of {r.group_size} for each of gateway.shards ({shards}); raise it"
+        yield (
+            f"rollout.max_in_flight ({r.max_in_flight}) leaves no group of {r.group_size} for "
+            f"each of gateway.shards ({shards}); raise it"
+        )
     if config.cluster.kind != "local":
         yield f"gateway.shards is {shards}, which needs one machine; remove it, or cluster.kind"
     if config.run.store_folder is not None:
-        yield f"gateway.shards is {shards}, and each has a store in the run's folder; remove it, or run.store_folder"
+        yield (
+            f"gateway.shards is {shards}, and each has a store in the run's folder; remove it, "
+            "or run.store_folder"
+        )
     if any(source.posted for source in config.environment.sources):
-        yield f"gateway.shards is {shards}, and tasks that are posted go to one gateway; remove it, or the source with posted = true"
+        yield (
+            f"gateway.shards is {shards}, and tasks that are posted go to one gateway; remove "
+            "it, or the source with posted = true"
+        )
     if agent_of(config.environment) == CLAIMED:
-        yield f"gateway.shards is {shards}, and rollouts that are claimed go to one gateway; remove it, or let the run start its agents"
+        yield (
+            f"gateway.shards is {shards}, and rollouts that are claimed go to one gateway; "
+            "remove it, or let the run start its agents"
+        )

@@ -1,4 +1,6 @@
-"""Where tasks come from: the options of a source, and what follows from them without reading anything."""
+"""Where tasks come from: the options of a source, and what follows from them without reading
+anything.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,38 +20,65 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class SourceSection(Section):
-    """One source of tasks and the share it has in the stream. It says where they are from with one of `dataset`, `path`, `entry` and `posted`."""
+    """One source of tasks and the share it has in the stream. It says where they are from with one
+    of `dataset`, `path`, `entry` and `posted`.
+    """
 
     dataset: str | None = None
     """A dataset of reasoning-gym, by its name, such as `spell_backward`."""
     path: Path | None = None
-    """A file of rows: JSON lines (`.jsonl`), CSV (`.csv`, `.tsv`), Parquet, or a folder written by `datasets.save_to_disk`; the last two need `pip install 'midflight[data]'`."""
+    """A file of rows: JSON lines (`.jsonl`), CSV (`.csv`, `.tsv`), Parquet, or a folder written by
+    `datasets.save_to_disk`; the last two need `pip install 'midflight[data]'`.
+    """
     entry: str | None = None
-    """`module:function` that returns the rows: an iterable of dicts, a `datasets.Dataset` or a torch one. Every process calls it, so it must return the same each time."""
+    """`module:function` that returns the rows: an iterable of dicts, a `datasets.Dataset` or a
+    torch one. Every process calls it, so it must return the same each time.
+    """
     posted: bool = False
-    """Tasks come over HTTP, `POST /midflight/v1/tasks`, and are tried before those of other sources; with no other source the run waits for them."""
+    """Tasks come over HTTP, `POST /midflight/v1/tasks`, and are tried before those of other
+    sources; with no other source the run waits for them.
+    """
     name: str = ""
-    """What metrics call it. Default: the name of the dataset, of the file without its ending, or of the function; else `posted`."""
+    """What metrics call it. Default: the name of the dataset, of the file without its ending, or of
+    the function; else `posted`.
+    """
     weight: Above0 = 1.0
     """Share in the stream, relative to the other sources."""
     size: Positive | None = None
-    """Most tasks to train on (an epoch); larger repeats less. Default: 2000 of a dataset, else all rows."""
+    """Most tasks to train on (an epoch); larger repeats less. Default: 2000 of a dataset, else all
+    rows.
+    """
     heldout: Count | Share | Path | None = None
-    """Tasks kept for evaluation, disjoint from training by content: their number, their share of the rows, or a second file. Default: 256 of a dataset, else 0, and nothing is evaluated."""
+    """Tasks kept for evaluation, disjoint from training by content: their number, their share of
+    the rows, or a second file. Default: 256 of a dataset, else 0, and nothing is evaluated.
+    """
     shuffle: bool = True
-    """Whether each pass through the tasks has an order of its own; without it all are in the order of the rows."""
+    """Whether each pass through the tasks has an order of its own; without it all are in the order
+    of the rows.
+    """
     prompt: str = "{question}"
-    """What the model is asked: a format over the row's columns such as `{question}`, or the name of a column with a text or a conversation (`messages`). A dataset's columns are `question`, `answer` and those of its metadata."""
+    """What the model is asked: a format over the row's columns such as `{question}`, or the name of
+    a column with a text or a conversation (`messages`). A dataset's columns are `question`,
+    `answer` and those of its metadata.
+    """
     system: str = ""
     """A system message before the prompt."""
     answer: str = ""
-    """The column with the expected answer, a text or a number, which becomes `answer` as text; empty leaves all columns as they are."""
+    """The column with the expected answer, a text or a number, which becomes `answer` as text;
+    empty leaves all columns as they are.
+    """
     id: str = ""
-    """The column that identifies a task, a text or a whole number, each once; empty numbers the rows from 0."""
+    """The column that identifies a task, a text or a whole number, each once; empty numbers the
+    rows from 0.
+    """
     content: str = ""
-    """The column that identifies a task's content; training and held-out tasks never share a value of it. Default: the prompt; of a dataset `question`."""
+    """The column that identifies a task's content; training and held-out tasks never share a value
+    of it. Default: the prompt; of a dataset `question`.
+    """
     only: str = ""
-    """A regular expression that a whole content must match to become a task, such as `[a-z]+`; empty takes all."""
+    """A regular expression that a whole content must match to become a task, such as `[a-z]+`;
+    empty takes all.
+    """
     options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Options of the dataset itself, or arguments of the function."""
 
@@ -61,7 +90,13 @@ class SourceSection(Section):
     @property
     def num_heldout(self) -> int | float | Path:
         """`heldout` with its default."""
-        return self.heldout if self.heldout is not None else DATASET_HELDOUT if self.dataset is not None else 0
+        return (
+            self.heldout
+            if self.heldout is not None
+            else DATASET_HELDOUT
+            if self.dataset is not None
+            else 0
+        )
 
     @property
     def has_heldout(self) -> bool:
@@ -74,28 +109,48 @@ class SourceSection(Section):
             return "what is posted"
         size = DATASET_SIZE if self.size is None and self.dataset is not None else self.size
         held = self.num_heldout
-        kept = f"{held:g} of the rows" if isinstance(held, float) else f"those of {held}" if isinstance(held, Path) else held or "none"
-        return f"{self.origin}, {'all rows' if size is None else size} for training and {kept} held out"
+        kept = (
+            f"{held:g} of the rows"
+            if isinstance(held, float)
+            else f"those of {held}"
+            if isinstance(held, Path)
+            else held or "none"
+        )
+        return (
+            f"{self.origin}, {'all rows' if size is None else size} for training and {kept} "
+            "held out"
+        )
 
 
 class CurriculumSection(Section):
-    """Which task of a source is tried next, by how often its rollouts passed lately. Each task is in a pool: not tried yet, hard, learnable or
-    easy. Neither `priority` nor `target`: tasks have their turns, whatever comes of them."""
+    """Which task of a source is tried next, by how often its rollouts passed lately. Each task is
+    in a pool: not tried yet, hard, learnable or easy. Neither `priority` nor `target`: tasks have
+    their turns, whatever comes of them."""
 
     priority: Literal["uniform", "learnability"] = "uniform"
-    """learnability: a task of pass rate p is drawn in proportion to p(1 - p), of which a group teaches most; uniform: all tasks of a pool alike."""
+    """learnability: a task of pass rate p is drawn in proportion to p(1 - p), of which a group
+    teaches most; uniform: all tasks of a pool alike.
+    """
     target: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of the draws for tasks that are learnable or not tried yet; larger leaves less for hard and easy ones. None leaves it to the priority."""
+    """Share of the draws for tasks that are learnable or not tried yet; larger leaves less for hard
+    and easy ones. None leaves it to the priority.
+    """
     floor: Annotated[float, Field(ge=0.001, le=1)] = 0.05
-    """Chance of a task that always passes, or never does, relative to one of pass rate 1/2; larger sees such tasks again sooner."""
+    """Chance of a task that always passes, or never does, relative to one of pass rate 1/2; larger
+    sees such tasks again sooner.
+    """
     passes: float = 1.0
-    """The reward from which a rollout has passed; larger asks more. Rewards need not lie between 0 and 1."""
+    """The reward from which a rollout has passed; larger asks more. Rewards need not lie between 0
+    and 1.
+    """
     hard_below: Fraction = 0.1
     """Tasks of a lower pass rate are hard; larger calls more of them so."""
     easy_above: Fraction = 0.9
     """Tasks of a higher pass rate are easy; larger calls fewer of them so."""
     window: Positive = 16
-    """Scored rollouts of a task that its pass rate looks back on, in whole groups, the newest first; larger is steadier and notices later."""
+    """Scored rollouts of a task that its pass rate looks back on, in whole groups, the newest
+    first; larger is steadier and notices later.
+    """
 
     @property
     def chooses(self) -> bool:
@@ -122,40 +177,60 @@ def _own_name(source: SourceSection) -> str:
     return source.entry.rpartition(":")[2] if source.entry is not None else source.origin
 
 
-def source_contradictions(sources: Sequence[SourceSection], curriculum: CurriculumSection, *, learns_to_accuracy: bool) -> Iterator[str]:
-    """One sentence for each thing that is wrong with the sources as they are written. `learns_to_accuracy`: a warm start goes by the first one."""
+def source_contradictions(
+    sources: Sequence[SourceSection], curriculum: CurriculumSection, *, learns_to_accuracy: bool
+) -> Iterator[str]:
+    """One sentence for each thing that is wrong with the sources as they are written.
+    `learns_to_accuracy`: a warm start goes by the first one.
+    """
     yield from _of_curriculum(sources, curriculum)
     if learns_to_accuracy and not any(source.has_heldout for source in sources[:1]):
         yield (
-            "warm_start.target_accuracy is measured on the held-out tasks of the first source, which has none; "
-            "set environment.sources.0.heldout, or warm_start.data, or remove target_accuracy"
+            "warm_start.target_accuracy is measured on the held-out tasks of the first source, "
+            "which has none; set environment.sources.0.heldout, or warm_start.data, or remove "
+            "target_accuracy"
         )
     if not sources:
-        yield "environment.sources is empty, so there is nothing to train on; add an [[environment.sources]] with a dataset, a path or an entry"
+        yield (
+            "environment.sources is empty, so there is nothing to train on; add an "
+            "[[environment.sources]] with a dataset, a path or an entry"
+        )
     for number, source in enumerate(sources):
         yield from (f"environment.sources.{number}{problem}" for problem in _of_one(source))
     names = source_names(sources)
     for name, count in Counter(names).items():
         if count > 1:
             numbers = [str(number) for number, other in enumerate(names) if other == name]
-            yield f"environment.sources {' and '.join(numbers)} are both called {name!r}, so nobody could tell their scores apart; give one another name"
+            yield (
+                f"environment.sources {' and '.join(numbers)} are both called {name!r}, so "
+                "nobody could tell their scores apart; give one another name"
+            )
     if sum(source.posted for source in sources) > 1:
         yield "environment.sources has more than one posted source; one takes all that is posted"
 
 
-def _of_curriculum(sources: Sequence[SourceSection], curriculum: CurriculumSection) -> Iterator[str]:
+def _of_curriculum(
+    sources: Sequence[SourceSection], curriculum: CurriculumSection
+) -> Iterator[str]:
     if curriculum.hard_below >= curriculum.easy_above:
-        yield f"curriculum.hard_below ({curriculum.hard_below:g}) must be less than curriculum.easy_above ({curriculum.easy_above:g})"
+        yield (
+            f"curriculum.hard_below ({curriculum.hard_below:g}) must be less than "
+            f"curriculum.easy_above ({curriculum.easy_above:g})"
+        )
     if not curriculum.chooses:
         return
     if sources and all(source.posted for source in sources):
         yield (
-            "[curriculum] chooses among the tasks of a source, and what is posted is tried once each, in the order of posting; "
-            "remove [curriculum], or add a source with a dataset, a path or an entry"
+            "[curriculum] chooses among the tasks of a source, and what is posted is tried once "
+            "each, in the order of posting; remove [curriculum], or add a source with a dataset, "
+            "a path or an entry"
         )
     for number, source in enumerate(sources):
         if not source.shuffle and not source.posted:
-            yield f"environment.sources.{number}.shuffle = false keeps the order of the rows, and [curriculum] draws by pass rate; remove one of them"
+            yield (
+                f"environment.sources.{number}.shuffle = false keeps the order of the rows, and "
+                "[curriculum] draws by pass rate; remove one of them"
+            )
 
 
 def _of_one(source: SourceSection) -> Iterator[str]:
@@ -168,20 +243,38 @@ def _of_one(source: SourceSection) -> Iterator[str]:
     if source.entry is not None and not ENTRY.fullmatch(source.entry):
         yield f".entry must be 'module:function', got {source.entry!r}"
     idle = {
-        "dataset": {"id": source.id, "answer": source.answer, "heldout": isinstance(source.heldout, float | Path)},
+        "dataset": {
+            "id": source.id,
+            "answer": source.answer,
+            "heldout": isinstance(source.heldout, float | Path),
+        },
         "path": {"options": source.options},
         "entry": {},
-        "posted": {name: name in source.model_fields_set for name in ("size", "heldout", "weight", "shuffle", "only", "options")},
+        "posted": {
+            name: name in source.model_fields_set
+            for name in ("size", "heldout", "weight", "shuffle", "only", "options")
+        },
     }[kind]
     for name, is_given in idle.items():
         if is_given:
-            remedy = "give a number of tasks" if name == "heldout" and kind == "dataset" else "remove it"
-            yield f".{name} ({getattr(source, name)}) has no meaning for a source with {kind}; {remedy}"
+            remedy = (
+                "give a number of tasks" if name == "heldout" and kind == "dataset" else "remove it"
+            )
+            yield (
+                f".{name} ({getattr(source, name)}) has no meaning for a source with {kind}; "
+                f"{remedy}"
+            )
     if not source.prompt:
-        yield ".prompt is empty, so nothing would be asked; give a format such as '{question}', or the name of a column"
+        yield (
+            ".prompt is empty, so nothing would be asked; give a format such as '{question}', "
+            "or "
+            "the name of a column"
+        )
 
 
 def num_draws(source: SourceSection) -> int:
-    """Entries of a dataset that are drawn for its tasks, about: every eighth content is held out."""
+    """Entries of a dataset that are drawn for its tasks, about: every eighth content is held
+    out.
+    """
     assert isinstance(source.num_heldout, int), "a dataset holds out a number"
     return max(source.size or DATASET_SIZE, 8 * source.num_heldout, 1)

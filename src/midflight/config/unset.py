@@ -1,7 +1,9 @@
-"""Options that follow from the model where they are unset and the model comes from a folder (`model.path`).
+"""Options that follow from the model where they are unset and the model comes from a folder
+(`model.path`).
 
-The defaults that the sections state are for small models which are made with random weights. A model that was trained before talks in longer
-answers, is spoilt by steps as large as those, and takes memory of another order.
+The defaults that the sections state are for small models which are made with random weights. A
+model that was trained before talks in longer answers, is spoilt by steps as large as those, and
+takes memory of another order.
 
 | option | follows from |
 |---|---|
@@ -26,21 +28,32 @@ from midflight.errors import ModelNotFound
 from midflight.models.sizes import ModelSizes, adapter_of, sizes_of
 
 ANSWER_SHARE = 4
-"""An answer may have one part in four of the context: the rest is for prompts, and for further turns."""
+"""An answer may have one part in four of the context: the rest is for prompts, and for further
+turns.
+"""
 MOST_ANSWER = 256
-"""Tokens of an answer by default, as in TRL (`max_completion_length`). Long reasoning asks for more."""
+"""Tokens of an answer by default, as in TRL (`max_completion_length`). Long reasoning asks for
+more.
+"""
 KNOWN_PARAMETERS = 135e6
 """Parameters of SmolLM2-135M-Instruct."""
 KNOWN_RATE = 2e-5
-"""The step size with which that model learns sums in thirty steps. With 3e-4 it forgets in three what it could."""
+"""The step size with which that model learns sums in thirty steps. With 3e-4 it forgets in three
+what it could.
+"""
 RATE_FALLS = 0.75
-"""Power by which the step falls with the number of parameters. It meets what is usual at both ends: 3e-4 for the 3 million of a model made
-here, 1e-6 for 7 billion, which TRL's and verl's GRPO have."""
+"""Power by which the step falls with the number of parameters. It meets what is usual at both ends:
+3e-4 for the 3 million of a model made here, 1e-6 for 7 billion, which TRL's and verl's GRPO
+have."""
 LEAST_RATE = 1e-6
 ADAPTER_FACTOR = 10
-"""Adapters take steps ten times as large as whole weights (Schulman et al., LoRA Without Regret, 2025)."""
+"""Adapters take steps ten times as large as whole weights (Schulman et al., LoRA Without Regret,
+2025).
+"""
 COPYING_FACTOR = 10
-"""So much larger are steps that learn from given answers, or values: their gradient is far less noisy. 2e-4 at 135 million, 1e-5 at 7 billion."""
+"""So much larger are steps that learn from given answers, or values: their gradient is far less
+noisy. 2e-4 at 135 million, 1e-5 at 7 billion.
+"""
 MICRO_STEP = 256
 """A micro-batch that memory bounds has a multiple of so many tokens."""
 LEAST_MICRO = 512
@@ -66,7 +79,8 @@ class Derived:
 def learning_rate(num_parameters: int, *, adapters: bool = False) -> float:
     """Peak step size of AdamW in reinforcement learning, one digit:
 
-    KNOWN_RATE * (KNOWN_PARAMETERS / num_parameters) ** RATE_FALLS, from LEAST_RATE to what a made model has; ten times that for adapters
+    KNOWN_RATE * (KNOWN_PARAMETERS / num_parameters) ** RATE_FALLS, from LEAST_RATE to what a made
+    model has; ten times that for adapters
     """
     rate = KNOWN_RATE * (KNOWN_PARAMETERS / max(1, num_parameters)) ** RATE_FALLS
     whole = _one_digit(min(TrainerSection().learning_rate, max(LEAST_RATE, rate)))
@@ -83,31 +97,41 @@ def usual_rate(config: Config) -> float:
 
 
 def copying_rate(num_parameters: int, most: float) -> float:
-    """Peak step size for what learns from given answers or values; `most` is that of a made model."""
+    """Peak step size for what learns from given answers or values; `most` is that of a made
+    model.
+    """
     return _one_digit(min(most, COPYING_FACTOR * learning_rate(num_parameters)))
 
 
 def max_tokens(max_context: int) -> int:
-    """Tokens of an answer: a part of the context, not less than for a made model where the context has so many, and not more than MOST_ANSWER."""
+    """Tokens of an answer: a part of the context, not less than for a made model where the context
+    has so many, and not more than MOST_ANSWER.
+    """
     part = max(1, min(MOST_ANSWER, max_context // ANSWER_SHARE))
     least = EnvironmentSection().max_tokens
     return max(part, least) if max_context > least else part
 
 
 def micro_batch_tokens(config: Config, sizes: ModelSizes) -> int:
-    """As many tokens as the trainer's ranks have memory for. The memory of a GPU is not known here, so the section's default holds there."""
+    """As many tokens as the trainer's ranks have memory for. The memory of a GPU is not known here,
+    so the section's default holds there.
+    """
     most = TrainerSection().micro_batch_tokens
     if config.trainer.device != "cpu":
         return most
     room = machine_bytes() // ACTIVATIONS_SHARE
     fitting = (
-        tokens for tokens in range(most, LEAST_MICRO, -MICRO_STEP) if config.trainer.ranks * activation_bytes(config, sizes, tokens) <= room
+        tokens
+        for tokens in range(most, LEAST_MICRO, -MICRO_STEP)
+        if config.trainer.ranks * activation_bytes(config, sizes, tokens) <= room
     )
     return next(fitting, LEAST_MICRO)
 
 
 def with_derived(config: Config) -> Config:
-    """Fills in the unset options that follow from the model. Nothing changes without `model.path`, or where no such model is found."""
+    """Fills in the unset options that follow from the model. Nothing changes without `model.path`,
+    or where no such model is found.
+    """
     if config.model.path is None:
         return config
     if (found := default_context(config)) is not None:
@@ -118,7 +142,9 @@ def with_derived(config: Config) -> Config:
 
 
 def model_derived(config: Config) -> Iterator[Derived]:
-    """The values that options which mean something here would have if they were unset. The context is taken as it stands. Nothing without a model."""
+    """The values that options which mean something here would have if they were unset. The context
+    is taken as it stands. Nothing without a model.
+    """
     path = config.model.path
     try:
         sizes = None if path is None else sizes_of(path)
@@ -129,19 +155,37 @@ def model_derived(config: Config) -> Iterator[Derived]:
     adapters = _trains_adapters(config)
     number = sizes.num_parameters
     trained = "adapters of it" if adapters else "all of them trained"
-    yield Derived("environment.max_tokens", max_tokens(config.model.max_context), f"a part of a context of {config.model.max_context:,}")
+    yield Derived(
+        "environment.max_tokens",
+        max_tokens(config.model.max_context),
+        f"a part of a context of {config.model.max_context:,}",
+    )
     rate = learning_rate(number, adapters=adapters)
-    yield Derived("trainer.learning_rate", rate, f"for {number:,} parameters that were trained before, {trained}")
+    yield Derived(
+        "trainer.learning_rate",
+        rate,
+        f"for {number:,} parameters that were trained before, {trained}",
+    )
     if config.warm_start.is_made:
         copied = copying_rate(number, WarmStartSection().learning_rate)
         yield Derived("warm_start.learning_rate", copied, "for learning from given answers")
     if config.objective.advantage == "gae":
-        yield Derived("critic.learning_rate", copying_rate(number, CriticSection().learning_rate), "for learning values")
-    yield Derived("trainer.micro_batch_tokens", micro_batch_tokens(config, sizes), "what activations may take of memory")
+        yield Derived(
+            "critic.learning_rate",
+            copying_rate(number, CriticSection().learning_rate),
+            "for learning values",
+        )
+    yield Derived(
+        "trainer.micro_batch_tokens",
+        micro_batch_tokens(config, sizes),
+        "what activations may take of memory",
+    )
 
 
 def shown_derived(config: Config) -> Iterator[Derived]:
-    """Those that are in force, for the dry run. Whoever sets an option to its derived value sees it too."""
+    """Those that are in force, for the dry run. Whoever sets an option to its derived value sees it
+    too.
+    """
     for derived in model_derived(config):
         section, _, name = derived.option.partition(".")
         if getattr(getattr(config, section), name) == derived.value:

@@ -1,5 +1,6 @@
-"""What an engine says of itself to a gateway that it may join: which process it is, what it can do, which model it has, and whether it sees
-a file of the gateway's. Asked once for each joining; `Hello` says the rest on each connection."""
+"""What an engine says of itself to a gateway that it may join: which process it is, what it can do,
+which model it has, and whether it sees a file of the gateway's. Asked once for each joining;
+`Hello` says the rest on each connection."""
 
 import asyncio
 import contextlib
@@ -48,7 +49,16 @@ def about_route(engine: Engine, model: Path) -> BaseRoute:
         nonce = Path(request.query_params.get("nonce", ""))
         identity = await asyncio.to_thread(ModelIdentity.of, model, weights=weights)
         sees = await asyncio.to_thread(_seen, nonce) if nonce.name.startswith(NONCE) else None
-        return json_answer(About(process, __version__, engine.capabilities, (await engine.health()).version, identity, sees))
+        return json_answer(
+            About(
+                process,
+                __version__,
+                engine.capabilities,
+                (await engine.health()).version,
+                identity,
+                sees,
+            )
+        )
 
     return route(PREFIX + "/about", about, method="GET")
 
@@ -59,32 +69,51 @@ def _seen(path: Path) -> str | None:
     return None
 
 
-async def ask_about(url: str, *, token: str | None, nonce: Path | None = None, weights: bool = False, seconds: float) -> About:
-    """Waits for the engine, `seconds` at most. `EngineRefused` says why what is there cannot join."""
+async def ask_about(
+    url: str, *, token: str | None, nonce: Path | None = None, weights: bool = False, seconds: float
+) -> About:
+    """Waits for the engine, `seconds` at most. `EngineRefused` says why what is there cannot
+    join.
+    """
 
     def lost(what: str) -> EngineRefused:
         why = what.partition(": ")[2].partition("(")[0]
         return EngineRefused(
-            f"no engine answers at {url} ({why}): start it first, and name an address that the gateway reaches.", param="url"
+            (
+                f"no engine answers at {url} ({why}): start it first, and name an address that the "
+                "gateway reaches."
+            ),
+            param="url",
         )
 
-    asked = urlencode({**({"nonce": str(nonce)} if nonce else {}), **({"weights": "1"} if weights else {})})
+    asked = urlencode(
+        {**({"nonce": str(nonce)} if nonce else {}), **({"weights": "1"} if weights else {})}
+    )
     async with HttpClient(url, lost=lost, token=token) as http:
         answer = await http.call("GET", f"{PREFIX}/about?{asked}", seconds=seconds)
     if answer.status == 401:
-        raise EngineRefused(f"the engine at {url} does not accept the token: give the one that it was started with.", param="token")
+        raise EngineRefused(
+            (
+                f"the engine at {url} does not accept the token: give the one that it was started "
+                "with."
+            ),
+            param="token",
+        )
     with contextlib.suppress(msgspec.DecodeError):
         if answer.status == 200:
             return msgspec.json.decode(answer.content, type=About)
         if answer.status < 500:
             raise _no_engine(url, f"answered {answer.status}")
-        raise EngineRefused(f"the engine at {url} failed: {answer.content[:300].decode(errors='replace')}", param="url")
+        raise EngineRefused(
+            f"the engine at {url} failed: {answer.content[:300].decode(errors='replace')}",
+            param="url",
+        )
     raise _no_engine(url, "answered something else")
 
 
 def _no_engine(url: str, what: str) -> EngineRefused:
     return EngineRefused(
-        f"{url} is no engine of Midflight {__version__}: it {what} where one says what it is. A vLLM or SGLang server joins by "
-        "`midflight join --engine KIND --engine-url URL`.",
+        f"{url} is no engine of Midflight {__version__}: it {what} where one says what it is. A "
+        "vLLM or SGLang server joins by `midflight join --engine KIND --engine-url URL`.",
         param="url",
     )

@@ -1,4 +1,5 @@
-"""An engine over HTTP: the routes by which a rollout process uses it, and those by which an operator gives it weights.
+"""An engine over HTTP: the routes by which a rollout process uses it, and those by which an
+operator gives it weights.
 
 And its end of the multiplexed wire: what its requests get in one moment is one frame.
 
@@ -30,15 +31,41 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from midflight.engines import wire
 from midflight.engines.streams import Outlet, StepOutput
-from midflight.errors import EngineError, EngineUnavailable, MidflightError, NotSupported, Overloaded, RequestRejected
+from midflight.errors import (
+    EngineError,
+    EngineUnavailable,
+    MidflightError,
+    NotSupported,
+    Overloaded,
+    RequestRejected,
+)
 from midflight.ports import Engine, PromptScorer, Scorer
 from midflight.text.tokenizer import Tokenizer
-from midflight.types import Chunk, EngineHealth, Feature, GenerateRequest, PauseMode, Version, WeightManifest
+from midflight.types import (
+    Chunk,
+    EngineHealth,
+    Feature,
+    GenerateRequest,
+    PauseMode,
+    Version,
+    WeightManifest,
+)
 from midflight.wire import edge
-from midflight.wire.edge import PACKED, RequireToken, body_of, json_answer, metrics_route, read_body, route, with_client
+from midflight.wire.edge import (
+    PACKED,
+    RequireToken,
+    body_of,
+    json_answer,
+    metrics_route,
+    read_body,
+    route,
+    with_client,
+)
 
 _MAX_FRAMES = 16_384
-"""Steps a client may lag behind; one that lags more is cut off, so that its frames do not fill the memory."""
+"""Steps a client may lag behind; one that lags more is cut off, so that its frames do not fill the
+memory.
+"""
 
 
 class ServedEngine(Engine, Protocol):
@@ -68,13 +95,17 @@ def unheard() -> None:
     """Nobody wants to hear that an engine works."""
 
 
-async def relay(engine: ServedEngine, socket: WebSocket, *, worked: Callable[[], None] = unheard) -> None:
-    """Serves one client of any engine, until the client leaves or lags too far behind, which closes the streams of its requests.
-    `worked` is called before tokens are sent."""
+async def relay(
+    engine: ServedEngine, socket: WebSocket, *, worked: Callable[[], None] = unheard
+) -> None:
+    """Serves one client of any engine, until the client leaves or lags too far behind, which closes
+    the streams of its requests. `worked` is called before tokens are sent."""
     await _ChunkClient(engine, worked).serve(socket)
 
 
-async def relay_steps(engine: SteppedEngine, socket: WebSocket, *, worked: Callable[[], None] = unheard) -> None:
+async def relay_steps(
+    engine: SteppedEngine, socket: WebSocket, *, worked: Callable[[], None] = unheard
+) -> None:
     """The same for an engine of whole steps: each is one frame. Ends also when the engine does."""
     client = _StepClient(engine, worked)
     try:
@@ -92,15 +123,23 @@ class Outbox:
         self._error: Exception | None = None
 
     def send(self, frame: wire.EngineFrame) -> None:
-        """Sends a frame later. After a frame that found no room none is sent: the client is cut off after those before it."""
+        """Sends a frame later. After a frame that found no room none is sent: the client is cut off
+        after those before it.
+        """
         if self._error is None and len(self._frames) >= _MAX_FRAMES:
-            self.fail(EngineUnavailable(f"the client reads too slowly: {_MAX_FRAMES} frames wait. Attach again."))
+            self.fail(
+                EngineUnavailable(
+                    f"the client reads too slowly: {_MAX_FRAMES} frames wait. Attach again."
+                )
+            )
         if self._error is None:
             self._frames.append(wire.encode(frame))
             self._changed.set()
 
     def reject(self, handle: int, error: Exception) -> None:
-        """Ends one request, by the client's number. A fault of ours is logged, and costs no other request."""
+        """Ends one request, by the client's number. A fault of ours is logged, and costs no other
+        request.
+        """
         edge.log_unexpected(error)
         if not isinstance(error, MidflightError):
             error = EngineError(f"generating: {edge.FAILED_HERE}")
@@ -114,7 +153,9 @@ class Outbox:
         self._changed.set()
 
     async def drain(self, socket: WebSocket) -> None:
-        """Waits for frames; ended by the end of the engine, which closes the socket, or of the connection."""
+        """Waits for frames; ended by the end of the engine, which closes the socket, or of the
+        connection.
+        """
         # Starlette raises RuntimeError when it sends on a socket that is closed already.
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
             while self._frames or self._error is None:
@@ -138,11 +179,14 @@ class _WireClient:
         """By the client's number, the requests for which something is awaited here."""
 
     async def serve(self, socket: WebSocket) -> None:
-        """Waits for the client's frames, until it leaves, lags too far behind, or the engine ends."""
+        """Waits for the client's frames, until it leaves, lags too far behind, or the engine
+        ends.
+        """
         await socket.accept()
         async with asyncio.TaskGroup() as tasks:
             sending = tasks.create_task(self.outbox.drain(socket))
-            # Losses end the task group without an error: an error in it could hide a cancellation that comes at the same time.
+            # Losses end the task group without an error: an error in it could hide a cancellation
+            # that comes at the same time.
             with contextlib.suppress(WebSocketDisconnect, EngineUnavailable, msgspec.DecodeError):
                 while True:
                     for raw in wire.decode_client_frames(await socket.receive_bytes()):
@@ -150,7 +194,9 @@ class _WireClient:
             for task in (sending, *self.tasks.values()):
                 task.cancel()
 
-    async def _hear(self, frame: wire.ClientFrame | wire.Rejected, tasks: asyncio.TaskGroup) -> None:
+    async def _hear(
+        self, frame: wire.ClientFrame | wire.Rejected, tasks: asyncio.TaskGroup
+    ) -> None:
         if isinstance(frame, wire.Submit):
             await self.start(frame.handle, frame.request, tasks)
         elif isinstance(frame, wire.Rejected):
@@ -165,11 +211,15 @@ class _WireClient:
         raise NotImplementedError
 
     def abort(self, frame: wire.Abort) -> None:
-        """Of a request for which nothing is awaited here: one that has ended, unless the engine has it."""
+        """Of a request for which nothing is awaited here: one that has ended, unless the engine has
+        it.
+        """
 
 
 class _ChunkClient(_WireClient):
-    """Each request is read by a task of its own; their chunks gather until the event loop has been round once."""
+    """Each request is read by a task of its own; their chunks gather until the event loop has been
+    round once.
+    """
 
     def __init__(self, engine: ServedEngine, worked: Callable[[], None]) -> None:
         super().__init__(engine, worked)
@@ -177,7 +227,9 @@ class _ChunkClient(_WireClient):
         self._gathered: list[tuple[int, Chunk]] = []
         """Of one version, in order of arrival."""
         self._since = 0.0
-        """When the work began whose tokens the next frame brings: at the last frame, or at the first request after a rest."""
+        """When the work began whose tokens the next frame brings: at the last frame, or at the
+        first request after a rest.
+        """
 
     async def start(self, number: int, request: GenerateRequest, tasks: asyncio.TaskGroup) -> None:
         if not self.tasks:
@@ -186,21 +238,29 @@ class _ChunkClient(_WireClient):
         task.add_done_callback(lambda _: self.tasks.pop(number, None))
 
     async def _read(self, number: int, request: GenerateRequest) -> None:
-        """Waits for the engine's chunks; ended by the last of them, an error, the client's abort or its disconnection."""
+        """Waits for the engine's chunks; ended by the last of them, an error, the client's abort or
+        its disconnection.
+        """
         try:
             async with aclosing(self._engine.generate(request)) as chunks:
                 async for chunk in chunks:
                     self._gather(number, chunk)
                     if chunk.finish is not None:
                         return
-            raise EngineUnavailable("reading an engine's stream: it ended without a finish. Check the engine and its adapter.")
+            raise EngineUnavailable(
+                "reading an engine's stream: it ended without a finish. Check the engine and its "
+                "adapter."
+            )
         except Exception as error:  # the edge: every error ends its request
             self._flush()
             self.outbox.reject(number, error)
 
     def _gather(self, number: int, chunk: Chunk) -> None:
         if not wire.can_carry(chunk):
-            raise EngineUnavailable(f"reading a chunk of {len(chunk.token_ids)} tokens: it is malformed. Check the engine and its adapter.")
+            raise EngineUnavailable(
+                f"reading a chunk of {len(chunk.token_ids)} tokens: it is malformed. Check the "
+                "engine and its adapter."
+            )
         if self._gathered and self._gathered[0][1].version != chunk.version:
             self._flush()
         if not self._gathered:
@@ -214,11 +274,17 @@ class _ChunkClient(_WireClient):
             self.worked()
             started = self._since
             self._since = asyncio.get_running_loop().time()
-            self.outbox.send(wire.pack_chunks(gathered, started=started, ended=self._since, num_running=len(self.tasks)))
+            self.outbox.send(
+                wire.pack_chunks(
+                    gathered, started=started, ended=self._since, num_running=len(self.tasks)
+                )
+            )
 
 
 class _StepClient(_WireClient):
-    """An outlet: the engine has the requests, and gives whole steps. Outside requests have the client's numbers, inside handles."""
+    """An outlet: the engine has the requests, and gives whole steps. Outside requests have the
+    client's numbers, inside handles.
+    """
 
     def __init__(self, engine: SteppedEngine, worked: Callable[[], None]) -> None:
         super().__init__(engine, worked)
@@ -243,7 +309,9 @@ class _StepClient(_WireClient):
         self._engine.close_outlet(self._outlet, frozenset(self._numbers))
 
     async def start(self, number: int, request: GenerateRequest, tasks: asyncio.TaskGroup) -> None:
-        """A request with a grammar waits for it in a task of its own; any other is submitted at once."""
+        """A request with a grammar waits for it in a task of its own; any other is submitted at
+        once.
+        """
         if request.sampling.grammar is None:
             await self._submit(number, request)
             return
@@ -251,15 +319,21 @@ class _StepClient(_WireClient):
         task.add_done_callback(lambda _: self.tasks.pop(number, None))
 
     def abort(self, frame: wire.Abort) -> None:
-        self._engine.abort_handles(frozenset(handle for handle, number in self._numbers.items() if number == frame.handle))
+        self._engine.abort_handles(
+            frozenset(handle for handle, number in self._numbers.items() if number == frame.handle)
+        )
 
     async def _compile(self, number: int, request: GenerateRequest) -> None:
-        """Waits for the grammar; ended by the client's abort or its disconnection. `Outbox.drain` tells the end of the engine."""
+        """Waits for the grammar; ended by the client's abort or its disconnection. `Outbox.drain`
+        tells the end of the engine.
+        """
         with contextlib.suppress(EngineUnavailable):
             await self._submit(number, request)
 
     async def _submit(self, number: int, request: GenerateRequest) -> None:
-        """Waits for what the engine's `submit` waits for. An error is an answer, but the engine's end (`EngineUnavailable`)."""
+        """Waits for what the engine's `submit` waits for. An error is an answer, but the engine's
+        end (`EngineUnavailable`).
+        """
         try:
             self._numbers[await self._engine.submit(request, outlet=self._outlet)] = number
         except EngineUnavailable:
@@ -298,15 +372,18 @@ def build_app(
     beside: Sequence[BaseRoute] = (),
     worked: Callable[[], None] = unheard,
 ) -> ASGIApp:
-    """The application of an engine process. With a token, everything but `/health` needs it as bearer. See `EngineRoutes`.
+    """The application of an engine process. With a token, everything but `/health` needs it as
+    bearer. See `EngineRoutes`.
 
-    The engine's `run`, if it has one, is the caller's to start. `beside`: further routes, such as what it says of itself. `worked` is called
-    before scores are sent; `serve` has its own.
+    The engine's `run`, if it has one, is the caller's to start. `beside`: further routes, such as
+    what it says of itself. `worked` is called before scores are sent; `serve` has its own.
     """
     routes = EngineRoutes(engine, serve, scorer=scorer, worked=worked)
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine.reading))
-    app = Starlette(routes=[*routes.wire(), *beside, routes.health("/health"), metrics_route(registry)])
+    app = Starlette(
+        routes=[*routes.wire(), *beside, routes.health("/health"), metrics_route(registry)]
+    )
     return app if token is None else RequireToken(app, token)
 
 
@@ -322,9 +399,9 @@ class EngineRoutes(Generic[E]):
         committed: Callable[[Version], None] = lambda version: None,
         worked: Callable[[], None] = unheard,
     ) -> None:
-        """`serve` is the engine's end of the wire to one client, until that leaves: `relay` does for any engine.
-        `scorer` is the engine again, where it can score. `committed` is told each version that the engine has attested, and `worked` is
-        called before scores are sent."""
+        """`serve` is the engine's end of the wire to one client, until that leaves: `relay` does
+        for any engine. `scorer` is the engine again, where it can score. `committed` is told each
+        version that the engine has attested, and `worked` is called before scores are sent."""
         self._engine = engine
         self._serve = serve
         self._scorer = scorer
@@ -347,7 +424,11 @@ class EngineRoutes(Generic[E]):
             await self._serve(self._engine, socket)
 
         routes = [route(f"{wire.PREFIX}/{name}", verb) for name, verb in verbs.items()]
-        return [*routes, self.health(f"{wire.PREFIX}/health"), WebSocketRoute(wire.STREAM_PATH, stream)]
+        return [
+            *routes,
+            self.health(f"{wire.PREFIX}/health"),
+            WebSocketRoute(wire.STREAM_PATH, stream),
+        ]
 
     def operator(self) -> Sequence[BaseRoute]:
         """Weight updates, for whoever runs one engine without a trainer."""
@@ -372,14 +453,20 @@ class EngineRoutes(Generic[E]):
     async def _abort(self, request: Request) -> Response:
         body = await body_of(request, EngineAbort)
         if body.rid is None and not body.abort_all:
-            raise RequestRejected('aborting: the body names no request. Send {"rid": ...} or {"abort_all": true}.', param="rid")
+            raise RequestRejected(
+                'aborting: the body names no request. Send {"rid": ...} or {"abort_all": true}.',
+                param="rid",
+            )
         await self._engine.abort(None if body.abort_all else body.rid)
         return json_answer({"status": "ok"})
 
     async def _stage(self, request: Request) -> Response:
         manifest = await body_of(request, WeightManifest)
         if not 0 <= manifest.version < wire.END_OF_INTS:
-            raise RequestRejected(f"version is {manifest.version}: send one from 0 to {wire.END_OF_INTS - 1}.", param="version")
+            raise RequestRejected(
+                f"version is {manifest.version}: send one from 0 to {wire.END_OF_INTS - 1}.",
+                param="version",
+            )
         await self._engine.stage(manifest)
         return json_answer({"status": "ok"})
 
@@ -390,16 +477,23 @@ class EngineRoutes(Generic[E]):
 
     async def _score(self, request: Request) -> Response:
         if self._scorer is None:
-            raise NotSupported(f"scoring: engine {self._engine.name!r} only generates. Ask an embedded engine.")
+            raise NotSupported(
+                f"scoring: engine {self._engine.name!r} only generates. Ask an embedded engine."
+            )
         token_ids, row_offsets, temperature = wire.decode_rows(await read_body(request.receive))
-        scores = await with_client(request.receive, self._scorer.score(token_ids, row_offsets, temperature=temperature))
+        scores = await with_client(
+            request.receive, self._scorer.score(token_ids, row_offsets, temperature=temperature)
+        )
         self._worked()
         return Response(wire.encode_scores(scores), media_type=PACKED)
 
     async def _prompt_logprobs(self, request: Request) -> Response:
         asked = await body_of(request, EnginePrompt)
         if Feature.PROMPT_LOGPROBS not in self._engine.capabilities.features:
-            raise NotSupported(f"scoring a prompt: engine {self._engine.name!r} only generates. Ask an embedded engine.")
+            raise NotSupported(
+                f"scoring a prompt: engine {self._engine.name!r} only generates. Ask an embedded "
+                "engine."
+            )
         scoring = cast(PromptScorer, self._engine).prompt_logprobs(asked.token_ids, top=asked.top)
         return json_answer(await with_client(request.receive, scoring))
 
@@ -412,10 +506,34 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         health = self._reading()
-        yield CounterMetricFamily("midflight_engine_output_tokens", "Output tokens since the engine started", value=health.num_tokens)
-        yield CounterMetricFamily("midflight_engine_computed_tokens", "Tokens that went through the model", value=health.num_computed)
-        yield CounterMetricFamily("midflight_engine_reused_tokens", "Tokens of prompts whose keys were there", value=health.num_reused)
-        yield GaugeMetricFamily("midflight_engine_running_requests", "Requests decoded together", value=health.num_running)
-        yield GaugeMetricFamily("midflight_engine_waiting_requests", "Requests waiting for a slot", value=health.num_waiting)
-        yield GaugeMetricFamily("midflight_engine_weight_version", "Version of the weights served", value=health.version)
-        yield GaugeMetricFamily("midflight_engine_paused", "1 while paused", value=float(health.paused))
+        yield CounterMetricFamily(
+            "midflight_engine_output_tokens",
+            "Output tokens since the engine started",
+            value=health.num_tokens,
+        )
+        yield CounterMetricFamily(
+            "midflight_engine_computed_tokens",
+            "Tokens that went through the model",
+            value=health.num_computed,
+        )
+        yield CounterMetricFamily(
+            "midflight_engine_reused_tokens",
+            "Tokens of prompts whose keys were there",
+            value=health.num_reused,
+        )
+        yield GaugeMetricFamily(
+            "midflight_engine_running_requests",
+            "Requests decoded together",
+            value=health.num_running,
+        )
+        yield GaugeMetricFamily(
+            "midflight_engine_waiting_requests",
+            "Requests waiting for a slot",
+            value=health.num_waiting,
+        )
+        yield GaugeMetricFamily(
+            "midflight_engine_weight_version", "Version of the weights served", value=health.version
+        )
+        yield GaugeMetricFamily(
+            "midflight_engine_paused", "1 while paused", value=float(health.paused)
+        )

@@ -24,18 +24,25 @@ _log = logging.getLogger(__name__)
 R = TypeVar("R")
 _FIRST_DELAY = 0.05
 _LONGEST_DELAY = 2.0
-"""Seconds between attempts to attach: short enough not to be noticed after a restart, long enough to cost nothing meanwhile."""
+"""Seconds between attempts to attach: short enough not to be noticed after a restart, long enough
+to cost nothing meanwhile.
+"""
 _HEARTBEAT_SECONDS = 120.0
-"""Between two pings; a peer that has not answered one after half of it is gone. No engine's life hangs on it: one that says nothing is left by its
-requests before (`HealthWatch`), a process that dies closes its connection at once, and one that is only late answers in time."""
+"""Between two pings; a peer that has not answered one after half of it is gone. No engine's life
+hangs on it: one that says nothing is left by its requests before (`HealthWatch`), a process that
+dies closes its connection at once, and one that is only late answers in time."""
 _MAX_OUTBOX = 65_536
-"""Frames not yet sent: more than any gateway has requests; beyond it the connection is as good as lost."""
+"""Frames not yet sent: more than any gateway has requests; beyond it the connection is as good as
+lost.
+"""
 _LOSSES = (*LOSSES, msgspec.DecodeError, EngineUnavailable)
 """Ways to lose a connection. Anything else is a fault of ours and ends `run`."""
 
 
 class RemoteEngine:
-    """Implements the engine port over the wire. `run` holds the connection; while there is none, requests raise `EngineUnavailable`."""
+    """Implements the engine port over the wire. `run` holds the connection; while there is none,
+    requests raise `EngineUnavailable`.
+    """
 
     def __init__(self, name: str, url: str, *, token: str | None, record: Record) -> None:
         self._name = name
@@ -70,18 +77,21 @@ class RemoteEngine:
             await self._stay_attached()
 
     async def connect(self, *, seconds: float | None = None) -> None:
-        """Waits until `run` has attached; `EngineUnavailable` after `seconds`, if there is such a limit."""
+        """Waits until `run` has attached; `EngineUnavailable` after `seconds`, if there is such a
+        limit.
+        """
         try:
             async with asyncio.timeout(seconds):
                 await self._attached.wait()
         except TimeoutError as error:
             raise self._unavailable(f"did not answer within {seconds:g} s") from error
 
-    # --- Requests ----------------------------------------------------------------------------------------------------
+    # --- Requests ---------------------------------------------------------------------------------
 
     def generate(self, request: types.GenerateRequest) -> ChunkStream:
-        """Sends the request when it is first iterated, and aborts it when it is closed before its end. Each wait is for a step of the
-        engine, or for the loss of the connection, which raises `EngineUnavailable`."""
+        """Sends the request when it is first iterated, and aborts it when it is closed before its
+        end. Each wait is for a step of the engine, or for the loss of the connection, which raises
+        `EngineUnavailable`."""
         handle = next(self._counter)
 
         def submit(stream: ChunkStream) -> None:
@@ -96,20 +106,33 @@ class RemoteEngine:
         return ChunkStream(eager=request.eager, on_open=submit, on_close=abort)
 
     async def abort(self, request_id: str | None) -> None:
-        await self._post("/abort", {"abort_all": True} if request_id is None else {"rid": request_id})
+        await self._post(
+            "/abort", {"abort_all": True} if request_id is None else {"rid": request_id}
+        )
 
-    async def score(self, token_ids: types.Int32, row_offsets: types.Int32, *, temperature: float) -> types.Float32:
-        """As the port's `Scorer`. Waits until the engine is attached, which may be its next life, and then for its answer; ended by
-        the caller's deadline."""
+    async def score(
+        self, token_ids: types.Int32, row_offsets: types.Int32, *, temperature: float
+    ) -> types.Float32:
+        """As the port's `Scorer`. Waits until the engine is attached, which may be its next life,
+        and then for its answer; ended by the caller's deadline."""
         await self._attached.wait()
-        content = await self._request("POST", "/score", wire.encode_rows(token_ids, row_offsets, temperature=temperature))
+        content = await self._request(
+            "POST", "/score", wire.encode_rows(token_ids, row_offsets, temperature=temperature)
+        )
         return wire.decode_scores(content, num_tokens=len(token_ids))
 
-    async def prompt_logprobs(self, token_ids: Sequence[int], *, top: int) -> Sequence[types.Likely]:
-        """As the port's `PromptScorer`. Waits for the engine's answer; ended by the caller's deadline."""
-        return _decoded(await self._post("/prompt_logprobs", {"token_ids": token_ids, "top": top}), list[types.Likely])
+    async def prompt_logprobs(
+        self, token_ids: Sequence[int], *, top: int
+    ) -> Sequence[types.Likely]:
+        """As the port's `PromptScorer`. Waits for the engine's answer; ended by the caller's
+        deadline.
+        """
+        return _decoded(
+            await self._post("/prompt_logprobs", {"token_ids": token_ids, "top": top}),
+            list[types.Likely],
+        )
 
-    # --- Pauses and weights ------------------------------------------------------------------------------------------
+    # --- Pauses and weights -----------------------------------------------------------------------
 
     async def pause(self, mode: types.PauseMode) -> None:
         await self._post("/pause", {"mode": mode.value})
@@ -130,10 +153,12 @@ class RemoteEngine:
         return await self._request("POST", path, msgspec.json.encode(body))
 
     async def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """Waits for the answer; a lost connection raises `EngineUnavailable`, an error answer the error it names.
+        """Waits for the answer; a lost connection raises `EngineUnavailable`, an error answer the
+        error it names.
 
-        Without a connection nothing is asked: a frozen process still lets itself be connected to, and would never answer. While
-        there is one, its heartbeat ends it; the answer's deadline is the caller's.
+        Without a connection nothing is asked: a frozen process still lets itself be connected to,
+        and would never answer. While there is one, its heartbeat ends it; the answer's deadline is
+        the caller's.
         """
         if not self._attached.is_set():
             raise self._unavailable("is not attached")
@@ -142,24 +167,33 @@ class RemoteEngine:
             raise _refusal(self._name, path, answer)
         return answer.content
 
-    # --- The connection ----------------------------------------------------------------------------------------------
+    # --- The connection ---------------------------------------------------------------------------
 
     async def _stay_attached(self) -> None:
         delay = _FIRST_DELAY
         while True:
             try:
-                async with self._http.socket(wire.STREAM_PATH, heartbeat_seconds=_HEARTBEAT_SECONDS) as socket:
+                async with self._http.socket(
+                    wire.STREAM_PATH, heartbeat_seconds=_HEARTBEAT_SECONDS
+                ) as socket:
                     delay = _FIRST_DELAY
                     await self._talk(socket)
             except _LOSSES as error:
-                _log.debug("engine %s at %s: %r; attaching again in %g s", self._name, self._url, error, delay)
+                _log.debug(
+                    "engine %s at %s: %r; attaching again in %g s",
+                    self._name,
+                    self._url,
+                    error,
+                    delay,
+                )
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LONGEST_DELAY)
 
     async def _talk(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         """Until the connection ends, which ends every open request at once.
 
-        Losses end the task group without an error: an error in it could hide a cancellation that comes at the same time.
+        Losses end the task group without an error: an error in it could hide a cancellation that
+        comes at the same time.
         """
         outbox = self._outbox = _Unsent()
         self._clock = SenderClock()  # this life of the engine may be on another machine
@@ -167,7 +201,8 @@ class RemoteEngine:
         try:
             async with asyncio.TaskGroup() as tasks:
                 sending = tasks.create_task(_send_all(outbox, socket))
-                # In a task of its own, so that a frame does not pass through all the coroutines that wait for the connection's end.
+                # In a task of its own, so that a frame does not pass through all the coroutines
+                # that wait for the connection's end.
                 receiving = tasks.create_task(self._receive_all(socket))
                 receiving.add_done_callback(lambda _: sending.cancel())
             raise error
@@ -177,7 +212,9 @@ class RemoteEngine:
             self._streams.fail(error)
 
     async def _receive_all(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """Waits for frames of the engine; ended by the end of the connection. What its loss means is for `_talk` to say."""
+        """Waits for frames of the engine; ended by the end of the connection. What its loss means
+        is for `_talk` to say.
+        """
         with contextlib.suppress(*_LOSSES):
             async for message in socket:
                 if message.type is not aiohttp.WSMsgType.BINARY:
@@ -186,7 +223,12 @@ class RemoteEngine:
                 if isinstance(frame, wire.StepFrame):
                     self._take_step(frame)
                 elif isinstance(frame, wire.Rejected):
-                    self._streams.reject(frame.handle, wire.error_from(frame.code, frame.message, frame.param, frame.retry_after_seconds))
+                    self._streams.reject(
+                        frame.handle,
+                        wire.error_from(
+                            frame.code, frame.message, frame.param, frame.retry_after_seconds
+                        ),
+                    )
                 else:
                     self._capabilities = frame.capabilities
                     self._attached.set()
@@ -197,13 +239,31 @@ class RemoteEngine:
         kept = wire.step_kept(frame) if frame.kept_lengths else ()
         attested = frame.attested
         experts = frame.experts
-        self._streams.take(frame.version, rows, tops, kept, finishes=frame.finishes, attested=attested, experts=experts)
+        self._streams.take(
+            frame.version,
+            rows,
+            tops,
+            kept,
+            finishes=frame.finishes,
+            attested=attested,
+            experts=experts,
+        )
         if frame.num_running:
             shift = self._clock.shift(frame.ended, now=time.monotonic())
-            self._record(EngineStepped(self._name, frame.started + shift, frame.ended + shift, len(rows), frame.num_running))
+            self._record(
+                EngineStepped(
+                    self._name,
+                    frame.started + shift,
+                    frame.ended + shift,
+                    len(rows),
+                    frame.num_running,
+                )
+            )
 
     def _send(self, frame: wire.ClientFrame) -> None:
-        """A frame is packed here, so that one which cannot be costs its request alone (`RequestRejected`)."""
+        """A frame is packed here, so that one which cannot be costs its request alone
+        (`RequestRejected`).
+        """
         if self._outbox is None or not self._attached.is_set():
             raise self._unavailable("is not attached")
         packed = wire.pack_client_frame(frame)
@@ -211,7 +271,10 @@ class RemoteEngine:
             raise self._unavailable("takes no more requests")
 
     def _unavailable(self, what: str) -> EngineUnavailable:
-        return EngineUnavailable(f"engine {self._name!r} at {self._url} {what}. Send the request to another engine, or wait for this one.")
+        return EngineUnavailable(
+            f"engine {self._name!r} at {self._url} {what}. Send the request to another engine, or "
+            "wait for this one."
+        )
 
 
 class _Unsent:
@@ -241,7 +304,9 @@ class _Unsent:
 
 
 async def _send_all(outbox: _Unsent, socket: aiohttp.ClientWebSocketResponse) -> None:
-    """Waits for frames to send; ended when `_receive_all` has ended. What a lost connection means is for that to say."""
+    """Waits for frames to send; ended when `_receive_all` has ended. What a lost connection means
+    is for that to say.
+    """
     with contextlib.suppress(*_LOSSES):
         while True:
             await socket.send_bytes(wire.encode(await outbox.take()))
@@ -252,7 +317,8 @@ def _decoded(content: bytes, kind: type[R]) -> R:
         return msgspec.json.decode(content, type=kind)
     except msgspec.DecodeError as error:
         raise EngineUnavailable(
-            f"reading an engine's answer: {content[:80]!r} is not a {kind.__name__} ({error}). Check its URL."
+            f"reading an engine's answer: {content[:80]!r} is not a {kind.__name__} ({error}). "
+            "Check its URL."
         ) from error
 
 
@@ -261,9 +327,14 @@ def _refusal(name: str, path: str, answer: Answered) -> Exception:
     try:
         body = json.loads(answer.content)["error"]
         if body["code"] == Stopping.code:  # the engine is, and not this process
-            return EngineUnavailable(f"engine {name!r} did not answer {wire.PREFIX + path}: {body['message']}")
+            return EngineUnavailable(
+                f"engine {name!r} did not answer {wire.PREFIX + path}: {body['message']}"
+            )
         if body["code"] == MidflightError.code:
             return EngineError(f"engine {name!r}: {path}: {body['message']}")
         return wire.error_from(str(body["code"]), str(body["message"]), body.get("param"))
     except (ValueError, KeyError, TypeError):
-        return EngineError(f"engine {name!r}: {path} answered {answer.status} {answer.content[:200]!r}. Check that the URL is an engine's.")
+        return EngineError(
+            f"engine {name!r}: {path} answered {answer.status} {answer.content[:200]!r}. Check "
+            "that the URL is an engine's."
+        )

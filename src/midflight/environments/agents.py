@@ -1,4 +1,6 @@
-"""How an agent is run: with which client, on which thread, and on a task of its own. `AgentHost` is where a rollout has that done."""
+"""How an agent is run: with which client, on which thread, and on a task of its own. `AgentHost` is
+where a rollout has that done.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +32,25 @@ if TYPE_CHECKING:
 
 
 class Environment(Protocol):
-    """What a rollout runs: a coroutine function or a plain one. The result is checked by `checked_result`, so its type is anything."""
+    """What a rollout runs: a coroutine function or a plain one. The result is checked by
+    `checked_result`, so its type is anything.
+    """
 
     def __call__(self, task: Task, client: Any, /) -> Any: ...
 
 
 class AgentHost(Protocol):
     async def run(self, task: Task, session: SessionHandle) -> object:
-        """Runs an agent on its own copy of the task. Waits for what it returns, which is not checked yet; raises what it raises. Ended by
-        the agent, or by cancellation, after which nothing of it is heard any more."""
+        """Runs an agent on its own copy of the task. Waits for what it returns, which is not
+        checked yet; raises what it raises. Ended by the agent, or by cancellation, after which
+        nothing of it is heard any more."""
         ...
 
-    async def judge(self, task: Task, attempts: Sequence[Unjudged], *, name: str) -> Sequence[Result]:
-        """Scores attempts of one group that `run` returned, under a name in the place of a session's. Waits for the functions that do it;
-        raises what they raise."""
+    async def judge(
+        self, task: Task, attempts: Sequence[Unjudged], *, name: str
+    ) -> Sequence[Result]:
+        """Scores attempts of one group that `run` returned, under a name in the place of a
+        session's. Waits for the functions that do it; raises what they raise."""
         ...
 
     def excused(self, session_id: str) -> float:
@@ -51,12 +58,16 @@ class AgentHost(Protocol):
         ...
 
     def tool_seconds(self, session_id: str) -> float:
-        """Seconds so far in which it ran tools that have limits of their own, as far as these go."""
+        """Seconds so far in which it ran tools that have limits of their own, as far as these
+        go.
+        """
         ...
 
 
 class AgentsHere:
-    """Implements `AgentHost` on the event loop of this process; a plain function gets a thread of its own for each rollout."""
+    """Implements `AgentHost` on the event loop of this process; a plain function gets a thread of
+    its own for each rollout.
+    """
 
     def __init__(
         self,
@@ -76,13 +87,20 @@ class AgentsHere:
         client = self._client_for(session) if self._is_async else self._plain_client_for(session)
         work = functools.partial(self._environment, own, client)
         found = await (work() if self._is_async else in_thread(work))
-        beside: Beside | None = getattr(client, "beside", None)  # none where somebody else made the client
+        # none where somebody else made the client
+        beside: Beside | None = getattr(client, "beside", None)
         if beside is not None and beside.trouble:
-            raise UntrackedUnavailable(f"the agent went on without what it had asked: {beside.trouble}")
+            raise UntrackedUnavailable(
+                f"the agent went on without what it had asked: {beside.trouble}"
+            )
         return found
 
-    async def judge(self, task: Task, attempts: Sequence[Unjudged], *, name: str) -> Sequence[Result]:
-        raise EnvironmentFailed("nothing here scores groups; name a function in [[environment.rewards]].")
+    async def judge(
+        self, task: Task, attempts: Sequence[Unjudged], *, name: str
+    ) -> Sequence[Result]:
+        raise EnvironmentFailed(
+            "nothing here scores groups; name a function in [[environment.rewards]]."
+        )
 
     def excused(self, session_id: str) -> float:
         """What the environment itself says, if it does."""
@@ -97,11 +115,15 @@ class AgentsHere:
 
 def is_async(environment: Environment) -> bool:
     """Whether it is to be awaited; else it is a plain function."""
-    return inspect.iscoroutinefunction(environment) or inspect.iscoroutinefunction(getattr(environment, "__call__", None))  # noqa: B004
+    return inspect.iscoroutinefunction(environment) or inspect.iscoroutinefunction(
+        getattr(environment, "__call__", None)  # noqa: B004
+    )
 
 
 async def in_thread(work: Callable[[], object]) -> object:
-    """Waits for a thread of its own, which ends no process that ends before it. After a cancellation nobody hears of it any more."""
+    """Waits for a thread of its own, which ends no process that ends before it. After a
+    cancellation nobody hears of it any more.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[object] = loop.create_future()
 
@@ -115,7 +137,11 @@ async def in_thread(work: Callable[[], object]) -> object:
         try:
             value = work()
         except Exception as failure:
-            error = AgentFailed(f"StopIteration: {failure}") if isinstance(failure, StopIteration) else failure
+            error = (
+                AgentFailed(f"StopIteration: {failure}")
+                if isinstance(failure, StopIteration)
+                else failure
+            )
         except BaseException as failure:  # it would end the loop
             error = AgentFailed(f"{type(failure).__name__}: {failure}")
         with contextlib.suppress(RuntimeError):  # the loop may have ended meanwhile
@@ -126,16 +152,20 @@ async def in_thread(work: Callable[[], object]) -> object:
     return await done
 
 
-# --- Clients ----------------------------------------------------------------------------------------------------------
+# --- Clients --------------------------------------------------------------------------------------
 
 
 LOGGERS = ("httpx", "httpx2", "openai._base_client")
-"""Loggers that write the address of every request once logging is on. The address of a session holds its secret."""
+"""Loggers that write the address of every request once logging is on. The address of a session
+holds its secret.
+"""
 _SECRET = re.compile(r"(/s/[^/.\s]+\.)[^/\s]+")
 
 
 def without_secrets(text: str) -> str:
-    """`...` in place of the secret in the address of a session: messages name sessions by their id only."""
+    """`...` in place of the secret in the address of a session: messages name sessions by their id
+    only.
+    """
     return _SECRET.sub(r"\1...", text)
 
 
@@ -160,18 +190,25 @@ def hide_secrets() -> None:
 
 
 class SharedClients:
-    """Makes the client of a session; an async context manager that closes the pools. Clients need not be closed, and an agent that closes
-    its own takes no other along: that does nothing, and a pool that was closed all the same is made anew.
+    """Makes the client of a session; an async context manager that closes the pools. Clients need
+    not be closed, and an agent that closes its own takes no other along: that does nothing, and a
+    pool that was closed all the same is made anew.
 
-    Proxies of the surroundings are not used: the gateway is ours. Requests have no deadline of their own, because a paused
-    gateway may keep them waiting; the rollout has one. There may be as many connections as rollouts, which are bounded.
+    Proxies of the surroundings are not used: the gateway is ours. Requests have no deadline of
+    their own, because a paused gateway may keep them waiting; the rollout has one. There may be as
+    many connections as rollouts, which are bounded.
     """
 
     def __init__(
-        self, *, transport: Transport | None = None, untracked: UntrackedSection = UntrackedSection(), public_url: str = ""
+        self,
+        *,
+        transport: Transport | None = None,
+        untracked: UntrackedSection = UntrackedSection(),
+        public_url: str = "",
     ) -> None:
-        """`transport` takes the place of the network, for agents on the event loop of the gateway's own process. `untracked`: where what is
-        not trained is answered; what is outside the run is reached over the network, and by proxies. `public_url`: `gateway.public_url`."""
+        """`transport` takes the place of the network, for agents on the event loop of the gateway's
+        own process. `untracked`: where what is not trained is answered; what is outside the run is
+        reached over the network, and by proxies. `public_url`: `gateway.public_url`."""
         hide_secrets()
         self._sdk = _Sdk()
         self._public_url = public_url.rstrip("/")
@@ -185,28 +222,43 @@ class SharedClients:
         if self._client.is_closed():
             self._client = self._sdk.client(self._transport)
         client = self._client.with_options(base_url=session.base_url, api_key=session.api_key)
-        client.beside = self._sdk.clients.Beside(self._untracked, lambda: self._beyond(is_async=True), public_url=self._public_url)
+        client.beside = self._sdk.clients.Beside(
+            self._untracked, lambda: self._beyond(is_async=True), public_url=self._public_url
+        )
         return client
 
     def plain_client_for(self, session: SessionHandle) -> PlainClient:
-        """For an agent in a thread of its own. It goes over the network, also where `transport` is given."""
+        """For an agent in a thread of its own. It goes over the network, also where `transport` is
+        given.
+        """
         if self._plain is None or self._plain.is_closed():
             self._plain = self._sdk.plain_client()
         client = self._plain.with_options(base_url=session.base_url, api_key=session.api_key)
-        client.beside = self._sdk.clients.Beside(self._untracked, lambda: self._beyond(is_async=False), public_url=self._public_url)
+        client.beside = self._sdk.clients.Beside(
+            self._untracked, lambda: self._beyond(is_async=False), public_url=self._public_url
+        )
         return client
 
     def _beyond(self, *, is_async: bool) -> Any:
         """Connections out of the run."""
         if is_async not in self._outside or self._outside[is_async].is_closed:
-            made = self._sdk.openai.DefaultAsyncHttpxClient if is_async else self._sdk.openai.DefaultHttpxClient
+            made = (
+                self._sdk.openai.DefaultAsyncHttpxClient
+                if is_async
+                else self._sdk.openai.DefaultHttpxClient
+            )
             self._outside[is_async] = made(limits=self._sdk.limits)
         return self._outside[is_async]
 
     async def __aenter__(self) -> SharedClients:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -227,21 +279,33 @@ class _Sdk:
         try:
             import openai
         except ImportError as error:
-            raise ConfigError("environments need the package openai; install it with: pip install 'midflight[openai]'.") from error
-        # The SDK looks whether this is loaded, and takes for whole what a thread is still importing.
+            raise ConfigError(
+                "environments need the package openai; install it with: pip install "
+                "'midflight[openai]'."
+            ) from error
+        # The SDK looks whether this is loaded, and takes for whole what a thread is still
+        # importing.
         with contextlib.suppress(ImportError):
             import httpx2 as _  # noqa: F401
         from midflight.environments import clients
 
         self.openai = openai
         self.clients = clients
-        self.limits = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=None)
+        self.limits = type(openai.DEFAULT_CONNECTION_LIMITS)(
+            max_connections=None, max_keepalive_connections=None
+        )
         self._pool: dict[str, Any] = {"trust_env": False, "limits": self.limits}
-        self._options: dict[str, Any] = {"base_url": "http://unused.invalid/v1", "api_key": "unused", "timeout": None}
+        self._options: dict[str, Any] = {
+            "base_url": "http://unused.invalid/v1",
+            "api_key": "unused",
+            "timeout": None,
+        }
 
     def client(self, transport: Transport | None) -> Client:
         http_client = self.openai.DefaultAsyncHttpxClient(transport=transport, **self._pool)
         return self.clients.SessionClient(http_client=http_client, **self._options)
 
     def plain_client(self) -> PlainClient:
-        return self.clients.PlainSessionClient(http_client=self.openai.DefaultHttpxClient(**self._pool), **self._options)
+        return self.clients.PlainSessionClient(
+            http_client=self.openai.DefaultHttpxClient(**self._pool), **self._options
+        )

@@ -1,4 +1,6 @@
-"""Rollouts that are run elsewhere: each waits on a board until a worker outside claims it, runs an agent, and posts the reward."""
+"""Rollouts that are run elsewhere: each waits on a board until a worker outside claims it, runs an
+agent, and posts the reward.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Said: TypeAlias = "Result | float | None"
 OUTSIDE = "a worker outside"
 """Whom a rollout waits for that nobody has claimed."""
 MAX_REMEMBERED = 10_000
-"""How many ended claims are remembered with their rewards, so that a worker may send a reward again. Later it gets an error."""
+"""How many ended claims are remembered with their rewards, so that a worker may send a reward
+again. Later it gets an error.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,8 +46,8 @@ def reward_in(said: Said) -> float | None:
 class Board:
     """What is offered and what is claimed. Synchronous; it never waits.
 
-    An offer is claimed once. If its worker dies it ends with the rollout's deadline, and a further attempt is a new offer.
-    It holds at most the rollouts in flight, which admission limits.
+    An offer is claimed once. If its worker dies it ends with the rollout's deadline, and a further
+    attempt is a new offer. It holds at most the rollouts in flight, which admission limits.
     """
 
     def __init__(self) -> None:
@@ -67,7 +71,9 @@ class Board:
         return len(self._claimed)
 
     def __contains__(self, session_id: str) -> bool:
-        return session_id in self._claimed or session_id in self._offered or session_id in self._ended
+        return (
+            session_id in self._claimed or session_id in self._offered or session_id in self._ended
+        )
 
     def offer(self, offer: Offer) -> None:
         self._offered[offer.session_id] = offer
@@ -92,7 +98,12 @@ class Board:
         now = asyncio.get_running_loop().time()
         seconds = self.unclaimed_seconds(next(iter(self._offered)))
         idle = 0.0 if self._claimed else min(seconds, now - self._ended_at)
-        return Unclaimed(len(self._offered), seconds, idle, None if self._claimed_at is None else now - self._claimed_at)
+        return Unclaimed(
+            len(self._offered),
+            seconds,
+            idle,
+            None if self._claimed_at is None else now - self._claimed_at,
+        )
 
     def whereabouts(self, session_id: str) -> Whereabouts:
         """Says where a rollout is that has begun."""
@@ -104,19 +115,31 @@ class Board:
         return 0.0 if waited is None else waited.seconds()
 
     def score(self, session_id: str, reward: Said) -> None:
-        """Gives the worker's reward, which ends its rollout. `SessionClosed` if the deadline has ended the rollout before."""
+        """Gives the worker's reward, which ends its rollout. `SessionClosed` if the deadline has
+        ended the rollout before.
+        """
         given = self._reward(session_id)
         if given is None:
-            raise UnknownSession(f"scoring {session_id[:80]!r}: no worker has claimed it; claim it first.")
+            raise UnknownSession(
+                f"scoring {session_id[:80]!r}: no worker has claimed it; claim it first."
+            )
         if not given.done():
             given.set_result(reward)
         elif given.cancelled():
-            raise SessionClosed(f"scoring session {session_id}: its rollout has ended without a reward, by its deadline; claim another.")
+            raise SessionClosed(
+                f"scoring session {session_id}: its rollout has ended without a reward, by its "
+                "deadline; claim another."
+            )
         elif given.result() != reward:
-            raise RewardFixed(f"scoring session {session_id}: its reward is {reward_in(given.result())} already; a reward is given once.")
+            raise RewardFixed(
+                f"scoring session {session_id}: its reward is {reward_in(given.result())} already; "
+                "a reward is given once."
+            )
 
     def give_up(self, session_id: str) -> Said:
-        """Ends a rollout that its worker gives up, with no reward. If it has one already, this is returned."""
+        """Ends a rollout that its worker gives up, with no reward. If it has one already, this is
+        returned.
+        """
         given = self._reward(session_id)
         if given is not None and not given.done():
             given.set_result(None)
@@ -134,12 +157,16 @@ class Board:
             self._ended.popitem(last=False)
 
     def _reward(self, session_id: str) -> asyncio.Future[Said] | None:
-        """The reward of a rollout that was claimed or has ended; a cancelled future if it ended without one."""
+        """The reward of a rollout that was claimed or has ended; a cancelled future if it ended
+        without one.
+        """
         offer = self._claimed.get(session_id)
         return self._ended.get(session_id) if offer is None else offer.reward
 
     def changed(self) -> asyncio.Future[None]:
-        """A future that is done at the next offer. Each offer wakes one waiter, the longest waiting first."""
+        """A future that is done at the next offer. Each offer wakes one waiter, the longest waiting
+        first.
+        """
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting = [*(w for w in self._waiting if not w.done()), waiter]
         return waiter
@@ -157,7 +184,9 @@ class Board:
 
 
 async def claims(board: Board, *, most: int, wait_seconds: float) -> list[Offer]:
-    """Waits for at least one offer; ended by it, by the time (then the list is empty), or by cancellation when the worker disconnects."""
+    """Waits for at least one offer; ended by it, by the time (then the list is empty), or by
+    cancellation when the worker disconnects.
+    """
     try:
         async with asyncio.timeout(wait_seconds):
             while not (taken := board.claim(most)):
@@ -176,8 +205,15 @@ class Claimed:
         self.board = Board()
 
     async def __call__(self, task: Task, client: AsyncOpenAI) -> Said:
-        """Offers the task and waits for a worker's reward; ended by it, or by the rollout's deadline."""
-        offer = Offer(task, client.api_key.partition(".")[0], client.api_key, asyncio.get_running_loop().create_future())
+        """Offers the task and waits for a worker's reward; ended by it, or by the rollout's
+        deadline.
+        """
+        offer = Offer(
+            task,
+            client.api_key.partition(".")[0],
+            client.api_key,
+            asyncio.get_running_loop().create_future(),
+        )
         self.board.offer(offer)
         try:
             return await offer.reward

@@ -1,7 +1,8 @@
-"""The clients that agents get: OpenAI's, bound to one session, and what else of its rollout an agent may ask. Importing this imports `openai`,
-which takes a second.
+"""The clients that agents get: OpenAI's, bound to one session, and what else of its rollout an
+agent may ask. Importing this imports `openai`, which takes a second.
 
-`Client` and `PlainClient` are the same but for waiting; `PartsOfRollout` says what they have beyond the SDK's.
+`Client` and `PlainClient` are the same but for waiting; `PartsOfRollout` says what they have beyond
+the SDK's.
 """
 
 import os
@@ -16,7 +17,9 @@ from midflight.errors import ConfigError, UntrackedUnavailable
 from midflight.types.names import UNTRACKED, part_of
 
 _ITS_OWN = frozenset({400, 409, 413, 422})
-"""Answers that blame the request: they say nothing against the server, and are the agent's to deal with."""
+"""Answers that blame the request: they say nothing against the server, and are the agent's to deal
+with.
+"""
 
 
 def key_of(section: UntrackedSection) -> str:
@@ -24,7 +27,10 @@ def key_of(section: UntrackedSection) -> str:
     if not section.api_key_env:
         return "none"
     if not (key := os.environ.get(section.api_key_env)):
-        raise ConfigError(f"environment.untracked.api_key_env names {section.api_key_env}, and there is no such variable here; set it.")
+        raise ConfigError(
+            f"environment.untracked.api_key_env names {section.api_key_env}, and there is no such "
+            "variable here; set it."
+        )
     return key
 
 
@@ -50,37 +56,47 @@ class PartsOfRollout:
     with_options: Any
 
     def untracked(self) -> Self:
-        """A client for judges and simulated users: no token of it is recorded or trained. It asks `environment.untracked.url`, or the
-        engines that are reserved for this, whose weights stay as they are; `ConfigError` where a run has neither.
+        """A client for judges and simulated users: no token of it is recorded or trained. It asks
+        `environment.untracked.url`, or the engines that are reserved for this, whose weights stay
+        as they are; `ConfigError` where a run has neither.
 
-        While that cannot be had, requests raise `UntrackedUnavailable`, and a rollout that ends then has failed, whatever it returns (I10).
+        While that cannot be had, requests raise `UntrackedUnavailable`, and a rollout that ends
+        then has failed, whatever it returns (I10).
         """
         section = UntrackedSection(engines=1) if self.beside is None else self.beside.section
         if section.url and self.beside is not None:
-            made = self.with_options(base_url=section.url, api_key=key_of(section), http_client=self.beside.pool())
+            made = self.with_options(
+                base_url=section.url, api_key=key_of(section), http_client=self.beside.pool()
+            )
         elif section.engines:
             made = self._part(UNTRACKED)
         else:
             raise ConfigError(
-                "client.untracked(): this run has nothing that answers without being trained; set environment.untracked.url to a server of "
-                "the OpenAI API, or environment.untracked.engines to a number of engines below engine.count."
+                "client.untracked(): this run has nothing that answers without being trained; set "
+                "environment.untracked.url to a server of the OpenAI API, or "
+                "environment.untracked.engines to a number of engines below engine.count."
             )
         made.is_untracked = True
         return made
 
     @property
     def public_url(self) -> str:
-        """The address of the same session for an agent on another machine, such as a program in a box elsewhere: it begins with
-        `gateway.public_url`, where that is set. Whoever has it can ask the model in this session, and nothing else."""
+        """The address of the same session for an agent on another machine, such as a program in a
+        box elsewhere: it begins with `gateway.public_url`, where that is set. Whoever has it can
+        ask the model in this session, and nothing else."""
         _, named, rest = self._address.partition(f"/s/{self.api_key}")
         begin = self.beside.public_url if self.beside is not None and named else ""
         return f"{begin}{named}{rest}" if begin else self._address
 
     def role(self, name: str) -> Self:
-        """A client of another role in the same rollout, such as a critic, or the other side of a game: it has a session of its own, is trained
-        with the reward that `Result.roles` has under its name, and is compared with the same role in the group's other rollouts."""
+        """A client of another role in the same rollout, such as a critic, or the other side of a
+        game: it has a session of its own, is trained with the reward that `Result.roles` has under
+        its name, and is compared with the same role in the group's other rollouts."""
         if name == UNTRACKED:
-            raise ConfigError(f"client.role({name!r}): a role is trained; take another name, or call client.untracked().")
+            raise ConfigError(
+                f"client.role({name!r}): a role is trained; take another name, or call "
+                "client.untracked()."
+            )
         return self._part(name)
 
     def _part(self, name: str) -> Self:
@@ -99,11 +115,23 @@ class PartsOfRollout:
 
     def lost(self, error: APIConnectionError | APIStatusError) -> UntrackedUnavailable | None:
         """What is to be raised in its place, where it says that a judge cannot be had."""
-        if not self.is_untracked or (isinstance(error, APIStatusError) and error.status_code in _ITS_OWN):
+        if not self.is_untracked or (
+            isinstance(error, APIStatusError) and error.status_code in _ITS_OWN
+        ):
             return None
-        where = self._address if self.beside is not None and self.beside.section.url else "an engine of the run"
-        remedy = "see that it runs and takes environment.untracked's key" if where.startswith("http") else "see the engines' logs"
-        found = UntrackedUnavailable(f"asking {where} by client.untracked(): {type(error).__name__}: {error}; {remedy}.")
+        where = (
+            self._address
+            if self.beside is not None and self.beside.section.url
+            else "an engine of the run"
+        )
+        remedy = (
+            "see that it runs and takes environment.untracked's key"
+            if where.startswith("http")
+            else "see the engines' logs"
+        )
+        found = UntrackedUnavailable(
+            f"asking {where} by client.untracked(): {type(error).__name__}: {error}; {remedy}."
+        )
         if self.beside is not None:
             self.beside.trouble = str(found)
         return found

@@ -1,7 +1,8 @@
 """Which task of a source is tried next, by how often its rollouts have passed lately.
 
-A draw follows from the seed, its position, the groups that have ended and the tasks under way, in whatever order those ended. So a
-resumed run draws what the run that it goes on from would have drawn.
+A draw follows from the seed, its position, the groups that have ended and the tasks under way, in
+whatever order those ended. So a resumed run draws what the run that it goes on from would have
+drawn.
 """
 
 import random
@@ -33,7 +34,9 @@ Passes = tuple[GroupKey, int, int]
 
 
 class SourcePools:
-    """The tasks of one source, by their place in it. Those under way are in no pool that is drawn from."""
+    """The tasks of one source, by their place in it. Those under way are in no pool that is drawn
+    from.
+    """
 
     def __init__(self, size: int, section: CurriculumSection) -> None:
         self._size = size
@@ -45,9 +48,13 @@ class SourcePools:
         self._sort()
 
     def _sort(self) -> None:
-        """Puts all tasks into their pools; rising places, so that a pool is the same however it came about."""
+        """Puts all tasks into their pools; rising places, so that a pool is the same however it
+        came about.
+        """
         self._free = {pool: array("I") for pool in Pool}
-        self._free[Pool.UNSEEN] = array("I", (place for place in range(self._size) if place not in self._ended))
+        self._free[Pool.UNSEEN] = array(
+            "I", (place for place in range(self._size) if place not in self._ended)
+        )
         for place in sorted(self._ended):
             self._free[self.pool(place)].append(place)
         self.sizes = {pool: len(places) for pool, places in self._free.items()}
@@ -67,7 +74,9 @@ class SourcePools:
         self._under_way[place] += 1
 
     def end(self, place: int, passes: Passes) -> None:
-        """A group that was begun has ended; one without a scored rollout says nothing of the task (I10)."""
+        """A group that was begun has ended; one without a scored rollout says nothing of the task
+        (I10).
+        """
         self.sizes[self.pool(place)] -= 1
         self._learn(place, passes)
         self.sizes[self.pool(place)] += 1
@@ -77,7 +86,9 @@ class SourcePools:
             insort(self._free[self.pool(place)], place)
 
     def _learn(self, place: int, passes: Passes) -> None:
-        """Keeps the newest groups that have `window` scored rollouts together. They are the newest by key, so the order of ends does not matter."""
+        """Keeps the newest groups that have `window` scored rollouts together. They are the newest
+        by key, so the order of ends does not matter.
+        """
         if not passes[2]:
             return
         ended = self._ended[place]
@@ -105,9 +116,11 @@ class SourcePools:
         return Pool.EASY if rate > self._section.easy_above else Pool.LEARNABLE
 
     def chance(self, place: int) -> float:
-        """Of the task to be taken when it comes up: 4 p (1 - p) and at least `floor`, 1 where nothing is known of it.
+        """Of the task to be taken when it comes up: 4 p (1 - p) and at least `floor`, 1 where
+        nothing is known of it.
 
-        With rewards of 0 and 1, p (1 - p) is the variance of the reward, and the expected square of the advantage of a rollout.
+        With rewards of 0 and 1, p (1 - p) is the variance of the reward, and the expected square of
+        the advantage of a rollout.
         """
         rate = self.rate(place)
         if rate is None or self._section.priority == "uniform":
@@ -126,9 +139,17 @@ class SourcePools:
                 return place
 
     def _side(self, chance: random.Random) -> Sequence[Sequence[int]]:
-        """The pools to draw from: by the target, or all of them; where one side is empty the other."""
+        """The pools to draw from: by the target, or all of them; where one side is empty the
+        other.
+        """
         target = self._section.target
-        wanted = set(Pool) if target is None else set(HOPEFUL) if chance.random() < target else set(Pool) - set(HOPEFUL)
+        wanted = (
+            set(Pool)
+            if target is None
+            else set(HOPEFUL)
+            if chance.random() < target
+            else set(Pool) - set(HOPEFUL)
+        )
         sides = [places for pool, places in self._free.items() if pool in wanted]
         return sides if any(sides) else list(self._free.values())
 
@@ -142,13 +163,20 @@ def _nth(pools: Iterable[Sequence[int]], number: int) -> int:
 
 
 class Curriculum:
-    """Which task each position of the stream has, and what came of it. Sources keep their shares. Posted tasks, whose epochs are below 0,
-    are tried once each and are no part of it."""
+    """Which task each position of the stream has, and what came of it. Sources keep their shares.
+    Posted tasks, whose epochs are below 0, are tried once each and are no part of it."""
 
     def __init__(
-        self, sizes: Sequence[int], section: CurriculumSection, *, seed: int, place_at: Callable[[int, int], tuple[int, int]]
+        self,
+        sizes: Sequence[int],
+        section: CurriculumSection,
+        *,
+        seed: int,
+        place_at: Callable[[int, int], tuple[int, int]],
     ) -> None:
-        """`sizes` of the sources. `place_at` gives by epoch and index the number of the source that has its turn, and the place of its task."""
+        """`sizes` of the sources. `place_at` gives by epoch and index the number of the source that
+        has its turn, and the place of its task.
+        """
         self._pools = [SourcePools(size, section) for size in sizes] if section.chooses else []
         self._section = section
         self._seed = seed
@@ -157,7 +185,9 @@ class Curriculum:
         """By position the place of a task that was chosen here, or before a crash."""
 
     def choose(self, source: int, epoch: int, index: int) -> None:
-        """Chooses the task of a position whose turn it is; without a curriculum it has the one that it has."""
+        """Chooses the task of a position whose turn it is; without a curriculum it has the one that
+        it has.
+        """
         if self._pools:
             chance = random.Random(f"{self._seed}|curriculum|{epoch}|{index}")
             self.chosen[epoch, index] = self._pools[source].choose(chance)
@@ -175,7 +205,10 @@ class Curriculum:
         """It has ended, with the rewards of those of its rollouts that have one."""
         if self._pools and key.epoch >= 0:
             source, place = self._place_at(key.epoch, key.index)
-            self._pools[source].end(place, (key, sum(reward >= self._section.passes for reward in rewards), len(rewards)))
+            self._pools[source].end(
+                place,
+                (key, sum(reward >= self._section.passes for reward in rewards), len(rewards)),
+            )
 
     def restore(self, groups: Iterable[GroupScores]) -> None:
         """What was chosen before a crash, and what came of it."""

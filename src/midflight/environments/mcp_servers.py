@@ -1,7 +1,8 @@
-"""Servers of tools that speak the Model Context Protocol: started or asked, and begun again when they are lost.
+"""Servers of tools that speak the Model Context Protocol: started or asked, and begun again when
+they are lost.
 
-A call that a server's death cuts off fails its rollout (I10): nobody knows whether it was made. What the tool itself says, its errors too, is
-an answer.
+A call that a server's death cuts off fails its rollout (I10): nobody knows whether it was made.
+What the tool itself says, its errors too, is an answer.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -43,7 +44,11 @@ class McpTool:
         self.name = found.name
         self._server = server
         parameters = cast("dict[str, Json]", dict(found.input_schema))
-        function: dict[str, Json] = {"name": found.name, "description": found.description or "", "parameters": parameters}
+        function: dict[str, Json] = {
+            "name": found.name,
+            "description": found.description or "",
+            "parameters": parameters,
+        }
         self.schema: Mapping[str, Json] = {"type": "function", "function": function}
 
     async def call(self, arguments: Mapping[str, Json]) -> str:
@@ -62,7 +67,9 @@ class _Connection:
         self.task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Waits to be closed; ended also by a server that does not come up, which `client` tells."""
+        """Waits to be closed; ended also by a server that does not come up, which `client`
+        tells.
+        """
         try:
             async with _client(self._section) as client:
                 self.client.set_result(client)
@@ -86,7 +93,9 @@ def _client(section: McpSection) -> Client:
     try:
         from mcp import Client, StdioServerParameters
     except ImportError as error:
-        raise ConfigError("environment.mcp needs the package mcp; install it with: pip install 'midflight[mcp]'.") from error
+        raise ConfigError(
+            "environment.mcp needs the package mcp; install it with: pip install 'midflight[mcp]'."
+        ) from error
     if section.url:
         return Client(section.url)
     command, *arguments = section.command
@@ -104,12 +113,16 @@ class McpServer:
         self.tools: list[McpTool] = []
 
     async def open(self) -> None:
-        """Waits until it is there and has told its tools; ended by `start_seconds`. `McpServerLost` says why it is not."""
+        """Waits until it is there and has told its tools; ended by `start_seconds`. `McpServerLost`
+        says why it is not.
+        """
         async with self._opening:
             if self._connection is not None:
                 return
             connection = _Connection(self._section)
-            connection.task = self._tasks.create_task(connection.run(), name=f"connection to {self._section.label}")
+            connection.task = self._tasks.create_task(
+                connection.run(), name=f"connection to {self._section.label}"
+            )
             try:
                 async with asyncio.timeout(self._section.start_seconds):
                     client = await asyncio.shield(connection.client)
@@ -119,12 +132,15 @@ class McpServer:
             except Exception as error:
                 connection.close()
                 raise McpServerLost(
-                    f"starting the tools of {self._section.label}: {_said(error)}; run {_how(self._section)} by hand, or raise its start_seconds."
+                    f"starting the tools of {self._section.label}: {_said(error)}; run "
+                    f"{_how(self._section)} by hand, or raise its start_seconds."
                 ) from error
             self._connection = connection
 
     async def call(self, name: str, arguments: Mapping[str, Json]) -> str:
-        """Waits for the answer; ended by its caller's deadline. A server that is lost is begun again for the next call."""
+        """Waits for the answer; ended by its caller's deadline. A server that is lost is begun
+        again for the next call.
+        """
         from mcp import MCPError
 
         await self.open()
@@ -138,7 +154,10 @@ class McpServer:
             raise self._lost(connection, error) from error
         except Exception as error:
             raise self._lost(connection, error) from error
-        text = "\n".join(getattr(part, "text", None) or part.model_dump_json(exclude_none=True) for part in found.content)
+        text = "\n".join(
+            getattr(part, "text", None) or part.model_dump_json(exclude_none=True)
+            for part in found.content
+        )
         if found.is_error:
             raise ToolMissed(text)
         return text
@@ -147,9 +166,14 @@ class McpServer:
         if self._connection is connection:
             self._connection = None
             connection.close()
-            _log.warning("the tools of %s are lost (%s) and will be begun again", self._section.label, _said(error))
+            _log.warning(
+                "the tools of %s are lost (%s) and will be begun again",
+                self._section.label,
+                _said(error),
+            )
         return McpServerLost(
-            f"calling a tool of {self._section.label}: the server was lost ({_said(error)}); look at what it wrote in this log."
+            f"calling a tool of {self._section.label}: the server was lost ({_said(error)}); look "
+            "at what it wrote in this log."
         )
 
     async def close(self) -> None:
@@ -179,7 +203,9 @@ def _said(error: BaseException) -> str:
 
 
 def _how(section: McpSection) -> str:
-    return f"`{' '.join(section.command)}`" if section.command else f"a client against {section.url}"
+    return (
+        f"`{' '.join(section.command)}`" if section.command else f"a client against {section.url}"
+    )
 
 
 class McpServers:
@@ -196,19 +222,26 @@ class McpServers:
         """One that does not come up is tried again by the first rollout that needs it."""
         if self._sections:
             await self._tasks.__aenter__()
-        self._of_run = [McpServer(section, self._tasks) for section in self._sections if section.per == "run"]
+        self._of_run = [
+            McpServer(section, self._tasks) for section in self._sections if section.per == "run"
+        ]
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         if self._sections:
             for server in self._of_run:
                 await _closed(server)
-            await self._tasks.__aexit__(None, None, None)  # its tasks are at their end: an error of the caller's is none of theirs
+            # its tasks are at their end: an error of the caller's is none of theirs
+            await self._tasks.__aexit__(None, None, None)
 
     @asynccontextmanager
     async def of_rollout(self) -> AsyncGenerator[list[McpTool]]:
         """The tools of a rollout. Waits for servers that are not there yet; its own end with it."""
-        own = [McpServer(section, self._tasks) for section in self._sections if section.per == "rollout"]
+        own = [
+            McpServer(section, self._tasks)
+            for section in self._sections
+            if section.per == "rollout"
+        ]
         try:
             for server in (*self._of_run, *own):
                 await server.open()
@@ -226,14 +259,21 @@ async def _closed(server: McpServer) -> None:
 
 
 async def check_servers(sections: Sequence[McpSection]) -> list[str]:
-    """Names of their tools. `ConfigError` for one that does not come up, or for a name that two have."""
+    """Names of their tools. `ConfigError` for one that does not come up, or for a name that two
+    have.
+    """
     places: dict[str, str] = {}
-    async with McpServers([section.model_copy(update={"per": "rollout"}) for section in sections]) as servers:
+    async with McpServers(
+        [section.model_copy(update={"per": "rollout"}) for section in sections]
+    ) as servers:
         try:
             async with servers.of_rollout() as tools:
                 for tool in tools:
                     if tool.name in places:
-                        raise ConfigError(f"environment.mcp: two servers have a tool {tool.name!r}; leave one of them out.")
+                        raise ConfigError(
+                            f"environment.mcp: two servers have a tool {tool.name!r}; leave one of "
+                            "them out."
+                        )
                     places[tool.name] = tool.name
         except McpServerLost as error:
             raise ConfigError(f"environment.mcp: {error}") from error

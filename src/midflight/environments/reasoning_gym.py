@@ -1,9 +1,10 @@
 """Tasks from the `reasoning-gym` package, split into training and held-out by content.
 
-Seeds do not split: reasoning-gym makes entry i of a dataset from seed + i, so the entries of seeds 0 and 1 are the same but
-for one, and distinct seeds draw the same words anyway. Here a hash of the content and the seed decides: contents of low hash are
-held out. Size and options do not matter, so a content once held out stays so when the numbers change. Only where a dataset has
-too few contents for that, the limit between low and high moves until both sides have what was asked for.
+Seeds do not split: reasoning-gym makes entry i of a dataset from seed + i, so the entries of seeds
+0 and 1 are the same but for one, and distinct seeds draw the same words anyway. Here a hash of the
+content and the seed decides: contents of low hash are held out. Size and options do not matter, so
+a content once held out stays so when the numbers change. Only where a dataset has too few contents
+for that, the limit between low and high moves until both sides have what was asked for.
 """
 
 import dataclasses
@@ -21,9 +22,13 @@ from midflight.types import Json, Task
 HELDOUT_SHARE = 1 / 8
 """Share of all contents on the held-out side: about what the defaults (256 beside 2000) ask for."""
 MAX_DRAWS_PER_TASK = 32
-"""Entries drawn per content asked for, at most: bounds the search in a dataset that repeats itself."""
+"""Entries drawn per content asked for, at most: bounds the search in a dataset that repeats
+itself.
+"""
 BARREN_DRAWS = 8
-"""Draws without a new content, per content known, after which a dataset counts as exhausted (one of the last would be missed with e^-8)."""
+"""Draws without a new content, per content known, after which a dataset counts as exhausted (one of
+the last would be missed with e^-8).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +65,40 @@ def draw_tasks(
     source: str | None = None,
     on_entry: Callable[[], None] = lambda: None,
 ) -> DrawnTasks:
-    """`size` training and `heldout` held-out tasks of distinct content; the two share no value of the field `content`.
+    """`size` training and `heldout` held-out tasks of distinct content; the two share no value of
+    the field `content`.
 
-    `Task.data` has `question` (by the format `prompt`), `answer` (text, or None if the dataset has no single one), `dataset` and
-    `metadata`. Equal arguments give equal tasks. `ConfigError` if the dataset, an option or a field is unknown, or if there are
-    fewer distinct contents than asked for. `only`: a regular expression for whole contents; others are passed over. `on_entry` is
+    `Task.data` has `question` (by the format `prompt`), `answer` (text, or None if the dataset has
+    no single one), `dataset` and `metadata`. Equal arguments give equal tasks. `ConfigError` if the
+    dataset, an option or a field is unknown, or if there are fewer distinct contents than asked
+    for. `only`: a regular expression for whole contents; others are passed over. `on_entry` is
     called for each entry that is drawn.
     """
     kept = pattern_of(only)
     found, limit = _search(
-        dataset, size=size, heldout=heldout, content=content, only=kept, options=options or {}, seed=seed, on_entry=on_entry
+        dataset,
+        size=size,
+        heldout=heldout,
+        content=content,
+        only=kept,
+        options=options or {},
+        seed=seed,
+        on_entry=on_entry,
     )
     low = [item for item in found if item.rank < limit][:heldout]
     high = [item for item in found if item.rank >= limit][:size]
     _check_enough(len(high), len(low), size=size, heldout=heldout, dataset=dataset, content=content)
     training, held = (
-        tuple(_task(item.entry, task_id=str(item.number), source=source or dataset, dataset=dataset, prompt=prompt) for item in side)
+        tuple(
+            _task(
+                item.entry,
+                task_id=str(item.number),
+                source=source or dataset,
+                dataset=dataset,
+                prompt=prompt,
+            )
+            for item in side
+        )
         for side in (high, low)
     )
     return DrawnTasks(
@@ -97,7 +120,9 @@ def _search(
     seed: int,
     on_entry: Callable[[], None],
 ) -> tuple[list[_Distinct], int]:
-    """Draws until both sides of the usual limit are full, or the dataset is exhausted. Distinct contents in order, and the limit."""
+    """Draws until both sides of the usual limit are full, or the dataset is exhausted. Distinct
+    contents in order, and the limit.
+    """
     usual = round(HELDOUT_SHARE * 2**64)
     max_draws = MAX_DRAWS_PER_TASK * (size + round(heldout / HELDOUT_SHARE))
     found: dict[str, _Distinct] = {}
@@ -124,27 +149,50 @@ def pattern_of(only: str) -> re.Pattern[str] | None:
     try:
         return re.compile(only) if only else None
     except re.error as error:
-        raise ConfigError(f"environment.sources.only = {only!r} is not a regular expression: {error}; correct or remove it.") from error
+        raise ConfigError(
+            f"environment.sources.only = {only!r} is not a regular expression: {error}; correct or "
+            "remove it."
+        ) from error
 
 
 def rank_of(content: str, *, seed: int) -> int:
-    """A hash of seed and content, below 2**64. Letter case does not count, so that `Word` is not held out from `word`."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}|{content.casefold()}".encode(), digest_size=8).digest(), "little")
+    """A hash of seed and content, below 2**64. Letter case does not count, so that `Word` is not
+    held out from `word`.
+    """
+    return int.from_bytes(
+        hashlib.blake2b(f"{seed}|{content.casefold()}".encode(), digest_size=8).digest(), "little"
+    )
 
 
 def _limit(found: Sequence[_Distinct], heldout: int) -> int:
-    """The limit that holds out the `heldout` contents of lowest rank, for a dataset that was exhausted."""
+    """The limit that holds out the `heldout` contents of lowest rank, for a dataset that was
+    exhausted.
+    """
     ranks = sorted(item.rank for item in found)
     return ranks[heldout - 1] + 1 if 0 < heldout <= len(ranks) else 2**64 * (heldout > 0)
 
 
-def _entries(dataset: str, options: Mapping[str, Any], *, seed: int, max_draws: int) -> Iterator[dict[str, Any]]:
-    """Entries of the dataset. Its own seed is a hash of ours, so that neighbouring seeds do not draw the same entries."""
+def _entries(
+    dataset: str, options: Mapping[str, Any], *, seed: int, max_draws: int
+) -> Iterator[dict[str, Any]]:
+    """Entries of the dataset. Its own seed is a hash of ours, so that neighbouring seeds do not
+    draw the same entries.
+    """
     factory = _factory()
     if dataset not in factory.DATASETS:
-        raise ConfigError(f"environment source {dataset!r} is not a dataset of reasoning-gym.{nearest(dataset, factory.DATASETS)}")
-    _check_options(dataset, options, known=[f.name for f in dataclasses.fields(factory.DATASETS[dataset][1])])
-    start = int.from_bytes(hashlib.blake2b(f"{seed}|{dataset}".encode(), digest_size=8).digest(), "little") % 2**30
+        raise ConfigError(
+            f"environment source {dataset!r} is not a dataset of "
+            f"reasoning-gym.{nearest(dataset, factory.DATASETS)}"
+        )
+    _check_options(
+        dataset, options, known=[f.name for f in dataclasses.fields(factory.DATASETS[dataset][1])]
+    )
+    start = (
+        int.from_bytes(
+            hashlib.blake2b(f"{seed}|{dataset}".encode(), digest_size=8).digest(), "little"
+        )
+        % 2**30
+    )
     try:
         made = factory.create_dataset(dataset, **options, seed=start, size=max_draws)
         for i in range(max_draws):
@@ -152,7 +200,8 @@ def _entries(dataset: str, options: Mapping[str, Any], *, seed: int, max_draws: 
     except Exception as error:
         given = json.dumps(dict(options), default=str)
         raise ConfigError(
-            f"dataset {dataset!r} refuses options {given}: {type(error).__name__}: {error}; change environment.sources.options."
+            f"dataset {dataset!r} refuses options {given}: {type(error).__name__}: {error}; change "
+            "environment.sources.options."
         ) from error
 
 
@@ -161,7 +210,8 @@ def _factory() -> Any:
         import reasoning_gym.factory as factory
     except ImportError as error:
         raise ConfigError(
-            "environment.sources need the package reasoning-gym; install it with: pip install 'midflight[reasoning-gym]'."
+            "environment.sources need the package reasoning-gym; install it with: pip install "
+            "'midflight[reasoning-gym]'."
         ) from error
     return factory
 
@@ -170,26 +220,41 @@ def _check_options(dataset: str, options: Mapping[str, Any], *, known: Sequence[
     for name in options:
         if name in ("seed", "size"):
             raise ConfigError(
-                f"option {name!r} of dataset {dataset!r} is set by the source itself; remove it from environment.sources.options."
+                f"option {name!r} of dataset {dataset!r} is set by the source itself; remove it "
+                "from environment.sources.options."
             )
         if name not in known:
-            raise ConfigError(f"dataset {dataset!r} has no option {name!r}.{nearest(name, set(known) - {'seed', 'size'})}")
+            raise ConfigError(
+                f"dataset {dataset!r} has no option "
+                f"{name!r}.{nearest(name, set(known) - {'seed', 'size'})}"
+            )
 
 
 def _fields(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What a prompt or `content` may name: the metadata, and the entry's own two fields before them."""
-    return {**cast(dict[str, Any], entry.get("metadata") or {}), "question": entry["question"], "answer": entry["answer"]}
+    """What a prompt or `content` may name: the metadata, and the entry's own two fields before
+    them.
+    """
+    return {
+        **cast(dict[str, Any], entry.get("metadata") or {}),
+        "question": entry["question"],
+        "answer": entry["answer"],
+    }
 
 
 def _content(entry: Mapping[str, Any], field: str, dataset: str) -> str:
     fields = _fields(entry)
     if field not in fields:
-        raise ConfigError(f"environment source {dataset!r}: content = {field!r} is not a field of its entries.{nearest(field, fields)}")
+        raise ConfigError(
+            f"environment source {dataset!r}: content = {field!r} is not a field of its "
+            f"entries.{nearest(field, fields)}"
+        )
     value = fields[field]
     return value if isinstance(value, str) else json.dumps(_json(value), sort_keys=True)
 
 
-def _task(entry: Mapping[str, Any], *, task_id: str, source: str, dataset: str, prompt: str) -> Task:
+def _task(
+    entry: Mapping[str, Any], *, task_id: str, source: str, dataset: str, prompt: str
+) -> Task:
     answer = entry["answer"]
     data: dict[str, Json] = {
         "question": _format(prompt, _fields(entry), dataset),
@@ -206,21 +271,30 @@ def _format(prompt: str, fields: Mapping[str, Any], dataset: str) -> str:
         for _, name, _, _ in string.Formatter().parse(prompt):
             if name is not None and name not in fields:
                 raise ConfigError(
-                    f"environment source {dataset!r}: prompt {prompt!r} names the unknown field {name!r}; known: {', '.join(sorted(fields))}."
+                    f"environment source {dataset!r}: prompt {prompt!r} names the unknown field "
+                    f"{name!r}; known: {', '.join(sorted(fields))}."
                 )
         return prompt.format(**fields)
     except ValueError as error:
         raise ConfigError(
-            f"environment source {dataset!r}: prompt {prompt!r} is not a format: {error}; write a literal brace twice."
+            f"environment source {dataset!r}: prompt {prompt!r} is not a format: {error}; write a "
+            "literal brace twice."
         ) from error
 
 
-def _check_enough(training: int, held: int, *, size: int, heldout: int, dataset: str, content: str) -> None:
+def _check_enough(
+    training: int, held: int, *, size: int, heldout: int, dataset: str, content: str
+) -> None:
     if training < size or held < heldout:
-        remedy = f"lower size to {training}" if training and held == heldout else "lower heldout and size"
+        remedy = (
+            f"lower size to {training}"
+            if training and held == heldout
+            else "lower heldout and size"
+        )
         raise ConfigError(
-            f"environment source {dataset!r}: size = {size} and heldout = {heldout}, but only {training + held} distinct values of "
-            f"{content!r} were found; {remedy}, or widen the dataset's options."
+            f"environment source {dataset!r}: size = {size} and heldout = {heldout}, but only "
+            f"{training + held} distinct values of {content!r} were found; {remedy}, or widen the "
+            "dataset's options."
         )
 
 

@@ -1,4 +1,6 @@
-"""Reward functions: found, checked before a run starts, and called with what the names of their parameters ask for."""
+"""Reward functions: found, checked before a run starts, and called with what the names of their
+parameters ask for.
+"""
 
 import asyncio
 import inspect
@@ -17,12 +19,24 @@ from midflight.types import Json, Result, Task
 
 T = TypeVar("T")
 OF_ONE = ("task", "messages", "completion", "prompt", "environment", "log_metric", "sandbox")
-"""What a function may ask for by name, beside the columns of the task and the fields of the environment's result."""
-OF_MANY = ("prompts", "completions", "completion_ids", "environments", "trainer_state", "log_metric", "log_extra", "sandbox")
+"""What a function may ask for by name, beside the columns of the task and the fields of the
+environment's result.
+"""
+OF_MANY = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "environments",
+    "trainer_state",
+    "log_metric",
+    "log_extra",
+    "sandbox",
+)
 """The same of a function of TRL's shape, whose columns are lists."""
 SHAPE = (
-    "a reward is `def name(completion, answer) -> float` with the parameters it needs of task, messages, completion and the task's columns, "
-    "or of TRL's shape, `def name(completions, **columns) -> list[float]`"
+    "a reward is `def name(completion, answer) -> float` with the parameters it needs of task, "
+    "messages, completion and the task's columns, or of TRL's shape, `def name(completions, "
+    "**columns) -> list[float]`"
 )
 
 
@@ -44,7 +58,14 @@ class Dialogue:
     @property
     def completion(self) -> str:
         """The last answer as text."""
-        said = next((message for message in reversed(self.messages[self.num_prompt :]) if message.get("role") == "assistant"), None)
+        said = next(
+            (
+                message
+                for message in reversed(self.messages[self.num_prompt :])
+                if message.get("role") == "assistant"
+            ),
+            None,
+        )
         return str((said or {}).get("content") or "")
 
     @property
@@ -53,14 +74,22 @@ class Dialogue:
 
     def said(self) -> str | list[dict[str, Json]]:
         """As TRL has it: a text where the prompt is one, else the messages after it."""
-        return self.completion if isinstance(self.task.prompt, str) else self.messages[self.num_prompt :]
+        return (
+            self.completion
+            if isinstance(self.task.prompt, str)
+            else self.messages[self.num_prompt :]
+        )
 
 
 def place_of(function: object) -> str:
     """Where it is written, such as `correct (rewards.py:12)`."""
     bare = inspect.unwrap(function) if callable(function) else function
     bare = getattr(bare, "func", bare)  # of a partial
-    code = getattr(bare, "__code__", None) or getattr(getattr(bare, "__call__", None), "__code__", None)  # noqa: B004
+    code = getattr(bare, "__code__", None) or getattr(
+        getattr(bare, "__call__", None),  # noqa: B004
+        "__code__",
+        None,
+    )
     name = getattr(bare, "__qualname__", type(bare).__name__)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else str(name)
 
@@ -81,28 +110,40 @@ class RewardFunction:
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"environment.rewards: {section.entry} cannot be called: {error}; {SHAPE}.") from None
+            raise ConfigError(
+                f"environment.rewards: {section.entry} cannot be called: {error}; {SHAPE}."
+            ) from None
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        self.named = {
+            p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
         if odd := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
-            raise ConfigError(f"environment.rewards: {self.place} has {odd[0]!r} by position only; let parameters have names: {SHAPE}.")
+            raise ConfigError(
+                f"environment.rewards: {self.place} has {odd[0]!r} by position only; let "
+                f"parameters have names: {SHAPE}."
+            )
         self.is_of_group = "completions" in self.named
         if (unknown := self._options.keys() - self.named.keys()) and not self._takes_all:
             raise ConfigError(
-                f"environment.rewards: {self.place} has no {min(unknown)!r} for its option.{nearest(min(unknown), self.named)}"
+                f"environment.rewards: {self.place} has no {min(unknown)!r} for its "
+                f"option.{nearest(min(unknown), self.named)}"
             )
 
     @property
     def columns(self) -> tuple[str, ...]:
         """What every task must have, or the environment's fields."""
         given = {*(OF_MANY if self.is_of_group else OF_ONE), *self._options}
-        return tuple(name for name, p in self.named.items() if p.default is p.empty and name not in given)
+        return tuple(
+            name for name, p in self.named.items() if p.default is p.empty and name not in given
+        )
 
     def asks_for(self, name: str) -> bool:
         return name in self.named or (self._takes_all and self.is_of_group)
 
     async def score(self, attempt: Dialogue) -> Mapping[str, float | None]:
-        """By component: the label, or `label/name` of each of a dict. Waits for the function, in a thread of its own if it is plain."""
+        """By component: the label, or `label/name` of each of a dict. Waits for the function, in a
+        thread of its own if it is plain.
+        """
         columns = attempt.columns
         values: dict[str, object] = {
             **columns,
@@ -138,29 +179,40 @@ class RewardFunction:
             "sandbox": self.sandbox,
             **self._options,
         }
-        found = await self._called({name: values[name] for name in self._wanted(values, attempts[0])})
+        found = await self._called(
+            {name: values[name] for name in self._wanted(values, attempts[0])}
+        )
         listed = _as_list(found)
         if listed is None or len(listed) != len(attempts):
             raise BadReward(
-                f"scoring task {attempts[0].task.id} of {attempts[0].task.source}: {self.place} returned {found!r:.200}, expected a list of "
-                f"{len(attempts)} numbers, one for each of completions."
+                f"scoring task {attempts[0].task.id} of {attempts[0].task.source}: {self.place} "
+                f"returned {found!r:.200}, expected a list of {len(attempts)} numbers, one for "
+                "each of completions."
             )
-        return [self._components(value, attempt.task) for value, attempt in zip(listed, attempts, strict=True)]
+        return [
+            self._components(value, attempt.task)
+            for value, attempt in zip(listed, attempts, strict=True)
+        ]
 
     def _wanted(self, values: Mapping[str, object], attempt: Dialogue) -> list[str]:
-        """The names to pass. `TaskFieldMissing` for one that the task has not got, which the function needs."""
+        """The names to pass. `TaskFieldMissing` for one that the task has not got, which the
+        function needs.
+        """
         task = attempt.task
         for name in self.columns:
             if name not in values:
                 has = ", ".join(sorted(attempt.columns)) or "none"
                 raise TaskFieldMissing(
-                    f"scoring task {task.id} of {task.source}: {self.place} needs the column {name!r}, and the task has {has}; add it to the "
-                    "data, or give the parameter a default."
+                    f"scoring task {task.id} of {task.source}: {self.place} needs the column "
+                    f"{name!r}, and the task has {has}; add it to the data, or give the parameter "
+                    "a default."
                 )
         return [name for name in (values if self._takes_all else self.named) if name in values]
 
     async def _called(self, arguments: dict[str, Any]) -> object:
-        if inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(getattr(self.function, "__call__", None)):  # noqa: B004
+        if inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
+            getattr(self.function, "__call__", None)  # noqa: B004
+        ):
             return await cast(Any, self.function)(**arguments)
         found = await in_thread(lambda: self.function(**arguments))
         return await found if inspect.isawaitable(found) else found
@@ -172,7 +224,10 @@ class RewardFunction:
         if isinstance(found, Mapping):
             parts = cast("Mapping[object, object]", found)
             return {
-                f"{self.label}/{name}": None if value is None else number_in(value, f"{said} for {name!r}") for name, value in parts.items()
+                f"{self.label}/{name}": None
+                if value is None
+                else number_in(value, f"{said} for {name!r}")
+                for name, value in parts.items()
             }
         return {self.label: number_in(found, said)}
 
@@ -189,7 +244,9 @@ def _as_list(found: object) -> list[object] | None:
 
 
 async def together(running: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Waits for all of them; ended by the first error, which cancels the others and is raised as it is."""
+    """Waits for all of them; ended by the first error, which cancels the others and is raised as it
+    is.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in running]
@@ -202,13 +259,24 @@ class Rewards:
     """All reward functions of a run."""
 
     def __init__(self, sections: Sequence[RewardSection], sandbox: SandboxSection) -> None:
-        """`ConfigError` if one cannot be imported or called, or asks for a sandbox that cannot be made here."""
+        """`ConfigError` if one cannot be imported or called, or asks for a sandbox that cannot be
+        made here.
+        """
         such_as = "midflight.rewards:exact_match"
-        found = [(section, load_entry(section.entry, option="environment.rewards", such_as=such_as)) for section in sections]
+        found = [
+            (section, load_entry(section.entry, option="environment.rewards", such_as=such_as))
+            for section in sections
+        ]
         for section, function in found:
             if not callable(function):
-                raise ConfigError(f"environment.rewards: {section.entry} is {function!r:.200}, which cannot be called; {SHAPE}.")
-        self.functions = [RewardFunction(section, cast("Callable[..., object]", function)) for section, function in found]
+                raise ConfigError(
+                    f"environment.rewards: {section.entry} is {function!r:.200}, which cannot be "
+                    f"called; {SHAPE}."
+                )
+        self.functions = [
+            RewardFunction(section, cast("Callable[..., object]", function))
+            for section, function in found
+        ]
         if asking := [function for function in self.functions if "sandbox" in function.named]:
             made = sandbox_of(sandbox)
             for function in asking:
@@ -223,8 +291,10 @@ class Rewards:
             for name in function.columns:
                 if name not in known:
                     raise ConfigError(
-                        f"environment.rewards: {function.place} has the parameter {name!r}, which is a column of no source."
-                        f"{nearest(name, known | {*(OF_MANY if function.is_of_group else OF_ONE)})} Rename it, or give it a default."
+                        f"environment.rewards: {function.place} has the parameter {name!r}, which "
+                        "is a column of no "
+                        f"source.{nearest(name, known | {*(OF_MANY if function.is_of_group else OF_ONE)})} "
+                        "Rename it, or give it a default."
                     )
 
     def asks_for(self, name: str) -> bool:
@@ -232,13 +302,24 @@ class Rewards:
 
     @property
     def asks_for_episodes(self) -> bool:
-        """Some function of a group wants the environments' objects, which are where the rollouts are."""
+        """Some function of a group wants the environments' objects, which are where the rollouts
+        are.
+        """
         return any("environments" in function.named for function in self.of_group)
 
-    async def score(self, attempt: Dialogue, functions: Sequence[RewardFunction] | None = None) -> Mapping[str, float | None]:
-        """The components that these functions give, together: those of one attempt, unless told otherwise."""
+    async def score(
+        self, attempt: Dialogue, functions: Sequence[RewardFunction] | None = None
+    ) -> Mapping[str, float | None]:
+        """The components that these functions give, together: those of one attempt, unless told
+        otherwise.
+        """
         began = asyncio.get_running_loop().time()
-        found = await together([function.score(attempt) for function in (self.of_one if functions is None else functions)])
+        found = await together(
+            [
+                function.score(attempt)
+                for function in (self.of_one if functions is None else functions)
+            ]
+        )
         if found:
             attempt.metrics["rewards/seconds"] = asyncio.get_running_loop().time() - began
         return {name: value for components in found for name, value in components.items()}
@@ -247,7 +328,9 @@ class Rewards:
         """The components that functions of TRL's shape give, for each attempt."""
         of_each: list[dict[str, float | None]] = [{} for _ in attempts]
         for function in self.of_group:
-            for components, found in zip(of_each, await function.score_group(attempts), strict=True):
+            for components, found in zip(
+                of_each, await function.score_group(attempts), strict=True
+            ):
                 components.update(found)
         return of_each
 
@@ -257,8 +340,13 @@ class Rewards:
         there = [(name, value) for name, value in components.items() if value is not None]
         if not there:
             return None
-        return sum(value * weights.get(name, weights.get(name.partition("/")[0], 1.0)) for name, value in there)
+        return sum(
+            value * weights.get(name, weights.get(name.partition("/")[0], 1.0))
+            for name, value in there
+        )
 
 
-def result_of_attempt(attempt: Dialogue, components: Mapping[str, float | None], total: float | None) -> Result:
+def result_of_attempt(
+    attempt: Dialogue, components: Mapping[str, float | None], total: float | None
+) -> Result:
     return Result(total, components, attempt.metrics, (), attempt.fields)

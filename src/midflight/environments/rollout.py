@@ -1,4 +1,6 @@
-"""The rollout of one agent (a session, its client, an environment under a deadline, a checked reward), and the rollouts of one task together."""
+"""The rollout of one agent (a session, its client, an environment under a deadline, a checked
+reward), and the rollouts of one task together.
+"""
 
 import asyncio
 import traceback
@@ -11,42 +13,85 @@ from midflight.allowance import Allowance, Expired
 from midflight.config.bounds import RolloutBound
 from midflight.environments.agents import AgentHost, without_secrets
 from midflight.environments.rollout_time import RolloutTime, unbounded
-from midflight.environments.scoring import UNSCORED, Judging, Unjudged, result_of, scored_roles, shown, unscored_role
-from midflight.errors import AgentFailed, BadReward, Cost, MidflightError, RolloutAbandoned, RolloutTimeout, RunFailed
+from midflight.environments.scoring import (
+    UNSCORED,
+    Judging,
+    Unjudged,
+    result_of,
+    scored_roles,
+    shown,
+    unscored_role,
+)
+from midflight.errors import (
+    AgentFailed,
+    BadReward,
+    Cost,
+    MidflightError,
+    RolloutAbandoned,
+    RolloutTimeout,
+    RunFailed,
+)
 from midflight.ports import SessionHandle, Sessions
-from midflight.types import GroupKey, Reason, Result, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory, Version
+from midflight.types import (
+    GroupKey,
+    Reason,
+    Result,
+    RolloutKey,
+    Row,
+    SamplingParams,
+    SessionRecord,
+    Task,
+    Trajectory,
+    Version,
+)
 from midflight.types.facts import Record, RolloutEnded
 
 
 class FateSink(Protocol):
-    """Where the fates of tokens go that no trajectory carries on (I3). Synchronous; never raises."""
+    """Where the fates of tokens go that no trajectory carries on (I3). Synchronous; never
+    raises.
+    """
 
-    def session_closed(self, key: RolloutKey, *, masked: Mapping[Reason, int], dropped: Mapping[Reason, int]) -> None:
-        """What the gateway itself masked and dropped in a tracked session. Once for every session that was opened."""
+    def session_closed(
+        self, key: RolloutKey, *, masked: Mapping[Reason, int], dropped: Mapping[Reason, int]
+    ) -> None:
+        """What the gateway itself masked and dropped in a tracked session. Once for every session
+        that was opened.
+        """
         ...
 
     def rows_discarded(self, key: RolloutKey, rows: tuple[Row, ...], *, reason: Reason) -> None:
-        """Rows of a tracked session that end here: of a cancelled rollout, or of one that is tried again."""
+        """Rows of a tracked session that end here: of a cancelled rollout, or of one that is tried
+        again.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the environment's part of a rollout ended: its reward is None exactly if `error` says why, or the environment said None."""
+    """How the environment's part of a rollout ended: its reward is None exactly if `error` says
+    why, or the environment said None.
+    """
 
     result: Result
     error: str | None = None
     trace: str | None = None
     unjudged: Unjudged | None = None
-    """What is scored beside the others of the group, once they have ended; then there is no result yet."""
+    """What is scored beside the others of the group, once they have ended; then there is no result
+    yet.
+    """
 
 
 GRACE_SECONDS = 5.0
-"""For an agent to end after it was cancelled, and after it was cancelled again: it may have things to close."""
+"""For an agent to end after it was cancelled, and after it was cancelled again: it may have things
+to close.
+"""
 OWN = __file__.rpartition("/")[0]
 """Where no agent of a user's is."""
 MAX_ABANDONED = 100
-"""Agents that live on though they were cancelled twice: each may hold memory, or spin. More of them end the run."""
+"""Agents that live on though they were cancelled twice: each may hold memory, or spin. More of them
+end the run.
+"""
 
 
 class RolloutRunner:
@@ -68,12 +113,14 @@ class RolloutRunner:
         delayed_seconds: Callable[[], float] = lambda: 0.0,
         trouble: Callable[[], str] = str,
     ) -> None:
-        """`rollout_seconds` that an agent may take by itself, and the last `bound` on a whole rollout: see `RolloutTime`. `outage_seconds` so
-        far in which no engine took requests, one going on now included; `delayed_seconds` in which this process had no processor, where
-        agents run here. `trouble` says what else may be to blame for a rollout that takes too long, such as engines that take no requests;
-        empty if nothing is.
+        """`rollout_seconds` that an agent may take by itself, and the last `bound` on a whole
+        rollout: see `RolloutTime`. `outage_seconds` so far in which no engine took requests, one
+        going on now included; `delayed_seconds` in which this process had no processor, where
+        agents run here. `trouble` says what else may be to blame for a rollout that takes too long,
+        such as engines that take no requests; empty if nothing is.
 
-        `tracked=False` is evaluation: `fates` hears nothing of it. `own`: the agents are Midflight's own and end when they are cancelled.
+        `tracked=False` is evaluation: `fates` hears nothing of it. `own`: the agents are
+        Midflight's own and end when they are cancelled.
         """
         self._sessions = sessions
         self._agents = agents
@@ -90,16 +137,22 @@ class RolloutRunner:
         self._judging = Judging(agents, seconds=rollout_seconds)
         self._abandoned = set[asyncio.Task[Outcome]]()
         self.running: dict[str, tuple[RolloutKey, float]] = {}
-        """Key and begin of each rollout under way, by its session, in the loop's time; the earliest first."""
+        """Key and begin of each rollout under way, by its session, in the loop's time; the earliest
+        first.
+        """
         self.times: dict[str, RolloutTime] = {}
         """Of those whose agents run, what their seconds go to."""
 
-    async def run(self, key: RolloutKey, task: Task, *, version: Version | None = None) -> Trajectory:
-        """One attempt at a task. Waits for the environment; ended by its deadline and two graces, or by cancellation, which propagates.
+    async def run(
+        self, key: RolloutKey, task: Task, *, version: Version | None = None
+    ) -> Trajectory:
+        """One attempt at a task. Waits for the environment; ended by its deadline and two graces,
+        or by cancellation, which propagates.
 
-        The session is closed whatever happens. An exception of the environment or the gateway, a bad reward or a missed deadline
-        gives a trajectory without reward and with `error` (I10); only what is priced at the whole run, such as a `ConfigError`, is raised.
-        With `version`, so does any token of another: the reward is that of one version, or there is none.
+        The session is closed whatever happens. An exception of the environment or the gateway, a
+        bad reward or a missed deadline gives a trajectory without reward and with `error` (I10);
+        only what is priced at the whole run, such as a `ConfigError`, is raised. With `version`, so
+        does any token of another: the reward is that of one version, or there is none.
         """
         started = asyncio.get_running_loop().time()
         self._judging.joined(key.group)
@@ -120,7 +173,11 @@ class RolloutRunner:
         record = self._close(key, session, discard=False)
         if version is not None and record.versions - {version}:
             mixed = ", ".join(map(str, sorted(record.versions)))
-            outcome = Outcome(UNSCORED, outcome.error or f"asked of version {version} alone, it was answered by version {mixed}")
+            outcome = Outcome(
+                UNSCORED,
+                outcome.error
+                or f"asked of version {version} alone, it was answered by version {mixed}",
+            )
         outcome = await self._judged(key, task, outcome, record)
         if len(outcome.result.turns) > record.num_answers:
             outcome = _failure(_too_many_turns(task, outcome.result, record))
@@ -128,8 +185,12 @@ class RolloutRunner:
             outcome = _failure(_unscored_role(task, unscored))
         return self._finish(key, task, outcome, record=record, started=started)
 
-    async def _judged(self, key: RolloutKey, task: Task, outcome: Outcome, record: SessionRecord) -> Outcome:
-        """Waits for the others of the group where they are scored together; no session is open any more."""
+    async def _judged(
+        self, key: RolloutKey, task: Task, outcome: Outcome, record: SessionRecord
+    ) -> Outcome:
+        """Waits for the others of the group where they are scored together; no session is open any
+        more.
+        """
         if outcome.unjudged is None:
             self._judging.left(key.group)
             return outcome
@@ -143,7 +204,9 @@ class RolloutRunner:
             raise
 
     async def _outcome(self, task: Task, session: SessionHandle) -> Outcome:
-        """The agent has a task of its own, in no group: what it does to its task it does to itself, and none waits for ever for its end."""
+        """The agent has a task of its own, in no group: what it does to its task it does to itself,
+        and none waits for ever for its end.
+        """
         spent = self._time(session.session_id)
         allowance = Allowance(self._rollout_seconds, left=spent.left)
         spent.on_change = allowance.look
@@ -165,7 +228,9 @@ class RolloutRunner:
             outage=self._outage_seconds,
         )
 
-    async def _within(self, task: Task, session: SessionHandle, allowance: Allowance, spent: RolloutTime) -> Outcome:
+    async def _within(
+        self, task: Task, session: SessionHandle, allowance: Allowance, spent: RolloutTime
+    ) -> Outcome:
         if self._own:
             return await self._outcome_here(task, session, allowance, spent)
         loop = asyncio.get_running_loop()
@@ -184,11 +249,21 @@ class RolloutRunner:
         if late is not None:
             return _failure(late)
         if attempt.cancelled():
-            return Outcome(UNSCORED, "the environment let a CancelledError of its own escape; catch it where the inner task is awaited")
+            return Outcome(
+                UNSCORED,
+                (
+                    "the environment let a CancelledError of its own escape; catch it where the "
+                    "inner task is awaited"
+                ),
+            )
         return attempt.result()
 
-    async def _outcome_here(self, task: Task, session: SessionHandle, allowance: Allowance, spent: RolloutTime) -> Outcome:
-        """An agent that is trusted needs no task of its own. Waits for its end; ended by the allowance."""
+    async def _outcome_here(
+        self, task: Task, session: SessionHandle, allowance: Allowance, spent: RolloutTime
+    ) -> Outcome:
+        """An agent that is trusted needs no task of its own. Waits for its end; ended by the
+        allowance.
+        """
         try:
             async with allowance:
                 return await self._attempt(task, session)
@@ -198,7 +273,9 @@ class RolloutRunner:
     async def _attempt(self, task: Task, session: SessionHandle) -> Outcome:
         try:
             found = await result_of(await self._agents.run(task, session), task=task)
-            return Outcome(UNSCORED, unjudged=found) if isinstance(found, Unjudged) else Outcome(found)
+            return (
+                Outcome(UNSCORED, unjudged=found) if isinstance(found, Unjudged) else Outcome(found)
+            )
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # SystemExit too: it is the agent that exits
@@ -208,8 +285,9 @@ class RolloutRunner:
         self._abandoned.add(attempt)
         attempt.add_done_callback(self._abandoned.discard)
         error = RolloutAbandoned(
-            f"task {task.id} of {task.source}: the agent did not end within {2 * GRACE_SECONDS:g} s though it was cancelled twice, and was "
-            f"left alone{_place(attempt)}; let it end when it is cancelled, without waiting in `finally` or catching CancelledError."
+            f"task {task.id} of {task.source}: the agent did not end within {2 * GRACE_SECONDS:g} "
+            f"s though it was cancelled twice, and was left alone{_place(attempt)}; let it end "
+            "when it is cancelled, without waiting in `finally` or catching CancelledError."
         )
         if len(self._abandoned) > MAX_ABANDONED:
             raise RunFailed(f"{MAX_ABANDONED} agents refuse to end; the last is that of {error}")
@@ -217,7 +295,10 @@ class RolloutRunner:
 
     def _timeout_error(self, task: Task, spent: RolloutTime, place: str) -> RolloutTimeout:
         return RolloutTimeout(
-            f"task {task.id} of {task.source}: the rollout was ended{place}: {spent.why_late()}. {self._trouble()}".strip()
+            (
+                f"task {task.id} of {task.source}: the rollout was ended{place}: "
+                f"{spent.why_late()}. {self._trouble()}"
+            ).strip()
         )
 
     def _close(self, key: RolloutKey, session: SessionHandle, *, discard: bool) -> SessionRecord:
@@ -228,7 +309,15 @@ class RolloutRunner:
                 self._fates.rows_discarded(key, record.rows, reason=Reason.SHUTDOWN)
         return record
 
-    def _finish(self, key: RolloutKey, task: Task, outcome: Outcome, *, record: SessionRecord | None, started: float) -> Trajectory:
+    def _finish(
+        self,
+        key: RolloutKey,
+        task: Task,
+        outcome: Outcome,
+        *,
+        record: SessionRecord | None,
+        started: float,
+    ) -> Trajectory:
         result = outcome.result
         assert result.reward is None or isinstance(result.reward, float)
         roles, rows, lost = scored_roles(result, record) if record else ({}, (), ())
@@ -240,7 +329,9 @@ class RolloutRunner:
             room=record.room if record else None,
             error=outcome.error,
             seconds=asyncio.get_running_loop().time() - started,
-            components={name: value for name, value in result.components.items() if value is not None},
+            components={
+                name: value for name, value in result.components.items() if value is not None
+            },
             metrics=shown(result),
             turn_rewards=tuple(result.turns),
             fields=result.fields,
@@ -251,7 +342,8 @@ class RolloutRunner:
                 key=key,
                 source=task.source,
                 reward=trajectory.reward,
-                num_tokens=trajectory.num_trainable + (sum(record.masked.values()) if record else 0),
+                num_tokens=trajectory.num_trainable
+                + (sum(record.masked.values()) if record else 0),
                 num_versions=num_versions(trajectory.rows),
                 seconds=trajectory.seconds,
                 error=outcome.error,
@@ -268,19 +360,23 @@ class RolloutRunner:
 
 
 MAX_TRACE = 20_000
-"""Characters kept of a traceback: the end, where the error is. One of a library's retries can have many times as many."""
+"""Characters kept of a traceback: the end, where the error is. One of a library's retries can have
+many times as many.
+"""
 
 
 def _too_many_turns(task: Task, result: Result, record: SessionRecord) -> BadReward:
     return BadReward(
-        f"scoring task {task.id} of {task.source}: turns has {len(result.turns)} rewards for {record.num_answers} answers of the model; "
-        "give one for each answer, in their order, or fewer."
+        f"scoring task {task.id} of {task.source}: turns has {len(result.turns)} rewards for "
+        f"{record.num_answers} answers of the model; give one for each answer, in their order, or "
+        "fewer."
     )
 
 
 def _unscored_role(task: Task, name: str) -> BadReward:
     return BadReward(
-        f"scoring task {task.id} of {task.source}: the role {name!r} asked the model, and has no reward of its own; return "
+        f"scoring task {task.id} of {task.source}: the role {name!r} asked the model, and has no "
+        "reward of its own; return "
         f'Result(..., roles={{"{name}": ...}}), with None where it cannot be scored.'
     )
 
@@ -311,13 +407,19 @@ def _place(attempt: asyncio.Task[Outcome]) -> str:
 
 
 def _failure(error: BaseException) -> Outcome:
-    """The price of an error: the rollout, unless it says it is the run (then it is raised again)."""
+    """The price of an error: the rollout, unless it says it is the run (then it is raised
+    again).
+    """
     if isinstance(error, MidflightError) and error.cost is Cost.RUN:
         raise error
     if isinstance(error, AgentFailed):
-        return Outcome(UNSCORED, without_secrets(str(error)), without_secrets(error.trace or "") or None)
+        return Outcome(
+            UNSCORED, without_secrets(str(error)), without_secrets(error.trace or "") or None
+        )
     trace = without_secrets("".join(traceback.format_exception(error)))
-    return Outcome(UNSCORED, without_secrets(f"{type(error).__name__}: {error}"), trace[-MAX_TRACE:])
+    return Outcome(
+        UNSCORED, without_secrets(f"{type(error).__name__}: {error}"), trace[-MAX_TRACE:]
+    )
 
 
 class Rollouts(Protocol):
@@ -330,13 +432,21 @@ class Slots(Protocol):
     """Limits the rollouts in flight, first come first served; `asyncio.Semaphore` is one."""
 
     async def __aenter__(self) -> object: ...
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> object: ...
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> object: ...
 
 
 class GroupRunner:
     """Runs groups, any number at once, within the shared `slots`."""
 
-    def __init__(self, *, rollouts: Rollouts, slots: Slots, fates: FateSink, group_size: int, retries: int) -> None:
+    def __init__(
+        self, *, rollouts: Rollouts, slots: Slots, fates: FateSink, group_size: int, retries: int
+    ) -> None:
         self._rollouts = rollouts
         self._slots = slots
         self._fates = fates
@@ -344,20 +454,26 @@ class GroupRunner:
         self._retries = retries
 
     async def run(self, key: GroupKey, task: Task) -> list[Trajectory]:
-        """One trajectory for each sample, in their order; those that stayed without reward are among them.
+        """One trajectory for each sample, in their order; those that stayed without reward are
+        among them.
 
-        Waits for all of them; ended by cancellation, or by an error priced at the run, which cancels the other samples.
+        Waits for all of them; ended by cancellation, or by an error priced at the run, which
+        cancels the other samples.
         """
         async with asyncio.TaskGroup() as group:
             keys = [RolloutKey(key, sample) for sample in range(self._group_size)]
-            running = [group.create_task(self._sample(of, task), name=f"rollout {of}") for of in keys]
+            running = [
+                group.create_task(self._sample(of, task), name=f"rollout {of}") for of in keys
+            ]
         return [task.result() for task in running]
 
     async def _sample(self, key: RolloutKey, task: Task) -> Trajectory:
-        """A rollout, tried again at most `retries` times while it has no reward. It keeps its slot: its group is ageing.
+        """A rollout, tried again at most `retries` times while it has no reward. It keeps its slot:
+        its group is ageing.
 
-        Waits for a slot, freed by another rollout's end. A retry has the same key, hence the same seeds, in a new session: what
-        failed by infrastructure gives its tokens again, and an environment that fails by its own fault fails again, a bounded time.
+        Waits for a slot, freed by another rollout's end. A retry has the same key, hence the same
+        seeds, in a new session: what failed by infrastructure gives its tokens again, and an
+        environment that fails by its own fault fails again, a bounded time.
         """
         async with self._slots:
             trajectory = await self._rollouts.run(key, task)

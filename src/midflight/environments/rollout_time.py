@@ -1,7 +1,9 @@
-"""What the seconds of a rollout went to: its agent's own work, which is limited, and all that it waited for. Synchronous.
+"""What the seconds of a rollout went to: its agent's own work, which is limited, and all that it
+waited for. Synchronous.
 
-    own    = seconds with no request under way, less what its host excuses: no place to run, a busy machine, tools within their limits
-    whole  = all seconds, less those without a place to run and those in which no engine took requests
+    own    = seconds with no request under way, less what its host excuses: no place to run, a busy
+    machine, tools within their limits whole  = all seconds, less those without a place to run and
+    those in which no engine took requests
 
 A rollout is late when `own` has reached `rollout_seconds`, or `whole` the last bound.
 """
@@ -27,7 +29,9 @@ def unbounded() -> RolloutBound:
 
 
 class RolloutTime:
-    """Of one rollout under way. Its own time grows between two events of the `watch`, or not at all."""
+    """Of one rollout under way. Its own time grows between two events of the `watch`, or not at
+    all.
+    """
 
     def __init__(
         self,
@@ -40,8 +44,8 @@ class RolloutTime:
         delayed: Callable[[], float],
         outage: Callable[[], float],
     ) -> None:
-        """`delayed`: seconds so far in which this process had no processor, where the agent runs here. `outage`: in which no engine took
-        requests."""
+        """`delayed`: seconds so far in which this process had no processor, where the agent runs
+        here. `outage`: in which no engine took requests."""
         self._session_id = session_id
         self._own_seconds = own_seconds
         self._bound = bound
@@ -77,7 +81,9 @@ class RolloutTime:
         return max(0.0, self._loop.time() - self.began - excused)
 
     def left(self) -> float:
-        """Seconds that must pass before it can be late: infinite while nothing that is limited is spent."""
+        """Seconds that must pass before it can be late: infinite while nothing that is limited is
+        spent.
+        """
         self._advance()
         own = math.inf if self._waited else self._own_seconds - self._own
         bound = self._bound().seconds
@@ -98,13 +104,21 @@ class RolloutTime:
             left_out = [f"{requests.seconds:.0f} s of {asked}"] if requests.num_requests else []
             left_out += [f"{tools:.0f} s of tools"] if tools else []
             excused = self._excused - tools
-            left_out += [f"{excused:.0f} s without a place to run or a processor"] if excused >= 1 else []
-            counted = f"its agent took {own:.0f} s by itself" + (f" ({', '.join(left_out)} left out)" if left_out else "")
-            return f"{counted}, and environment.rollout_seconds is {self._own_seconds:g}; raise it, or give the agent a limit of its own"
+            left_out += (
+                [f"{excused:.0f} s without a place to run or a processor"] if excused >= 1 else []
+            )
+            counted = f"its agent took {own:.0f} s by itself" + (
+                f" ({', '.join(left_out)} left out)" if left_out else ""
+            )
+            return (
+                f"{counted}, and environment.rollout_seconds is {self._own_seconds:g}; raise "
+                "it, or give the agent a limit of its own"
+            )
         bound = self._bound()
         return (
-            f"it took {self.whole:.0f} s with {asked}, and {bound.seconds:.0f} s are the last bound: {bound.words}; "
-            "set environment.max_rollout_seconds, or let the agent stop asking"
+            f"it took {self.whole:.0f} s with {asked}, and {bound.seconds:.0f} s are the last "
+            f"bound: {bound.words}; set environment.max_rollout_seconds, or let the agent stop "
+            "asking"
         )
 
     def _changed(self) -> None:
@@ -126,4 +140,8 @@ class RolloutTime:
         self._waited = self._watch.waits
 
     def _now_excused(self) -> float:
-        return self._host.excused(self._session_id) + self._host.tool_seconds(self._session_id) + self._delayed()
+        return (
+            self._host.excused(self._session_id)
+            + self._host.tool_seconds(self._session_id)
+            + self._delayed()
+        )

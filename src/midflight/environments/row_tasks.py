@@ -1,7 +1,8 @@
 """Tasks from rows of a user's own: what is asked, what is expected, and which of them are held out.
 
-As with datasets of reasoning-gym a hash of content and seed decides: the contents of lowest hash are held out, so the order of the rows
-does not matter. A row whose content is held out, by this source or another one, is in no training.
+As with datasets of reasoning-gym a hash of content and seed decides: the contents of lowest hash
+are held out, so the order of the rows does not matter. A row whose content is held out, by this
+source or another one, is in no training.
 """
 
 import json
@@ -40,7 +41,9 @@ class TaskMaker:
         self._columns = _template_columns(section.prompt, option)
 
     def task(self, row: Columns, *, default_id: str) -> Task:
-        """Its data are all columns, with `question` or `messages` as the prompt, and `answer` where an option names it."""
+        """Its data are all columns, with `question` or `messages` as the prompt, and `answer` where
+        an option names it.
+        """
         section = self._section
         prompt = self._prompt(row)
         data = {name: value for name, value in row.items() if name != "messages"}
@@ -50,24 +53,30 @@ class TaskMaker:
             data["messages"] = self._with_system(prompt)
         if section.answer:
             data["answer"] = self._answer(self._column(row, section.answer, "answer"))
-        return Task(self._id(self._column(row, section.id, "id")) if section.id else default_id, self.name, data)
+        return Task(
+            self._id(self._column(row, section.id, "id")) if section.id else default_id,
+            self.name,
+            data,
+        )
 
     def content(self, row: Columns) -> str:
         """What identifies the row's content."""
         section = self._section
-        value = self._column(row, section.content, "content") if section.content else self._prompt(row)
+        value = (
+            self._column(row, section.content, "content") if section.content else self._prompt(row)
+        )
         return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
     def _column(self, row: Columns, name: str, option: str) -> Json:
         if name not in row:
             near = nearest(name, row)
             raise RowBroken(
-                f"there is no column {name!r}, which {self._option}.{option} names; there are {', '.join(row) or 'none'}."
-                f"{near if 'mean' in near else ''}"
+                f"there is no column {name!r}, which {self._option}.{option} names; there are "
+                f"{', '.join(row) or 'none'}.{near if 'mean' in near else ''}"
             )
         return row[name]
 
-    # --- What is asked -----------------------------------------------------------------------------------------------
+    # --- What is asked ----------------------------------------------------------------------------
 
     def _prompt(self, row: Columns) -> str | list[Json]:
         prompt = self._section.prompt
@@ -78,14 +87,18 @@ class TaskMaker:
         try:
             return prompt.format(**values)
         except (ValueError, LookupError, TypeError) as error:
-            raise RowBroken(f"{self._option}.prompt {prompt!r} cannot be filled in: {error}; write a literal brace twice.") from error
+            raise RowBroken(
+                f"{self._option}.prompt {prompt!r} cannot be filled in: {error}; write a literal "
+                "brace twice."
+            ) from error
 
     def _printed(self, row: Columns, name: str) -> str | float:
         value = self._column(row, name, "prompt")
         if value is None or isinstance(value, list | dict):
             raise RowBroken(
-                f"column {name!r} holds {_short(value)}, which {self._option}.prompt {self._section.prompt!r} cannot print; "
-                "give it a text or a number, or remove the row."
+                f"column {name!r} holds {_short(value)}, which {self._option}.prompt "
+                f"{self._section.prompt!r} cannot print; give it a text or a number, or remove the "
+                "row."
             )
         return value
 
@@ -95,36 +108,57 @@ class TaskMaker:
         if not isinstance(value, list) or not value:
             raise RowBroken(f"{column} holds {_short(value)}; {wanted}.")
         for number, message in enumerate(value):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-                raise RowBroken(f"{column}: message {number} is {_short(message)}; give it a role and a content.")
+            if (
+                not isinstance(message, dict)
+                or not isinstance(message.get("role"), str)
+                or "content" not in message
+            ):
+                raise RowBroken(
+                    f"{column}: message {number} is {_short(message)}; give it a role and a "
+                    "content."
+                )
         if _role(value[-1]) == "assistant":
-            raise RowBroken(f"{column} ends with an assistant's message, so there is nothing to answer; {wanted}.")
+            raise RowBroken(
+                f"{column} ends with an assistant's message, so there is nothing to answer; "
+                f"{wanted}."
+            )
         return value
 
     def _with_system(self, prompt: str | list[Json]) -> list[Json]:
-        messages: list[Json] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages: list[Json] = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        )
         if not self._section.system:
             return messages
         if _role(messages[0]) == "system":
-            raise RowBroken(f"the conversation has a system message of its own beside {self._option}.system; remove one of them.")
+            raise RowBroken(
+                f"the conversation has a system message of its own beside {self._option}.system; "
+                "remove one of them."
+            )
         return [{"role": "system", "content": self._section.system}, *messages]
 
-    # --- What is expected --------------------------------------------------------------------------------------------
+    # --- What is expected -------------------------------------------------------------------------
 
     def _answer(self, value: Json) -> str:
         if isinstance(value, str):
             return value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             raise RowBroken(
-                f"column {self._section.answer!r} holds {_short(value)}, and {self._option}.answer takes a text or a number; correct the row, "
-                "or leave the option out and let a reward read the column."
+                f"column {self._section.answer!r} holds {_short(value)}, and {self._option}.answer "
+                "takes a text or a number; correct the row, or leave the option out and let a "
+                "reward read the column."
             )
         return json.dumps(value)
 
     def _id(self, value: Json) -> str:
         if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
             raise RowBroken(
-                f"column {self._section.id!r} holds {_short(value)}, and {self._option}.id takes a text or a whole number; correct the row."
+                f"column {self._section.id!r} holds {_short(value)}, and {self._option}.id takes a "
+                "text or a whole number; correct the row."
             )
         return str(value)
 
@@ -145,21 +179,33 @@ def _template_columns(prompt: str, option: str) -> tuple[str, ...] | None:
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(prompt) if name is not None]
     except ValueError as error:
-        raise ConfigError(f"{option}.prompt {prompt!r} is not a format: {error}; write a literal brace twice.") from error
+        raise ConfigError(
+            f"{option}.prompt {prompt!r} is not a format: {error}; write a literal brace twice."
+        ) from error
     if not names or not all(names):
         raise ConfigError(
-            f"{option}.prompt {prompt!r} names no column where it should; write its name between braces, such as {{question}}."
+            f"{option}.prompt {prompt!r} names no column where it should; write its name between "
+            f"braces, such as {{question}}."
         )
     return tuple(dict.fromkeys(names))
 
 
-# --- Tasks that are made when they are asked for ----------------------------------------------------------------------
+# --- Tasks that are made when they are asked for --------------------------------------------------
 
 
 class RowTasks(Sequence[Task]):
-    """The tasks of some rows, by number. Nothing is kept: each is made again of its row. `ConfigError` names a broken row by its place."""
+    """The tasks of some rows, by number. Nothing is kept: each is made again of its row.
+    `ConfigError` names a broken row by its place.
+    """
 
-    def __init__(self, rows: SourceRows, maker: TaskMaker, numbers: range | NDArray[np.uint32], *, prefix: str = "") -> None:
+    def __init__(
+        self,
+        rows: SourceRows,
+        maker: TaskMaker,
+        numbers: range | NDArray[np.uint32],
+        *,
+        prefix: str = "",
+    ) -> None:
         """`numbers` of the rows, rising. `prefix` begins the ids of rows that have none."""
         self.rows = rows
         self._maker = maker
@@ -196,7 +242,7 @@ class RowTasks(Sequence[Task]):
             raise ConfigError(f"{self.rows.place(number)}: {broken}") from None
 
 
-# --- The split --------------------------------------------------------------------------------------------------------
+# --- The split ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +250,9 @@ class SplitTasks:
     training: RowTasks
     heldout: RowTasks
     num_left_out: int
-    """Rows that are in neither, because their content is held out already, here or by another source."""
+    """Rows that are in neither, because their content is held out already, here or by another
+    source.
+    """
 
 
 class RowSource:
@@ -218,11 +266,17 @@ class RowSource:
         self._pattern = pattern_of(section.only)
         self._maker = TaskMaker(section, name=name, option=self._option)
         self._rows = self._open()
-        self._apart = open_rows(section.heldout, option=f"{self._option}.heldout") if isinstance(section.heldout, Path) else None
+        self._apart = (
+            open_rows(section.heldout, option=f"{self._option}.heldout")
+            if isinstance(section.heldout, Path)
+            else None
+        )
         self._ranks = np.zeros(0, np.uint64)
         self._wanted: NDArray[np.bool_] | None = None
         if not len(self._rows):
-            raise ConfigError(f"{self._option}: {section.origin} has no rows; give it some, or remove the source.")
+            raise ConfigError(
+                f"{self._option}: {section.origin} has no rows; give it some, or remove the source."
+            )
 
     def _open(self) -> SourceRows:
         section = self._section
@@ -236,7 +290,9 @@ class RowSource:
         return self._section.has_heldout or self._pattern is not None
 
     def look(self) -> Ranks:
-        """Looks at the contents of all rows, and returns the ranks of those that are held out, each once. Rising."""
+        """Looks at the contents of all rows, and returns the ranks of those that are held out, each
+        once. Rising.
+        """
         self._ranks, self._wanted = self._ranks_of(self._rows)
         held = self._section.num_heldout
         if self._apart is not None:
@@ -245,8 +301,9 @@ class RowSource:
         number = round(held * len(distinct)) if isinstance(held, float) else cast(int, held)
         if number >= len(distinct):
             raise ConfigError(
-                f"{self._option}.heldout is {held}, and {self._section.origin} has {len(distinct)} rows of distinct content"
-                f"{'' if self._pattern is None else ' that match only'}: none would be left to train on; lower heldout."
+                f"{self._option}.heldout is {held}, and {self._section.origin} has {len(distinct)} "
+                f"rows of distinct content{'' if self._pattern is None else ' that match only'}: "
+                "none would be left to train on; lower heldout."
             )
         return distinct[:number]
 
@@ -265,7 +322,9 @@ class RowSource:
         return ranks, wanted
 
     def split(self, own: Ranks, of_all: Ranks) -> SplitTasks:
-        """Without contents looked at every row is for training. `own` ranks are held out here, `of_all` in no training."""
+        """Without contents looked at every row is for training. `own` ranks are held out here,
+        `of_all` in no training.
+        """
         size = self._section.size
         if not len(self._ranks):
             return SplitTasks(self._tasks(range(len(self._rows))[:size]), self._tasks(range(0)), 0)
@@ -274,12 +333,18 @@ class RowSource:
         left_out = int(wanted.sum()) - len(trainable)
         if not len(trainable):
             raise ConfigError(
-                f"{self._option}: every row of {self._section.origin} is held out or passed over; lower heldout, or widen only."
+                f"{self._option}: every row of {self._section.origin} is held out or passed over; "
+                "lower heldout, or widen only."
             )
         training = self._tasks(trainable[:size])
         if self._apart is not None:
-            return SplitTasks(training, RowTasks(self._apart, self._maker, range(len(self._apart)), prefix="heldout-"), left_out)
-        firsts = np.unique(self._ranks, return_index=True)[1]  # a content that occurs again is asked once
+            return SplitTasks(
+                training,
+                RowTasks(self._apart, self._maker, range(len(self._apart)), prefix="heldout-"),
+                left_out,
+            )
+        # a content that occurs again is asked once
+        firsts = np.unique(self._ranks, return_index=True)[1]
         mine = np.sort(firsts[np.isin(self._ranks[firsts], own)]).astype(np.uint32)
         return SplitTasks(training, self._tasks(mine), left_out - len(mine))
 

@@ -1,5 +1,6 @@
-"""Rows of a user's own: from JSON lines and CSV by where each begins in the file, from Parquet and saved datasets mapped into memory, from
-a function as it gives them. However many there are, a row is read when it is asked for.
+"""Rows of a user's own: from JSON lines and CSV by where each begins in the file, from Parquet and
+saved datasets mapped into memory, from a function as it gives them. However many there are, a row
+is read when it is asked for.
 """
 
 import csv
@@ -44,13 +45,22 @@ class SourceRows(Protocol):
 
 
 def open_rows(path: Path, *, option: str) -> SourceRows:
-    """The rows of a file or folder, by the ending of its name. `ConfigError` says what is wrong with it; nothing is kept open but the file."""
+    """The rows of a file or folder, by the ending of its name. `ConfigError` says what is wrong
+    with it; nothing is kept open but the file.
+    """
     if path.is_dir():
         return DatasetRows(_saved(path, option), str(path))
     if not path.is_file():
-        near = ", ".join(sorted(other.name for other in path.parent.glob("*") if _known(other))) if path.parent.is_dir() else ""
+        near = (
+            ", ".join(sorted(other.name for other in path.parent.glob("*") if _known(other)))
+            if path.parent.is_dir()
+            else ""
+        )
         there = f"; in {path.parent} there is {near}" if near else ""
-        raise ConfigError(f"{option} is {str(path)!r}, and there is no such file or folder (the current folder is {Path.cwd()}){there}.")
+        raise ConfigError(
+            f"{option} is {str(path)!r}, and there is no such file or folder (the current folder "
+            f"is {Path.cwd()}){there}."
+        )
     kind = path.suffix.lower()
     if kind in (".jsonl", ".ndjson"):
         return JsonLines(path)
@@ -59,20 +69,25 @@ def open_rows(path: Path, *, option: str) -> SourceRows:
     if kind == ".parquet":
         return DatasetRows(_parquet(path, option), str(path))
     raise ConfigError(
-        f"{option} is {str(path)!r}: expected a file that ends in .jsonl, .csv, .tsv or .parquet, or a folder of datasets.save_to_disk; "
-        "write the rows as JSON lines, one object a line."
+        f"{option} is {str(path)!r}: expected a file that ends in .jsonl, .csv, .tsv or .parquet, "
+        "or a folder of datasets.save_to_disk; write the rows as JSON lines, one object a line."
     )
 
 
 def _known(path: Path) -> bool:
-    return path.suffix.lower() in (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet") or (path / "dataset_info.json").is_file()
+    return (
+        path.suffix.lower() in (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
+        or (path / "dataset_info.json").is_file()
+    )
 
 
-# --- Lines of a file --------------------------------------------------------------------------------------------------
+# --- Lines of a file ------------------------------------------------------------------------------
 
 
 class _FileLines:
-    """The lines of a file by number, with `skip_empty` of those that are not. Two numbers for each are in memory."""
+    """The lines of a file by number, with `skip_empty` of those that are not. Two numbers for each
+    are in memory.
+    """
 
     def __init__(self, path: Path, *, skip_empty: bool) -> None:
         self.path = path
@@ -98,7 +113,11 @@ class _FileLines:
 
     def all(self) -> Iterator[bytes]:
         with self.path.open("rb") as file:
-            yield from (line for line in _without_mark(file) if not self._skip_empty or len(line) > 2 or line.strip())
+            yield from (
+                line
+                for line in _without_mark(file)
+                if not self._skip_empty or len(line) > 2 or line.strip()
+            )
 
     def place(self, number: int) -> str:
         """Counts the lines before it, empty ones too."""
@@ -118,7 +137,9 @@ def _without_mark(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _line_ends(file: BinaryIO) -> tuple[NDArray[np.int64], bool]:
-    """Where each line ends, its newline included, and whether any of them holds a quotation mark."""
+    """Where each line ends, its newline included, and whether any of them holds a quotation
+    mark.
+    """
     found: list[NDArray[np.int64]] = []
     at = 0
     quoted = False
@@ -165,12 +186,15 @@ class JsonLines:
             shown = line.decode(errors="replace").strip()
             shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]} ..."
             raise ConfigError(
-                f"{self.place(number)}: expected a JSON object, got {shown!r} ({error}); correct the line, or remove it."
+                f"{self.place(number)}: expected a JSON object, got {shown!r} ({error}); correct "
+                "the line, or remove it."
             ) from error
 
 
 class CsvRows:
-    """A header, then records; every value is a text. A record may go over several lines, where these are in quotation marks."""
+    """A header, then records; every value is a text. A record may go over several lines, where
+    these are in quotation marks.
+    """
 
     def __init__(self, path: Path, *, separator: str) -> None:
         csv.field_size_limit(2**31 - 1)
@@ -179,12 +203,16 @@ class CsvRows:
         self._spans = self._records() if self._lines.has_quotes or self._lines.has_empty else None
         self._num_records = len(self._lines) if self._spans is None else len(self._spans)
         if not self._num_records:
-            raise ConfigError(f"{path} is empty; expected a header with the names of the columns, then a record a line.")
+            raise ConfigError(
+                f"{path} is empty; expected a header with the names of the columns, then a record "
+                "a line."
+            )
         self._header = self._fields(-1)
         twice = sorted({name for name in self._header if self._header.count(name) > 1})
         if twice:
             raise ConfigError(
-                f"{self.place(-1)}: the header names {', '.join(map(repr, twice))} twice; give each column a name of its own."
+                f"{self.place(-1)}: the header names {', '.join(map(repr, twice))} twice; give "
+                "each column a name of its own."
             )
 
     def _records(self) -> NDArray[np.int64]:
@@ -199,7 +227,9 @@ class CsvRows:
                 before = reader.line_num
         except csv.Error as error:
             place = self._lines.place(min(before, len(self._lines) - 1))
-            raise ConfigError(f"{place}: not valid CSV ({error}); correct the record that begins there.") from error
+            raise ConfigError(
+                f"{place}: not valid CSV ({error}); correct the record that begins there."
+            ) from error
         return np.array(spans, np.int64).reshape(-1, 2)
 
     def _reader(self, lines: Iterable[bytes]) -> Any:
@@ -210,7 +240,10 @@ class CsvRows:
             try:
                 yield line.decode()
             except UnicodeDecodeError as error:
-                raise ConfigError(f"{self._lines.place(number)}: not UTF-8 text ({error}); save the file as UTF-8.") from error
+                raise ConfigError(
+                    f"{self._lines.place(number)}: not UTF-8 text ({error}); save the file as "
+                    "UTF-8."
+                ) from error
 
     def __len__(self) -> int:
         return self._num_records - 1
@@ -220,7 +253,11 @@ class CsvRows:
 
     def __iter__(self) -> Iterator[Columns]:
         records = (record for record in self._reader(self._lines.all()) if record)
-        return (self._row(fields, number) for number, fields in enumerate(records, start=-1) if number >= 0)
+        return (
+            self._row(fields, number)
+            for number, fields in enumerate(records, start=-1)
+            if number >= 0
+        )
 
     def _fields(self, number: int) -> list[str]:
         return next(self._reader(self._lines.raw(*self._span(number)).splitlines(keepends=True)))
@@ -234,8 +271,9 @@ class CsvRows:
     def _row(self, fields: list[str], number: int) -> Columns:
         if len(fields) != len(self._header):
             raise ConfigError(
-                f"{self.place(number)}: the record has {len(fields)} fields and the header {len(self._header)} "
-                f"({', '.join(self._header)}); correct it, with quotation marks round fields that hold a separator."
+                f"{self.place(number)}: the record has {len(fields)} fields and the header "
+                f"{len(self._header)} ({', '.join(self._header)}); correct it, with quotation "
+                "marks round fields that hold a separator."
             )
         return dict(zip(self._header, fields, strict=True))
 
@@ -243,7 +281,7 @@ class CsvRows:
         return self._lines.place(self._span(number)[0])
 
 
-# --- What libraries hold ----------------------------------------------------------------------------------------------
+# --- What libraries hold --------------------------------------------------------------------------
 
 
 class DatasetRows:
@@ -275,10 +313,15 @@ def _saved(path: Path, option: str) -> Any:
     try:
         found = datasets.load_from_disk(str(path))
     except Exception as error:  # another library's: it may fail in any way
-        raise ConfigError(f"{option} is {str(path)!r}, which datasets.load_from_disk cannot read: {error}; save it again.") from error
+        raise ConfigError(
+            f"{option} is {str(path)!r}, which datasets.load_from_disk cannot read: {error}; save "
+            "it again."
+        ) from error
     if not isinstance(found, datasets.Dataset):
         parts = ", ".join(f"{path}/{name}" for name in found)
-        raise ConfigError(f"{option} is {str(path)!r}, which holds several splits; name one of them: {parts}.")
+        raise ConfigError(
+            f"{option} is {str(path)!r}, which holds several splits; name one of them: {parts}."
+        )
     return found
 
 
@@ -290,18 +333,23 @@ def _parquet(path: Path, option: str) -> Any:
         return datasets.Dataset.from_parquet(str(path))
     except Exception as error:
         why = error.__cause__ or error
-        raise ConfigError(f"{option} is {str(path)!r}, which cannot be read as Parquet: {why}; write it again.") from error
+        raise ConfigError(
+            f"{option} is {str(path)!r}, which cannot be read as Parquet: {why}; write it again."
+        ) from error
 
 
 def _library(said: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(f"{said}, which the package datasets reads; install it with: pip install 'midflight[data]'.") from error
+        raise ConfigError(
+            f"{said}, which the package datasets reads; install it with: pip install "
+            "'midflight[data]'."
+        ) from error
     return datasets
 
 
-# --- What a function returns ------------------------------------------------------------------------------------------
+# --- What a function returns ----------------------------------------------------------------------
 
 
 class GivenRows:
@@ -325,7 +373,9 @@ class GivenRows:
 
 
 def rows_of_entry(entry: str, arguments: Mapping[str, Json], *, option: str) -> SourceRows:
-    """What the function at `module:function` returns, or what stands there if it is no function. `ConfigError` where these are no rows."""
+    """What the function at `module:function` returns, or what stands there if it is no function.
+    `ConfigError` where these are no rows.
+    """
     found = load_entry(entry, option=option, such_as="my_tasks:rows")
     if callable(found) and not hasattr(found, "__getitem__"):
         try:
@@ -335,7 +385,8 @@ def rows_of_entry(entry: str, arguments: Mapping[str, Json], *, option: str) -> 
         except Exception as error:
             given = f" with {dict(arguments)}" if arguments else ""
             raise ConfigError(
-                f"{option}: calling {entry}{given} failed with {type(error).__name__}: {error}; mend that function."
+                f"{option}: calling {entry}{given} failed with {type(error).__name__}: {error}; "
+                "mend that function."
             ) from error
     elif arguments:
         raise ConfigError(f"{option}: {entry} is no function, so it takes no options; remove them.")
@@ -343,27 +394,42 @@ def rows_of_entry(entry: str, arguments: Mapping[str, Json], *, option: str) -> 
 
 
 def _given(found: Any, entry: str, option: str) -> SourceRows:
-    if hasattr(found, "with_format") and hasattr(found, "column_names") and hasattr(found, "__getitem__"):  # a datasets.Dataset
+    # a datasets.Dataset
+    if (
+        hasattr(found, "with_format")
+        and hasattr(found, "column_names")
+        and hasattr(found, "__getitem__")
+    ):
         return DatasetRows(found, entry)
-    if hasattr(found, "__len__") and hasattr(found, "__getitem__") and not isinstance(found, str | bytes | Mapping):
+    if (
+        hasattr(found, "__len__")
+        and hasattr(found, "__getitem__")
+        and not isinstance(found, str | bytes | Mapping)
+    ):
         return GivenRows(found, entry)
     if not isinstance(found, Iterable) or isinstance(found, str | bytes | Mapping):
         raise ConfigError(
-            f"{option}: {entry} returned {type(found).__name__}, expected an iterable of dicts, or a Dataset of datasets or torch."
+            f"{option}: {entry} returned {type(found).__name__}, expected an iterable of dicts, or "
+            "a Dataset of datasets or torch."
         )
     kept = list(islice(cast("Iterable[object]", found), MAX_ITERATED + 1))
     if len(kept) > MAX_ITERATED:
         raise ConfigError(
-            f"{option}: {entry} returned an iterable of more than {MAX_ITERATED:,} rows, which would be kept in memory; "
-            "write them to a file and name it as path, or return something with a length that gives rows by number."
+            f"{option}: {entry} returned an iterable of more than {MAX_ITERATED:,} rows, which "
+            "would be kept in memory; write them to a file and name it as path, or return "
+            "something with a length that gives rows by number."
         )
     return GivenRows(kept, entry)
 
 
 def plain(row: object, place: str) -> Columns:
-    """A row as JSON has it: numbers of NumPy and torch become Python's, dates texts. `ConfigError` names the column that has no such form."""
+    """A row as JSON has it: numbers of NumPy and torch become Python's, dates texts. `ConfigError`
+    names the column that has no such form.
+    """
     if not isinstance(row, Mapping):
-        raise ConfigError(f"{place} is {type(row).__name__} {str(row)[:SHOWN]!r}, expected a dict of columns.")
+        raise ConfigError(
+            f"{place} is {type(row).__name__} {str(row)[:SHOWN]!r}, expected a dict of columns."
+        )
     columns = cast("Mapping[object, object]", row)
     try:
         return cast(Columns, msgspec.to_builtins(dict(columns), str_keys=True, enc_hook=_number))
@@ -373,7 +439,8 @@ def plain(row: object, place: str) -> Columns:
                 msgspec.to_builtins(value, str_keys=True, enc_hook=_number)
             except Exception as error:
                 raise ConfigError(
-                    f"{place}: column {name!r} is {type(value).__name__}, which has no form in JSON; make it a text, a number or a list, or leave it out."
+                    f"{place}: column {name!r} is {type(value).__name__}, which has no form in "
+                    "JSON; make it a text, a number or a list, or leave it out."
                 ) from error
         raise
 

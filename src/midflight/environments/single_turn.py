@@ -1,6 +1,8 @@
-"""The plainest environment (one question, one reply, right or wrong), and what others are written with too.
+"""The plainest environment (one question, one reply, right or wrong), and what others are written
+with too.
 
-As `environment.entry` it runs in the rollout process, where it blocks nothing, and asks the gateway itself, without HTTP.
+As `environment.entry` it runs in the rollout process, where it blocks nothing, and asks the gateway
+itself, without HTTP.
 """
 
 from __future__ import annotations
@@ -26,19 +28,23 @@ def exact_match(reply: str, answer: str) -> float:
 
 
 def text_field(task: Task, name: str) -> str:
-    """A field that must be there and hold text; `TaskFieldMissing` names the field, the task and what the task has."""
+    """A field that must be there and hold text; `TaskFieldMissing` names the field, the task and
+    what the task has.
+    """
     return task.text(name)
 
 
 async def answer(task: Task, client: AsyncOpenAI) -> float:
-    """Asks the task's prompt and compares the reply with `answer`. Waits for the reply; ended by its caller."""
+    """Asks the task's prompt and compares the reply with `answer`. Waits for the reply; ended by
+    its caller.
+    """
     messages = task.messages
     expected = task.text("answer")
     completion = await client.chat.completions.create(model="policy", messages=cast(Any, messages))
     return exact_match(completion.choices[0].message.content or "", expected)
 
 
-# --- Without an SDK ---------------------------------------------------------------------------------------------------
+# --- Without an SDK -------------------------------------------------------------------------------
 
 
 class AnswersHere:
@@ -47,11 +53,17 @@ class AnswersHere:
     def __init__(self, chats: Chats) -> None:
         self._chats = chats
 
-    async def judge(self, task: Task, attempts: Sequence[Unjudged], *, name: str) -> Sequence[Result]:
-        raise EnvironmentFailed("nothing here scores groups; name a function in [[environment.rewards]].")
+    async def judge(
+        self, task: Task, attempts: Sequence[Unjudged], *, name: str
+    ) -> Sequence[Result]:
+        raise EnvironmentFailed(
+            "nothing here scores groups; name a function in [[environment.rewards]]."
+        )
 
     async def run(self, task: Task, session: SessionHandle) -> float:
-        """Waits for the reply, and a little before each further try, where the gateway is busy; ended by its caller."""
+        """Waits for the reply, and a little before each further try, where the gateway is busy;
+        ended by its caller.
+        """
         messages = task.messages
         expected = task.text("answer")
         for number in itertools.count(1):
@@ -59,7 +71,9 @@ class AnswersHere:
                 return exact_match(await self._chats.reply(session.api_key, messages), expected)
             except MidflightError as error:
                 if not is_worth_a_try(error.status, number):
-                    raise EnvironmentFailed(f"the gateway answered {error.status}: {error}") from error
+                    raise EnvironmentFailed(
+                        f"the gateway answered {error.status}: {error}"
+                    ) from error
             await asyncio.sleep(wait_seconds(number))
         raise AssertionError("the last try returns or raises")
 

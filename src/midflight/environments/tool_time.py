@@ -8,7 +8,9 @@ UNLIMITED: Final = 1e9
 
 
 class ToolTime:
-    """Of one rollout. A time under way counts up to its limit: past that the tool's limit has failed, and the time is the agent's own."""
+    """Of one rollout. A time under way counts up to its limit: past that the tool's limit has
+    failed, and the time is the agent's own.
+    """
 
     def __init__(self) -> None:
         self._seconds = 0.0

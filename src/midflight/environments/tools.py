@@ -1,4 +1,6 @@
-"""Tools: functions that the model may call. Their schemas come from signature and docstring; errors and deadlines become messages."""
+"""Tools: functions that the model may call. Their schemas come from signature and docstring; errors
+and deadlines become messages.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NotRequired, Protocol, cast, get_type_hints
 
 from docstring_parser import Docstring, ParseError, parse
-from pydantic import ConfigDict, Field, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import (
+    ConfigDict,
+    Field,
+    PydanticSchemaGenerationError,
+    PydanticUserError,
+    TypeAdapter,
+    ValidationError,
+)
 from typing_extensions import TypedDict
 
 from midflight.entries import load_entry
@@ -20,8 +29,14 @@ from midflight.errors import ConfigError, EnvironmentFailed, nearest
 from midflight.types import Json
 
 MAX_HUNG = 64
-"""Calls in threads that outlived their deadline and still run: each holds memory, or spins. With more, rollouts fail and say so."""
-SHAPE = "a tool is `def name(a: int, b: str = '') -> str` with a type for each parameter, async or plain"
+"""Calls in threads that outlived their deadline and still run: each holds memory, or spins. With
+more, rollouts fail and say so.
+"""
+SHAPE = (
+    "a tool is `def name(a: int, b: str = '') -> str` with a type for each parameter, async "
+    "or "
+    "plain"
+)
 
 
 class ToolMissed(Exception):
@@ -35,7 +50,9 @@ class ToolSource(Protocol):
     schema: Mapping[str, Json]
 
     async def call(self, arguments: Mapping[str, Json]) -> object:
-        """Waits for the answer. `ToolMissed`, or whatever the tool raises, becomes the answer; an `EnvironmentFailed` fails the rollout."""
+        """Waits for the answer. `ToolMissed`, or whatever the tool raises, becomes the answer; an
+        `EnvironmentFailed` fails the rollout.
+        """
         ...
 
 
@@ -50,8 +67,12 @@ class CallableTool:
     place: str
 
     @classmethod
-    def of(cls, function: Callable[..., object], *, where: str, skip_self: bool = False) -> CallableTool:
-        """`ConfigError` names file, line and function of one without types. `skip_self`: a method that is not bound yet."""
+    def of(
+        cls, function: Callable[..., object], *, where: str, skip_self: bool = False
+    ) -> CallableTool:
+        """`ConfigError` names file, line and function of one without types. `skip_self`: a method
+        that is not bound yet.
+        """
         name = getattr(function, "__name__", type(function).__name__)
         place = place_of(function)
         said = f"{where}: {place}"
@@ -59,19 +80,30 @@ class CallableTool:
         try:
             parameters = cast("dict[str, Json]", _plain(adapter.json_schema()))
         except (PydanticUserError, PydanticSchemaGenerationError) as error:
-            raise ConfigError(f"{said} has a parameter whose type has no JSON schema ({_line(error)}); {SHAPE}.") from None
-        schema: dict[str, Json] = {"name": name, "description": _described(function).summary, "parameters": parameters}
+            raise ConfigError(
+                f"{said} has a parameter whose type has no JSON schema ({_line(error)}); {SHAPE}."
+            ) from None
+        schema: dict[str, Json] = {
+            "name": name,
+            "description": _described(function).summary,
+            "parameters": parameters,
+        }
         return cls(name, {"type": "function", "function": schema}, function, adapter, place)
 
     def bound_to(self, instance: object) -> CallableTool:
         """Of an environment's own object."""
-        return CallableTool(self.name, self.schema, getattr(instance, self.name), self.arguments, self.place)
+        return CallableTool(
+            self.name, self.schema, getattr(instance, self.name), self.arguments, self.place
+        )
 
     async def call(self, arguments: Mapping[str, Json]) -> object:
         try:
             given = self.arguments.validate_json(json.dumps(arguments))
         except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'arguments'}: {each['msg']}" for each in error.errors())
+            problems = "; ".join(
+                f"{'.'.join(map(str, each['loc'])) or 'arguments'}: {each['msg']}"
+                for each in error.errors()
+            )
             raise ToolMissed(f"{self.name} was called wrongly: {problems}") from None
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**given)
@@ -80,17 +112,22 @@ class CallableTool:
 
 
 class _Threads:
-    """Calls of plain functions. One that outlives its deadline cannot be ended: it is counted until it ends by itself."""
+    """Calls of plain functions. One that outlives its deadline cannot be ended: it is counted until
+    it ends by itself.
+    """
 
     def __init__(self) -> None:
         self._hung: dict[object, str] = {}
 
     async def run(self, work: Callable[[], object], place: str) -> object:
-        """Waits for a thread; ended by it, or by cancellation, after which nobody hears of it any more."""
+        """Waits for a thread; ended by it, or by cancellation, after which nobody hears of it any
+        more.
+        """
         if len(self._hung) >= MAX_HUNG:
             raise EnvironmentFailed(
-                f"calling a tool: {MAX_HUNG} calls of {', '.join(sorted(set(self._hung.values())))} still run though their deadlines are over; "
-                "let them end by themselves, or write them as `async def`."
+                f"calling a tool: {MAX_HUNG} calls of "
+                f"{', '.join(sorted(set(self._hung.values())))} still run though their deadlines "
+                "are over; let them end by themselves, or write them as `async def`."
             )
         mark = object()
 
@@ -120,17 +157,30 @@ def _arguments(function: Callable[..., object], said: str, *, skip_self: bool) -
         types = get_type_hints(function, include_extras=True)
     except NameError as error:
         raise ConfigError(f"{said} has a type that cannot be found: {error}; {SHAPE}.") from None
-    told = {parameter.arg_name: parameter.description or "" for parameter in _described(function).params}
+    told = {
+        parameter.arg_name: parameter.description or "" for parameter in _described(function).params
+    }
     fields: dict[str, Any] = {}
     for parameter in [*inspect.signature(function).parameters.values()][skip_self:]:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ConfigError(f"{said} has {str(parameter)!r}, which a model cannot call by name; {SHAPE}.")
+        if parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+            parameter.POSITIONAL_ONLY,
+        ):
+            raise ConfigError(
+                f"{said} has {str(parameter)!r}, which a model cannot call by name; {SHAPE}."
+            )
         if parameter.name not in types:
             raise ConfigError(
-                f"{said} has no type for {parameter.name!r}; write it as `{parameter.name}: str`, or whatever it is: {SHAPE}."
+                f"{said} has no type for {parameter.name!r}; write it as `{parameter.name}: str`, "
+                f"or whatever it is: {SHAPE}."
             )
         kind = types[parameter.name]
-        kind = Annotated[kind, Field(description=told[parameter.name])] if told.get(parameter.name) else kind
+        kind = (
+            Annotated[kind, Field(description=told[parameter.name])]
+            if told.get(parameter.name)
+            else kind
+        )
         fields[parameter.name] = kind if parameter.default is parameter.empty else NotRequired[kind]
     make: Any = TypedDict  # its fields are known only now
     shape = make("Arguments", fields)
@@ -138,7 +188,9 @@ def _arguments(function: Callable[..., object], said: str, *, skip_self: bool) -
     try:
         return TypeAdapter(shape)
     except (PydanticUserError, PydanticSchemaGenerationError) as error:
-        raise ConfigError(f"{said} has a parameter whose type has no JSON schema ({_line(error)}); {SHAPE}.") from None
+        raise ConfigError(
+            f"{said} has a parameter whose type has no JSON schema ({_line(error)}); {SHAPE}."
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +222,21 @@ def _plain(schema: Any) -> Any:
         return schema
     found = cast("dict[str, Any]", schema)
     named = ("properties", "$defs")
-    kept = {key: value for key, value in found.items() if key != "title" or not isinstance(value, str)}
+    kept = {
+        key: value for key, value in found.items() if key != "title" or not isinstance(value, str)
+    }
     return {
-        key: {name: _plain(each) for name, each in value.items()} if key in named and isinstance(value, dict) else _plain(value)
+        key: {name: _plain(each) for name, each in value.items()}
+        if key in named and isinstance(value, dict)
+        else _plain(value)
         for key, value in kept.items()
     }
 
 
 def load_tools(entries: Sequence[str]) -> list[CallableTool | type]:
-    """Functions as tools, and classes with state as they are. `ConfigError` says what is wrong and where."""
+    """Functions as tools, and classes with state as they are. `ConfigError` says what is wrong and
+    where.
+    """
     found: list[CallableTool | type] = []
     for entry in entries:
         given = load_entry(entry, option="environment.tools", such_as="my_tools:add")
@@ -187,11 +245,13 @@ def load_tools(entries: Sequence[str]) -> list[CallableTool | type]:
         elif callable(given):
             found.append(CallableTool.of(given, where=f"environment.tools ({entry})"))
         else:
-            raise ConfigError(f"environment.tools ({entry}) is {given!r:.200}, which cannot be called; {SHAPE}.")
+            raise ConfigError(
+                f"environment.tools ({entry}) is {given!r:.200}, which cannot be called; {SHAPE}."
+            )
     return found
 
 
-# --- Calls ------------------------------------------------------------------------------------------------------------
+# --- Calls ----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -206,9 +266,16 @@ class Tally:
 class Toolbox:
     """The tools of one rollout, and what became of their calls."""
 
-    def __init__(self, tools: Sequence[ToolSource], *, seconds: float, slots: asyncio.Semaphore, one_by_one: bool) -> None:
-        """`seconds`: of each call, the wait for a slot not counted. `one_by_one`: those of one answer run in their order, because they
-        share a state."""
+    def __init__(
+        self,
+        tools: Sequence[ToolSource],
+        *,
+        seconds: float,
+        slots: asyncio.Semaphore,
+        one_by_one: bool,
+    ) -> None:
+        """`seconds`: of each call, the wait for a slot not counted. `one_by_one`: those of one
+        answer run in their order, because they share a state."""
         self._tools = {tool.name: tool for tool in tools}
         self._seconds = seconds
         self._slots = slots
@@ -221,28 +288,46 @@ class Toolbox:
         return [tool.schema for tool in self._tools.values()]
 
     async def run(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Json]]:
-        """The messages that answer these calls, in their order. Waits for all of them, each for its deadline at most."""
+        """The messages that answer these calls, in their order. Waits for all of them, each for its
+        deadline at most.
+        """
         if self._one_by_one:
             return [await self._answer(call) for call in calls]
         return await together([self._answer(call) for call in calls])
 
     def metrics(self) -> dict[str, float]:
         every = self._tallies
-        total = Tally(*(sum(getattr(tally, name) for tally in every.values()) for name in ("calls", "failures", "seconds")))
+        total = Tally(
+            *(
+                sum(getattr(tally, name) for tally in every.values())
+                for name in ("calls", "failures", "seconds")
+            )
+        )
         total.calls = total.calls + self._unknown
         total.failures = total.failures + self._unknown
         named = {"tools": total, **{f"tools/{name}": tally for name, tally in every.items()}}
-        found = {f"{name}/{key}": float(getattr(tally, key)) for name, tally in named.items() for key in ("calls", "failures", "seconds")}
+        found = {
+            f"{name}/{key}": float(getattr(tally, key))
+            for name, tally in named.items()
+            for key in ("calls", "failures", "seconds")
+        }
         return {**found, "tools/unknown": float(self._unknown)}
 
     async def _answer(self, call: Mapping[str, Any]) -> dict[str, Json]:
         function = cast("Mapping[str, Any]", call.get("function") or {})
         name = str(function.get("name"))
-        answer: dict[str, Json] = {"role": "tool", "tool_call_id": str(call.get("id")), "name": name}
+        answer: dict[str, Json] = {
+            "role": "tool",
+            "tool_call_id": str(call.get("id")),
+            "name": name,
+        }
         tool = self._tools.get(name)
         if tool is None:
             self._unknown += 1
-            return {**answer, "content": f"error: there is no tool {name!r}.{nearest(name, self._tools)}"}
+            return {
+                **answer,
+                "content": f"error: there is no tool {name!r}.{nearest(name, self._tools)}",
+            }
         tally = self._tallies[name]
         tally.calls += 1
         async with self._slots:

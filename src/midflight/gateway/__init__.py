@@ -1,1 +1,3 @@
-"""Station 2: requests of any wire format become token ids, find an engine, and get one unbroken answer."""
+"""Station 2: requests of any wire format become token ids, find an engine, and get one unbroken
+answer.
+"""

@@ -18,10 +18,12 @@ LOCK = ".lock"
 
 @contextmanager
 def atomic_folder(dest: Path) -> Generator[tuple[Path, int]]:
-    """A folder to write into, which becomes `dest` at the end of the block; `dest` is empty or not there. Torch-free.
+    """A folder to write into, which becomes `dest` at the end of the block; `dest` is empty or not
+    there. Torch-free.
 
-    It lies beside `dest`, and is removed when the block fails. A killed process cannot remove its own: whoever makes `dest` next does.
-    Beside the folder comes the descriptor of its lock, for a process that writes there and may outlive this one.
+    It lies beside `dest`, and is removed when the block fails. A killed process cannot remove its
+    own: whoever makes `dest` next does. Beside the folder comes the descriptor of its lock, for a
+    process that writes there and may outlive this one.
 
     `ConfigError` says so when there is no room or no permission.
     """
@@ -44,7 +46,9 @@ def atomic_folder(dest: Path) -> Generator[tuple[Path, int]]:
 
 
 def _begun(dest: Path) -> tuple[Path, int]:
-    """A new folder, locked. Until the lock is held it looks abandoned, so that another process may remove it; then there is a next one."""
+    """A new folder, locked. Until the lock is held it looks abandoned, so that another process may
+    remove it; then there is a next one.
+    """
     while True:
         building = Path(tempfile.mkdtemp(prefix=_prefix(dest), dir=dest.parent))
         lock = os.open(building / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -60,8 +64,8 @@ def check_room(dest: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(there).free
     if free < num_bytes:
         raise ConfigError(
-            f"making {str(dest)!r}: it takes {num_bytes / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free there; "
-            "free some space, or choose another place."
+            f"making {str(dest)!r}: it takes {num_bytes / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB "
+            "are free there; free some space, or choose another place."
         )
 
 
@@ -78,5 +82,9 @@ def _remove_abandoned(dest: Path) -> None:
 
 
 def _unwritable(dest: Path, error: OSError) -> ConfigError:
-    remedy = "free some space, or choose another place" if disk_full(error) else "see that it can be written to, or choose another place"
+    remedy = (
+        "free some space, or choose another place"
+        if disk_full(error)
+        else "see that it can be written to, or choose another place"
+    )
     return ConfigError(f"making {str(dest)!r}: {error.strerror or error}; {remedy}.")

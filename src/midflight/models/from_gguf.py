@@ -1,9 +1,11 @@
-"""From a GGUF file to a Hugging Face model folder with the same numbers in float32, as plain `transformers` loads it.
+"""From a GGUF file to a Hugging Face model folder with the same numbers in float32, as plain
+`transformers` loads it.
 
-    python -m midflight.models.from_gguf FILE DIR     writes into the folder DIR; says what the file holds, or what is wrong with it, as JSON
+    python -m midflight.models.from_gguf FILE DIR     writes into the folder DIR; says what the file
+    holds, or what is wrong with it, as JSON
 
-`transformers` reads the file. What it would read wrongly without a word is refused here: tensors and scaled positions that it passes over, and
-pre-tokenizers that it does not know.
+`transformers` reads the file. What it would read wrongly without a word is refused here: tensors
+and scaled positions that it passes over, and pre-tokenizers that it does not know.
 """
 
 import copy
@@ -22,7 +24,14 @@ import transformers
 from gguf import GGUFReader, ReaderTensor
 from tokenizers import pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from midflight.config.folders import check_tokenizer
@@ -35,17 +44,25 @@ Metadata = Mapping[str, Any]
 
 BYTE_LEVEL = "gpt2"
 """What files call a byte-level vocabulary, whose pre-tokenizer has a name in them."""
-DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+DIGITS_APART = frozenset(
+    {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+)
 """Pre-tokenizers that cut every digit off before they cut as GPT-2's does."""
-AS_GPT2 = frozenset({"gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "phi-2"})
+AS_GPT2 = frozenset(
+    {"gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "phi-2"}
+)
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Each ends an answer: of a text, of a turn, of a message."""
 _OF_READING = ("backend", "is_local", "local_files_only", "tokenizer_class")
-"""Keys of a tokenizer's configuration that say how it was read, or by which class, which would put its own parts in the place of the file's."""
+"""Keys of a tokenizer's configuration that say how it was read, or by which class, which would put
+its own parts in the place of the file's.
+"""
 
 
 def convert(file: Path, folder: Path) -> GgufContents:
-    """Writes the model of `file` into an existing folder. `ModelNotFound` says what is wrong with the file, `ConfigError` that there is no room."""
+    """Writes the model of `file` into an existing folder. `ModelNotFound` says what is wrong with
+    the file, `ConfigError` that there is no room.
+    """
     reader = opened(file)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     contents = _contents(reader, metadata)
@@ -63,7 +80,7 @@ def convert(file: Path, folder: Path) -> GgufContents:
     return contents
 
 
-# --- The file ---------------------------------------------------------------------------------------------------------
+# --- The file -------------------------------------------------------------------------------------
 
 
 def opened(file: Path) -> GGUFReader:
@@ -71,13 +88,15 @@ def opened(file: Path) -> GGUFReader:
     with file.open("rb") as beginning:
         if beginning.read(4) != b"GGUF":
             raise ModelNotFound(
-                f"reading {str(file)!r}: it does not begin as GGUF files do; give a GGUF file or a Hugging Face model folder."
+                f"reading {str(file)!r}: it does not begin as GGUF files do; give a GGUF file or a "
+                "Hugging Face model folder."
             )
     try:
         return GGUFReader(file)
     except Exception as error:  # what stands behind the place where a file ends may be anything
         raise ModelNotFound(
-            f"reading {str(file)!r}: it is no whole GGUF file ({_first_line(error)}); its end may be missing: copy or fetch it again."
+            f"reading {str(file)!r}: it is no whole GGUF file ({_first_line(error)}); its end may "
+            "be missing: copy or fetch it again."
         ) from error
 
 
@@ -92,15 +111,20 @@ def _contents(reader: GGUFReader, metadata: Metadata) -> GgufContents:
 
 def _check_whole(file: Path, metadata: Metadata) -> None:
     if (parts := metadata.get("split.count", 1)) > 1:
-        raise ModelNotFound(f"reading {str(file)!r}: it is one of {parts} parts of a model; join them with llama.cpp's gguf-split --merge.")
+        raise ModelNotFound(
+            f"reading {str(file)!r}: it is one of {parts} parts of a model; join them with "
+            "llama.cpp's gguf-split --merge."
+        )
 
 
-# --- Weights ----------------------------------------------------------------------------------------------------------
+# --- Weights --------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _alone(file: Path) -> Generator[Path]:
-    """A folder in which the file is alone, as `model.gguf`: what lies beside it elsewhere would be read too."""
+    """A folder in which the file is alone, as `model.gguf`: what lies beside it elsewhere would be
+    read too.
+    """
     with tempfile.TemporaryDirectory(prefix="midflight-") as place:
         (Path(place) / "model.gguf").symlink_to(file.resolve())
         yield Path(place)
@@ -124,18 +148,22 @@ def _loaded(file: Path, place: Path, architecture: str) -> PreTrainedModel:
         )
     except Exception as error:  # a stranger's file may fail in any way
         raise ModelNotFound(
-            f"reading {str(file)!r}: transformers {transformers.__version__} makes no model of its architecture, {architecture!r} "
-            f"({_first_line(error)}); give the model as a folder of safetensors."
+            f"reading {str(file)!r}: transformers {transformers.__version__} makes no model of its "
+            f"architecture, {architecture!r} ({_first_line(error)}); give the model as a folder of "
+            "safetensors."
         ) from error
     if missing := sorted(info["missing_keys"]):
         raise ModelNotFound(
-            f"reading {str(file)!r}: {len(missing)} tensors are missing, the first {missing[0]!r}; give the model as a folder of safetensors."
+            f"reading {str(file)!r}: {len(missing)} tensors are missing, the first {missing[0]!r}; "
+            "give the model as a folder of safetensors."
         )
     return _plain(model)
 
 
 def _plain(loaded: PreTrainedModel) -> PreTrainedModel:
-    """The same tensors in a model that knows of no file: one that was read from GGUF refuses to be saved."""
+    """The same tensors in a model that knows of no file: one that was read from GGUF refuses to be
+    saved.
+    """
     config = copy.deepcopy(loaded.config)
     for name in ("quantization_config", "_model_name_or_path"):
         if hasattr(config, name):
@@ -148,24 +176,36 @@ def _plain(loaded: PreTrainedModel) -> PreTrainedModel:
 
 
 def _check_all_is_read(file: Path, tensors: Sequence[ReaderTensor], model: PreTrainedModel) -> None:
-    """As many numbers as in the file are in the model: what is left out may be what its positions are scaled by."""
+    """As many numbers as in the file are in the model: what is left out may be what its positions
+    are scaled by.
+    """
     in_model = sum(tensor.numel() for tensor in _tensors(model))
     in_file = sum(int(tensor.n_elements) for tensor in tensors if not _is_spare(tensor.name, model))
     if in_file != in_model:
-        named = ", ".join(tensor.name for tensor in tensors if not tensor.name.startswith(("blk.", "token_embd.", "output")))
+        named = ", ".join(
+            tensor.name
+            for tensor in tensors
+            if not tensor.name.startswith(("blk.", "token_embd.", "output"))
+        )
         raise ModelNotFound(
-            f"reading {str(file)!r}: {in_file:,} numbers are in it, and {in_model:,} in the model that transformers {transformers.__version__} "
-            f"makes of it{f' (it has {named})' if named else ''}, so it would compute something else; give the model as a folder of safetensors."
+            f"reading {str(file)!r}: {in_file:,} numbers are in it, and {in_model:,} in the model "
+            f"that transformers {transformers.__version__} makes of "
+            f"it{f' (it has {named})' if named else ''}, so it would compute something else; give "
+            "the model as a folder of safetensors."
         )
 
 
 def _tensors(model: PreTrainedModel) -> list[Tensor]:
     """Each once, also where it has two names."""
-    return list({id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values())
+    return list(
+        {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
+    )
 
 
 def _is_spare(name: str, model: PreTrainedModel) -> bool:
-    """Whether a model leaves a tensor out without computing anything else: a second copy of its embeddings, and layers that only guess ahead."""
+    """Whether a model leaves a tensor out without computing anything else: a second copy of its
+    embeddings, and layers that only guess ahead.
+    """
     config = model.config.get_text_config()
     if name == "output.weight":
         return bool(config.tie_word_embeddings)
@@ -177,14 +217,21 @@ def _check_positions(file: Path, metadata: Metadata, model: PreTrainedModel) -> 
     kind = metadata.get(f"{metadata.get('general.architecture')}.rope.scaling.type", "none")
     if kind != "none" and not _scales_positions(model):
         raise ModelNotFound(
-            f"reading {str(file)!r}: it scales positions ({kind}), which transformers {transformers.__version__} does not read from GGUF, so it "
-            "would compute something else; give the model as a folder of safetensors."
+            f"reading {str(file)!r}: it scales positions ({kind}), which transformers "
+            f"{transformers.__version__} does not read from GGUF, so it would compute something "
+            "else; give the model as a folder of safetensors."
         )
 
 
 def _scales_positions(model: PreTrainedModel) -> bool:
-    rope = cast("Mapping[str, Any]", getattr(model.config.get_text_config(), "rope_parameters", None) or {})
-    kinds = [part.get("rope_type", "default") for part in (rope, *rope.values()) if isinstance(part, Mapping)]
+    rope = cast(
+        "Mapping[str, Any]", getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    )
+    kinds = [
+        part.get("rope_type", "default")
+        for part in (rope, *rope.values())
+        if isinstance(part, Mapping)
+    ]
     return any(kind != "default" for kind in kinds)
 
 
@@ -199,44 +246,68 @@ def _generation(metadata: Metadata) -> GenerationConfig:
     )
 
 
-# --- Tokenizer --------------------------------------------------------------------------------------------------------
+# --- Tokenizer ------------------------------------------------------------------------------------
 
 
 def _save_tokenizer(file: Path, place: Path, metadata: Metadata, folder: Path) -> None:
     try:
-        tokenizer = cast(PreTrainedTokenizerFast, AutoTokenizer.from_pretrained(str(place), gguf_file="model.gguf", local_files_only=True))
+        tokenizer = cast(
+            PreTrainedTokenizerFast,
+            AutoTokenizer.from_pretrained(
+                str(place), gguf_file="model.gguf", local_files_only=True
+            ),
+        )
     except Exception as error:  # a stranger's file may fail in any way
         raise ModelNotFound(
-            f"reading {str(file)!r}: transformers {transformers.__version__} makes no tokenizer of it ({_first_line(error)}); give the model "
-            "as a folder of safetensors."
+            f"reading {str(file)!r}: transformers {transformers.__version__} makes no tokenizer of "
+            f"it ({_first_line(error)}); give the model as a folder of safetensors."
         ) from error
     _cut_as_trained(file, metadata, tokenizer)
     tokenizer.save_pretrained(folder)
     _remove_tokens_of_the_class(folder / "tokenizer.json", len(metadata["tokenizer.ggml.tokens"]))
     path = folder / "tokenizer_config.json"
-    config = {name: value for name, value in json.loads(path.read_text()).items() if name not in _OF_READING}
-    path.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}, indent=2) + "\n")
+    config = {
+        name: value
+        for name, value in json.loads(path.read_text()).items()
+        if name not in _OF_READING
+    }
+    path.write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}, indent=2) + "\n"
+    )
 
 
 def _remove_tokens_of_the_class(path: Path, num_tokens: int) -> None:
-    """Removes what the class that read the tokenizer added behind the file's tokens: the model has no embeddings for its special tokens."""
+    """Removes what the class that read the tokenizer added behind the file's tokens: the model has
+    no embeddings for its special tokens.
+    """
     written = json.loads(path.read_text())
-    written["added_tokens"] = [token for token in written["added_tokens"] if token["id"] < num_tokens]
+    written["added_tokens"] = [
+        token for token in written["added_tokens"] if token["id"] < num_tokens
+    ]
     path.write_text(json.dumps(written, ensure_ascii=False))
 
 
 def _cut_as_trained(file: Path, metadata: Metadata, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Cuts text, before it is merged into tokens, as the model's own tokenizer does. Other cuts give other tokens for the same text."""
+    """Cuts text, before it is merged into tokens, as the model's own tokenizer does. Other cuts
+    give other tokens for the same text.
+    """
     kind = metadata.get("tokenizer.ggml.pre", "default")
-    if metadata.get("tokenizer.ggml.model") != BYTE_LEVEL or kind in AS_GPT2 or kind in GGUF_PRE_TOKENIZER_SPLITS:
+    if (
+        metadata.get("tokenizer.ggml.model") != BYTE_LEVEL
+        or kind in AS_GPT2
+        or kind in GGUF_PRE_TOKENIZER_SPLITS
+    ):
         return
     if kind not in DIGITS_APART:
         raise ModelNotFound(
-            f"reading {str(file)!r}: how its tokenizer cuts text ({kind!r}) is not known, so it would give other tokens than the model has "
-            "learnt; give the model as a folder with its own tokenizer.json."
+            f"reading {str(file)!r}: how its tokenizer cuts text ({kind!r}) is not known, so it "
+            "would give other tokens than the model has learnt; give the model as a folder with "
+            "its own tokenizer.json."
         )
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), byte_level]
+    )
 
 
 def _first_line(error: BaseException) -> str:
@@ -253,7 +324,11 @@ def main() -> None:
         except Exception as error:
             if disk_full(error) is None:
                 raise
-            found = f"converting {sys.argv[1]!r}: there is no more room for its model folder; free some space, or choose another place."
+            found = (
+                f"converting {sys.argv[1]!r}: there is no more room for its model folder; "
+                "free "
+                "some space, or choose another place."
+            )
     sys.stdout.buffer.write(msgspec.json.encode(found))
 
 

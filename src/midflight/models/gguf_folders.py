@@ -1,4 +1,6 @@
-"""Model folders of GGUF files. A file is converted once, into a folder beside it, by a process that has torch (`midflight.models.from_gguf`)."""
+"""Model folders of GGUF files. A file is converted once, into a folder beside it, by a process that
+has torch (`midflight.models.from_gguf`).
+"""
 
 import importlib.util
 import os
@@ -39,23 +41,32 @@ class GgufContents(msgspec.Struct, frozen=True):
     @property
     def described(self) -> str:
         """What the file kept of the weights, and what they take as float32, as a clause."""
-        types = ", ".join(f"{count} {name}" for name, count in sorted(self.tensors.items(), key=lambda item: -item[1]))
+        types = ", ".join(
+            f"{count} {name}"
+            for name, count in sorted(self.tensors.items(), key=lambda item: -item[1])
+        )
         return (
-            f"{self.num_weights:,} weights of {self.bits_per_weight:.1f} bits each ({self.num_bytes / 1e6:,.0f} MB; tensors: {types}), "
-            f"now float32 ({4 * self.num_weights / 1e6:,.0f} MB): what was rounded away for the file stays lost"
+            f"{self.num_weights:,} weights of {self.bits_per_weight:.1f} bits each "
+            f"({self.num_bytes / 1e6:,.0f} MB; tensors: {types}), now float32 "
+            f"({4 * self.num_weights / 1e6:,.0f} MB): what was rounded away for the file stays lost"
         )
 
 
 def model_folder(path: Path) -> Path:
-    """The folder of a model that is given as a folder or as a GGUF file, which is converted unless it was before.
+    """The folder of a model that is given as a folder or as a GGUF file, which is converted unless
+    it was before.
 
-    The folder's name holds a hash of the file: a changed file gets another folder, and a run keeps the one that it began with. Reads the
-    whole file, and waits for the conversion. `ModelNotFound` says what is wrong with the file.
+    The folder's name holds a hash of the file: a changed file gets another folder, and a run keeps
+    the one that it began with. Reads the whole file, and waits for the conversion. `ModelNotFound`
+    says what is wrong with the file.
     """
     if path.suffix.lower() != ".gguf" or path.is_dir():
         return path
     if not path.is_file():
-        raise ModelNotFound(f"loading a model: there is no file {str(path)!r}; give a GGUF file or a Hugging Face model folder.")
+        raise ModelNotFound(
+            f"loading a model: there is no file {str(path)!r}; give a GGUF file or a Hugging Face "
+            "model folder."
+        )
     folder = path.with_name(f"{path.name}.folder-{_hash(path)}")
     if not folder.is_dir():
         sys.stderr.write(f"midflight: converting {path} into the model folder {folder}, once\n")
@@ -68,21 +79,31 @@ def model_folder(path: Path) -> Path:
 
 
 def convert(file: Path, folder: Path) -> GgufContents:
-    """Makes `folder`, which is empty or not there, of a GGUF file; complete or not at all. Waits for a process that does it."""
+    """Makes `folder`, which is empty or not there, of a GGUF file; complete or not at all. Waits
+    for a process that does it.
+    """
     check_packages()
     with atomic_folder(folder) as (building, lock):
         return write_folder(file, building, lock)
 
 
 def write_folder(file: Path, folder: Path, lock: int) -> GgufContents:
-    """Writes the model of a GGUF file into an existing folder. `ModelNotFound` says why it cannot be done. Waits for a process."""
+    """Writes the model of a GGUF file into an existing folder. `ModelNotFound` says why it cannot
+    be done. Waits for a process.
+    """
     command = [sys.executable, "-m", "midflight.models.from_gguf", str(file), str(folder)]
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environ = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "TQDM_DISABLE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     done = subprocess.run(command, capture_output=True, check=False, env=environ, pass_fds=(lock,))
     if done.returncode != 0:
         last = (done.stderr.decode(errors="replace").strip().splitlines() or ["without a word"])[-1]
         raise ModelNotFound(
-            f"converting {str(file)!r} ended with status {done.returncode}: {last}; free some memory, or give a model folder."
+            f"converting {str(file)!r} ended with status {done.returncode}: {last}; free some "
+            "memory, or give a model folder."
         )
     found = msgspec.json.decode(done.stdout, type=GgufContents | str)
     if isinstance(found, str):
@@ -93,10 +114,14 @@ def write_folder(file: Path, folder: Path, lock: int) -> GgufContents:
 def check_packages() -> None:
     """`ConfigError` unless what reads GGUF files is installed."""
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        raise ConfigError(f"reading GGUF files needs {' and '.join(missing)}, which {sys.executable} lacks: pip install 'midflight[gguf]'")
+        raise ConfigError(
+            f"reading GGUF files needs {' and '.join(missing)}, which {sys.executable} lacks: pip "
+            "install 'midflight[gguf]'"
+        )
     if Version(found := version("transformers")) < Version(OLDEST_TRANSFORMERS):
         raise ConfigError(
-            f"reading GGUF files needs transformers {OLDEST_TRANSFORMERS}, and {found} is here: pip install -U 'midflight[gguf]'"
+            f"reading GGUF files needs transformers {OLDEST_TRANSFORMERS}, and {found} is here: "
+            "pip install -U 'midflight[gguf]'"
         )
 
 

@@ -1,5 +1,5 @@
-"""Which model a folder holds, so that two machines can find out whether theirs is the same: configuration, vocabulary and, where asked,
-weights. Torch-free."""
+"""Which model a folder holds, so that two machines can find out whether theirs is the same:
+configuration, vocabulary and, where asked, weights. Torch-free."""
 
 import hashlib
 import json
@@ -13,7 +13,14 @@ from midflight.models.sizes import read_config, served_weights
 Leaf = str | int | float | bool | None
 
 _INCIDENTAL = frozenset(
-    {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range"}
+    {
+        "_name_or_path",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "initializer_range",
+    }
     | {"bos_token_id", "eos_token_id", "pad_token_id"}
 )
 """What an export may write otherwise without changing what the model computes."""
@@ -30,12 +37,18 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, folder: Path, *, weights: bool = False) -> "ModelIdentity":
         """Blocking. `ModelNotFound` where there is no model."""
-        config = {path: value for path, value in _leaves(read_config(folder)) if path.rpartition(".")[2] not in _INCIDENTAL}
-        return cls(config, _vocabulary(folder / "tokenizer.json"), _hashed(folder) if weights else None)
+        config = {
+            path: value
+            for path, value in _leaves(read_config(folder))
+            if path.rpartition(".")[2] not in _INCIDENTAL
+        }
+        return cls(
+            config, _vocabulary(folder / "tokenizer.json"), _hashed(folder) if weights else None
+        )
 
     def difference(self, other: "ModelIdentity") -> str:
-        """What says that the other is another model, as a clause about it; empty where nothing does. A value that only one of them
-        has says nothing: exports fill in defaults."""
+        """What says that the other is another model, as a clause about it; empty where nothing
+        does. A value that only one of them has says nothing: exports fill in defaults."""
         for name in sorted(self.config.keys() & other.config.keys()):
             if self.config[name] != other.config[name]:
                 return f"its {name} is {other.config[name]!r} and not {self.config[name]!r}"
@@ -62,7 +75,9 @@ def _vocabulary(path: Path) -> str:
         return ""
     tokenizer = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
     added = sorted((token.id, token.content) for token in tokenizer.added_tokens)
-    return hashlib.sha256(json.dumps([tokenizer.model.get("vocab"), added], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([tokenizer.model.get("vocab"), added], sort_keys=True).encode()
+    ).hexdigest()
 
 
 class _AddedToken(msgspec.Struct):

@@ -1,8 +1,10 @@
-"""Making, saving, loading and exporting models: any decoder-only architecture that `transformers` knows, from local safetensors only;
-the text tower of one that also reads images or sound is trained, its other parts stay what they are; and low-rank adapters of a frozen base (Hu et al. 2021), by PEFT: adding, saving, loading and merging them.
+"""Making, saving, loading and exporting models: any decoder-only architecture that `transformers`
+knows, from local safetensors only; the text tower of one that also reads images or sound is
+trained, its other parts stay what they are; and low-rank adapters of a frozen base (Hu et al.
+2021), by PEFT: adding, saving, loading and merging them.
 
-`named_tensors` of a model with adapters are its adapters: they are trained, kept in checkpoints, and handed over. The base is
-the same everywhere and stays what it is.
+`named_tensors` of a model with adapters are its adapters: they are trained, kept in checkpoints,
+and handed over. The base is the same everywhere and stays what it is.
 """
 
 from __future__ import annotations
@@ -19,13 +21,30 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 from midflight.errors import ConfigError, ModelNotFound, WeightsCorrupt, nearest
 from midflight.models.names import assign, named_tensors, torch_dtype
 from midflight.models.permissions import open_to_others
 from midflight.models.proof import described
-from midflight.models.sizes import FOLDER, WEIGHTS, Adapter, adapted_layers, adapter_name, adapter_of, base_name, factor_names, read_config
+from midflight.models.sizes import (
+    FOLDER,
+    WEIGHTS,
+    Adapter,
+    adapted_layers,
+    adapter_name,
+    adapter_of,
+    base_name,
+    factor_names,
+    read_config,
+)
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -46,12 +65,20 @@ def make_model(
     eos_token_id: int = 256,
     pad_token_id: int = 261,
 ) -> PreTrainedModel:
-    """A Qwen3 with random weights that depend on the sizes and `seed` only: drawn in float32 on the CPU, then converted.
+    """A Qwen3 with random weights that depend on the sizes and `seed` only: drawn in float32 on the
+    CPU, then converted.
 
-    The global random state is left as it was. `ConfigError` names the option whose value does not fit and how to mend it.
+    The global random state is left as it was. `ConfigError` names the option whose value does not
+    fit and how to mend it.
     """
-    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_layers": num_layers,
-             "num_heads": num_heads, "num_kv_heads": num_kv_heads, "max_context": max_context}  # fmt: skip
+    sizes = {
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "max_context": max_context,
+    }
     _check_sizes(sizes, vocab_size=vocab_size, eos_token_id=eos_token_id, pad_token_id=pad_token_id)
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -73,7 +100,8 @@ def make_model(
 
 
 def save_model(model: PreTrainedModel, folder: Path, *, merged: bool = False) -> None:
-    """Writes config.json, generation_config.json and model.safetensors into `folder`, which is created.
+    """Writes config.json, generation_config.json and model.safetensors into `folder`, which is
+    created.
 
     Adapters go into a folder in it, beside their base; `merged`, into the weights.
     """
@@ -81,13 +109,18 @@ def save_model(model: PreTrainedModel, folder: Path, *, merged: bool = False) ->
     if not is_adapted(model):
         model.save_pretrained(folder)
         return
-    model.save_pretrained(folder, state_dict=merged_tensors(model) if merged else base_tensors(model))
+    model.save_pretrained(
+        folder, state_dict=merged_tensors(model) if merged else base_tensors(model)
+    )
     if not merged:
         save_adapters(model, folder / FOLDER)
 
 
-def load_model(folder: Path, *, dtype: str | torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
-    """The model of a Hugging Face folder, in evaluation mode, with the adapters that `save_model` put there, if any.
+def load_model(
+    folder: Path, *, dtype: str | torch.dtype, device: str | torch.device = "cpu"
+) -> PreTrainedModel:
+    """The model of a Hugging Face folder, in evaluation mode, with the adapters that `save_model`
+    put there, if any.
 
     Reads local safetensors only: nothing is fetched, unpickled or run.
 
@@ -99,7 +132,11 @@ def load_model(folder: Path, *, dtype: str | torch.dtype, device: str | torch.de
         # The stubs know only the plain return type; with output_loading_info it is a pair.
         model, info = cast(
             tuple[PreTrainedModel, dict[str, Any]],
-            auto_class(AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)).from_pretrained(
+            auto_class(
+                AutoConfig.from_pretrained(
+                    str(folder), local_files_only=True, trust_remote_code=False
+                )
+            ).from_pretrained(
                 str(folder),
                 dtype=torch_dtype(dtype),
                 local_files_only=True,
@@ -109,11 +146,14 @@ def load_model(folder: Path, *, dtype: str | torch.dtype, device: str | torch.de
             ),
         )
     except (OSError, SafetensorError) as error:
-        raise ModelNotFound(f"loading the model in {str(folder)!r}: {_first_line(error)}; export or download the model again.") from error
+        raise ModelNotFound(
+            f"loading the model in {str(folder)!r}: {_first_line(error)}; export or download the "
+            "model again."
+        ) from error
     except Exception as error:  # the code of any architecture may raise anything
         raise ModelNotFound(
-            f"loading the model in {str(folder)!r}: transformers {version('transformers')} raises {described(error)}; correct its config.json, or "
-            "export or download the model again."
+            f"loading the model in {str(folder)!r}: transformers {version('transformers')} raises "
+            f"{described(error)}; correct its config.json, or export or download the model again."
         ) from error
     _check_complete(folder, info)
     nn.Module.to(model, device=torch.device(device))
@@ -126,20 +166,38 @@ def load_model(folder: Path, *, dtype: str | torch.dtype, device: str | torch.de
 
 
 def auto_class(config: Any) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    """What loads all of a folder: a text tower alone would be written in other names than the folder's, and without its other parts."""
+    """What loads all of a folder: a text tower alone would be written in other names than the
+    folder's, and without its other parts.
+    """
     whole = (config.architectures or [""])[0].endswith("ForConditionalGeneration")
-    return AutoModelForImageTextToText if whole and config.get_text_config() is not config else AutoModelForCausalLM
+    return (
+        AutoModelForImageTextToText
+        if whole and config.get_text_config() is not config
+        else AutoModelForCausalLM
+    )
 
 
 def other_parts(model: PreTrainedModel) -> tuple[str, ...]:
-    """The beginnings of the names of what stands beside the text tower and the output layer: towers for images, projectors."""
+    """The beginnings of the names of what stands beside the text tower and the output layer: towers
+    for images, projectors.
+    """
     decoder = model.get_decoder()
     output = model.get_output_embeddings()
     if model.config.get_text_config() is model.config or decoder is None:
         return ()
-    text = {id(module) for part in (decoder, output) if part is not None for module in part.modules()}
-    around = [name for name, module in model.named_modules() if not text.isdisjoint(map(id, module.modules()))]
-    return tuple(f"{name}." for name, _ in model.named_modules() if name not in around and name.rpartition(".")[0] in around)
+    text = {
+        id(module) for part in (decoder, output) if part is not None for module in part.modules()
+    }
+    around = [
+        name
+        for name, module in model.named_modules()
+        if not text.isdisjoint(map(id, module.modules()))
+    ]
+    return tuple(
+        f"{name}."
+        for name, _ in model.named_modules()
+        if name not in around and name.rpartition(".")[0] in around
+    )
 
 
 def _drawn(config: Qwen3Config, *, seed: int, dtype: torch.dtype) -> PreTrainedModel:
@@ -147,61 +205,85 @@ def _drawn(config: Qwen3Config, *, seed: int, dtype: torch.dtype) -> PreTrainedM
         torch.manual_seed(seed)
         model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
     for parameter in model.parameters():
-        # Not `model.to(dtype)`: that would round the rotary frequencies too, which loading keeps in float32.
+        # Not `model.to(dtype)`: that would round the rotary frequencies too, which loading keeps in
+        # float32.
         parameter.data = parameter.data.to(dtype)
-    model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
     return model
 
 
 def _initial_deviation(hidden_size: int) -> float:
-    """Standard deviation of the initial weights: the usual 0.02 for wide models, more for narrow ones, whose sums are shorter."""
+    """Standard deviation of the initial weights: the usual 0.02 for wide models, more for narrow
+    ones, whose sums are shorter.
+    """
     return max(0.02, 0.5 * hidden_size**-0.5)
 
 
-def _check_sizes(sizes: Mapping[str, int], *, vocab_size: int, eos_token_id: int, pad_token_id: int) -> None:
+def _check_sizes(
+    sizes: Mapping[str, int], *, vocab_size: int, eos_token_id: int, pad_token_id: int
+) -> None:
     for name, value in sizes.items():
         if value < 1:
             raise ConfigError(f"making a model: model.{name} is {value}; it must be at least 1.")
     _check_heads(sizes["hidden_size"], sizes["num_heads"], sizes["num_kv_heads"])
     if vocab_size <= max(eos_token_id, pad_token_id):
         raise ConfigError(
-            f"making a model: vocabulary of {vocab_size} tokens does not hold the end token {eos_token_id} and the padding token "
-            f"{pad_token_id}; give the vocabulary size of the tokenizer."
+            f"making a model: vocabulary of {vocab_size} tokens does not hold the end token "
+            f"{eos_token_id} and the padding token {pad_token_id}; give the vocabulary size of the "
+            "tokenizer."
         )
 
 
 def _check_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
     if hidden_size % num_heads:
-        raise ConfigError(f"making a model: model.num_heads {num_heads} does not divide model.hidden_size {hidden_size}; choose a divisor.")
+        raise ConfigError(
+            f"making a model: model.num_heads {num_heads} does not divide model.hidden_size "
+            f"{hidden_size}; choose a divisor."
+        )
     if (hidden_size // num_heads) % 2:
         raise ConfigError(
-            f"making a model: model.hidden_size {hidden_size} / model.num_heads {num_heads} is odd; rotary positions need heads of even width."
+            f"making a model: model.hidden_size {hidden_size} / model.num_heads {num_heads} is "
+            "odd; rotary positions need heads of even width."
         )
     if num_heads % num_kv_heads:
         raise ConfigError(
-            f"making a model: model.num_kv_heads {num_kv_heads} does not divide model.num_heads {num_heads}; choose a divisor."
+            f"making a model: model.num_kv_heads {num_kv_heads} does not divide model.num_heads "
+            f"{num_heads}; choose a divisor."
         )
 
 
 def check_folder(folder: Path) -> None:
     read_config(folder)
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotFound(
-            f"loading the model in {str(folder)!r}: config.json names no architecture this transformers knows ({_first_line(error)}); "
-            "use a decoder-only model that transformers supports without remote code."
+            f"loading the model in {str(folder)!r}: config.json names no architecture this "
+            f"transformers knows ({_first_line(error)}); use a decoder-only model that "
+            "transformers supports without remote code."
         ) from error
-    except Exception as error:  # such as values that the architecture's configuration does not allow
+    except Exception as error:
+        # such as values that the architecture's configuration does not allow
         raise ModelNotFound(
-            f"loading the model in {str(folder)!r}: transformers {version('transformers')} does not take its config.json ({described(error)}); "
-            "correct it, or install a version of transformers that takes it."
+            f"loading the model in {str(folder)!r}: transformers {version('transformers')} does "
+            f"not take its config.json ({described(error)}); correct it, or install a version of "
+            "transformers that takes it."
         ) from error
     if config.is_encoder_decoder:
-        raise ModelNotFound(f"loading the model in {str(folder)!r}: {config.model_type} has an encoder; use a decoder-only model.")
-    if not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
         raise ModelNotFound(
-            f"loading the model in {str(folder)!r}: no model.safetensors; convert the weights to safetensors (pickle is never read)."
+            f"loading the model in {str(folder)!r}: {config.model_type} has an encoder; use a "
+            "decoder-only model."
+        )
+    if not any(
+        (folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")
+    ):
+        raise ModelNotFound(
+            f"loading the model in {str(folder)!r}: no model.safetensors; convert the weights to "
+            "safetensors (pickle is never read)."
         )
 
 
@@ -210,7 +292,8 @@ def _check_complete(folder: Path, info: dict[str, Any]) -> None:
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelNotFound(
-            f"loading the model in {str(folder)!r}: {len(missing)} tensors are missing, the first {missing[0]!r}; export or download the model again."
+            f"loading the model in {str(folder)!r}: {len(missing)} tensors are missing, the first "
+            f"{missing[0]!r}; export or download the model again."
         )
 
 
@@ -222,11 +305,15 @@ _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".
 _WEIGHT_NAMES = ("config.json", "generation_config.json")
 
 
-def export_model(model: PreTrainedModel, tokenizer_folder: Path, dest: Path, *, merged: bool = False) -> None:
-    """Writes weights, configuration and the tokenizer's files to `dest`: complete or not at all. For adapters see `save_model`.
+def export_model(
+    model: PreTrainedModel, tokenizer_folder: Path, dest: Path, *, merged: bool = False
+) -> None:
+    """Writes weights, configuration and the tokenizer's files to `dest`: complete or not at all.
+    For adapters see `save_model`.
 
-    The folder is built beside `dest` and renamed into place; an earlier export there is replaced. A crash leaves the earlier
-    export or none, never a part. `ConfigError` when `dest` holds something that is not a model folder.
+    The folder is built beside `dest` and renamed into place; an earlier export there is replaced. A
+    crash leaves the earlier export or none, never a part. `ConfigError` when `dest` holds something
+    that is not a model folder.
     """
     _check(tokenizer_folder, dest)
     dest.parent.mkdir(parents=True, exist_ok=True)
@@ -243,16 +330,30 @@ def export_model(model: PreTrainedModel, tokenizer_folder: Path, dest: Path, *, 
 def _check(tokenizer_folder: Path, dest: Path) -> None:
     if not (tokenizer_folder / "tokenizer_config.json").is_file():
         raise ModelNotFound(
-            f"exporting to {str(dest)!r}: {str(tokenizer_folder)!r} has no tokenizer_config.json; give the tokenizer's folder."
+            f"exporting to {str(dest)!r}: {str(tokenizer_folder)!r} has no tokenizer_config.json; "
+            "give the tokenizer's folder."
         )
-    if dest.exists() and not (dest / "config.json").is_file() and not (dest.is_dir() and not any(dest.iterdir())):
-        raise ConfigError(f"exporting to {str(dest)!r}: it exists and is no model folder; move it away or choose another place.")
+    if (
+        dest.exists()
+        and not (dest / "config.json").is_file()
+        and not (dest.is_dir() and not any(dest.iterdir()))
+    ):
+        raise ConfigError(
+            f"exporting to {str(dest)!r}: it exists and is no model folder; move it away or choose "
+            "another place."
+        )
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    """Everything that belongs to the tokenizer: all files of its folder but weights and the model's configuration."""
+    """Everything that belongs to the tokenizer: all files of its folder but weights and the model's
+    configuration.
+    """
     for path in source.iterdir():
-        if path.is_file() and path.name not in _WEIGHT_NAMES and not path.name.endswith(_WEIGHT_SUFFIXES):
+        if (
+            path.is_file()
+            and path.name not in _WEIGHT_NAMES
+            and not path.name.endswith(_WEIGHT_SUFFIXES)
+        ):
             shutil.copyfile(path, target / path.name)
 
 
@@ -273,33 +374,43 @@ def _replace(building: Path, dest: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-# --- Low-rank adapters, by PEFT ---------------------------------------------------------------------------------------
+# --- Low-rank adapters, by PEFT -------------------------------------------------------------------
 
 
 _NAME = "default"
 """PEFT's name of the only adapter of each layer."""
 
 
-def lora_config(model: PreTrainedModel, *, rank: int, alpha: float, targets: Sequence[str] = ()) -> LoraConfig:
+def lora_config(
+    model: PreTrainedModel, *, rank: int, alpha: float, targets: Sequence[str] = ()
+) -> LoraConfig:
     """Checked against the model. No targets are all of its linear layers but the output layer.
 
-    No dropout: the log-probabilities trained on must be those sampled. `ConfigError` names a layer that the model has not got.
+    No dropout: the log-probabilities trained on must be those sampled. `ConfigError` names a layer
+    that the model has not got.
     """
     if is_adapted(model):
-        raise ConfigError("lora.rank is set, and the model has adapters already, which are trained without it; remove [lora].")
+        raise ConfigError(
+            "lora.rank is set, and the model has adapters already, which are trained without it; "
+            "remove [lora]."
+        )
     linear = _linear_layers(model)
     if unknown := [name for name in targets if name not in linear]:
         raise ConfigError(
-            f"lora.targets names {unknown[0]!r}, and the model has no linear layer of this name.{nearest(unknown[0], linear)} "
-            f"It has: {', '.join(linear)}."
+            f"lora.targets names {unknown[0]!r}, and the model has no linear layer of this "
+            f"name.{nearest(unknown[0], linear)} It has: {', '.join(linear)}."
         )
     if not linear:
-        raise ConfigError(f"adding adapters: {type(model).__name__} has no linear layers to adapt; remove [lora] to train all weights.")
+        raise ConfigError(
+            f"adding adapters: {type(model).__name__} has no linear layers to adapt; remove [lora] "
+            "to train all weights."
+        )
     return _peft_config(model, rank, alpha, targets or linear)
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
-    """Adds adapters that change nothing yet, since B is 0, and freezes the base. A depends on sizes and `seed` only.
+    """Adds adapters that change nothing yet, since B is 0, and freezes the base. A depends on sizes
+    and `seed` only.
 
     The global random state is left as it was.
     """
@@ -319,7 +430,11 @@ def is_adapted(model: nn.Module) -> bool:
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
     """All tensors but those of adapters, by the names they have in files without adapters."""
-    return {base_name(name): tensor for name, tensor in model.state_dict().items() if adapter_name(name) is None}
+    return {
+        base_name(name): tensor
+        for name, tensor in model.state_dict().items()
+        if adapter_name(name) is None
+    }
 
 
 def merged_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -329,24 +444,40 @@ def merged_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def merged(base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
-    """W + scale B A for each adapted layer, in at least float32, rounded to the dtype of W; other tensors as they are. Names are those of files."""
+def merged(
+    base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], *, scale: float
+) -> dict[str, Tensor]:
+    """W + scale B A for each adapted layer, in at least float32, rounded to the dtype of W; other
+    tensors as they are. Names are those of files.
+    """
     tensors = dict(base)
     layers = adapted_layers(list(adapters))
-    if unknown := sorted(adapters.keys() - {name for layer in layers for name in factor_names(layer)}):
-        raise WeightsCorrupt(f"merging adapters: tensor {unknown[0]!r} is of no linear layer; give plain adapters of linear layers.")
+    if unknown := sorted(
+        adapters.keys() - {name for layer in layers for name in factor_names(layer)}
+    ):
+        raise WeightsCorrupt(
+            f"merging adapters: tensor {unknown[0]!r} is of no linear layer; give plain adapters "
+            "of linear layers."
+        )
     for layer in layers:
         a, b = (adapters[name] for name in factor_names(layer))
         name = f"{layer}.weight"
         if name not in base:
-            raise WeightsCorrupt(f"merging adapters: the base has no tensor {name!r}; give the base that they were trained on.")
+            raise WeightsCorrupt(
+                f"merging adapters: the base has no tensor {name!r}; give the base that they were "
+                "trained on."
+            )
         exact = torch.promote_types(base[name].dtype, torch.float32)
-        tensors[name] = (base[name].to(exact) + scale * (b.to(exact) @ a.to(exact))).to(base[name].dtype)
+        tensors[name] = (base[name].to(exact) + scale * (b.to(exact) @ a.to(exact))).to(
+            base[name].dtype
+        )
     return tensors
 
 
 def save_adapters(model: PreTrainedModel, folder: Path) -> None:
-    """As PEFT does it, so that `PeftModel.from_pretrained` and inference servers load the folder."""
+    """As PEFT does it, so that `PeftModel.from_pretrained` and inference servers load the
+    folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     _config_of(model).save_pretrained(str(folder))
     tensors = {name: tensor.cpu().contiguous() for name, tensor in named_tensors(model).items()}
@@ -355,7 +486,9 @@ def save_adapters(model: PreTrainedModel, folder: Path) -> None:
 
 
 def load_adapters(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Adds the adapters of a folder to the model of its base. `ModelNotFound` when they do not fit."""
+    """Adds the adapters of a folder to the model of its base. `ModelNotFound` when they do not
+    fit.
+    """
     config = _peft_config(model, adapter.rank, adapter.alpha, adapter.targets)
     try:
         add_adapters(model, config, seed=0)
@@ -364,11 +497,15 @@ def load_adapters(model: PreTrainedModel, adapter: Adapter) -> None:
         raise ModelNotFound(f"loading the adapters in {str(adapter.folder)!r}: {error}") from error
 
 
-def _peft_config(model: PreTrainedModel, rank: int, alpha: float, targets: Sequence[str]) -> LoraConfig:
+def _peft_config(
+    model: PreTrainedModel, rank: int, alpha: float, targets: Sequence[str]
+) -> LoraConfig:
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ConfigError(f"low-rank adapters need PEFT ({error}): pip install 'midflight[lora]'") from error
+        raise ConfigError(
+            f"low-rank adapters need PEFT ({error}): pip install 'midflight[lora]'"
+        ) from error
     others = "|".join(re.escape(part) for part in other_parts(model))
     return LoraConfig(
         r=rank,
@@ -382,7 +519,9 @@ def _peft_config(model: PreTrainedModel, rank: int, alpha: float, targets: Seque
 
 
 def _whole(alpha: float) -> int:
-    """PEFT says that alpha is an integer, computes with any number, and keeps what it was given in its file."""
+    """PEFT says that alpha is an integer, computes with any number, and keeps what it was given in
+    its file.
+    """
     return int(alpha) if alpha == int(alpha) else alpha  # pyright: ignore[reportReturnType]
 
 
@@ -391,8 +530,14 @@ def _config_of(model: PreTrainedModel) -> LoraConfig:
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """The last words of the names of the text tower's linear layers, sorted; without the output layer, which may be the embedding."""
+    """The last words of the names of the text tower's linear layers, sorted; without the output
+    layer, which may be the embedding.
+    """
     output = model.get_output_embeddings()
     others = other_parts(model)
-    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not output}
+    linear = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not output
+    }
     return sorted({name.rpartition(".")[2] for name in linear if not name.startswith(others)})

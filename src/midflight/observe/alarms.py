@@ -1,4 +1,6 @@
-"""What people should look at while a run goes on, as `Alarmed` facts for terminal, journal and Prometheus. docs/metrics.md lists the alarms."""
+"""What people should look at while a run goes on, as `Alarmed` facts for terminal, journal and
+Prometheus. docs/metrics.md lists the alarms.
+"""
 
 import logging
 import time
@@ -15,28 +17,47 @@ REPEAT_SECONDS = 600.0
 WINDOW = 64
 MIN_FAILED = 8
 FAILED_SHARE = 0.1
-"""Of the last 64 tries of rollouts, a tenth and 8 at least must have failed: one bad answer of a tool is no alarm."""
+"""Of the last 64 tries of rollouts, a tenth and 8 at least must have failed: one bad answer of a
+tool is no alarm.
+"""
 EQUAL_STEPS = 3
-"""Steps' worth of rollouts without a difference between their rewards: one batch of hard tasks is no alarm."""
+"""Steps' worth of rollouts without a difference between their rewards: one batch of hard tasks is
+no alarm.
+"""
 
 WHY_DROPPED = {
-    Reason.NO_REWARD: "none of its rollouts had both a reward and an answer of the model; mend the environment or what it depends on",
-    Reason.TOO_FEW: "too few of its rollouts could be scored; mend the environment, or lower rollout.min_group_size",
-    Reason.STALE: "its tokens had grown too old; raise rollout.max_staleness, or let rollouts be shorter",
-    Reason.NOT_FINITE: "the loss on it was not finite; look at the rewards and at trainer.learning_rate",
+    Reason.NO_REWARD: (
+        "none of its rollouts had both a reward and an answer of the model; mend "
+        "the "
+        "environment or what it depends on"
+    ),
+    Reason.TOO_FEW: (
+        "too few of its rollouts could be scored; mend the environment, or lower "
+        "rollout.min_group_size"
+    ),
+    Reason.STALE: (
+        "its tokens had grown too old; raise rollout.max_staleness, or let rollouts be shorter"
+    ),
+    Reason.NOT_FINITE: (
+        "the loss on it was not finite; look at the rewards and at trainer.learning_rate"
+    ),
     Reason.SKIPPED: "its step was not made; look at the trainer's readings in the journal",
 }
-"""What is done about a group that training loses. Groups without a difference are left out on purpose, and requeued ones come again."""
+"""What is done about a group that training loses. Groups without a difference are left out on
+purpose, and requeued ones come again.
+"""
 
 USE_THE_CLIENT = (
-    "The agent must use the client that it is given. One that brings a client of its own makes it with the base_url and api_key of that one: "
-    "AsyncOpenAI(base_url=client.base_url, api_key=client.api_key)."
+    "The agent must use the client that it is given. One that brings a client of its own makes it "
+    "with the base_url and api_key of that one: AsyncOpenAI(base_url=client.base_url, "
+    "api_key=client.api_key)."
 )
 """For an agent that asks another model than ours."""
 
 TOO_FAR = (
-    "What it trains on is not what its policy would say: lower rollout.max_staleness or trainer.learning_rate, and look at mismatch/mean, which "
-    "is of engine and trainer alone. trainer.on_alarm says what becomes of such a step."
+    "What it trains on is not what its policy would say: lower rollout.max_staleness or "
+    "trainer.learning_rate, and look at mismatch/mean, which is of engine and trainer alone. "
+    "trainer.on_alarm says what becomes of such a step."
 )
 """For readings of the trainer that are out of their bounds."""
 
@@ -44,7 +65,9 @@ _log = logging.getLogger(__name__)
 
 
 class Alarms:
-    """Watches facts and records `Alarmed`. The whole traceback of each first failure goes to this process's log."""
+    """Watches facts and records `Alarmed`. The whole traceback of each first failure goes to this
+    process's log.
+    """
 
     def __init__(
         self,
@@ -55,8 +78,8 @@ class Alarms:
         learning: LearningOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`log`: where people find this process's log. `step_rollouts`: of one step; none where training needs no differing rewards.
-        `learning`: of a run that trains."""
+        """`log`: where people find this process's log. `step_rollouts`: of one step; none where
+        training needs no differing rewards. `learning`: of a run that trains."""
         self._record = record
         self._log = log
         self._clock = clock
@@ -84,11 +107,19 @@ class Alarms:
             case facts.Stepped():
                 self._stepped(fact)
             case facts.Quarantined(engine=engine, error=error):
-                if self._say("engine_lost", f"{engine} gets no more requests: {shortened(error)}", about=engine):
+                if self._say(
+                    "engine_lost",
+                    f"{engine} gets no more requests: {shortened(error)}",
+                    about=engine,
+                ):
                     self._lost.add(engine)
             case facts.Rejoined(engine=engine, version=version) if engine in self._lost:
                 self._lost.discard(engine)
-                self._record(facts.Alarmed("engine_back", f"{engine} gets requests again, at version {version}"))
+                self._record(
+                    facts.Alarmed(
+                        "engine_back", f"{engine} gets requests again, at version {version}"
+                    )
+                )
             case _:
                 pass
 
@@ -96,7 +127,10 @@ class Alarms:
         """One cause is said once: of the first steps it is their size."""
         is_too_large = self._teaching is not None and self._teaching.stepped(step)
         if step.alarms and not is_too_large:
-            self._say("off_policy", f"the step to version {step.version}: {'; '.join(step.alarms)}. {TOO_FAR}")
+            self._say(
+                "off_policy",
+                f"the step to version {step.version}: {'; '.join(step.alarms)}. {TOO_FAR}",
+            )
 
     def _say(self, name: str, text: str, *, about: str = "") -> bool:
         """Not again for a while: whether it was said."""
@@ -110,7 +144,11 @@ class Alarms:
     def _dropped(self, closed: facts.GroupClosed) -> None:
         at = f"task {closed.key.index} of epoch {closed.key.epoch}"
         why = WHY_DROPPED[closed.reason]
-        self._say("group_dropped", f"a group was dropped ({at}, {closed.num_tokens} tokens): {why}.", about=closed.reason.value)
+        self._say(
+            "group_dropped",
+            f"a group was dropped ({at}, {closed.num_tokens} tokens): {why}.",
+            about=closed.reason.value,
+        )
 
     # --- Rollouts ---
 
@@ -123,14 +161,34 @@ class Alarms:
         self._recent.append(name)
         counts = Counter(failed for failed in self._recent if failed is not None)
         if counts.total() >= max(MIN_FAILED, FAILED_SHARE * len(self._recent)):
-            seen = f"{counts.total()} of the last {len(self._recent)} rollouts got no reward: {most_common(counts)}"
-            self._say("failures", f"{seen}. They are in no mean and no gradient; mend the environment, or what it depends on.")
+            seen = (
+                f"{counts.total()} of the last {len(self._recent)} rollouts got no reward: "
+                f"{most_common(counts)}"
+            )
+            self._say(
+                "failures",
+                (
+                    f"{seen}. They are in no mean and no gradient; mend the environment, or what "
+                    "it depends on."
+                ),
+            )
 
     def _first(self, name: str, rollout: facts.RolloutEnded) -> None:
         """Once for each class, of which there are not many."""
-        lines = [f"a rollout of {rollout.source} got no reward, the first by {shortened(rollout.error or 'a reward of None')}"]
+        lines = [
+            (
+                f"a rollout of {rollout.source} got no reward, the first by "
+                f"{shortened(rollout.error or 'a reward of None')}"
+            )
+        ]
         if rollout.trace is not None:
-            _log.warning("the first %s of a rollout (%s of %s):\n%s", name, rollout.key, rollout.source, rollout.trace)
+            _log.warning(
+                "the first %s of a rollout (%s of %s):\n%s",
+                name,
+                rollout.key,
+                rollout.source,
+                rollout.trace,
+            )
             lines += [f"  {place}" for place in own_frames(rollout.trace)]
             lines += [f"  the whole traceback: {self._log}"]
         self._record(facts.Alarmed("failure", "\n".join(lines)))
@@ -139,7 +197,10 @@ class Alarms:
         if rollout.num_turns == 0:
             self._say(
                 "no_model_call",
-                f"a rollout of {rollout.source} was scored {number(rollout.reward)} without an answer of the model, so there is nothing to train on. {USE_THE_CLIENT}",
+                (
+                    f"a rollout of {rollout.source} was scored {number(rollout.reward)} without an "
+                    f"answer of the model, so there is nothing to train on. {USE_THE_CLIENT}"
+                ),
             )
         if rollout.key.kind is not Kind.TRAINING:
             return
@@ -149,15 +210,18 @@ class Alarms:
         if self._num_equal == self._equal_after:
             self._say(
                 "rewards_equal",
-                f"the last {self._num_equal} rollouts ({EQUAL_STEPS} steps) all got reward {number(self._reward)}: without a difference there is "
-                "nothing to learn. Are the tasks too easy or too hard, or does the reward not look at the answer?",
+                f"the last {self._num_equal} rollouts ({EQUAL_STEPS} steps) all got reward "
+                f"{number(self._reward)}: without a difference there is nothing to learn. Are the "
+                "tasks too easy or too hard, or does the reward not look at the answer?",
             )
 
     def _evaluated(self, score: facts.Evaluated) -> None:
         total = score.num_tasks + score.num_failed
         self._say(
             "evaluation_incomplete",
-            f"the held-out score of {score.source} at version {score.version} is {number(score.mean_reward)} over {score.num_tasks} of {total} "
-            f"tasks; {score.num_failed} failed ({shortened(score.error or 'a reward of None')}). Do not compare it with other scores.",
+            f"the held-out score of {score.source} at version {score.version} is "
+            f"{number(score.mean_reward)} over {score.num_tasks} of {total} tasks; "
+            f"{score.num_failed} failed ({shortened(score.error or 'a reward of None')}). Do not "
+            "compare it with other scores.",
             about=score.source,
         )

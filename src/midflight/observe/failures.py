@@ -1,4 +1,6 @@
-"""Why rollouts failed: the class of an error, how often each was seen, and what of a traceback is the user's own code."""
+"""Why rollouts failed: the class of an error, how often each was seen, and what of a traceback is
+the user's own code.
+"""
 
 import re
 import sysconfig
@@ -6,7 +8,9 @@ from collections import Counter
 from pathlib import Path
 
 MAX_CLASSES = 16
-"""Classes told apart. Code that makes up a class for each failure would else fill logs and metrics."""
+"""Classes told apart. Code that makes up a class for each failure would else fill logs and
+metrics.
+"""
 OTHER = "other"
 NO_REWARD = "no reward"
 """The class of a rollout that its environment gave no reward, without an error."""
@@ -45,14 +49,18 @@ def most_common(counts: Counter[str], most: int = 4) -> str:
 
 MAX_FRAMES = 3
 MAX_WIDTH = 160
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>[^\n]+)\n(?:[ |]*(?!File ")(?P<code>[^\n]+))?')
+_FRAME = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>[^\n]+)\n(?:[ |]*(?!File ")(?P<code>[^\n]+))?'
+)
 _PACKAGES = ("site-packages", "dist-packages", "<frozen")
 _OURS = str(Path(__file__).parents[1])
 _STANDARD = sysconfig.get_path("stdlib")
 
 
 def own_frames(trace: str) -> list[str]:
-    """The last places of a formatted traceback in the user's own files, `score.py:12 in score: return 1 / 0`. Without one: the last place."""
+    """The last places of a formatted traceback in the user's own files, `score.py:12 in score:
+    return 1 / 0`. Without one: the last place.
+    """
     places = [_place(found) for found in _FRAME.finditer(trace) if _is_users(found["file"])]
     return places[-MAX_FRAMES:] or [_place(found) for found in _FRAME.finditer(trace)][-1:]
 

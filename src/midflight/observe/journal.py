@@ -1,6 +1,7 @@
 """`metrics.jsonl`: one line per step, evaluation and alarm, each complete as soon as it is written.
 
-A key that has no value is left out, so that it is never read as zero; a number that isn't finite is null.
+A key that has no value is left out, so that it is never read as zero; a number that isn't finite is
+null.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from midflight.observe.timeline import TIMED, TIMELINE, Timeline
 from midflight.types import Kind, Version, facts
 
 
-class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="step", tag_field="kind"):
+class StepLine(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="step", tag_field="kind"
+):
     """One step of the trainer. docs/metrics.md defines every key."""
 
     step: int
@@ -89,7 +92,9 @@ class AlarmLine(msgspec.Struct, frozen=True, kw_only=True, tag="alarm", tag_fiel
     text: str
 
 
-class CompletionsLine(msgspec.Struct, frozen=True, kw_only=True, tag="completions", tag_field="kind"):
+class CompletionsLine(
+    msgspec.Struct, frozen=True, kw_only=True, tag="completions", tag_field="kind"
+):
     """Some rollouts that the step was made on."""
 
     version: Version
@@ -120,7 +125,9 @@ class MemberLine(msgspec.Struct, frozen=True, kw_only=True, tag="engine", tag_fi
 
 
 class ResumeLine(msgspec.Struct, frozen=True, kw_only=True, tag="resume", tag_field="kind"):
-    """The run went on from the checkpoint of `version`. Lines of later steps are gone; what happened all the same is in the totals."""
+    """The run went on from the checkpoint of `version`. Lines of later steps are gone; what
+    happened all the same is in the totals.
+    """
 
     version: Version
     step: int
@@ -128,7 +135,15 @@ class ResumeLine(msgspec.Struct, frozen=True, kw_only=True, tag="resume", tag_fi
     totals: Totals
 
 
-Line = StepLine | EvaluationLine | AlarmLine | CompletionsLine | CheckpointLine | MemberLine | ResumeLine
+Line = (
+    StepLine
+    | EvaluationLine
+    | AlarmLine
+    | CompletionsLine
+    | CheckpointLine
+    | MemberLine
+    | ResumeLine
+)
 
 SURVIVING = ("trained_tokens", "max_token_staleness")
 """The totals that are of steps, and go with those that a resumed run has lost."""
@@ -173,10 +188,14 @@ class PastLines:
     @property
     def seconds(self) -> float:
         """That the run had run for at its last line."""
-        return max((line.seconds for line in (*self.steps, *self.evaluations, *self.resumes)), default=0.0)
+        return max(
+            (line.seconds for line in (*self.steps, *self.evaluations, *self.resumes)), default=0.0
+        )
 
     def restore(self, state: RunState, everything: PastLines) -> None:
-        """Lets the state go on from here, the lines that survive: steps, and evaluations made. `everything` has the lost ones too."""
+        """Lets the state go on from here, the lines that survive: steps, and evaluations made.
+        `everything` has the lost ones too.
+        """
         last = self.steps[-1] if self.steps else None
         counted = [line.totals for line in (*everything.steps, *everything.resumes)] or [Totals()]
         most = {name: max(getattr(totals, name) for totals in counted) for name in asdict(Totals())}
@@ -185,13 +204,29 @@ class PastLines:
         step, version = (0, 0) if last is None else (last.step, last.version)
         state.restore(step=step, version=version, totals=totals, seconds=everything.seconds)
         for line in self.evaluations:
-            state.apply(facts.Evaluated(line.version, line.source, line.num_tasks, line.mean_reward, line.num_failed, line.error, line.at))
+            state.apply(
+                facts.Evaluated(
+                    line.version,
+                    line.source,
+                    line.num_tasks,
+                    line.mean_reward,
+                    line.num_failed,
+                    line.error,
+                    line.at,
+                )
+            )
 
 
 def read_journal(path: Path, *, until: Version | None = None) -> PastLines:
-    """The lines of a journal, up to a version. A last line that a crash cut short is left out; a missing file is empty."""
+    """The lines of a journal, up to a version. A last line that a crash cut short is left out; a
+    missing file is empty.
+    """
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    found = [_decoded(path, number, line) for number, line in enumerate(lines[:-1], start=1) if line.strip()]
+    found = [
+        _decoded(path, number, line)
+        for number, line in enumerate(lines[:-1], start=1)
+        if line.strip()
+    ]
     return PastLines.of(line for line in found if until is None or line.version <= until)
 
 
@@ -203,14 +238,20 @@ def _decoded(path: Path, number: int, line: bytes) -> Line:
     try:
         return decode_line(line)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}:{number}: not a line of this journal ({error}); move the file away or start without --resume") from None
+        raise ConfigError(
+            f"{path}:{number}: not a line of this journal ({error}); move the file away or start "
+            "without --resume"
+        ) from None
 
 
 class Journal:
-    """Writes the journal as facts come in. It applies each after `state`, whose counts it writes."""
+    """Writes the journal as facts come in. It applies each after `state`, whose counts it
+    writes.
+    """
 
     def __init__(self, path: Path, state: RunState, *, resume_at: Version | None = None) -> None:
-        """Starts the file anew, or with `resume_at` keeps its lines up to that version, and `state` goes on from them.
+        """Starts the file anew, or with `resume_at` keeps its lines up to that version, and `state`
+        goes on from them.
 
         Later lines are of steps that did not survive.
         """
@@ -225,7 +266,12 @@ class Journal:
         self._timeline = Timeline(path.with_name(TIMELINE), state, goes_on=resume_at is not None)
 
     def _resumed(self, history: PastLines, at: Version) -> PastLines:
-        resumed = ResumeLine(version=at, step=self._state.step, seconds=self._state.seconds, totals=self._state.totals)
+        resumed = ResumeLine(
+            version=at,
+            step=self._state.step,
+            seconds=self._state.seconds,
+            totals=self._state.totals,
+        )
         return replace(history, resumes=(*history.resumes, resumed))
 
     def _begin(self, history: PastLines) -> None:
@@ -270,39 +316,85 @@ class Journal:
                 self._steps.add(version)
                 self._write(self._step_line(fact))
                 self._forget()
-            case facts.Evaluated(version=version, source=source) if (version, source) not in self._evaluations:
+            case facts.Evaluated(version=version, source=source) if (
+                version,
+                source,
+            ) not in self._evaluations:
                 self._evaluations.add((version, source))
                 self._write(self._evaluation_line(fact))
             case facts.CompletionsShown(version=version, rollouts=shown):
-                self._write(CompletionsLine(version=version, step=self._state.step, seconds=self._state.seconds, rollouts=shown))
+                self._write(
+                    CompletionsLine(
+                        version=version,
+                        step=self._state.step,
+                        seconds=self._state.seconds,
+                        rollouts=shown,
+                    )
+                )
             case facts.Checkpointed(version=version):
-                self._write(CheckpointLine(version=version, step=self._state.step, seconds=self._state.seconds))
+                self._write(
+                    CheckpointLine(
+                        version=version, step=self._state.step, seconds=self._state.seconds
+                    )
+                )
             case facts.EngineJoined() | facts.EngineLeft():
                 self._write(self._member_line(fact))
             case facts.WentBack(checkpoint=checkpoint):
                 self._go_back(checkpoint)
             case facts.Alarmed(name=name, text=text):
                 status = self._state.status()
-                self._write(AlarmLine(version=status.version, step=status.step, seconds=status.seconds, name=name, text=text))
+                self._write(
+                    AlarmLine(
+                        version=status.version,
+                        step=status.step,
+                        seconds=status.seconds,
+                        name=name,
+                        text=text,
+                    )
+                )
             case _:
                 pass
 
     def _leased(self, fact: facts.Leased) -> None:
-        """Taken before the step before it ends, where batches are prefetched: kept under the version it will train at."""
+        """Taken before the step before it ends, where batches are prefetched: kept under the
+        version it will train at.
+        """
         train_version = fact.batch.train_version
-        self._groups = {version: taken for version, taken in self._groups.items() if version >= train_version - 2}
+        self._groups = {
+            version: taken
+            for version, taken in self._groups.items()
+            if version >= train_version - 2
+        }
         taken = Learning()
         taken.apply(fact)
-        self._groups[train_version] = (len(fact.batch.groups), dict(sorted(fact.staleness.items())), taken)
+        self._groups[train_version] = (
+            len(fact.batch.groups),
+            dict(sorted(fact.staleness.items())),
+            taken,
+        )
 
     def _member_line(self, fact: facts.EngineJoined | facts.EngineLeft) -> MemberLine:
-        event, detail = ("joined", fact.url) if isinstance(fact, facts.EngineJoined) else ("left", fact.why)
+        event, detail = (
+            ("joined", fact.url) if isinstance(fact, facts.EngineJoined) else ("left", fact.why)
+        )
         status = self._state.status()
-        return MemberLine(version=status.version, step=status.step, seconds=status.seconds, engine=fact.engine, event=event, detail=detail)
+        return MemberLine(
+            version=status.version,
+            step=status.step,
+            seconds=status.seconds,
+            engine=fact.engine,
+            event=event,
+            detail=detail,
+        )
 
     def _evaluation_line(self, score: facts.Evaluated) -> EvaluationLine:
         incomplete = is_incomplete(score.num_tasks, score.num_failed)
-        return EvaluationLine(step=self._state.step, seconds=self._state.seconds, incomplete=incomplete, **msgspec.structs.asdict(score))
+        return EvaluationLine(
+            step=self._state.step,
+            seconds=self._state.seconds,
+            incomplete=incomplete,
+            **msgspec.structs.asdict(score),
+        )
 
     def _step_line(self, step: facts.Stepped) -> StepLine:
         status = self._state.status()
@@ -333,7 +425,9 @@ class Journal:
             failures=dict(self._failures.counts.most_common()) or None,
             staleness=ages,
             staleness_mean=_mean_age(ages) if ages else None,
-            staleness_max=max((age for age, count in ages.items() if count), default=None) if ages else None,
+            staleness_max=max((age for age, count in ages.items() if count), default=None)
+            if ages
+            else None,
             generation_rate=status.generation_rate,
             training_rate=status.training_rate,
             overlap_share=status.overlap_share,
@@ -346,12 +440,20 @@ class Journal:
         )
 
     def _histograms(self, taken: Learning) -> dict[str, Histogram]:
-        """Of what ended since the line before; what was trained is that of the step's own batch, not of one taken since."""
-        ended = {name: found for name, found in self._learning.histograms().items() if name != "trained_length"}
+        """Of what ended since the line before; what was trained is that of the step's own batch,
+        not of one taken since.
+        """
+        ended = {
+            name: found
+            for name, found in self._learning.histograms().items()
+            if name != "trained_length"
+        }
         return {**ended, **taken.histograms()}
 
     def _forget(self) -> None:
-        """What a line says of rollouts, waits and commits is what happened since the line before."""
+        """What a line says of rollouts, waits and commits is what happened since the line
+        before.
+        """
         self._rollouts = 0
         self._failures = Failures()
         self._learning = Learning()
@@ -373,9 +475,23 @@ def _mean_age(ages: Mapping[int, int]) -> float | None:
 
 def _rewrite(path: Path, history: PastLines) -> None:
     """Replaces the file by the lines kept, in their order of time."""
-    kept: list[Line] = [*history.steps, *history.evaluations, *history.alarms, *history.completions, *history.checkpoints, *history.members]
+    kept: list[Line] = [
+        *history.steps,
+        *history.evaluations,
+        *history.alarms,
+        *history.completions,
+        *history.checkpoints,
+        *history.members,
+    ]
     kept += history.resumes
-    lines = sorted(kept, key=lambda line: (line.version, not isinstance(line, StepLine), isinstance(line, ResumeLine)))
+    lines = sorted(
+        kept,
+        key=lambda line: (
+            line.version,
+            not isinstance(line, StepLine),
+            isinstance(line, ResumeLine),
+        ),
+    )
     write_whole(path, b"".join(_encode(line) + b"\n" for line in lines))
 
 
@@ -394,10 +510,16 @@ _log = logging.getLogger(__name__)
 
 
 class Observers:
-    """Each applies every fact, in order. An observer that fails is logged once, and hurts neither the run nor the others."""
+    """Each applies every fact, in order. An observer that fails is logged once, and hurts neither
+    the run nor the others.
+    """
 
-    def __init__(self, observers: Sequence[facts.Record], *, of: Mapping[type, Sequence[facts.Record]] = {}) -> None:
-        """`of`: who applies the facts of a type, where most pass it over; to ask all of them about each costs more than what one does."""
+    def __init__(
+        self, observers: Sequence[facts.Record], *, of: Mapping[type, Sequence[facts.Record]] = {}
+    ) -> None:
+        """`of`: who applies the facts of a type, where most pass it over; to ask all of them about
+        each costs more than what one does.
+        """
         self._reported = set[facts.Record]()
         self._observers = observers
         self._of = of
@@ -409,4 +531,11 @@ class Observers:
             except Exception:
                 if observe not in self._reported:
                     self._reported.add(observe)
-                    _log.exception("an observer (%s) failed on %s; the run goes on, later failures of it are not logged", observe, fact)
+                    _log.exception(
+                        (
+                            "an observer (%s) failed on %s; the run goes on, later failures of it "
+                            "are not logged"
+                        ),
+                        observe,
+                        fact,
+                    )

@@ -1,4 +1,6 @@
-"""What there is to learn from: how long rollouts are and what of them is trained, how many were cut short, how far rewards of a group differ."""
+"""What there is to learn from: how long rollouts are and what of them is trained, how many were cut
+short, how far rewards of a group differ.
+"""
 
 import math
 from collections import Counter, defaultdict, deque
@@ -20,7 +22,8 @@ class Histogram(msgspec.Struct, frozen=True):
 
 
 def histogram(values: Sequence[float]) -> Histogram:
-    """At least one value, in bins of one width from the smallest to the largest: as many as there are whole numbers between, at most `MAX_BINS`.
+    """At least one value, in bins of one width from the smallest to the largest: as many as there
+    are whole numbers between, at most `MAX_BINS`.
 
     Where all are alike there is one bin, half to each side of them.
     """
@@ -28,19 +31,31 @@ def histogram(values: Sequence[float]) -> Histogram:
     high = max(values)
     if low == high:
         return Histogram((low - 0.5, high + 0.5), (len(values),))
-    bins = min(MAX_BINS, int(high - low) + 1) if all(float(value).is_integer() for value in values) else MAX_BINS
+    bins = (
+        min(MAX_BINS, int(high - low) + 1)
+        if all(float(value).is_integer() for value in values)
+        else MAX_BINS
+    )
     counts = [0] * bins
     for value in values:
         counts[min(int((value - low) / (high - low) * bins), bins - 1)] += 1
     return Histogram(tuple(low + (high - low) * i / bins for i in range(bins + 1)), tuple(counts))
 
 
-LEARNED_FROM = facts.RolloutEnded, facts.GroupFinished, facts.GroupClosed, facts.Leased, facts.TaskDrawn
+LEARNED_FROM = (
+    facts.RolloutEnded,
+    facts.GroupFinished,
+    facts.GroupClosed,
+    facts.Leased,
+    facts.TaskDrawn,
+)
 """The facts that say something of this. An engine's steps, hundreds a second, do not."""
 
 
 class Learning:
-    """Of the training rollouts with a reward, and of their groups: the last `window` of each, or all."""
+    """Of the training rollouts with a reward, and of their groups: the last `window` of each, or
+    all.
+    """
 
     def __init__(self, window: int | None = None) -> None:
         self._rollouts: deque[facts.RolloutEnded] = deque(maxlen=window)
@@ -54,23 +69,35 @@ class Learning:
             case facts.RolloutEnded() if fact.key.kind is Kind.TRAINING and fact.reward is not None:
                 self._rollouts.append(fact)
             case facts.GroupFinished(group=group) if len(group.trajectories) > 1:
-                self._spreads.append(deviation([t.reward for t in group.trajectories if t.reward is not None]))
-            case facts.GroupClosed(reason=Reason.ZERO_SPREAD, alike=alike):  # it never waited for a step
+                self._spreads.append(
+                    deviation([t.reward for t in group.trajectories if t.reward is not None])
+                )
+            # it never waited for a step
+            case facts.GroupClosed(reason=Reason.ZERO_SPREAD, alike=alike):
                 self._spreads.append(0.0)
                 self._refilled.extend([] if alike is None else [f"refilled/{alike}"])
             case facts.TaskDrawn():
                 self._drawn.append(fact)
             case facts.Leased(batch=batch):
-                self._trained.extend(t.num_trainable for group in batch.groups for t in group.trajectories if t.rows)
+                self._trained.extend(
+                    t.num_trainable for group in batch.groups for t in group.trajectories if t.rows
+                )
             case _:
                 pass
 
     def histograms(self) -> dict[str, Histogram]:
-        """Rewards, and tokens of rollouts: generated, those of rollouts cut short, trained. What there was none of is left out."""
+        """Rewards, and tokens of rollouts: generated, those of rollouts cut short, trained. What
+        there was none of is left out.
+        """
         lengths = [rollout.num_tokens for rollout in self._rollouts]
         cut = [rollout.num_tokens for rollout in self._rollouts if rollout.truncated]
         rewards = [rollout.reward for rollout in self._rollouts if rollout.reward is not None]
-        found = {"reward": rewards, "generated_length": lengths, "truncated_length": cut, "trained_length": list(self._trained)}
+        found = {
+            "reward": rewards,
+            "generated_length": lengths,
+            "truncated_length": cut,
+            "trained_length": list(self._trained),
+        }
         return {name: histogram(values) for name, values in found.items() if values}
 
     def status(self) -> LearningStatus:
@@ -88,16 +115,24 @@ class Learning:
         )
 
     def _curriculum(self) -> dict[str, float]:
-        """`refilled/...`: groups whose rewards were all alike, and `drawn/...`: tasks begun, both counts; `pool/...` and `pass_rate` of the last."""
+        """`refilled/...`: groups whose rewards were all alike, and `drawn/...`: tasks begun, both
+        counts; `pool/...` and `pass_rate` of the last.
+        """
         found = Counter([*self._refilled, *(f"drawn/{drawn.pool}" for drawn in self._drawn)])
         last = self._drawn[-1] if self._drawn else None
-        sizes = {} if last is None else {f"pool/{pool}": float(size) for pool, size in last.sizes.items()}
+        sizes = (
+            {}
+            if last is None
+            else {f"pool/{pool}": float(size) for pool, size in last.sizes.items()}
+        )
         rate = {} if last is None or last.pass_rate is None else {"pass_rate": last.pass_rate}
         return {name: float(number) for name, number in sorted(found.items())} | sizes | rate
 
 
 def deviation(numbers: Sequence[float]) -> float:
-    """The standard deviation, over n - 1, of at least two numbers; exactly 0 where they are all alike."""
+    """The standard deviation, over n - 1, of at least two numbers; exactly 0 where they are all
+    alike.
+    """
     if min(numbers) == max(numbers):
         return 0.0
     mean = math.fsum(numbers) / len(numbers)
@@ -110,7 +145,11 @@ def _lengths(rollouts: Iterable[facts.RolloutEnded]) -> dict[str, float]:
     ended = [length for length, truncated in tokens if not truncated]
     found = {"min": float(min(every)), "max": float(max(every))} if every else {}
     if ended:
-        found |= {"terminated_mean": sum(ended) / len(ended), "terminated_min": float(min(ended)), "terminated_max": float(max(ended))}
+        found |= {
+            "terminated_mean": sum(ended) / len(ended),
+            "terminated_min": float(min(ended)),
+            "terminated_max": float(max(ended)),
+        }
     return found
 
 

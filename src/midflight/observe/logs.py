@@ -1,7 +1,9 @@
-"""Logs as one JSON object a line, for machines that collect them: `--log-format json`. By default they are text, and nothing here is used.
+"""Logs as one JSON object a line, for machines that collect them: `--log-format json`. By default
+they are text, and nothing here is used.
 
-Keys: `time` (UTC), `level`, `process`, `logger`, `message`, and `trace` where there is a traceback. What libraries of other languages write by
-themselves, and stacks that are asked for, stay as they are.
+Keys: `time` (UTC), `level`, `process`, `logger`, `message`, and `trace` where there is a traceback.
+What libraries of other languages write by themselves, and stacks that are asked for, stay as they
+are.
 """
 
 import io
@@ -20,12 +22,25 @@ PROCESS_VARIABLE = "MIDFLIGHT_JSON_LOG"
 
 
 def json_line(
-    process: str, message: str, *, level: str = "info", logger: str = "", trace: str = "", numbers: Mapping[str, object] | None = None
+    process: str,
+    message: str,
+    *,
+    level: str = "info",
+    logger: str = "",
+    trace: str = "",
+    numbers: Mapping[str, object] | None = None,
 ) -> str:
     """Without its end. What has no value is left out."""
-    record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": level, "process": process, "logger": logger}
+    record = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "level": level,
+        "process": process,
+        "logger": logger,
+    }
     kept = {
-        key: value for key, value in {**record, "message": message, "trace": trace, **(numbers or {})}.items() if value not in ("", None)
+        key: value
+        for key, value in {**record, "message": message, "trace": trace, **(numbers or {})}.items()
+        if value not in ("", None)
     }
     return msgspec.json.encode(kept).decode()
 
@@ -38,8 +53,18 @@ class JsonRecords(logging.Handler):
         self._process = process
 
     def emit(self, record: logging.LogRecord) -> None:
-        trace = "" if record.exc_info is None or record.exc_info[1] is None else "".join(traceback.format_exception(record.exc_info[1]))
-        told = json_line(self._process, record.getMessage(), level=record.levelname.lower(), logger=record.name, trace=trace)
+        trace = (
+            ""
+            if record.exc_info is None or record.exc_info[1] is None
+            else "".join(traceback.format_exception(record.exc_info[1]))
+        )
+        told = json_line(
+            self._process,
+            record.getMessage(),
+            level=record.levelname.lower(),
+            logger=record.name,
+            trace=trace,
+        )
         os.write(2, told.encode() + b"\n")
 
 
@@ -77,14 +102,22 @@ def as_asked() -> None:
         sys.stdout = PrintedLines(process, level="info")
         sys.stderr = PrintedLines(process, level="error")
         sys.excepthook = lambda kind, error, trace: log_failure(error)
-        threading.excepthook = lambda found: None if found.exc_value is None else log_failure(found.exc_value)
+        threading.excepthook = lambda found: (
+            None if found.exc_value is None else log_failure(found.exc_value)
+        )
 
 
 def log_failure(error: BaseException) -> None:
     """The traceback of a part's end, as text or as one record. `OSError` where the disk is full."""
     if process := os.environ.get(PROCESS_VARIABLE):
         trace = "".join(traceback.format_exception(error))
-        os.write(2, json_line(process, f"{type(error).__name__}: {error}", level="error", trace=trace).encode() + b"\n")
+        os.write(
+            2,
+            json_line(
+                process, f"{type(error).__name__}: {error}", level="error", trace=trace
+            ).encode()
+            + b"\n",
+        )
     else:
         traceback.print_exception(error)
         sys.stderr.flush()

@@ -1,4 +1,6 @@
-"""On what a run is made: versions, system, processors, memory and devices, written into its folder when it starts. Imports no torch."""
+"""On what a run is made: versions, system, processors, memory and devices, written into its folder
+when it starts. Imports no torch.
+"""
 
 import json
 import os
@@ -17,15 +19,21 @@ _PROCESSORS = Path("/proc/cpuinfo")
 
 
 def machine() -> dict[str, str]:
-    """By name, in the order in which it is shown; what is not known is left out. No name of host or user is in it."""
+    """By name, in the order in which it is shown; what is not known is left out. No name of host or
+    user is in it.
+    """
     found = {
         "midflight": described(),
         "python": platform.python_version(),
         **{name: version for name in PACKAGES if (version := package_version(name)) is not None},
         "system": platform.platform(terse=True),
-        "processors": f"{os.cpu_count() or 1} x {_line(_PROCESSORS, 'model name') or platform.machine()}",
+        "processors": (
+            f"{os.cpu_count() or 1} x {_line(_PROCESSORS, 'model name') or platform.machine()}"
+        ),
         "memory": size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
-        "devices": ", ".join(filter(None, (_line(path, "Model") for path in sorted(_GPUS.glob("*/information"))))),
+        "devices": ", ".join(
+            filter(None, (_line(path, "Model") for path in sorted(_GPUS.glob("*/information"))))
+        ),
     }
     return {name: value for name, value in found.items() if value}
 

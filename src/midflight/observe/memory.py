@@ -1,6 +1,8 @@
-"""Peak memory of a run: proportional set sizes of a process and all its descendants, so that shared pages count once.
+"""Peak memory of a run: proportional set sizes of a process and all its descendants, so that shared
+pages count once.
 
-Linux only; where /proc is missing the peak is that of the kernel's own accounting, which counts shared pages in each process.
+Linux only; where /proc is missing the peak is that of the kernel's own accounting, which counts
+shared pages in each process.
 """
 
 import resource
@@ -11,18 +13,25 @@ PROC = Path("/proc")
 GROWN = 1.01
 """A peak that is missed by so little is none."""
 QUIET = 60
-"""Samples without growth after which the kernel is asked all the same: fewer pages may be shared than were."""
+"""Samples without growth after which the kernel is asked all the same: fewer pages may be shared
+than were.
+"""
 
 
 class PeakMemory:
     """Call `sample` every so often; the peak between two samples is missed.
 
-    The kernel walks all pages of a process for its proportional size: 30 ms a gigabyte, in which the process gets no new ones. So it is asked only
-    when the resident size, which costs nothing, has grown since it was asked last, and once in `QUIET` samples.
+    The kernel walks all pages of a process for its proportional size: 30 ms a gigabyte, in which
+    the process gets no new ones. So it is asked only when the resident size, which costs nothing,
+    has grown since it was asked last, and once in `QUIET` samples.
     """
 
-    def __init__(self, pid: int, *, elsewhere: Callable[[], int] = lambda: 0, proc: Path = PROC) -> None:
-        """`elsewhere`: bytes of what belongs to it and is not below `pid` here, but on other machines for instance."""
+    def __init__(
+        self, pid: int, *, elsewhere: Callable[[], int] = lambda: 0, proc: Path = PROC
+    ) -> None:
+        """`elsewhere`: bytes of what belongs to it and is not below `pid` here, but on other
+        machines for instance.
+        """
         self._pid = pid
         self._elsewhere = elsewhere
         self._proc = proc
@@ -32,9 +41,15 @@ class PeakMemory:
         self._num_quiet = 0
 
     def sample(self) -> float:
-        """Megabytes (2**20 bytes) of the process tree when it was asked last, which is now if there may be a new peak."""
+        """Megabytes (2**20 bytes) of the process tree when it was asked last, which is now if there
+        may be a new peak.
+        """
         if self._may_be_peak():
-            self._found = tree_bytes(self._pid, proc=self._proc) if self._proc.is_dir() else _accounted_bytes()
+            self._found = (
+                tree_bytes(self._pid, proc=self._proc)
+                if self._proc.is_dir()
+                else _accounted_bytes()
+            )
         now = self._found + self._elsewhere()
         self._peak = max(self._peak, now)
         return now / 2**20
@@ -45,7 +60,12 @@ class PeakMemory:
 
     def _may_be_peak(self) -> bool:
         resident = (
-            sum(resident_bytes(member, proc=self._proc) for member in descendants(self._pid, proc=self._proc)) if self._proc.is_dir() else 0
+            sum(
+                resident_bytes(member, proc=self._proc)
+                for member in descendants(self._pid, proc=self._proc)
+            )
+            if self._proc.is_dir()
+            else 0
         )
         self._num_quiet += 1
         if 0 < resident <= GROWN * self._resident and self._num_quiet < QUIET:
@@ -95,14 +115,21 @@ def resident_bytes(pid: int, *, proc: Path = PROC) -> int:
 
 
 def resident(pid: int, *, proc: Path = PROC) -> dict[tuple[str, str], int]:
-    """Resident bytes of a launcher and of its children, by kind and pid. Cheap: shared pages count in each, and nothing is walked.
+    """Resident bytes of a launcher and of its children, by kind and pid. Cheap: shared pages count
+    in each, and nothing is walked.
 
-    The kind is the word after the module of a child's command line, such as `trainer`; empty where /proc is not there.
+    The kind is the word after the module of a child's command line, such as `trainer`; empty where
+    /proc is not there.
     """
     try:
         children = (proc / str(pid) / "task" / str(pid) / "children").read_text().split()
-        kinds = {child: _kind((proc / child / "cmdline").read_bytes().split(b"\0")) for child in children} | {str(pid): "launcher"}
-        sizes = {child: int((proc / child / "statm").read_text().split()[1]) * resource.getpagesize() for child in kinds}
+        kinds = {
+            child: _kind((proc / child / "cmdline").read_bytes().split(b"\0")) for child in children
+        } | {str(pid): "launcher"}
+        sizes = {
+            child: int((proc / child / "statm").read_text().split()[1]) * resource.getpagesize()
+            for child in kinds
+        }
     except (OSError, IndexError):  # one of them ended meanwhile
         return {}
     return {(kind, child): sizes[child] for child, kind in kinds.items() if kind}
@@ -120,7 +147,8 @@ def _parent(folder: Path) -> int | None:
         text = (folder / "stat").read_text()
     except OSError:
         return None
-    # The command's name, in brackets, may itself hold brackets and spaces: the fields start after the last one.
+    # The command's name, in brackets, may itself hold brackets and spaces: the fields start after
+    # the last one.
     return int(text.rpartition(")")[2].split()[1])
 
 

@@ -1,7 +1,9 @@
-"""Whether a process moves: whoever waits for it goes on waiting as long as it does, however slow or busy the machine is.
+"""Whether a process moves: whoever waits for it goes on waiting as long as it does, however slow or
+busy the machine is.
 
-A process moves when it, or what is below it, takes processor time, reads or writes, waits for a processor that others have, or says
-something. One that does none of this for long hangs. Where there is no /proc every process counts as moving.
+A process moves when it, or what is below it, takes processor time, reads or writes, waits for a
+processor that others have, or says something. One that does none of this for long hangs. Where
+there is no /proc every process counts as moving.
 """
 
 import os
@@ -18,12 +20,16 @@ COMPUTES_SHARE = 0.01
 BYTES_A_SECOND = 16 * 1024
 """A process that reads and writes less only says that it is there, as by its beats."""
 BLIND_SECONDS = 5.0
-"""Between two looks: after more, this process stood itself, and the time says nothing of the other."""
+"""Between two looks: after more, this process stood itself, and the time says nothing of the
+other.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessWork:
-    """What a process and all below it have done since they began, and whether one of them is ready to run."""
+    """What a process and all below it have done since they began, and whether one of them is ready
+    to run.
+    """
 
     cpu_seconds: float
     num_bytes: int
@@ -35,16 +41,23 @@ def work_of(pid: int, *, proc: Path = PROC) -> ProcessWork | None:
     """None where there is no /proc."""
     if not proc.is_dir():
         return None
-    found = [work for member in descendants(pid, proc=proc) if (work := _own_work(proc / str(member))) is not None]
+    found = [
+        work
+        for member in descendants(pid, proc=proc)
+        if (work := _own_work(proc / str(member))) is not None
+    ]
     return ProcessWork(
-        sum(work.cpu_seconds for work in found), sum(work.num_bytes for work in found), any(work.is_runnable for work in found)
+        sum(work.cpu_seconds for work in found),
+        sum(work.num_bytes for work in found),
+        any(work.is_runnable for work in found),
     )
 
 
 def _own_work(folder: Path) -> ProcessWork | None:
     """Of one process and of those below it that have ended; None when it has ended itself."""
     try:
-        # The command's name, in brackets, may itself hold brackets and spaces: the fields start after the last one.
+        # The command's name, in brackets, may itself hold brackets and spaces: the fields start
+        # after the last one.
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
@@ -52,12 +65,16 @@ def _own_work(folder: Path) -> ProcessWork | None:
     ticks = sum(map(int, fields[11:15]))
     faults = int(fields[9]) + int(fields[10])
     return ProcessWork(
-        ticks / os.sysconf("SC_CLK_TCK"), num_bytes_of(folder.name, proc=folder.parent) + faults * resource.getpagesize(), state == "R"
+        ticks / os.sysconf("SC_CLK_TCK"),
+        num_bytes_of(folder.name, proc=folder.parent) + faults * resource.getpagesize(),
+        state == "R",
     )
 
 
 def num_bytes_of(pid: int | str, *, proc: Path = PROC) -> int:
-    """What a process has read and written; `self` is this one. 0 where the kernel does not tell, as of a process of another user."""
+    """What a process has read and written; `self` is this one. 0 where the kernel does not tell, as
+    of a process of another user.
+    """
     try:
         lines = (proc / str(pid) / "io").read_text().splitlines()
     except OSError:
@@ -67,7 +84,9 @@ def num_bytes_of(pid: int | str, *, proc: Path = PROC) -> int:
 
 
 class WorkBelow:
-    """The processor seconds and bytes of this process and all below it so far. It looks at the whole machine, so at most once in `seconds`."""
+    """The processor seconds and bytes of this process and all below it so far. It looks at the
+    whole machine, so at most once in `seconds`.
+    """
 
     def __init__(self, *, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
@@ -85,13 +104,18 @@ class WorkBelow:
 
 
 class WorkedSince:
-    """Says whether a process, or one below it, has worked since the last call. It is for callers that ask now and then; see `Motion` for others.
+    """Says whether a process, or one below it, has worked since the last call. It is for callers
+    that ask now and then; see `Motion` for others.
 
     The first answer is yes, because nothing is known of the time before.
     """
 
     def __init__(
-        self, pid: int, *, work: Callable[[int], ProcessWork | None] = work_of, clock: Callable[[], float] = time.monotonic
+        self,
+        pid: int,
+        *,
+        work: Callable[[int], ProcessWork | None] = work_of,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pid = pid
         self._work = work
@@ -113,14 +137,24 @@ class WorkedSince:
         if computed < 0 or moved_bytes < 0:
             return True  # a part of it has ended
         is_starved = work.is_runnable and before.is_runnable
-        return is_starved or computed > max(0.03, COMPUTES_SHARE * waited) or moved_bytes > BYTES_A_SECOND * max(1.0, waited)
+        return (
+            is_starved
+            or computed > max(0.03, COMPUTES_SHARE * waited)
+            or moved_bytes > BYTES_A_SECOND * max(1.0, waited)
+        )
 
 
 class Motion:
-    """Of one process. Synchronous: whoever waits for the process calls `look` about once a second."""
+    """Of one process. Synchronous: whoever waits for the process calls `look` about once a
+    second.
+    """
 
     def __init__(
-        self, pid: int, *, work: Callable[[int], ProcessWork | None] = work_of, clock: Callable[[], float] = time.monotonic
+        self,
+        pid: int,
+        *,
+        work: Callable[[int], ProcessWork | None] = work_of,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pid = pid
         self._work = work
@@ -155,7 +189,8 @@ class Motion:
         if work is None or before is None:
             return "is under way"
         has_spoken = said != self._said
-        is_starved = work.is_runnable and self._was_runnable  # who only looks around is seen so by chance, once
+        # who only looks around is seen so by chance, once
+        is_starved = work.is_runnable and self._was_runnable
         self._said = said
         self._was_runnable = work.is_runnable
         waited = now - self._moved

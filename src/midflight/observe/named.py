@@ -1,4 +1,6 @@
-"""The numbers of a journal under the names that dashboards group by: `train/`, `rollout/`, `tools/` and `eval/`. docs/metrics.md has the list."""
+"""The numbers of a journal under the names that dashboards group by: `train/`, `rollout/`, `tools/`
+and `eval/`. docs/metrics.md has the list.
+"""
 
 from collections.abc import Iterator
 
@@ -6,7 +8,9 @@ from midflight.observe.journal import EvaluationLine, Line, StepLine
 
 
 def named(line: Line) -> dict[str, float]:
-    """Of a step or of one source in an evaluation; nothing of other lines. What was not measured, or is not finite, is left out."""
+    """Of a step or of one source in an evaluation; nothing of other lines. What was not measured,
+    or is not finite, is left out.
+    """
     match line:
         case StepLine():
             found = [*_train(line), *_rollout(line), *_tools(line)]
@@ -51,8 +55,14 @@ def _rollout(line: StepLine) -> Pairs:
     yield "rollout/turns_mean", line.turns_mean
     yield "rollout/tokens_per_second", line.generation_rate
     yield from ((f"curriculum/{name}", value) for name, value in (line.curriculum or {}).items())
-    yield from ((f"rollout/reward/{name}", value) for name, value in (line.components or {}).items())
-    yield from ((f"rollout/{name}", value) for name, value in (line.metrics or {}).items() if not name.startswith("tools/"))
+    yield from (
+        (f"rollout/reward/{name}", value) for name, value in (line.components or {}).items()
+    )
+    yield from (
+        (f"rollout/{name}", value)
+        for name, value in (line.metrics or {}).items()
+        if not name.startswith("tools/")
+    )
 
 
 def _tools(line: StepLine) -> Pairs:
@@ -65,4 +75,8 @@ def _tools(line: StepLine) -> Pairs:
             if calls:
                 yield f"{tool}/failure_frequency", measured.get(f"{tool}/failures", 0.0) / calls
                 yield f"{tool}/seconds", measured.get(f"{tool}/seconds", 0.0) / calls
-    yield from ((name, value) for name, value in measured.items() if name in ("tools/unknown", "tools/exhausted"))
+    yield from (
+        (name, value)
+        for name, value in measured.items()
+        if name in ("tools/unknown", "tools/exhausted")
+    )

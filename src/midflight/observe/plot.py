@@ -25,9 +25,11 @@ GREY = "#9aa3ad"
 
 
 def draw_plot(journal: Path, picture: Path, *, title: str) -> None:
-    """Writes a PNG: reward per step with its moving average and held-out marks per source, and the age of trained tokens below.
+    """Writes a PNG: reward per step with its moving average and held-out marks per source, and the
+    age of trained tokens below.
 
-    `ConfigError` with the remedy where matplotlib is not installed; callers show it and go on. Nothing is drawn without steps.
+    `ConfigError` with the remedy where matplotlib is not installed; callers show it and go on.
+    Nothing is drawn without steps.
     """
     draw_history(read_journal(journal), picture, title=title)
 
@@ -40,34 +42,73 @@ def draw_history(history: PastLines, picture: Path, *, title: str) -> None:
 
 
 def draw_comparison(runs: Mapping[str, PastLines], picture: Path, *, title: str) -> None:
-    """The same of several runs by their labels: the reward over all sources, held-out marks of each run's first source, and the mean age of
-    trained tokens. Errors as of `draw_plot`.
+    """The same of several runs by their labels: the reward over all sources, held-out marks of each
+    run's first source, and the mean age of trained tokens. Errors as of `draw_plot`.
     """
     with _figure(picture, title=title) as (top, bottom):
         for color, (label, history) in zip(_cycle(len(runs)), runs.items(), strict=True):
             scored = [(line.step, line.reward) for line in history.steps if line.reward is not None]
-            top.plot([s for s, _ in scored], moving_average([r for _, r in scored], MOVING_STEPS), color=color, linewidth=2, label=label)
-            _mark_heldout(top, [line for line in history.evaluations if line.source == history.evaluations[0].source], color)
-            aged = [(line.step, line.staleness_mean) for line in history.steps if line.staleness_mean is not None]
+            top.plot(
+                [s for s, _ in scored],
+                moving_average([r for _, r in scored], MOVING_STEPS),
+                color=color,
+                linewidth=2,
+                label=label,
+            )
+            _mark_heldout(
+                top,
+                [
+                    line
+                    for line in history.evaluations
+                    if line.source == history.evaluations[0].source
+                ],
+                color,
+            )
+            aged = [
+                (line.step, line.staleness_mean)
+                for line in history.steps
+                if line.staleness_mean is not None
+            ]
             bottom.plot([s for s, _ in aged], [a for _, a in aged], color=color, linewidth=1.4)
         _style(top, "reward")
-        top.legend(frameon=False, loc="best", title="moving mean; ◆ held out", title_fontsize="small")
+        top.legend(
+            frameon=False, loc="best", title="moving mean; ◆ held out", title_fontsize="small"
+        )
         _style(bottom, "staleness (versions)")
         bottom.set_xlabel("step")
 
 
 def draw_work(runs: Mapping[str, PastLines], picture: Path, *, title: str) -> None:
-    """Tokens generated and trained per second, and below the length of rollouts, of runs by their labels. Errors as of `draw_plot`."""
+    """Tokens generated and trained per second, and below the length of rollouts, of runs by their
+    labels. Errors as of `draw_plot`.
+    """
     with _figure(picture, title=title) as (top, bottom):
         for color, (label, history) in zip(_cycle(len(runs)), runs.items(), strict=True):
             x = [line.step for line in history.steps]
             before = "" if len(runs) == 1 else f"{label}, "
-            top.plot(x, [line.generation_rate for line in history.steps], color=color, linewidth=1.8, label=f"{before}generated")
             top.plot(
-                x, [line.training_rate for line in history.steps], color=color, linewidth=1.4, linestyle="--", label=f"{before}trained"
+                x,
+                [line.generation_rate for line in history.steps],
+                color=color,
+                linewidth=1.8,
+                label=f"{before}generated",
             )
-            long = [(line.step, line.generated_length) for line in history.steps if line.generated_length is not None]
-            bottom.plot([s for s, _ in long], [length for _, length in long], color=color, linewidth=1.4)
+            top.plot(
+                x,
+                [line.training_rate for line in history.steps],
+                color=color,
+                linewidth=1.4,
+                linestyle="--",
+                label=f"{before}trained",
+            )
+            long = [
+                (line.step, line.generated_length)
+                for line in history.steps
+                if line.generated_length is not None
+            ]
+            bottom.plot(
+                [s for s, _ in long], [length for _, length in long], color=color, linewidth=1.4
+            )
         _style(top, "tokens / s")
         top.set_ylim(bottom=0)
         top.legend(frameon=False, loc="best")
@@ -85,9 +126,18 @@ def _figure(picture: Path, *, title: str) -> Generator[tuple[Axes, Axes]]:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        raise ConfigError(f"no plot was drawn in {picture}: matplotlib is not installed; pip install 'midflight[plot]'") from None
+        raise ConfigError(
+            f"no plot was drawn in {picture}: matplotlib is not installed; pip install "
+            "'midflight[plot]'"
+        ) from None
     figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(9, 6), sharex=True, height_ratios=(2.4, 1), layout="constrained", gridspec_kw={"hspace": 0.06}
+        2,
+        1,
+        figsize=(9, 6),
+        sharex=True,
+        height_ratios=(2.4, 1),
+        layout="constrained",
+        gridspec_kw={"hspace": 0.06},
     )
     try:
         yield top, bottom
@@ -99,9 +149,12 @@ def _figure(picture: Path, *, title: str) -> Generator[tuple[Axes, Axes]]:
         pyplot.close(figure)
 
 
-def drawn_by_itself(folder: Path, *, title: str, seconds: float, patient: bool = False) -> str | None:
-    """Draws a run's `plot.png` in a process of its own, because matplotlib may take long to be imported. Waits for it, for `seconds` at most;
-    where it is `patient`, those alone count in which the process does nothing.
+def drawn_by_itself(
+    folder: Path, *, title: str, seconds: float, patient: bool = False
+) -> str | None:
+    """Draws a run's `plot.png` in a process of its own, because matplotlib may take long to be
+    imported. Waits for it, for `seconds` at most; where it is `patient`, those alone count in which
+    the process does nothing.
 
     Returns why there is no plot, with the remedy.
     """
@@ -109,7 +162,9 @@ def drawn_by_itself(folder: Path, *, title: str, seconds: float, patient: bool =
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as drawing:
         motion = Motion(drawing.pid)
         try:
-            while drawing.poll() is None and (motion.look() if patient else motion.seconds) < seconds:
+            while (
+                drawing.poll() is None and (motion.look() if patient else motion.seconds) < seconds
+            ):
                 with suppress(subprocess.TimeoutExpired):
                     drawing.communicate(timeout=min(1.0, seconds))
         except KeyboardInterrupt:
@@ -118,48 +173,111 @@ def drawn_by_itself(folder: Path, *, title: str, seconds: float, patient: bool =
             drawing.kill()  # what has ended by itself keeps its status
         _, errors = drawing.communicate()
     if drawing.returncode < 0:
-        return f"no plot was drawn within {seconds:g} s; draw it with: python -m midflight.observe.plot {folder}"
-    return None if drawing.returncode == 0 else f"no plot was drawn: {errors.strip().splitlines()[-1:]}"
+        return (
+            f"no plot was drawn within {seconds:g} s; draw it with: python -m "
+            f"midflight.observe.plot {folder}"
+        )
+    return (
+        None
+        if drawing.returncode == 0
+        else f"no plot was drawn: {errors.strip().splitlines()[-1:]}"
+    )
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Mean of each value and up to `window - 1` before it."""
-    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(window, i + 1) for i in range(len(values))]
+    return [
+        sum(values[max(0, i + 1 - window) : i + 1]) / min(window, i + 1) for i in range(len(values))
+    ]
 
 
 def _draw_reward(axes: Axes, history: PastLines) -> None:
-    sources = list(dict.fromkeys(name for line in history.steps for name in line.reward_by_source or {}))
+    sources = list(
+        dict.fromkeys(name for line in history.steps for name in line.reward_by_source or {})
+    )
     sources += [line.source for line in history.evaluations if line.source not in sources]
     for color, source in zip(_cycle(len(sources)), dict.fromkeys(sources), strict=False):
         steps = [line.step for line in history.steps if source in (line.reward_by_source or {})]
-        rewards = [line.reward_by_source[source] for line in history.steps if line.reward_by_source and source in line.reward_by_source]
+        rewards = [
+            line.reward_by_source[source]
+            for line in history.steps
+            if line.reward_by_source and source in line.reward_by_source
+        ]
         axes.plot(steps, rewards, color=color, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, moving_average(rewards, MOVING_STEPS), color=color, linewidth=2, label=source)
+        axes.plot(
+            steps, moving_average(rewards, MOVING_STEPS), color=color, linewidth=2, label=source
+        )
         _mark_heldout(axes, [line for line in history.evaluations if line.source == source], color)
     names = sorted({name for line in history.steps for name in line.components or {}})
     for name, style in zip(names, cycle((":", "--", "-.")), strict=False):
-        there = [(line.step, line.components[name]) for line in history.steps if line.components and name in line.components]
+        there = [
+            (line.step, line.components[name])
+            for line in history.steps
+            if line.components and name in line.components
+        ]
         means = moving_average([value for _, value in there], MOVING_STEPS)
-        axes.plot([step for step, _ in there], means, color=GREY, linestyle=style, linewidth=1.4, label=name)
+        axes.plot(
+            [step for step, _ in there],
+            means,
+            color=GREY,
+            linestyle=style,
+            linewidth=1.4,
+            label=name,
+        )
     _style(axes, "reward")
     low, high = axes.get_ylim()
     axes.set_ylim(min(0.0, low), max(1.02, high))
     if sources or names:
-        axes.legend(frameon=False, loc="best", title="moving mean; ◆ held out", title_fontsize="small")
+        axes.legend(
+            frameon=False, loc="best", title="moving mean; ◆ held out", title_fontsize="small"
+        )
 
 
 def _mark_heldout(axes: Axes, evaluations: Sequence[EvaluationLine], color: str) -> None:
     scored = [(line.step, line.mean_reward) for line in evaluations if line.mean_reward is not None]
-    axes.scatter([s for s, _ in scored], [r for _, r in scored], color=color, marker="D", s=46, zorder=3, edgecolors="white", clip_on=False)
+    axes.scatter(
+        [s for s, _ in scored],
+        [r for _, r in scored],
+        color=color,
+        marker="D",
+        s=46,
+        zorder=3,
+        edgecolors="white",
+        clip_on=False,
+    )
     for step, reward in scored[:1] + scored[1:][-1:]:
-        axes.annotate(f"{reward:.2f}", (step, reward), textcoords="offset points", xytext=(0, 9), ha="center", color=color, fontsize=9)
+        axes.annotate(
+            f"{reward:.2f}",
+            (step, reward),
+            textcoords="offset points",
+            xytext=(0, 9),
+            ha="center",
+            color=color,
+            fontsize=9,
+        )
 
 
 def _draw_staleness(axes: Axes, steps: Sequence[StepLine]) -> None:
-    aged = [line for line in steps if line.staleness_mean is not None and line.staleness_max is not None]
+    aged = [
+        line for line in steps if line.staleness_mean is not None and line.staleness_max is not None
+    ]
     x = [line.step for line in aged]
-    axes.fill_between(x, [line.staleness_max or 0 for line in aged], color=GREY, alpha=0.25, step="mid", linewidth=0, label="oldest token")
-    axes.plot(x, [line.staleness_mean or 0.0 for line in aged], color=COLORS[0], linewidth=1.6, label="mean")
+    axes.fill_between(
+        x,
+        [line.staleness_max or 0 for line in aged],
+        color=GREY,
+        alpha=0.25,
+        step="mid",
+        linewidth=0,
+        label="oldest token",
+    )
+    axes.plot(
+        x,
+        [line.staleness_mean or 0.0 for line in aged],
+        color=COLORS[0],
+        linewidth=1.6,
+        label="mean",
+    )
     _style(axes, "staleness (versions)")
     axes.set_xlabel("step")
     axes.set_ylim(0, max([1, *(line.staleness_max or 0 for line in aged)]) * 1.35)
@@ -182,7 +300,9 @@ def _cycle(count: int) -> list[str]:
 if __name__ == "__main__":
     try:
         draw_plot(
-            Path(sys.argv[1]) / "metrics.jsonl", Path(sys.argv[1]) / "plot.png", title=" ".join(sys.argv[2:]) or Path(sys.argv[1]).name
+            Path(sys.argv[1]) / "metrics.jsonl",
+            Path(sys.argv[1]) / "plot.png",
+            title=" ".join(sys.argv[2:]) or Path(sys.argv[1]).name,
         )
     except (ConfigError, OSError) as error:
         sys.exit(str(error))

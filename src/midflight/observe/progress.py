@@ -9,7 +9,16 @@ from midflight.config.cores import CoreUse
 from midflight.observe.failures import Failures
 from midflight.observe.learning import LEARNED_FROM, Learning
 from midflight.observe.recent import Mean, Overlap, Rate
-from midflight.observe.status import TRAINER_KEYS, IdleTime, MemberChanges, Phase, SourceStatus, Status, Totals, judge
+from midflight.observe.status import (
+    TRAINER_KEYS,
+    IdleTime,
+    MemberChanges,
+    Phase,
+    SourceStatus,
+    Status,
+    Totals,
+    judge,
+)
 from midflight.types import Accounts, Kind, Version, facts
 
 RATE_SECONDS = 15.0
@@ -54,7 +63,9 @@ class SourceState:
 
 
 class RunState:
-    """Adds up facts. Synchronous; `clock` is CLOCK_MONOTONIC, as in the events (on Linux the event loop's time as well)."""
+    """Adds up facts. Synchronous; `clock` is CLOCK_MONOTONIC, as in the events (on Linux the event
+    loop's time as well).
+    """
 
     def __init__(
         self,
@@ -88,7 +99,8 @@ class RunState:
         self._reward = Mean(REWARD_ROLLOUTS)
         self._ages: deque[Mapping[int, int]] = deque(maxlen=RECENT_BATCHES)
         self._step_ends: deque[float] = deque(maxlen=RECENT_BATCHES)
-        self._unsaved: list[tuple[Version, int]] = []  # made and in no checkpoint yet: version, tokens
+        # made and in no checkpoint yet: version, tokens
+        self._unsaved: list[tuple[Version, int]] = []
         self._generation = Rate(RATE_SECONDS)
         self._training = Rate(RATE_SECONDS)
         self._running: dict[str, tuple[int, float]] = {}
@@ -101,10 +113,12 @@ class RunState:
         self.learning = Learning(REWARD_ROLLOUTS)
         self._trainer: dict[str, float | None] = {}
 
-    # --- What the assembling code tells, because no station knows it -------------------------------------------------
+    # --- What the assembling code tells, because no station knows it ------------------------------
 
     def begin_phase(self, phase: Phase, *, num_tasks: int = 0) -> None:
-        """Overlap and waiting are shares of the time from `TRAINING` to the next other phase; `num_tasks` is of an evaluation."""
+        """Overlap and waiting are shares of the time from `TRAINING` to the next other phase;
+        `num_tasks` is of an evaluation.
+        """
         self._evaluation = (0, num_tasks)
         if phase is Phase.TRAINING and self._phase is not Phase.TRAINING:
             self.overlap.begin(self._clock())
@@ -115,14 +129,16 @@ class RunState:
         self._phase = phase
 
     def restore(self, *, step: int, version: Version, totals: Totals, seconds: float = 0.0) -> None:
-        """Goes on from the counts of an earlier process of the same run, which ran for `seconds`. Versions only grow, also after a crash."""
+        """Goes on from the counts of an earlier process of the same run, which ran for `seconds`.
+        Versions only grow, also after a crash.
+        """
         self._counts = Counter(asdict(totals))
         self._step = step
         self._before = seconds
         self._version = max(self._version, version)
         self._live = max(self._live, version)
 
-    # --- Facts -------------------------------------------------------------------------------------------------------
+    # --- Facts ------------------------------------------------------------------------------------
 
     def apply(self, fact: facts.Fact) -> None:
         if isinstance(fact, LEARNED_FROM):
@@ -140,11 +156,14 @@ class RunState:
                 self._waits[fact.who, fact.for_whom] += fact.seconds
             case facts.Leased(staleness=ages):
                 self._ages.append(ages)
-                self._counts["max_token_staleness"] = max(self._counts["max_token_staleness"], 0, *(age for age, n in ages.items() if n))
+                self._counts["max_token_staleness"] = max(
+                    self._counts["max_token_staleness"], 0, *(age for age, n in ages.items() if n)
+                )
             case facts.Stepped():
                 self._stepped(fact)
             case facts.WeightsCommitted(version=version) if version > self._live:
-                # Several engines commit one version; the version that engines were started with is no update.
+                # Several engines commit one version; the version that engines were started with is
+                # no update.
                 self._live = version
                 self._counts["weight_updates"] += 1
             case facts.Quarantined() | facts.Rejoined() | facts.EngineJoined() | facts.EngineLeft():
@@ -168,7 +187,9 @@ class RunState:
         if self._phase is Phase.TRAINING:
             self._slot_seconds += step.num_running * (step.ended - step.started)
 
-    def _stands(self, fact: facts.Quarantined | facts.Rejoined | facts.EngineJoined | facts.EngineLeft) -> None:
+    def _stands(
+        self, fact: facts.Quarantined | facts.Rejoined | facts.EngineJoined | facts.EngineLeft
+    ) -> None:
         engine = fact.engine
         match fact:
             case facts.Quarantined(error=error):
@@ -227,13 +248,15 @@ class RunState:
             self.sources.setdefault(source, SourceState()).num_rollouts = number
 
     def _went_back(self, checkpoint: Version) -> None:
-        """A trainer that goes back while this process lives: its later steps are in no weights that survive."""
+        """A trainer that goes back while this process lives: its later steps are in no weights that
+        survive.
+        """
         for _, num_tokens in (lost for lost in self._unsaved if lost[0] > checkpoint):
             self._step -= 1
             self._counts["trained_tokens"] -= num_tokens
         self._unsaved.clear()
 
-    # --- Reading -----------------------------------------------------------------------------------------------------
+    # --- Reading ----------------------------------------------------------------------------------
 
     @property
     def totals(self) -> Totals:
@@ -252,9 +275,16 @@ class RunState:
     def status(self) -> Status:
         now = self._clock()
         shares = self._shares(now)
-        num_running = sum(running for running, at in self._running.values() if now - at < RATE_SECONDS)
+        num_running = sum(
+            running for running, at in self._running.values() if now - at < RATE_SECONDS
+        )
         used = self._used(now)
-        bound, advice = judge(engine_busy=shares[ENGINE], trainer_busy=shares[TRAINER], slots_used=used, cores=self._cores)
+        bound, advice = judge(
+            engine_busy=shares[ENGINE],
+            trainer_busy=shares[TRAINER],
+            slots_used=used,
+            cores=self._cores,
+        )
         return Status(
             phase=self._phase,
             name=self._name,
@@ -274,7 +304,11 @@ class RunState:
             training_rate=self._training.per_second(now),
             num_running=num_running,
             quarantined=tuple(self._quarantined),
-            members=MemberChanges(tuple(self._joined), tuple(name for name, serves in self._joined.items() if not serves), self._num_left),
+            members=MemberChanges(
+                tuple(self._joined),
+                tuple(name for name, serves in self._joined.items() if not serves),
+                self._num_left,
+            ),
             failures=dict(self._failures.counts.most_common()),
             learning=self.learning.status(),
             trainer=self._trainer,
@@ -297,7 +331,9 @@ class RunState:
         return dict(sorted(total.items()))
 
     def _shares(self, now: float) -> tuple[float | None, float | None, float | None]:
-        """Engine, trainer and both, as shares of the training phase; none before a step of the trainer shows its side."""
+        """Engine, trainer and both, as shares of the training phase; none before a step of the
+        trainer shows its side.
+        """
         seconds = self.overlap.seconds(now)
         if seconds <= 0 or not self._step_ends:
             return None, None, None
@@ -313,7 +349,10 @@ class RunState:
     def _wait_shares(self, now: float) -> tuple[IdleTime, ...]:
         phase = self.overlap.seconds(now)
         pairs = sorted(self._waits.items(), key=lambda item: -item[1])
-        return tuple(IdleTime(who, whom, seconds, min(1.0, seconds / phase) if phase > 0 else 0.0) for (who, whom), seconds in pairs)
+        return tuple(
+            IdleTime(who, whom, seconds, min(1.0, seconds / phase) if phase > 0 else 0.0)
+            for (who, whom), seconds in pairs
+        )
 
     def _eta(self, now: float) -> float | None:
         if len(self._step_ends) < 2 or self._phase is not Phase.TRAINING:

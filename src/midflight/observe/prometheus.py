@@ -7,7 +7,12 @@ from contextlib import suppress
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.utils import floatToGoString
 
 from midflight.observe.failures import Failures
@@ -19,16 +24,30 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
 LEARNING = (
     ("generated_length", "midflight_generated_length", "Mean output tokens of a recent rollout."),
-    ("trained_length", "midflight_trained_length", "Mean tokens that a recent rollout was trained on."),
+    (
+        "trained_length",
+        "midflight_trained_length",
+        "Mean tokens that a recent rollout was trained on.",
+    ),
     ("truncated_share", "midflight_truncated_share", "Recent rollouts that a limit cut short."),
-    ("reward_spread", "midflight_reward_spread", "Mean standard deviation of the rewards within a recent group."),
+    (
+        "reward_spread",
+        "midflight_reward_spread",
+        "Mean standard deviation of the rewards within a recent group.",
+    ),
     ("turns_mean", "midflight_turns_mean", "Mean answers of the model in a recent rollout."),
-    ("zero_spread_share", "midflight_zero_spread_share", "Recent groups whose rewards are all alike."),
+    (
+        "zero_spread_share",
+        "midflight_zero_spread_share",
+        "Recent groups whose rewards are all alike.",
+    ),
 )
 
 
 class Buckets:
-    """A histogram of what one thread counts for every request: the library's locks take more than the counting."""
+    """A histogram of what one thread counts for every request: the library's locks take more than
+    the counting.
+    """
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name = name
@@ -52,21 +71,41 @@ class Buckets:
 
 
 class Metrics:
-    """One registry of its own, so that two gateways in one process (or test) don't share counters."""
+    """One registry of its own, so that two gateways in one process (or test) don't share
+    counters.
+    """
 
     def __init__(self) -> None:
         self.registry = r = CollectorRegistry()
-        self._engine_tokens = Counter("midflight_engine_tokens", "Output tokens of an engine.", ["engine"], registry=r)
-        self._running = Gauge("midflight_engine_running", "Requests decoding together.", ["engine"], registry=r)
+        self._engine_tokens = Counter(
+            "midflight_engine_tokens", "Output tokens of an engine.", ["engine"], registry=r
+        )
+        self._running = Gauge(
+            "midflight_engine_running", "Requests decoding together.", ["engine"], registry=r
+        )
         self._step_seconds = Histogram(
-            "midflight_engine_step_seconds", "Length of one decode step.", ["engine"], buckets=SECONDS, registry=r
+            "midflight_engine_step_seconds",
+            "Length of one decode step.",
+            ["engine"],
+            buckets=SECONDS,
+            registry=r,
         )
         self._sessions = Counter("midflight_sessions_closed", "Sessions that ended.", registry=r)
-        self._branches = Counter("midflight_branches", "Turns that did not go on from the newest end of their session.", registry=r)
-        self._rewritten = Counter(
-            "midflight_rewritten_histories", "Chats whose recorded history was sent or written otherwise.", registry=r
+        self._branches = Counter(
+            "midflight_branches",
+            "Turns that did not go on from the newest end of their session.",
+            registry=r,
         )
-        self._mismatches = Counter("midflight_retokenisation_mismatches", "Prompts that tokenising anew would have changed.", registry=r)
+        self._rewritten = Counter(
+            "midflight_rewritten_histories",
+            "Chats whose recorded history was sent or written otherwise.",
+            registry=r,
+        )
+        self._mismatches = Counter(
+            "midflight_retokenisation_mismatches",
+            "Prompts that tokenising anew would have changed.",
+            registry=r,
+        )
         self._steps: dict[str, tuple[Counter, Gauge, Histogram]] = {}
         self.accounts: Callable[[], Accounts] | None = None
         self.learning: Callable[[], LearningStatus] = LearningStatus
@@ -80,46 +119,154 @@ class Metrics:
         """Resident bytes of the run's processes, by kind and pid."""
         r.register(self)
         self._prompt_tokens = 0
-        self._output_tokens = Buckets("midflight_turn_output_tokens", "Output tokens of one answer.", TOKENS)
+        self._output_tokens = Buckets(
+            "midflight_turn_output_tokens", "Output tokens of one answer.", TOKENS
+        )
         self._turn_seconds = Buckets("midflight_turn_seconds", "Time one answer took.", SECONDS)
-        self._resumes = Counter("midflight_resumes", "Generations that were interrupted and resumed.", registry=r)
-        self._spanning = Counter("midflight_turns_spanning_versions", "Answers whose tokens come from several versions.", registry=r)
-        self._failed = Counter("midflight_failed_requests", "Requests that ended in an error at the agent's edge.", ["status"], registry=r)
+        self._resumes = Counter(
+            "midflight_resumes", "Generations that were interrupted and resumed.", registry=r
+        )
+        self._spanning = Counter(
+            "midflight_turns_spanning_versions",
+            "Answers whose tokens come from several versions.",
+            registry=r,
+        )
+        self._failed = Counter(
+            "midflight_failed_requests",
+            "Requests that ended in an error at the agent's edge.",
+            ["status"],
+            registry=r,
+        )
         self._rollouts = Counter(
-            "midflight_rollouts", "Rollouts finished, by source and whether they were scored.", ["source", "scored"], registry=r
+            "midflight_rollouts",
+            "Rollouts finished, by source and whether they were scored.",
+            ["source", "scored"],
+            registry=r,
         )
         self._alarms = Counter("midflight_alarms", "Alarms, by name.", ["name"], registry=r)
-        self._reward = Gauge("midflight_reward_sum", "Sum of rewards; divide by the scored rollouts.", ["source"], registry=r)
-        self._dropped = Counter("midflight_dropped_groups", "Groups dropped, by reason.", ["reason"], registry=r)
-        self._waited = Counter("midflight_waited_seconds", "Idle time, by who waited for whom.", ["who", "for_whom"], registry=r)
+        self._reward = Gauge(
+            "midflight_reward_sum",
+            "Sum of rewards; divide by the scored rollouts.",
+            ["source"],
+            registry=r,
+        )
+        self._dropped = Counter(
+            "midflight_dropped_groups", "Groups dropped, by reason.", ["reason"], registry=r
+        )
+        self._waited = Counter(
+            "midflight_waited_seconds",
+            "Idle time, by who waited for whom.",
+            ["who", "for_whom"],
+            registry=r,
+        )
         self._count_training()
 
     def _count_training(self) -> None:
         r = self.registry
         self._failures = Failures()
         self._sources = dict[str, tuple[Histogram, Counter, Gauge]]()
-        self._failed_rollouts = Counter("midflight_failed_rollouts", "Rollouts without a reward, by class of error.", ["error"], registry=r)
-        self._ignored = Counter("midflight_ignored_fields", "Requests with a field that has no effect.", ["path", "field"], registry=r)
-        self._refilled = Counter("midflight_refilled_groups", "Groups of rewards all alike that others replaced.", ["alike"], registry=r)
-        self._drawn = Counter("midflight_drawn_tasks", "Tasks that a curriculum chose, by pool.", ["pool"], registry=r)
-        self._pools = Gauge("midflight_pool_tasks", "Tasks in a pool of the curriculum.", ["pool"], registry=r)
-        self._trained = Counter("midflight_trained_tokens", "Tokens the loss was taken over.", registry=r)
-        self._age = Counter("midflight_trained_tokens_by_age", "The same by age in versions.", ["age"], registry=r)
-        self._version = Gauge("midflight_version", "Newest version made by the trainer.", registry=r)
-        self._served = Gauge("midflight_engine_version", "Version an engine serves.", ["engine"], registry=r)
-        self._pause = Histogram("midflight_commit_pause_seconds", "Pause of an engine for a commit.", buckets=SECONDS, registry=r)
-        self._staging = Histogram("midflight_stage_seconds", "Time to bring a version into an engine.", buckets=SECONDS, registry=r)
-        self._handovers = Counter("midflight_handovers", "Versions that an engine took.", ["engine"], registry=r)
-        self._quarantines = Counter("midflight_quarantines", "Times that an engine was put in quarantine.", ["engine"], registry=r)
-        self._joined = Counter("midflight_engines_joined", "Engines that came while the run went on, moved ones too.", registry=r)
-        self._left = Counter("midflight_engines_left", "Engines that left, moved or were given up.", registry=r)
-        self._trainer_steps = Histogram("midflight_step_seconds", "Length of one step of the trainer.", buckets=SECONDS, registry=r)
-        self._skipped = Counter("midflight_skipped_steps", "Steps that left the weights as they were.", registry=r)
-        self._checkpointed = Gauge("midflight_checkpoint_version", "Version of the newest checkpoint.", registry=r)
-        self._heldout = Gauge("midflight_heldout_reward", "Mean reward on held-out tasks, last evaluation.", ["source"], registry=r)
-        self._unscored = Gauge("midflight_heldout_failed", "Held-out tasks without a score, last evaluation.", ["source"], registry=r)
-        self._rollout_seconds = Histogram("midflight_rollout_seconds", "Time one rollout took.", ["source"], buckets=SECONDS, registry=r)
-        self._quarantined = Gauge("midflight_engine_quarantined", "1 while an engine is in quarantine.", ["engine"], registry=r)
+        self._failed_rollouts = Counter(
+            "midflight_failed_rollouts",
+            "Rollouts without a reward, by class of error.",
+            ["error"],
+            registry=r,
+        )
+        self._ignored = Counter(
+            "midflight_ignored_fields",
+            "Requests with a field that has no effect.",
+            ["path", "field"],
+            registry=r,
+        )
+        self._refilled = Counter(
+            "midflight_refilled_groups",
+            "Groups of rewards all alike that others replaced.",
+            ["alike"],
+            registry=r,
+        )
+        self._drawn = Counter(
+            "midflight_drawn_tasks", "Tasks that a curriculum chose, by pool.", ["pool"], registry=r
+        )
+        self._pools = Gauge(
+            "midflight_pool_tasks", "Tasks in a pool of the curriculum.", ["pool"], registry=r
+        )
+        self._trained = Counter(
+            "midflight_trained_tokens", "Tokens the loss was taken over.", registry=r
+        )
+        self._age = Counter(
+            "midflight_trained_tokens_by_age", "The same by age in versions.", ["age"], registry=r
+        )
+        self._version = Gauge(
+            "midflight_version", "Newest version made by the trainer.", registry=r
+        )
+        self._served = Gauge(
+            "midflight_engine_version", "Version an engine serves.", ["engine"], registry=r
+        )
+        self._pause = Histogram(
+            "midflight_commit_pause_seconds",
+            "Pause of an engine for a commit.",
+            buckets=SECONDS,
+            registry=r,
+        )
+        self._staging = Histogram(
+            "midflight_stage_seconds",
+            "Time to bring a version into an engine.",
+            buckets=SECONDS,
+            registry=r,
+        )
+        self._handovers = Counter(
+            "midflight_handovers", "Versions that an engine took.", ["engine"], registry=r
+        )
+        self._quarantines = Counter(
+            "midflight_quarantines",
+            "Times that an engine was put in quarantine.",
+            ["engine"],
+            registry=r,
+        )
+        self._joined = Counter(
+            "midflight_engines_joined",
+            "Engines that came while the run went on, moved ones too.",
+            registry=r,
+        )
+        self._left = Counter(
+            "midflight_engines_left", "Engines that left, moved or were given up.", registry=r
+        )
+        self._trainer_steps = Histogram(
+            "midflight_step_seconds",
+            "Length of one step of the trainer.",
+            buckets=SECONDS,
+            registry=r,
+        )
+        self._skipped = Counter(
+            "midflight_skipped_steps", "Steps that left the weights as they were.", registry=r
+        )
+        self._checkpointed = Gauge(
+            "midflight_checkpoint_version", "Version of the newest checkpoint.", registry=r
+        )
+        self._heldout = Gauge(
+            "midflight_heldout_reward",
+            "Mean reward on held-out tasks, last evaluation.",
+            ["source"],
+            registry=r,
+        )
+        self._unscored = Gauge(
+            "midflight_heldout_failed",
+            "Held-out tasks without a score, last evaluation.",
+            ["source"],
+            registry=r,
+        )
+        self._rollout_seconds = Histogram(
+            "midflight_rollout_seconds",
+            "Time one rollout took.",
+            ["source"],
+            buckets=SECONDS,
+            registry=r,
+        )
+        self._quarantined = Gauge(
+            "midflight_engine_quarantined",
+            "1 while an engine is in quarantine.",
+            ["engine"],
+            registry=r,
+        )
 
     def _forget(self, engine: str) -> None:
         """What an engine is now is said of members alone; what it has done stays counted."""
@@ -132,7 +279,11 @@ class Metrics:
         """The metrics of every step; to look their labels up costs more than to count."""
         found = self._steps.get(engine)
         if found is None:
-            labelled = self._engine_tokens.labels(engine), self._running.labels(engine), self._step_seconds.labels(engine)
+            labelled = (
+                self._engine_tokens.labels(engine),
+                self._running.labels(engine),
+                self._step_seconds.labels(engine),
+            )
             found = self._steps[engine] = labelled
         return found
 
@@ -140,12 +291,18 @@ class Metrics:
         """The same for those of every scored rollout."""
         found = self._sources.get(source)
         if found is None:
-            labelled = self._rollout_seconds.labels(source), self._rollouts.labels(source, "yes"), self._reward.labels(source)
+            labelled = (
+                self._rollout_seconds.labels(source),
+                self._rollouts.labels(source, "yes"),
+                self._reward.labels(source),
+            )
             found = self._sources[source] = labelled
         return found
 
     def collect(self) -> Iterable[Metric]:
-        """As it is when somebody asks: what there is to learn from of late, and the accounts over all starts of the run."""
+        """As it is when somebody asks: what there is to learn from of late, and the accounts over
+        all starts of the run.
+        """
         yield from self._now()
         yield from self._answers()
         learning = self.learning()
@@ -153,8 +310,16 @@ class Metrics:
             if (value := getattr(learning, field)) is not None:
                 yield GaugeMetricFamily(name, text, value=value)
         for name, text, means in (
-            ("midflight_reward_component", "Mean of a component of the reward in recent rollouts.", learning.components),
-            ("midflight_environment_metric", "Mean of what environments measured in recent rollouts.", learning.metrics),
+            (
+                "midflight_reward_component",
+                "Mean of a component of the reward in recent rollouts.",
+                learning.components,
+            ),
+            (
+                "midflight_environment_metric",
+                "Mean of what environments measured in recent rollouts.",
+                learning.metrics,
+            ),
         ):
             family = GaugeMetricFamily(name, text, labels=["name"])
             for label, value in means.items():
@@ -163,36 +328,64 @@ class Metrics:
         if self.accounts is None:
             return
         a = self.accounts()
-        groups = GaugeMetricFamily("midflight_groups", "Groups of the run, by where they are.", labels=["state"])
+        groups = GaugeMetricFamily(
+            "midflight_groups", "Groups of the run, by where they are.", labels=["state"]
+        )
         for state in ("running", "waiting", "leased", "trained"):
             groups.add_metric([state], getattr(a, state))
         groups.add_metric(["dropped"], sum(a.dropped.values()))
-        tokens = GaugeMetricFamily("midflight_tokens", "Tokens of rollouts that have ended, by fate and reason.", labels=["fate", "reason"])
+        tokens = GaugeMetricFamily(
+            "midflight_tokens",
+            "Tokens of rollouts that have ended, by fate and reason.",
+            labels=["fate", "reason"],
+        )
         whole = {Fate.WAITING: {"": a.waiting_tokens}, Fate.TRAINED: {"": a.trained_tokens}}
-        for fate, reasons in {**whole, Fate.MASKED: a.masked_tokens, Fate.DROPPED: a.dropped_tokens}.items():
+        for fate, reasons in {
+            **whole,
+            Fate.MASKED: a.masked_tokens,
+            Fate.DROPPED: a.dropped_tokens,
+        }.items():
             for reason, number in reasons.items():
                 tokens.add_metric([fate.value, reason], number)
         yield groups
         yield tokens
 
     def _now(self) -> Iterable[Metric]:
-        requests = GaugeMetricFamily("midflight_engine_requests", "Requests that an engine has, decoding or waiting.", labels=["engine"])
+        requests = GaugeMetricFamily(
+            "midflight_engine_requests",
+            "Requests that an engine has, decoding or waiting.",
+            labels=["engine"],
+        )
         for engine, number in self.requests().items():
             requests.add_metric([engine], number)
-        most = GaugeMetricFamily("midflight_max_in_flight", "Rollouts that may run at once, and why.", labels=["kind", "reason"])
+        most = GaugeMetricFamily(
+            "midflight_max_in_flight",
+            "Rollouts that may run at once, and why.",
+            labels=["kind", "reason"],
+        )
         for kind, (number, reason) in self.in_flight().items():
             most.add_metric([kind, reason], number)
-        engines = GaugeMetricFamily("midflight_engines", "Engines of the run, by how they stand.", labels=["state"])
+        engines = GaugeMetricFamily(
+            "midflight_engines", "Engines of the run, by how they stand.", labels=["state"]
+        )
         for state, number in self.engines().items():
             engines.add_metric([state], number)
-        memory = GaugeMetricFamily("midflight_process_bytes", "Resident memory of a process of the run.", labels=["process", "pid"])
+        memory = GaugeMetricFamily(
+            "midflight_process_bytes",
+            "Resident memory of a process of the run.",
+            labels=["process", "pid"],
+        )
         for (kind, pid), size in self.memory().items():
             memory.add_metric([kind, pid], size)
         return [requests, most, engines, memory]
 
     def _answers(self) -> Iterable[Metric]:
-        yield CounterMetricFamily("midflight_turns", "Answers given to agents.", self._turn_seconds.count)
-        yield CounterMetricFamily("midflight_prompt_tokens", "Prompt tokens of those answers.", self._prompt_tokens)
+        yield CounterMetricFamily(
+            "midflight_turns", "Answers given to agents.", self._turn_seconds.count
+        )
+        yield CounterMetricFamily(
+            "midflight_prompt_tokens", "Prompt tokens of those answers.", self._prompt_tokens
+        )
         yield self._output_tokens.metric()
         yield self._turn_seconds.metric()
 
@@ -236,7 +429,9 @@ class Metrics:
             case facts.Checkpointed(version=version):
                 self._checkpointed.set(version)
             case facts.Evaluated(source=source):
-                self._heldout.labels(source).set(float("nan") if fact.mean_reward is None else fact.mean_reward)
+                self._heldout.labels(source).set(
+                    float("nan") if fact.mean_reward is None else fact.mean_reward
+                )
                 self._unscored.labels(source).set(fact.num_failed)
             case _:
                 pass

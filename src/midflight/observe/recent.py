@@ -1,4 +1,6 @@
-"""Numbers over the recent past, and exact unions and intersections of the times when something was busy."""
+"""Numbers over the recent past, and exact unions and intersections of the times when something was
+busy.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from dataclasses import dataclass, field
 
 
 class Rate:
-    """Amount per second over the last `seconds`, or over the time since the first amount while that is shorter."""
+    """Amount per second over the last `seconds`, or over the time since the first amount while that
+    is shorter.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -17,7 +21,9 @@ class Rate:
         self._first: float | None = None
 
     def add(self, at: float, amount: float) -> None:
-        """Amounts of the same tenth of a second share an entry, which bounds memory by the window."""
+        """Amounts of the same tenth of a second share an entry, which bounds memory by the
+        window.
+        """
         self._first = at if self._first is None else min(self._first, at)
         self._sum += amount
         if self._recent and at - self._recent[-1][0] < 0.1:
@@ -48,7 +54,9 @@ class Mean:
 
 
 SLACK_SECONDS = 120.0
-"""How late an interval may arrive and still be counted exactly: longer than a step's report can be under way."""
+"""How late an interval may arrive and still be counted exactly: longer than a step's report can be
+under way.
+"""
 MAX_SPANS = 50_000
 """Spans kept per side before the older half is settled whatever happens: a few MB."""
 
@@ -104,8 +112,9 @@ def common_length(a: Spans, b: Spans) -> float:
 class Overlap:
     """How long two sides were busy, and both together, since `begin`.
 
-    What lies further back than `SLACK_SECONDS` before the newest end of both sides is settled into sums and forgotten, so
-    memory stays flat however long the run; an interval that arrives later than that is counted from the settled line on.
+    What lies further back than `SLACK_SECONDS` before the newest end of both sides is settled into
+    sums and forgotten, so memory stays flat however long the run; an interval that arrives later
+    than that is counted from the settled line on.
     """
 
     def __init__(self) -> None:
@@ -127,7 +136,11 @@ class Overlap:
 
     def seconds(self, now: float) -> float:
         """Length of the time looked at, until `now` or the finish."""
-        return 0.0 if self._began is None else max(0.0, (now if self._end is None else self._end) - self._began)
+        return (
+            0.0
+            if self._began is None
+            else max(0.0, (now if self._end is None else self._end) - self._began)
+        )
 
     def add(self, side: int, start: float, end: float) -> None:
         """Side 0 or 1 was busy in [start, end]. Before `begin` nothing is kept."""
@@ -145,7 +158,11 @@ class Overlap:
     def busy(self) -> tuple[float, float, float]:
         """Seconds of side 0, of side 1, and of both at once."""
         a, b = self._sides
-        return self._settled[0] + a.length(), self._settled[1] + b.length(), self._settled[2] + common_length(a, b)
+        return (
+            self._settled[0] + a.length(),
+            self._settled[1] + b.length(),
+            self._settled[2] + common_length(a, b),
+        )
 
     def _settle(self, line: float) -> None:
         if self._line is None or line <= self._line:

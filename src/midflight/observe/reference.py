@@ -1,4 +1,6 @@
-"""The generated part of docs/metrics.md: `python -m midflight.observe.reference docs/metrics.md`."""
+"""The generated part of docs/metrics.md: `python -m midflight.observe.reference
+docs/metrics.md`.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -6,7 +8,10 @@ from pathlib import Path
 
 from midflight.observe import meanings
 
-BEGIN = "<!-- made by python -m midflight.observe.reference docs/metrics.md from src/midflight/observe/meanings.py: edit the sentences there -->"
+BEGIN = (
+    "<!-- made by python -m midflight.observe.reference docs/metrics.md from "
+    "src/midflight/observe/meanings.py: edit the sentences there -->"
+)
 
 
 def reference() -> str:
@@ -21,23 +26,32 @@ def reference() -> str:
         '### `"kind": "evaluation"`: one source of tasks in one evaluation',
         _table(("key", "meaning"), meanings.EVALUATION_KEYS),
         '### `"kind": "alarm"`: what somebody should look at',
-        "`name`, `text`, and `step`, `version` and `seconds` of the moment. The terminal says the same, and repeats "
-        "none within ten minutes; `unclaimed` comes again each time that its wait has doubled.",
+        "`name`, `text`, and `step`, `version` and `seconds` of the moment. The terminal says the "
+        "same, and repeats none within ten minutes; `unclaimed` comes again each time that its "
+        "wait has doubled.",
         _table(("`name`", "said when"), meanings.ALARMS),
         "## `summary.json`",
         _table(("key", "meaning"), meanings.SUMMARY_KEYS),
         "## `/metrics`",
-        "While a run or `midflight serve` is up. Counters end in `_total`, histograms in `_bucket`, `_sum` and `_count`.",
+        (
+            "While a run or `midflight serve` is up. Counters end in `_total`, histograms in "
+            "`_bucket`, `_sum` and `_count`."
+        ),
         _table(("name", "labels", "meaning"), meanings.METRICS),
-        "An engine has a `/metrics` of its own: `midflight_engine_output_tokens`, `midflight_engine_computed_tokens` and "
-        "`midflight_engine_reused_tokens` of the embedded engine, `midflight_engine_running_requests`, "
-        "`midflight_engine_waiting_requests`, `midflight_engine_weight_version` and `midflight_engine_paused`.",
+        "An engine has a `/metrics` of its own: `midflight_engine_output_tokens`, "
+        "`midflight_engine_computed_tokens` and `midflight_engine_reused_tokens` of the embedded "
+        "engine, `midflight_engine_running_requests`, `midflight_engine_waiting_requests`, "
+        "`midflight_engine_weight_version` and `midflight_engine_paused`.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    lines = [
+        head,
+        ["---"] * len(head),
+        *([cell.replace("|", "\\|") for cell in row] for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

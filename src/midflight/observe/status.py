@@ -1,4 +1,6 @@
-"""A snapshot of a run, for whoever shows it: small, typed, and the same after a trip through msgspec as before. And how its numbers read."""
+"""A snapshot of a run, for whoever shows it: small, typed, and the same after a trip through
+msgspec as before. And how its numbers read.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +15,9 @@ K = TypeVar("K")
 
 
 class Phase(StrEnum):
-    """What a run is doing, in the order it does it; an evaluation in mid-training belongs to `TRAINING`."""
+    """What a run is doing, in the order it does it; an evaluation in mid-training belongs to
+    `TRAINING`.
+    """
 
     STARTING = "starting"
     WARM_START = "warm start"
@@ -44,9 +48,11 @@ class WarmStartStatus:
 
 @dataclass(frozen=True, slots=True)
 class SourceStatus:
-    """One source of tasks: recent reward of training rollouts, and mean reward on held-out tasks at first and at last.
+    """One source of tasks: recent reward of training rollouts, and mean reward on held-out tasks at
+    first and at last.
 
-    After a single evaluation only `heldout_before` is known. `num_heldout` are the tasks scored in the last one.
+    After a single evaluation only `heldout_before` is known. `num_heldout` are the tasks scored in
+    the last one.
     """
 
     name: str
@@ -74,9 +80,14 @@ class SourceStatus:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether its scores can't be compared, because too many tasks are missing from one of them."""
+        """Whether its scores can't be compared, because too many tasks are missing from one of
+        them.
+        """
         total = self.num_heldout + self.num_failed
-        return any(is_incomplete(total - failed, failed) for failed in (self.failed_before, self.failed_last))
+        return any(
+            is_incomplete(total - failed, failed)
+            for failed in (self.failed_before, self.failed_last)
+        )
 
 
 INCOMPLETE_SHARE = 0.05
@@ -96,7 +107,10 @@ def heldout(source: SourceStatus, *, digits: int = 3) -> str:
         return f"{scores} ({source.num_heldout} tasks)"
     first = f"{source.failed_before} and " if source.was_evaluated_again else ""
     mark = ": do not compare" if source.is_incomplete else ""
-    return f"{scores} ({first}{source.num_failed} of {source.num_heldout + source.num_failed} tasks failed{mark})"
+    return (
+        f"{scores} ({first}{source.num_failed} of {source.num_heldout + source.num_failed} "
+        f"tasks failed{mark})"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +134,20 @@ class LearningStatus:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """Means of what environments measured, over the rollouts that each was measured in."""
     lengths: dict[str, float] = field(default_factory=dict[str, float])
-    """Smallest and largest output of a rollout that got a reward; and `terminated_...`, with the mean, of those that were not cut short."""
+    """Smallest and largest output of a rollout that got a reward; and `terminated_...`, with the
+    mean, of those that were not cut short.
+    """
     curriculum: dict[str, float] = field(default_factory=dict[str, float])
-    """`refilled/...` and `drawn/...`, counts of groups; `pool/...`, tasks; `pass_rate`. Empty without a curriculum and without refills."""
+    """`refilled/...` and `drawn/...`, counts of groups; `pool/...`, tasks; `pass_rate`. Empty
+    without a curriculum and without refills.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class IdleTime:
-    """`who` was idle because of `for_whom`, `seconds` in all, which is `share` of the training phase."""
+    """`who` was idle because of `for_whom`, `seconds` in all, which is `share` of the training
+    phase.
+    """
 
     who: str
     for_whom: str
@@ -137,9 +157,11 @@ class IdleTime:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counts since the run began, over all its starts; what died with its processes was generated all the same.
+    """Counts since the run began, over all its starts; what died with its processes was generated
+    all the same.
 
-    Steps that a resumed run has lost do not count as trained. Rewards of `None` count as rollouts, as failed ones too.
+    Steps that a resumed run has lost do not count as trained. Rewards of `None` count as rollouts,
+    as failed ones too.
     """
 
     generated_tokens: int = 0
@@ -171,7 +193,9 @@ class MemberChanges:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Everything defaults, so that a launcher can show the phases in which no rollout process lives yet."""
+    """Everything defaults, so that a launcher can show the phases in which no rollout process lives
+    yet.
+    """
 
     phase: Phase = Phase.STARTING
     name: str = ""
@@ -203,7 +227,9 @@ class Status:
     quarantined: tuple[str, ...] = ()
     members: MemberChanges = MemberChanges()
     failures: dict[str, int] = field(default_factory=dict[str, int])
-    """Tries of rollouts without a reward, by the class of their error, since this process of the run began; most first."""
+    """Tries of rollouts without a reward, by the class of their error, since this process of the
+    run began; most first.
+    """
     learning: LearningStatus = LearningStatus()
     trainer: dict[str, float | None] = field(default_factory=dict[str, float | None])
     """`TRAINER_KEYS` of the last step."""
@@ -216,7 +242,9 @@ class Status:
     engine_busy: float | None = None
     """Share of the training phase in which some engine computed; none before it."""
     slots_used: float | None = None
-    """Mean share of the requests that could have decoded together which did; none where it is not known how many could."""
+    """Mean share of the requests that could have decoded together which did; none where it is not
+    known how many could.
+    """
     trainer_busy: float | None = None
     overlap_share: float | None = None
     """Share in which engine and trainer computed at the same time."""
@@ -230,9 +258,13 @@ class Status:
 
 
 def together(first: Status, others: Sequence[Status]) -> Status:
-    """Of several rollout processes: counts and rates of all, and the rest as the first says, which has its part of the rollouts."""
+    """Of several rollout processes: counts and rates of all, and the rest as the first says, which
+    has its part of the rollouts.
+    """
     every = (first, *others)
-    counted = {name: sum(getattr(one.totals, name) for one in every) for name in asdict(first.totals)}
+    counted = {
+        name: sum(getattr(one.totals, name) for one in every) for name in asdict(first.totals)
+    }
     counted["max_token_staleness"] = max(one.totals.max_token_staleness for one in every)
     accounts = [one.accounts for one in every if one.accounts is not None]
     return replace(
@@ -248,7 +280,16 @@ def together(first: Status, others: Sequence[Status]) -> Status:
 
 
 def _summed(accounts: Sequence[Accounts]) -> Accounts:
-    numbers = ("submitted", "running", "waiting", "leased", "trained", "received_tokens", "waiting_tokens", "trained_tokens")
+    numbers = (
+        "submitted",
+        "running",
+        "waiting",
+        "leased",
+        "trained",
+        "received_tokens",
+        "waiting_tokens",
+        "trained_tokens",
+    )
     return Accounts(
         **{name: sum(getattr(one, name) for one in accounts) for name in numbers},
         dropped=_sums(one.dropped for one in accounts),
@@ -275,12 +316,18 @@ FREE = 0.5
 
 
 def judge(
-    *, engine_busy: float | None, trainer_busy: float | None, slots_used: float | None = None, cores: CoreUse = CoreUse()
+    *,
+    engine_busy: float | None,
+    trainer_busy: float | None,
+    slots_used: float | None = None,
+    cores: CoreUse = CoreUse(),
 ) -> tuple[Bound, str]:
-    """Compares how much of the training phase each side was idle. The side with less idle time bounds the run.
+    """Compares how much of the training phase each side was idle. The side with less idle time
+    bounds the run.
 
-    An engine computes all the time also for one request: beside a trainer that seldom waits, what is free of its slots is its idle share, where
-    that is known. Beside one that waits, an engine that computes all the time is what it waits for, however few its requests.
+    An engine computes all the time also for one request: beside a trainer that seldom waits, what
+    is free of its slots is its idle share, where that is known. Beside one that waits, an engine
+    that computes all the time is what it waits for, however few its requests.
     """
     if engine_busy is None or trainer_busy is None:
         return Bound.UNKNOWN, ""
@@ -288,11 +335,15 @@ def judge(
     free = None if slots_used is None else 1 - slots_used
     engine_idle = 1 - engine_busy if free is None or trainer_idle >= WAITS else free
     if trainer_idle >= engine_idle + BALANCED:
-        return Bound.GENERATION, f"the trainer is idle {trainer_idle:.0%}{_more_generation(free, cores)}"
+        return (
+            Bound.GENERATION,
+            f"the trainer is idle {trainer_idle:.0%}{_more_generation(free, cores)}",
+        )
     if trainer_idle >= WAITS:
         return Bound.BALANCED, (
-            f"both sides wait, for agents and their tools or for each other (trainer idle {trainer_idle:.0%}, engines {engine_idle:.0%}): "
-            "a larger rollout.max_in_flight or rollout.max_staleness"
+            "both sides wait, for agents and their tools or for each other (trainer idle "
+            f"{trainer_idle:.0%}, engines {engine_idle:.0%}): a larger rollout.max_in_flight or "
+            "rollout.max_staleness"
         )
     if engine_idle >= trainer_idle + BALANCED:
         return Bound.TRAINER, f"the engines are idle {engine_idle:.0%}: {_more_training(cores)}"
@@ -302,25 +353,40 @@ def judge(
 def _more_generation(free: float | None, cores: CoreUse) -> str:
     """Advice by which engines make more, or the trainer needs less of them."""
     if free is not None and free >= FREE:
-        return f", and {free:.0%} of the engines' slots are free: a larger rollout.max_in_flight or rollout.max_staleness, quicker agents"
+        return (
+            f", and {free:.0%} of the engines' slots are free: a larger rollout.max_in_flight "
+            "or rollout.max_staleness, quicker agents"
+        )
     if not cores.are_full:
         return ": more engine.count, engine.max_running or rollout.max_in_flight"
     ways = [
-        *(["engine.lend = true, by which the trainer's cores generate while it waits"] if cores.can_lend else []),
+        *(
+            ["engine.lend = true, by which the trainer's cores generate while it waits"]
+            if cores.can_lend
+            else []
+        ),
         *(["fewer trainer.threads for more engine.threads"] if cores.can_shift else []),
         "shorter answers (environment.max_tokens, or what the prompt asks for)",
         "a machine with more cores",
     ]
-    return f", and every core computes already, so that more engines or threads would not help: {'; '.join(ways)}"
+    return (
+        ", and every core computes already, so that more engines or threads would not help: "
+        f"{'; '.join(ways)}"
+    )
 
 
 def _more_training(cores: CoreUse) -> str:
     if cores.are_full:
-        return "more trainer.threads for fewer engine.threads or engine.count, or more trainer.micro_batch_tokens"
+        return (
+            "more trainer.threads for fewer engine.threads or engine.count, or more "
+            "trainer.micro_batch_tokens"
+        )
     return "more trainer.threads or trainer.micro_batch_tokens, or fewer engines"
 
 
-def busy_words(*, engine_busy: float | None, trainer_busy: float | None, slots_used: float | None = None) -> str:
+def busy_words(
+    *, engine_busy: float | None, trainer_busy: float | None, slots_used: float | None = None
+) -> str:
     """`engines busy 90% (35% of their slots), trainer busy 80%`."""
     slots = "" if slots_used is None else f" ({percent(slots_used)} of their slots)"
     return f"engines busy {percent(engine_busy)}{slots}, trainer busy {percent(trainer_busy)}"
@@ -361,8 +427,14 @@ def duration(seconds: float | None) -> str:
 
 
 def unclaimed_words(found: Unclaimed) -> str:
-    """`4 rollouts wait to be claimed, the oldest for 2 min 10 s; the last claim was 3 min 05 s ago`."""
-    waits = f"{found.number} rollouts wait to be claimed, the oldest" if found.number > 1 else "1 rollout waits to be claimed,"
+    """`4 rollouts wait to be claimed, the oldest for 2 min 10 s; the last claim was 3 min 05 s
+    ago`.
+    """
+    waits = (
+        f"{found.number} rollouts wait to be claimed, the oldest"
+        if found.number > 1
+        else "1 rollout waits to be claimed,"
+    )
     last = "no worker has claimed one so far"
     if found.claimed_seconds is not None:
         last = f"the last claim was {duration(found.claimed_seconds)} ago"

@@ -1,4 +1,6 @@
-"""`summary.json`: how the run went, in the numbers by which it is judged; and the same as the last table of the terminal."""
+"""`summary.json`: how the run went, in the numbers by which it is judged; and the same as the last
+table of the terminal.
+"""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -18,7 +20,9 @@ from midflight.types import Accounts
 
 @dataclass(frozen=True, slots=True)
 class SourceSummary:
-    """Mean reward on held-out tasks of one source, sampled at the policy's temperature, before and after training."""
+    """Mean reward on held-out tasks of one source, sampled at the policy's temperature, before and
+    after training.
+    """
 
     heldout_before: float | None
     heldout_after: float | None
@@ -40,7 +44,9 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """docs/metrics.md defines every key. Those of the primary source stand alone, all sources under `sources`."""
+    """docs/metrics.md defines every key. Those of the primary source stand alone, all sources under
+    `sources`.
+    """
 
     name: str
     primary: str | None
@@ -77,18 +83,38 @@ class Summary:
 
 
 def past_seconds(folder: Path) -> float:
-    """That a run which goes on in this folder has run for: as its last summary says, or its journal, where it was killed since."""
+    """That a run which goes on in this folder has run for: as its last summary says, or its
+    journal, where it was killed since.
+    """
     summary = folder / "summary.json"
-    said = msgspec.json.decode(summary.read_bytes()).get("seconds", 0.0) if summary.exists() else 0.0
+    said = (
+        msgspec.json.decode(summary.read_bytes()).get("seconds", 0.0) if summary.exists() else 0.0
+    )
     return max(said, read_journal(folder / "metrics.jsonl").seconds)
 
 
 def summarise(
-    status: Status, *, primary: str | None, seconds: float, peak_memory_mb: float, before: float = 0.0, said: Said = Said()
+    status: Status,
+    *,
+    primary: str | None,
+    seconds: float,
+    peak_memory_mb: float,
+    before: float = 0.0,
+    said: Said = Said(),
 ) -> Summary:
-    """From the last status. `primary` is the source whose held-out score counts; `before` are the seconds of the starts before this one."""
+    """From the last status. `primary` is the source whose held-out score counts; `before` are the
+    seconds of the starts before this one.
+    """
     sources = {
-        s.name: SourceSummary(s.heldout_before, s.heldout_last, s.num_heldout, s.reward, s.failed_before, s.failed_last, s.is_incomplete)
+        s.name: SourceSummary(
+            s.heldout_before,
+            s.heldout_last,
+            s.num_heldout,
+            s.reward,
+            s.failed_before,
+            s.failed_last,
+            s.is_incomplete,
+        )
         for s in status.sources
     }
     first = sources.get(primary) if primary is not None else None
@@ -128,26 +154,45 @@ def write_summary(summary: Summary, path: Path) -> None:
 
 def summary_table(summary: Summary, status: Status) -> Table:
     """The end of `midflight train`. `status` is what the summary was made of."""
-    table = Table(title=f"{summary.name}: {summary.steps} steps in {duration(summary.seconds)}", box=box.ROUNDED, show_header=False)
+    table = Table(
+        title=f"{summary.name}: {summary.steps} steps in {duration(summary.seconds)}",
+        box=box.ROUNDED,
+        show_header=False,
+    )
     table.add_column(style="bold")
     table.add_column()
     for source in status.sources:
-        table.add_row(f"held-out {source.name}", heldout(source), style="yellow" if source.is_incomplete else "")
+        table.add_row(
+            f"held-out {source.name}",
+            heldout(source),
+            style="yellow" if source.is_incomplete else "",
+        )
     share = f" of {summary.rollouts:,}" if summary.rollouts else ""
     table.add_row("weights went live", f"{summary.weight_updates} times")
     table.add_row("rollouts spanning versions", f"{summary.rollouts_spanning_versions:,}{share}")
-    table.add_row("failed requests, rollouts", f"{summary.failed_requests}, {summary.failed_rollouts}")
+    table.add_row(
+        "failed requests, rollouts", f"{summary.failed_requests}, {summary.failed_rollouts}"
+    )
     if summary.failures:
         table.add_row("failed by", most_common(Counter(summary.failures)), style="yellow")
     if (a := summary.accounts) is not None:
         waiting = a.running + a.waiting + a.leased
-        table.add_row("groups", f"{a.trained:,} trained, {waiting:,} not yet, {sum(a.dropped.values()):,} dropped")
-    table.add_row("tokens trained", f"{summary.trained_tokens:,} of {summary.generated_tokens:,} generated")
+        table.add_row(
+            "groups",
+            f"{a.trained:,} trained, {waiting:,} not yet, {sum(a.dropped.values()):,} dropped",
+        )
+    table.add_row(
+        "tokens trained", f"{summary.trained_tokens:,} of {summary.generated_tokens:,} generated"
+    )
     for label, text in learning(status):
         table.add_row(label, text)
     table.add_row("oldest trained token", f"{summary.max_token_staleness} versions")
     table.add_row("engine and trainer busy together", percent(summary.overlap_share))
-    busy = busy_words(engine_busy=summary.engine_busy, trainer_busy=summary.trainer_busy, slots_used=summary.slots_used)
+    busy = busy_words(
+        engine_busy=summary.engine_busy,
+        trainer_busy=summary.trainer_busy,
+        slots_used=summary.slots_used,
+    )
     table.add_row("who was busy", f"{busy}: {summary.bound}")
     if summary.advice:
         table.add_row("advice", summary.advice)

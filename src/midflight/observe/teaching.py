@@ -1,4 +1,5 @@
-"""Alarms about what there is to learn from: groups that are all alike, answers that are cut short, and first steps that go too far.
+"""Alarms about what there is to learn from: groups that are all alike, answers that are cut short,
+and first steps that go too far.
 
 Each names the number, why it matters, and which option to change in which direction.
 """
@@ -16,7 +17,9 @@ STEPS = 2
 MIN_GROUPS = 16
 """It looks back on so many groups at least."""
 ALIKE_SHARE = 0.75
-"""It speaks where this share of those groups are alike. A group of 8 is alike more often than that where the model is right less than once in 28 times."""
+"""It speaks where this share of those groups are alike. A group of 8 is alike more often than that
+where the model is right less than once in 28 times.
+"""
 ROLLOUTS = 64
 """The alarm on answers cut short looks back on so many rollouts."""
 MIN_ROLLOUTS = 32
@@ -24,10 +27,13 @@ MIN_ROLLOUTS = 32
 CUT_SHARE = 0.25
 """It speaks where this share of them were cut short."""
 FIRST_VERSIONS = 10
-"""The alarm on the size of steps watches so many versions. Later steps have other reasons to go far."""
+"""The alarm on the size of steps watches so many versions. Later steps have other reasons to go
+far.
+"""
 FAR = 0.25
-"""Nats between the policy that sampled and the one that trains, within `rollout.max_staleness` steps. From 0.1 on a step is off its policy; runs
-that learn quickly get there in their first ten steps, and with steps fifteen times too large a model is at 0.8 after three."""
+"""Nats between the policy that sampled and the one that trains, within `rollout.max_staleness`
+steps. From 0.1 on a step is off its policy; runs that learn quickly get there in their first ten
+steps, and with steps fifteen times too large a model is at 0.8 after three."""
 
 LATER = " trainer.on_alarm says what becomes of such a step."
 
@@ -53,12 +59,16 @@ class LearningOptions:
 
 
 class TeachingAlarms:
-    """Watches facts. `say` takes the name of an alarm and its text, and does not say the same again for a while."""
+    """Watches facts. `say` takes the name of an alarm and its text, and does not say the same again
+    for a while.
+    """
 
     def __init__(self, say: Callable[[str, str], object], options: LearningOptions) -> None:
         self._say = say
         self._options = options
-        self._groups: deque[tuple[float, ...]] = deque(maxlen=max(MIN_GROUPS, STEPS * options.groups_per_step))
+        self._groups: deque[tuple[float, ...]] = deque(
+            maxlen=max(MIN_GROUPS, STEPS * options.groups_per_step)
+        )
         self._rollouts: deque[facts.RolloutEnded] = deque(maxlen=ROLLOUTS)
         self._distance: float | None = None
 
@@ -67,20 +77,24 @@ class TeachingAlarms:
             case facts.GroupFinished(group=group):
                 self._group(_rewards(group))
             case facts.GroupClosed(reason=Reason.ZERO_SPREAD, alike=alike):
-                self._group(() if alike is None else (float(alike == "passed"),) * self._options.group_size)
+                self._group(
+                    () if alike is None else (float(alike == "passed"),) * self._options.group_size
+                )
             case facts.RolloutEnded() if fact.key.kind is Kind.TRAINING and fact.reward is not None:
                 self._rollout(fact)
             case _:
                 pass
 
-    # --- Groups that are alike ----------------------------------------------------------------------------------------
+    # --- Groups that are alike --------------------------------------------------------------------
 
     def _group(self, rewards: tuple[float, ...]) -> None:
         if len(rewards) < 2 or not self._options.compares:
             return
         self._groups.append(rewards)
         alike = [group[0] for group in self._groups if min(group) == max(group)]
-        if len(self._groups) == self._groups.maxlen and len(alike) >= ALIKE_SHARE * len(self._groups):
+        if len(self._groups) == self._groups.maxlen and len(alike) >= ALIKE_SHARE * len(
+            self._groups
+        ):
             self._say("groups_alike", self._alike(alike))
 
     def _alike(self, alike: list[float]) -> str:
@@ -88,33 +102,53 @@ class TeachingAlarms:
         rewards = [reward for group in self._groups for reward in group]
         middle = (min(rewards) + max(rewards)) / 2
         num_low = sum(reward < middle for reward in alike)
-        spent = "others were drawn in their place" if self._options.draws_others else "they leave the weights as they are"
+        spent = (
+            "others were drawn in their place"
+            if self._options.draws_others
+            else "they leave the weights as they are"
+        )
         seen = (
-            f"{len(alike)} of the last {total} groups ({percent(len(alike) / total)}) had one reward for all their answers, "
-            f"{number(sum(alike) / len(alike))} in the mean: such a group has nothing to compare, so that what it cost is lost; {spent}."
+            f"{len(alike)} of the last {total} groups ({percent(len(alike) / total)}) had one "
+            f"reward for all their answers, {number(sum(alike) / len(alike))} in the mean: such a "
+            f"group has nothing to compare, so that what it cost is lost; {spent}."
         )
         if min(rewards) == max(rewards):
-            return f"{seen} No reward differs from another: are the tasks too easy or too hard, or does the reward not look at the answer?"
+            return (
+                f"{seen} No reward differs from another: are the tasks too easy or too hard, "
+                "or "
+                "does the reward not look at the answer?"
+            )
         if 2 * num_low >= len(alike):
             return f"{seen} Most are too hard: {self._for_hard()}."
         return f"{seen} Most are too easy: {self._draw('take harder tasks')}."
 
     def _for_hard(self) -> str:
         size = self._options.group_size
-        larger = f"raise rollout.group_size ({size}, {2 * size} would be next), so that a rare right answer is seen beside wrong ones"
+        larger = (
+            f"raise rollout.group_size ({size}, {2 * size} would be next), so that a rare "
+            "right answer is seen beside wrong ones"
+        )
         return f"{self._draw('take easier tasks, or a reward that is worth something on the way')}; or {larger}"
 
     def _draw(self, first: str) -> str:
-        """The options that change which groups are trained on, without those that are set already."""
+        """The options that change which groups are trained on, without those that are set
+        already.
+        """
         options = self._options
         ways = [first]
         if not options.draws_by_pass_rate:
-            ways.append('set curriculum.priority = "learnability", which draws the tasks that it can learn more often')
+            ways.append(
+                'set curriculum.priority = "learnability", which draws the tasks that it can learn '
+                "more often"
+            )
         if not options.draws_others:
-            ways.append("set rollout.drop_zero_spread = true, which fills steps with groups that differ, for more generation")
+            ways.append(
+                "set rollout.drop_zero_spread = true, which fills steps with groups that differ, "
+                "for more generation"
+            )
         return "; or ".join(ways)
 
-    # --- Answers that are cut short -----------------------------------------------------------------------------------
+    # --- Answers that are cut short ---------------------------------------------------------------
 
     def _rollout(self, rollout: facts.RolloutEnded) -> None:
         self._rollouts.append(rollout)
@@ -126,31 +160,53 @@ class TeachingAlarms:
         options = self._options
         total = len(self._rollouts)
         ended = [rollout.num_tokens for rollout in self._rollouts if not rollout.truncated]
-        long = f"; those that ended by themselves had at most {max(ended)} tokens" if ended else "; none ended by itself"
-        masked = "" if options.masks_truncated else ", and objective.mask_truncated = true keeps them out of the loss"
+        long = (
+            f"; those that ended by themselves had at most {max(ended)} tokens"
+            if ended
+            else "; none ended by itself"
+        )
+        masked = (
+            ""
+            if options.masks_truncated
+            else ", and objective.mask_truncated = true keeps them out of the loss"
+        )
         return (
-            f"{len(cut)} of the last {total} rollouts ({percent(len(cut) / total)}) were cut short{long}. What is cut off is rewarded as it "
-            f"stands, often before the answer came, and the model does not learn to end. {self._longer(cut)}; shorter answers may be asked "
-            f"for in the prompt{masked}."
+            f"{len(cut)} of the last {total} rollouts ({percent(len(cut) / total)}) were cut "
+            f"short{long}. What is cut off is rewarded as it stands, often before the answer came, "
+            f"and the model does not learn to end. {self._longer(cut)}; shorter answers may be "
+            f"asked for in the prompt{masked}."
         )
 
     def _longer(self, cut: list[facts.RolloutEnded]) -> str:
-        """Names the limit to raise. One answer that ended below `max_tokens` met the context, or a limit of the agent's own."""
+        """Names the limit to raise. One answer that ended below `max_tokens` met the context, or a
+        limit of the agent's own.
+        """
         options = self._options
-        by_context = [rollout for rollout in cut if rollout.num_turns == 1 and rollout.num_tokens < options.max_tokens]
+        by_context = [
+            rollout
+            for rollout in cut
+            if rollout.num_turns == 1 and rollout.num_tokens < options.max_tokens
+        ]
         if 2 * len(by_context) > len(cut):
             return (
-                f"Most of them had fewer tokens than environment.max_tokens ({options.max_tokens}): raise model.max_context "
-                f"({options.max_context}), or the limit that the agent itself asks for"
+                "Most of them had fewer tokens than environment.max_tokens "
+                f"({options.max_tokens}): raise model.max_context ({options.max_context}), or the "
+                "limit that the agent itself asks for"
             )
         wanted = 2 * options.max_tokens
-        room = f", with model.max_context ({options.max_context})" if 2 * wanted > options.max_context else ""
+        room = (
+            f", with model.max_context ({options.max_context})"
+            if 2 * wanted > options.max_context
+            else ""
+        )
         return f"Raise environment.max_tokens ({options.max_tokens}, {wanted} would be next){room}"
 
-    # --- Steps that go too far ----------------------------------------------------------------------------------------
+    # --- Steps that go too far --------------------------------------------------------------------
 
     def stepped(self, step: facts.Stepped) -> bool:
-        """Says it where the first steps went so far that the size of a step is to blame. True where it did."""
+        """Says it where the first steps went so far that the size of a step is to blame. True where
+        it did.
+        """
         rate = self._options.learning_rate
         distance = max(abs(step.metrics.get("rho/k1", 0.0)), step.metrics.get("rho/k3", 0.0))
         before = self._distance
@@ -165,10 +221,13 @@ class TeachingAlarms:
         grown = "" if before is None else f", after {number(before)} at the step before"
         compared = f"; a model of this size learns at about {usual:g}" if usual < rate else ""
         return (
-            f"the step to version {step.version}: its policy is {number(distance)} nats from the one that sampled its batch (train/rho/k1, k3){grown}, "
-            f"and more than {FAR:g} is far. So soon that comes of steps which are too large: the model forgets what it could, and what it sampled "
-            f"before teaches it little. Lower trainer.learning_rate ({rate:g}{compared}): begin again with --overwrite --set "
-            f"trainer.learning_rate={lower_rate(rate, usual):g}. A smaller rollout.max_staleness helps too.{LATER}"
+            f"the step to version {step.version}: its policy is {number(distance)} nats from the "
+            f"one that sampled its batch (train/rho/k1, k3){grown}, and more than {FAR:g} is far. "
+            "So soon that comes of steps which are too large: the model forgets what it could, "
+            "and what it sampled before teaches it little. Lower trainer.learning_rate "
+            f"({rate:g}{compared}): begin again with --overwrite --set "
+            f"trainer.learning_rate={lower_rate(rate, usual):g}. A smaller rollout.max_staleness "
+            f"helps too.{LATER}"
         )
 
 
@@ -180,4 +239,6 @@ def lower_rate(rate: float, usual: float) -> float:
 
 
 def _rewards(group: Group) -> tuple[float, ...]:
-    return tuple(trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None)
+    return tuple(
+        trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None
+    )

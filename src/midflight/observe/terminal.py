@@ -1,4 +1,6 @@
-"""The terminal of a run: a status as a few lines, redrawn in place, or a plain line every few seconds where nothing can be redrawn."""
+"""The terminal of a run: a status as a few lines, redrawn in place, or a plain line every few
+seconds where nothing can be redrawn.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +40,31 @@ PLAIN_SECONDS = 5.0
 """Between two lines of a log: often enough to see that it lives, seldom enough to read."""
 
 SHOWN_SECONDS = 1.0
-"""Workers that claim one rollout after the other leave moments between two claims, which are no trouble."""
+"""Workers that claim one rollout after the other leave moments between two claims, which are no
+trouble.
+"""
 
 
 class Terminal:
-    """Shows the newest status. Synchronous: drawing takes a few milliseconds and happens only when `show` is called."""
+    """Shows the newest status. Synchronous: drawing takes a few milliseconds and happens only when
+    `show` is called.
+    """
 
-    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic, as_json: bool = False) -> None:
+    def __init__(
+        self,
+        console: Console | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        as_json: bool = False,
+    ) -> None:
         """`as_json`: everything is one JSON object a line, and nothing is redrawn."""
         self._console = console or Console()
         self._clock = clock
         self._json = as_json
         redraws = self._console.is_terminal and not as_json
-        self._live = Live(console=self._console, auto_refresh=False, transient=True) if redraws else None
+        self._live = (
+            Live(console=self._console, auto_refresh=False, transient=True) if redraws else None
+        )
         self._last_line: tuple[float, Phase] | None = None
         self._last_step = 0
         self.status = Status()
@@ -60,7 +74,12 @@ class Terminal:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -72,21 +91,40 @@ class Terminal:
             self.say(plain_line(status), _numbers(status))
             if status.step > self._last_step:
                 self._last_step = status.step
-                self.say("  ".join(["", *(text for _, text in learning(status)), *([status.advice] if _is_lopsided(status) else [])]))
+                self.say(
+                    "  ".join(
+                        [
+                            "",
+                            *(text for _, text in learning(status)),
+                            *([status.advice] if _is_lopsided(status) else []),
+                        ]
+                    )
+                )
                 if status.sample is not None:
                     self.say(f"  last rollout: {in_a_line(status.sample)}")
 
     def say(self, message: RenderableType, numbers: Mapping[str, object] | None = None) -> None:
         """Prints something that stays, above the live view. `numbers` stand beside it in JSON."""
         if self._json:
-            message = json_line("launcher", (message if isinstance(message, str) else _drawn(message)).strip(), numbers=numbers)
-        plain = isinstance(message, str)  # as it is: brackets and colons are no markup, and a log's lines are not folded
-        self._console.print(message, highlight=False, markup=not plain, emoji=not plain, soft_wrap=plain)
+            message = json_line(
+                "launcher",
+                (message if isinstance(message, str) else _drawn(message)).strip(),
+                numbers=numbers,
+            )
+        # as it is: brackets and colons are no markup, and a log's lines are not folded
+        plain = isinstance(message, str)
+        self._console.print(
+            message, highlight=False, markup=not plain, emoji=not plain, soft_wrap=plain
+        )
 
     def _line_is_due(self, phase: Phase) -> bool:
         """Now and then, and at once when a phase begins."""
         now = self._clock()
-        if self._last_line is not None and self._last_line[1] is phase and now - self._last_line[0] < PLAIN_SECONDS:
+        if (
+            self._last_line is not None
+            and self._last_line[1] is phase
+            and now - self._last_line[0] < PLAIN_SECONDS
+        ):
             return False
         self._last_line = (now, phase)
         return True
@@ -99,8 +137,18 @@ def _drawn(message: RenderableType) -> str:
 
 
 def _numbers(status: Status) -> dict[str, object]:
-    found = {"phase": status.phase.value, "step": status.step, "steps": status.steps, "version": status.version, "reward": status.reward}
-    rates = {"generation_rate": status.generation_rate, "training_rate": status.training_rate, "eta_seconds": status.eta_seconds}
+    found = {
+        "phase": status.phase.value,
+        "step": status.step,
+        "steps": status.steps,
+        "version": status.version,
+        "reward": status.reward,
+    }
+    rates = {
+        "generation_rate": status.generation_rate,
+        "training_rate": status.training_rate,
+        "eta_seconds": status.eta_seconds,
+    }
     return {**found, **rates, "failures": status.failures or None}
 
 
@@ -121,27 +169,51 @@ def panel(status: Status) -> RenderableType:
         rows.add_row(label, content)
     name = Text(status.name or "midflight", style="bold")
     name.truncate(MAX_NAME, overflow="ellipsis")
-    title = Text.assemble(name, f"  {status.phase.value}  version {status.version}  {duration(status.seconds)}")
+    title = Text.assemble(
+        name, f"  {status.phase.value}  version {status.version}  {duration(status.seconds)}"
+    )
     return Panel(rows, title=title, title_align="left", border_style="cyan")
 
 
 def plain_line(status: Status) -> str:
     """The same in one line, where there is no terminal to redraw."""
     done, total, what = progress(status)
-    parts = [f"{duration(status.seconds):>12}", status.phase.value, f"{what} {done}/{total}" if total else ""]
+    parts = [
+        f"{duration(status.seconds):>12}",
+        status.phase.value,
+        f"{what} {done}/{total}" if total else "",
+    ]
     if status.phase is Phase.WARM_START and status.warm_start is not None:
-        parts += [f"loss {number(status.warm_start.loss)}", f"accuracy {number(status.warm_start.accuracy)}"]
+        parts += [
+            f"loss {number(status.warm_start.loss)}",
+            f"accuracy {number(status.warm_start.accuracy)}",
+        ]
     if status.phase is Phase.TRAINING:
-        parts += [f"reward {number(status.reward)}", f"version {status.version}", f"staleness {_mean_age(status)}"]
-        parts += [f"{status.generation_rate:,.0f} tok/s generated", f"{status.training_rate:,.0f} tok/s trained"]
-        parts += [f"ETA {duration(status.eta_seconds)}", *(f"{w.who} waits for {w.for_whom} {w.share:.0%}" for w in status.waits[:1])]
+        parts += [
+            f"reward {number(status.reward)}",
+            f"version {status.version}",
+            f"staleness {_mean_age(status)}",
+        ]
+        parts += [
+            f"{status.generation_rate:,.0f} tok/s generated",
+            f"{status.training_rate:,.0f} tok/s trained",
+        ]
+        parts += [
+            f"ETA {duration(status.eta_seconds)}",
+            *(f"{w.who} waits for {w.for_whom} {w.share:.0%}" for w in status.waits[:1]),
+        ]
     parts += _troubles(status)
     return "  ".join(part for part in parts if part)
 
 
 def learning(status: Status) -> list[tuple[str, str]]:
     """What the last steps had to learn from, and what the trainer says of them."""
-    said = (("groups", _groups(status)), ("tasks", _tasks(status)), ("lengths", _lengths(status)), ("trainer", _trainer(status)))
+    said = (
+        ("groups", _groups(status)),
+        ("tasks", _tasks(status)),
+        ("lengths", _lengths(status)),
+        ("trainer", _trainer(status)),
+    )
     return [(label, text) for label, text in said if text]
 
 
@@ -158,11 +230,20 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
     rows: list[tuple[str, RenderableType]] = [("progress", _bar(status))]
     if status.phase is Phase.WARM_START:
         return rows + _warm_start(status)
-    rows += [("reward" if index == 0 else "", _source(source)) for index, source in enumerate(status.sources)]
+    rows += [
+        ("reward" if index == 0 else "", _source(source))
+        for index, source in enumerate(status.sources)
+    ]
     rows += [(label, Text(text)) for label, text in learning(status)]
     if status.staleness:
         rows.append(
-            ("staleness", Text(f"{_histogram(status.staleness)}  mean {_mean_age(status)}, most {status.totals.max_token_staleness}"))
+            (
+                "staleness",
+                Text(
+                    f"{_histogram(status.staleness)}  mean {_mean_age(status)}, most "
+                    f"{status.totals.max_token_staleness}"
+                ),
+            )
         )
     if status.totals.generated_tokens:
         rows.append(("speed", Text(_speed(status))))
@@ -175,7 +256,11 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
     if status.waits:
         waits = (f"{w.who} for {w.for_whom} {w.share:.0%}" for w in status.waits[:MAX_WAITS])
         rows.append(("waiting", Text(", ".join(waits))))
-    return [*rows, *_trouble(status), *([] if status.sample is None else [("last rollout", _sample(status.sample))])]
+    return [
+        *rows,
+        *_trouble(status),
+        *([] if status.sample is None else [("last rollout", _sample(status.sample))]),
+    ]
 
 
 PROMPT_LINES = 2
@@ -183,11 +268,17 @@ COMPLETION_LINES = 4
 
 
 def _sample(shown: facts.Shown) -> RenderableType:
-    """The end of its prompt and the beginning of what was written, each line cut at the panel's edge."""
+    """The end of its prompt and the beginning of what was written, each line cut at the panel's
+    edge.
+    """
     lines = [(f"> {line}", "dim") for line in visible(shown.prompt).splitlines()[-PROMPT_LINES:]]
-    lines += [(f"< {line}", "") for line in visible(shown.completion).splitlines()[:COMPLETION_LINES]]
+    lines += [
+        (f"< {line}", "") for line in visible(shown.completion).splitlines()[:COMPLETION_LINES]
+    ]
     head = Text(f"{shown.source}, task {shown.task_id}, reward {number(shown.reward)}")
-    return Group(head, *(Text(line, style=style, no_wrap=True, overflow="ellipsis") for line, style in lines))
+    return Group(
+        head, *(Text(line, style=style, no_wrap=True, overflow="ellipsis") for line, style in lines)
+    )
 
 
 def _bar(status: Status) -> RenderableType:
@@ -196,19 +287,31 @@ def _bar(status: Status) -> RenderableType:
         return Text("…")
     line = Table.grid(padding=(0, 1))
     eta = f"  ETA {duration(status.eta_seconds)}" if status.phase is Phase.TRAINING else ""
-    line.add_row(ProgressBar(total=total, completed=min(done, total), width=BAR_WIDTH), Text(f"{what} {done}/{total}{eta}"))
+    line.add_row(
+        ProgressBar(total=total, completed=min(done, total), width=BAR_WIDTH),
+        Text(f"{what} {done}/{total}{eta}"),
+    )
     return line
 
 
 def _warm_start(status: Status) -> list[tuple[str, RenderableType]]:
     if status.warm_start is None:
         return []
-    target = "" if status.warm_start.target is None else f", until {number(status.warm_start.target)}"
-    return [("loss", Text(number(status.warm_start.loss))), ("accuracy", Text(f"{number(status.warm_start.accuracy)}{target}"))]
+    target = (
+        "" if status.warm_start.target is None else f", until {number(status.warm_start.target)}"
+    )
+    return [
+        ("loss", Text(number(status.warm_start.loss))),
+        ("accuracy", Text(f"{number(status.warm_start.accuracy)}{target}")),
+    ]
 
 
 def _source(source: SourceStatus) -> RenderableType:
-    scores = (f"   held out {heldout(source)}", "yellow" if source.is_incomplete else "") if source.was_evaluated else ""
+    scores = (
+        (f"   held out {heldout(source)}", "yellow" if source.is_incomplete else "")
+        if source.was_evaluated
+        else ""
+    )
     return Text.assemble((f"{number(source.reward):>6}", "bold green"), f"  {source.name}", scores)
 
 
@@ -222,7 +325,11 @@ def _groups(status: Status) -> str:
 def _tasks(status: Status) -> str:
     """`12 unseen, 3 hard, 40 learnable, 9 easy; pass rate 45%`."""
     of = status.learning.curriculum
-    pools = ", ".join(f"{size:,.0f} {name.removeprefix('pool/')}" for name, size in of.items() if name.startswith("pool/"))
+    pools = ", ".join(
+        f"{size:,.0f} {name.removeprefix('pool/')}"
+        for name, size in of.items()
+        if name.startswith("pool/")
+    )
     return f"{pools}; pass rate {percent(of.get('pass_rate'))}" if pools else ""
 
 
@@ -233,7 +340,10 @@ def _lengths(status: Status) -> str:
         return ""
     reach = f" ({of.lengths['min']:,.0f} to {of.lengths['max']:,.0f})" if of.lengths else ""
     trained = UNKNOWN if of.trained_length is None else f"{of.trained_length:,.0f}"
-    return f"{of.generated_length:,.0f} tokens a rollout{reach}, {trained} trained, {percent(of.truncated_share)} cut short"
+    return (
+        f"{of.generated_length:,.0f} tokens a rollout{reach}, {trained} trained, "
+        f"{percent(of.truncated_share)} cut short"
+    )
 
 
 _READINGS = {
@@ -247,8 +357,16 @@ _READINGS = {
 
 
 def _trainer(status: Status) -> str:
-    shown = [f"{words} {_reading(status.trainer[key])}" for key, words in _READINGS.items() if key in status.trainer]
-    clips = [share for key, share in status.trainer.items() if key.startswith("clip/") and share is not None]
+    shown = [
+        f"{words} {_reading(status.trainer[key])}"
+        for key, words in _READINGS.items()
+        if key in status.trainer
+    ]
+    clips = [
+        share
+        for key, share in status.trainer.items()
+        if key.startswith("clip/") and share is not None
+    ]
     return "  ".join([*shown, *([f"clipped {sum(clips):.1%}"] if clips else [])])
 
 
@@ -263,33 +381,52 @@ def _is_lopsided(status: Status) -> bool:
 def _histogram(staleness: dict[int, int]) -> str:
     """One bar per age that occurs, youngest first, as tall as its share of the tokens."""
     most = max(staleness.values()) or 1
-    return "  ".join(f"{age}:{LEVELS[round(count / most * (len(LEVELS) - 1))]}" for age, count in sorted(staleness.items()))
+    return "  ".join(
+        f"{age}:{LEVELS[round(count / most * (len(LEVELS) - 1))]}"
+        for age, count in sorted(staleness.items())
+    )
 
 
 def _mean_age(status: Status) -> str:
     tokens = sum(status.staleness.values())
-    return f"{sum(age * n for age, n in status.staleness.items()) / tokens:.2f}" if tokens else UNKNOWN
+    return (
+        f"{sum(age * n for age, n in status.staleness.items()) / tokens:.2f}" if tokens else UNKNOWN
+    )
 
 
 def _speed(status: Status) -> str:
     t = status.totals
     return (
-        f"generation {status.generation_rate:,.0f} tok/s ({status.num_running} running)   training {status.training_rate:,.0f} tok/s   "
-        f"{t.rollouts_spanning_versions:,} of {t.rollouts:,} rollouts span versions"
+        f"generation {status.generation_rate:,.0f} tok/s ({status.num_running} running)   training "
+        f"{status.training_rate:,.0f} tok/s   {t.rollouts_spanning_versions:,} of {t.rollouts:,} "
+        "rollouts span versions"
     )
 
 
 def _busy(status: Status) -> str:
     slots = "" if status.slots_used is None else f" ({percent(status.slots_used)} of slots)"
-    shares = f"engine {percent(status.engine_busy)}{slots}, trainer {percent(status.trainer_busy)}, both {percent(status.overlap_share)}"
+    shares = (
+        f"engine {percent(status.engine_busy)}{slots}, trainer "
+        f"{percent(status.trainer_busy)}, both {percent(status.overlap_share)}"
+    )
     return f"{shares}   {status.bound.value}"
 
 
 def _members(changes: MemberChanges) -> str:
     """`b, c joined (c yet to get the weights), 2 left`."""
-    names = [*changes.joined[:MAX_JOINED], *([f"{len(changes.joined) - MAX_JOINED} more"] if len(changes.joined) > MAX_JOINED else [])]
-    waiting = f" ({', '.join(changes.joining[:MAX_JOINED])} yet to get the weights)" if changes.joining else ""
-    said = [f"{', '.join(names)} joined{waiting}" if names else "", f"{changes.num_left} left" if changes.num_left else ""]
+    names = [
+        *changes.joined[:MAX_JOINED],
+        *([f"{len(changes.joined) - MAX_JOINED} more"] if len(changes.joined) > MAX_JOINED else []),
+    ]
+    waiting = (
+        f" ({', '.join(changes.joining[:MAX_JOINED])} yet to get the weights)"
+        if changes.joining
+        else ""
+    )
+    said = [
+        f"{', '.join(names)} joined{waiting}" if names else "",
+        f"{changes.num_left} left" if changes.num_left else "",
+    ]
     return ", ".join(filter(None, said))
 
 
@@ -303,7 +440,10 @@ def _troubles(status: Status) -> list[str]:
     t = status.totals
     if t.failed_rollouts or status.failures:
         classes = most_common(Counter(status.failures))
-        found.append(f"{t.failed_rollouts:,} of {t.rollouts:,} rollouts failed" + (f": {classes}" if classes else ""))
+        found.append(
+            f"{t.failed_rollouts:,} of {t.rollouts:,} rollouts failed"
+            + (f": {classes}" if classes else "")
+        )
     if t.failed_requests:
         found.append(f"{t.failed_requests:,} requests failed")
     if status.quarantined:
@@ -311,5 +451,8 @@ def _troubles(status: Status) -> list[str]:
     if status.unclaimed is not None and status.unclaimed.idle_seconds >= SHOWN_SECONDS:
         found.append(unclaimed_words(status.unclaimed))
     if status.dropped:
-        found.append("groups dropped: " + ", ".join(f"{count} {reason}" for reason, count in status.dropped.items()))
+        found.append(
+            "groups dropped: "
+            + ", ".join(f"{count} {reason}" for reason, count in status.dropped.items())
+        )
     return found

@@ -1,7 +1,8 @@
-"""`timeline.jsonl`: when everything in a run happened, one line for each rollout, batch, step, commit and wait. `midflight trace` draws it.
+"""`timeline.jsonl`: when everything in a run happened, one line for each rollout, batch, step,
+commit and wait. `midflight trace` draws it.
 
-Times are seconds since the run began, over all its starts, as in the journal. Nothing is taken back: steps that a crash undid
-are there too, and again when they were made again.
+Times are seconds since the run began, over all its starts, as in the journal. Nothing is taken
+back: steps that a crash undid are there too, and again when they were made again.
 """
 
 import time
@@ -17,19 +18,25 @@ from midflight.types import GroupKey, Kind, TurnTimes, Version, facts
 
 TIMELINE = "timeline.jsonl"
 FLUSH_SECONDS = 0.2
-"""Rollouts that end within them are given to the system together: to give it each by itself costs as much as to make its line."""
+"""Rollouts that end within them are given to the system together: to give it each by itself costs
+as much as to make its line.
+"""
 SHORTEST_WAIT = 0.005
 """Seconds. Shorter waits are hand-overs between loops, and there are thousands."""
 
 
 class Began(msgspec.Struct, frozen=True, tag="start", tag_field="kind"):
-    """The processes of the run started, or started again, at `at`, which was `wall` in seconds since 1970."""
+    """The processes of the run started, or started again, at `at`, which was `wall` in seconds
+    since 1970.
+    """
 
     at: float
     wall: float
 
 
-class RolloutTimed(msgspec.Struct, frozen=True, omit_defaults=True, tag="rollout", tag_field="kind"):
+class RolloutTimed(
+    msgspec.Struct, frozen=True, omit_defaults=True, tag="rollout", tag_field="kind"
+):
     """One try of a rollout. Its turns are in the order of their ends."""
 
     key: tuple[int, int, int, int]
@@ -65,7 +72,9 @@ class StepTimed(msgspec.Struct, frozen=True, omit_defaults=True, tag="step", tag
 
 
 class CommitTimed(msgspec.Struct, frozen=True, tag="commit", tag_field="kind"):
-    """An engine serves a version from `at` on; it had stood still for `pause_seconds`, and taken it in for `stage_seconds` before that."""
+    """An engine serves a version from `at` on; it had stood still for `pause_seconds`, and taken it
+    in for `stage_seconds` before that.
+    """
 
     engine: str
     version: Version
@@ -108,7 +117,17 @@ class EngineTimed(msgspec.Struct, frozen=True, tag="engine", tag_field="kind"):
     event: str | None = None
 
 
-Timed = Began | RolloutTimed | BatchTimed | StepTimed | CommitTimed | WaitTimed | ScoreTimed | DropTimed | EngineTimed
+Timed = (
+    Began
+    | RolloutTimed
+    | BatchTimed
+    | StepTimed
+    | CommitTimed
+    | WaitTimed
+    | ScoreTimed
+    | DropTimed
+    | EngineTimed
+)
 
 TIMED = (
     facts.RolloutEnded
@@ -123,7 +142,9 @@ TIMED = (
     | facts.EngineJoined
     | facts.EngineLeft
 )
-"""The facts that have a line. An answer, a token and an engine's step have none: an answer's times come with its rollout."""
+"""The facts that have a line. An answer, a token and an engine's step have none: an answer's times
+come with its rollout.
+"""
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Timed).decode
@@ -150,11 +171,29 @@ class Timeline:
             case facts.RolloutEnded():
                 self._write(self._rollout(fact, now))
             case facts.Leased(batch=batch):
-                self._write(BatchTimed(batch.lease, batch.train_version, now, tuple(_place(group.key) for group in batch.groups)))
+                self._write(
+                    BatchTimed(
+                        batch.lease,
+                        batch.train_version,
+                        now,
+                        tuple(_place(group.key) for group in batch.groups),
+                    )
+                )
             case facts.Stepped(lease=lease, version=version, num_tokens=tokens, skipped=skipped):
-                self._write(StepTimed(lease, version, self._at(fact.started), self._at(fact.ended), tokens, skipped))
+                self._write(
+                    StepTimed(
+                        lease,
+                        version,
+                        self._at(fact.started),
+                        self._at(fact.ended),
+                        tokens,
+                        skipped,
+                    )
+                )
             case facts.WeightsCommitted(engine=engine, version=version):
-                self._write(CommitTimed(engine, version, now, fact.stage_seconds, fact.pause_seconds))
+                self._write(
+                    CommitTimed(engine, version, now, fact.stage_seconds, fact.pause_seconds)
+                )
             case facts.Waited() if fact.seconds >= SHORTEST_WAIT:
                 self._write(WaitTimed(fact.who, fact.for_whom, round(now - fact.seconds, 6), now))
             case facts.Evaluated(version=version, source=source):
@@ -215,9 +254,14 @@ def _place(key: GroupKey) -> tuple[int, int, int]:
 
 
 def read_timeline(path: Path) -> Sequence[Timed]:
-    """Its lines, in the order in which they were written. A last line that is being written is left out; a missing file is empty."""
+    """Its lines, in the order in which they were written. A last line that is being written is left
+    out; a missing file is empty.
+    """
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     try:
         return [_decode(line) for line in lines if line.strip()]
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}: not a line of a timeline ({error}); move the file away, and the run is drawn without it.") from None
+        raise ConfigError(
+            f"{path}: not a line of a timeline ({error}); move the file away, and the run is drawn "
+            "without it."
+        ) from None

@@ -1,4 +1,6 @@
-"""What a Python program asks for, as a configuration: functions become entries, rows become a file."""
+"""What a Python program asks for, as a configuration: functions become entries, rows become a
+file.
+"""
 
 import re
 import tempfile
@@ -33,15 +35,22 @@ class RowsFile:
         number = -1
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
-                raise ConfigError(f"data: row {number} is {type(row).__name__} {row!r:.80}, expected a dict from columns to values.")
+                raise ConfigError(
+                    f"data: row {number} is {type(row).__name__} {row!r:.80}, expected a dict from "
+                    "columns to values."
+                )
             try:
                 self._file.write(encode(dict(cast("Mapping[str, object]", row))) + b"\n")
             except (TypeError, ValueError, NotImplementedError) as error:
                 raise ConfigError(
-                    f"data: row {number} cannot be written as JSON: {error}; give texts, numbers, lists and dicts."
+                    f"data: row {number} cannot be written as JSON: {error}; give texts, numbers, "
+                    "lists and dicts."
                 ) from error
         if number < 0:
-            raise ConfigError("data has no rows, so there is nothing to train on; an iterator can be read only once.")
+            raise ConfigError(
+                "data has no rows, so there is nothing to train on; an iterator can be read only "
+                "once."
+            )
         self._file.flush()
 
 
@@ -64,7 +73,10 @@ class Objects:
         if isinstance(value, str):
             return value
         if not callable(value):
-            raise ConfigError(f"{role} is {type(value).__name__} {value!r:.80}, expected a function, or its `module:function`.")
+            raise ConfigError(
+                f"{role} is {type(value).__name__} {value!r:.80}, expected a function, or its "
+                "`module:function`."
+            )
         called = str(getattr(getattr(value, "func", value), "__name__", type(value).__name__))
         name = wanted = called if re.fullmatch(r"\w+", called) else role
         number = 1
@@ -95,7 +107,9 @@ class AskedRun:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Those of `Trainer` that say what is trained, and on what. `source` are the options of the data."""
+    """Those of `Trainer` that say what is trained, and on what. `source` are the options of the
+    data.
+    """
 
     model: str | Path | None
     data: Any
@@ -111,18 +125,29 @@ class Arguments:
         """`ConfigError` with everything that is wrong with them."""
         objects = Objects()
         rows = None
-        file, tables = (None, self.config) if isinstance(self.config, Mapping) else (self.config, {})
+        file, tables = (
+            (None, self.config) if isinstance(self.config, Mapping) else (self.config, {})
+        )
         environment = self._environment(objects)
         if self.data is not None:
             place, rows = self._place(objects)
             environment["sources"] = [place | dict(self.source)]
         elif self.source:
             raise ConfigError(
-                f"{', '.join(self.source)} given without data; give data, or set it in environment.sources of the configuration."
+                f"{', '.join(self.source)} given without data; give data, or set it in "
+                "environment.sources of the configuration."
             )
-        own = {"run": {"steps": self.steps, "folder": self.folder}, "model": {"path": self.model}, "environment": environment}
+        own = {
+            "run": {"steps": self.steps, "folder": self.folder},
+            "model": {"path": self.model},
+            "environment": environment,
+        }
         config = load_config(file, table=_laid_over(tables, own))
-        asked = AskedRun(config if rows is None else with_rows(config, config.run.folder / ROWS), objects.packed(), rows)
+        asked = AskedRun(
+            config if rows is None else with_rows(config, config.run.folder / ROWS),
+            objects.packed(),
+            rows,
+        )
         model_sizes(asked.config.model)
         check_teacher(asked.config)
         return asked
@@ -130,25 +155,35 @@ class Arguments:
     def _environment(self, objects: Objects) -> dict[str, object]:
         rewards = [_reward(given, objects) for given in self.rewards]
         tools = [objects.entry(tool, role="tool") for tool in self.tools]
-        entry = None if self.environment is None else objects.entry(self.environment, role="environment")
+        entry = (
+            None
+            if self.environment is None
+            else objects.entry(self.environment, role="environment")
+        )
         return {"entry": entry, "rewards": rewards or None, "tools": tools or None}
 
     def _place(self, objects: Objects) -> tuple[dict[str, object], RowsFile | None]:
         """Where the rows are: in a file or folder, with a function, or here."""
         data = self.data
         if isinstance(data, str | Path):
-            is_entry = isinstance(data, str) and ENTRY.fullmatch(data) is not None and not Path(data).exists()
+            is_entry = (
+                isinstance(data, str)
+                and ENTRY.fullmatch(data) is not None
+                and not Path(data).exists()
+            )
             return {"entry" if is_entry else "path": str(data)}, None
         if callable(data) and not hasattr(data, "__getitem__"):
             return {"entry": objects.entry(data, role="data")}, None
         if isinstance(data, Mapping):
             keys = ", ".join(map(str, cast("Mapping[object, object]", data)))
             raise ConfigError(
-                f"data is a dict with {keys:.80}: give a list of dicts, one for each row; of a DatasetDict, one of its splits."
+                f"data is a dict with {keys:.80}: give a list of dicts, one for each row; of a "
+                "DatasetDict, one of its splits."
             )
         if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
             raise ConfigError(
-                f"data is {type(data).__name__} {data!r:.80}, expected rows: a list of dicts, a Dataset, a path or an iterator."
+                f"data is {type(data).__name__} {data!r:.80}, expected rows: a list of dicts, a "
+                "Dataset, a path or an iterator."
             )
         return {"path": ROWS, "name": Path(ROWS).stem}, RowsFile(_each(data))
 
@@ -157,12 +192,16 @@ def with_rows(config: Config, path: Path) -> Config:
     """Whose first source is read from there."""
     first, *others = config.environment.sources
     sources = (first.model_copy(update={"path": path}), *others)
-    return config.model_copy(update={"environment": config.environment.model_copy(update={"sources": sources})})
+    return config.model_copy(
+        update={"environment": config.environment.model_copy(update={"sources": sources})}
+    )
 
 
 def _each(data: Any) -> Iterator[object]:
     """A torch dataset has rows by number, and need not end by itself."""
-    return iter(data) if hasattr(data, "__iter__") else (data[number] for number in range(len(data)))
+    return (
+        iter(data) if hasattr(data, "__iter__") else (data[number] for number in range(len(data)))
+    )
 
 
 def _reward(given: object, objects: Objects) -> Mapping[str, object]:
@@ -171,14 +210,23 @@ def _reward(given: object, objects: Objects) -> Mapping[str, object]:
         return section | {"entry": objects.entry(section.get("entry"), role="reward")}
     function, weight = given if isinstance(given, tuple) and len(given) == 2 else (given, 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float):
-        raise ConfigError(f"the weight of reward {function!r:.80} is {weight!r}, expected a number: give pairs such as (correct, 1.0).")
+        raise ConfigError(
+            f"the weight of reward {function!r:.80} is {weight!r}, expected a number: give pairs "
+            "such as (correct, 1.0)."
+        )
     return {"entry": objects.entry(function, role="reward"), "weight": weight}
 
 
 def _laid_over(tables: Tables, own: Tables) -> Tables:
     """Options that are None were not given."""
-    given = {section: {name: value for name, value in options.items() if value is not None} for section, options in own.items()}
-    sections = {**dict.fromkeys(tables), **dict.fromkeys(name for name, options in given.items() if options)}
+    given = {
+        section: {name: value for name, value in options.items() if value is not None}
+        for section, options in own.items()
+    }
+    sections = {
+        **dict.fromkeys(tables),
+        **dict.fromkeys(name for name, options in given.items() if options),
+    }
     return {name: _section(tables.get(name, {}), given.get(name, {})) for name in sections}
 
 

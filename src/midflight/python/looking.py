@@ -1,4 +1,6 @@
-"""What a run leaves in its folder, as a program looks at it while it runs and afterwards: lines of the journal, rollouts of the store."""
+"""What a run leaves in its folder, as a program looks at it while it runs and afterwards: lines of
+the journal, rollouts of the store.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -19,7 +21,9 @@ from midflight.types.rollouts import spans
 
 
 class Lines:
-    """The lines of a journal that nobody has read yet. After a crash of a part the file is written anew: what was read stays read."""
+    """The lines of a journal that nobody has read yet. After a crash of a part the file is written
+    anew: what was read stays read.
+    """
 
     def __init__(self, path: Path, *, read: frozenset[int] = frozenset()) -> None:
         """`read`: hashes of lines that are not to be read."""
@@ -34,7 +38,9 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A part of a conversation, as the model read it or wrote it, with the marks of its template."""
+    """A part of a conversation, as the model read it or wrote it, with the marks of its
+    template.
+    """
 
     generated: bool
     text: str
@@ -64,7 +70,9 @@ class RolloutSeen:
     trained_by: Version | None
     """The version that the step on it made, once a checkpoint has that."""
     conversations: tuple[tuple[Passage, ...], ...]
-    """One; several where the agent's conversation branched; none where nothing of it can be trained on."""
+    """One; several where the agent's conversation branched; none where nothing of it can be trained
+    on.
+    """
 
     @property
     def conversation(self) -> tuple[Passage, ...]:
@@ -73,7 +81,9 @@ class RolloutSeen:
 
 
 def rollouts_of(folder: Path) -> Iterator[RolloutSeen]:
-    """Those of the run in a folder, in the order of its tasks, and of its gateways. Reads only, also while the run goes on."""
+    """Those of the run in a folder, in the order of its tasks, and of its gateways. Reads only,
+    also while the run goes on.
+    """
     path = file_of(folder, Kind.TRAINING)
     if not path.exists():
         raise ConfigError(f"{folder} has no rollouts yet; train first.")
@@ -106,4 +116,7 @@ def _seen(path: Path, tokenizer: Tokenizer) -> Iterator[RolloutSeen]:
 
 def _passages(row: Row, tokenizer: Tokenizer) -> tuple[Passage, ...]:
     """The row cut where the model begins and ends to write."""
-    return tuple(Passage(wrote, tokenizer.decode(row.token_ids[begin:end].tolist())) for begin, end, wrote in spans(row.generated))
+    return tuple(
+        Passage(wrote, tokenizer.decode(row.token_ids[begin:end].tolist()))
+        for begin, end, wrote in spans(row.generated)
+    )

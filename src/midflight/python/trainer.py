@@ -1,9 +1,10 @@
 """A run from Python: in a script, in a thread, or in a notebook.
 
-    trainer = Trainer("models/small", rows, prompt="{question}", rewards=[correct], steps=200, folder="runs/mine")
-    summary = trainer.train()
+    trainer = Trainer("models/small", rows, prompt="{question}", rewards=[correct], steps=200,
+    folder="runs/mine") summary = trainer.train()
 
-Agents, engines and the trainer itself run in processes of their own, as with `midflight train`; this one only watches them.
+Agents, engines and the trainer itself run in processes of their own, as with `midflight train`;
+this one only watches them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from midflight.run.launcher.ending import LOOK_SECONDS
 from midflight.run.parts import Message, Progress
 
 ENDING_SECONDS = 15.0
-"""For a run to end in order where the program ends before it: beside `run.stop_seconds`, which its parts have."""
+"""For a run to end in order where the program ends before it: beside `run.stop_seconds`, which its
+parts have.
+"""
 
 
 class Callbacks(msgspec.Struct, frozen=True):
@@ -62,7 +65,15 @@ class Callbacks(msgspec.Struct, frozen=True):
 class BackgroundRun:
     """A run from its start to its end. Everything here may be called from any thread."""
 
-    def __init__(self, config: Config, program: launch.Program, *, resume: bool, overwrite: bool, own_loss: str | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        program: launch.Program,
+        *,
+        resume: bool,
+        overwrite: bool,
+        own_loss: str | None,
+    ) -> None:
         self._config = config
         self._own_loss = own_loss
         self._resume = resume
@@ -99,7 +110,9 @@ class BackgroundRun:
         return Lines(self._journal, read=self._first if since_start else self.before)
 
     def wait(self, lines: Lines) -> list[Line]:
-        """Waits for new lines, until the run is over, and looks up now and then: then and in the end there may be none."""
+        """Waits for new lines, until the run is over, and looks up now and then: then and in the
+        end there may be none.
+        """
         with self._told:
             heard = self._num_heard
         if not (found := lines.new()) and not self.over:
@@ -120,7 +133,13 @@ class BackgroundRun:
 
     def _run(self) -> None:
         try:
-            launch.train(self._config, resume=self._resume, overwrite=self._overwrite, own_loss=self._own_loss, program=self._program)
+            launch.train(
+                self._config,
+                resume=self._resume,
+                overwrite=self._overwrite,
+                own_loss=self._own_loss,
+                program=self._program,
+            )
         except BaseException as error:
             self._error = error
         finally:
@@ -141,18 +160,21 @@ class BackgroundRun:
 
 
 def console(*, shown: bool) -> Console:
-    """Where a run is shown. A notebook's own way of showing things belongs to the thread of a cell; lines of text may come from any."""
+    """Where a run is shown. A notebook's own way of showing things belongs to the thread of a cell;
+    lines of text may come from any.
+    """
     return Console(file=sys.stdout, force_jupyter=False, quiet=not shown, soft_wrap=True)
 
 
 class Trainer:
-    """One run, and its folder. `train` may be called again: that is a second start, for which `resume` or `overwrite` say what it means.
+    """One run, and its folder. `train` may be called again: that is a second start, for which
+    `resume` or `overwrite` say what it means.
 
     model: a Hugging Face model folder, or a GGUF file; none makes a small model, as `config` says.
-    data: a list of dicts, a Dataset, a path, an iterator, a function that returns one, or `module:function`.
-    prompt, answer, system, heldout: as in `[[environment.sources]]`.
-    rewards: functions, or pairs of one with its weight. tools: functions. environment: a function or class in place of both.
-    config: a TOML file, or a dict of its sections, under what else is given here.
+    data: a list of dicts, a Dataset, a path, an iterator, a function that returns one, or
+    `module:function`. prompt, answer, system, heldout: as in `[[environment.sources]]`. rewards:
+    functions, or pairs of one with its weight. tools: functions. environment: a function or class
+    in place of both. config: a TOML file, or a dict of its sections, under what else is given here.
     progress: whether the run is shown.
     """
 
@@ -179,10 +201,14 @@ class Trainer:
         on_checkpoint: Callable[[CheckpointLine], object] | None = None,
         on_end: Callable[[Summary], object] | None = None,
     ) -> None:
-        """`ConfigError` says everything that is wrong with them. Nothing is started, and nothing written but a temporary file of the rows."""
+        """`ConfigError` says everything that is wrong with them. Nothing is started, and nothing
+        written but a temporary file of the rows.
+        """
         source = {"prompt": prompt, "answer": answer, "system": system, "heldout": heldout}
         given = {name: value for name, value in source.items() if value is not None}
-        self._asked = Arguments(model, data, given, rewards, tools, environment, steps, folder, config).asked()
+        self._asked = Arguments(
+            model, data, given, rewards, tools, environment, steps, folder, config
+        ).asked()
         self.config = self._asked.config
         self.folder = Path(self.config.run.folder)
         self._resume = resume
@@ -195,20 +221,25 @@ class Trainer:
         self._failure: BaseException | None = None
         """Of a callback."""
 
-    # --- Starting and ending -----------------------------------------------------------------------------------------
+    # --- Starting and ending ----------------------------------------------------------------------
 
     def train(self, *, resume: bool | None = None, overwrite: bool | None = None) -> Summary:
         """Trains to the end. Callbacks run in this thread.
 
-        Ctrl-C, or the interruption of a cell, ends the run in order and then raises `KeyboardInterrupt`; `resume=True` goes on from there.
+        Ctrl-C, or the interruption of a cell, ends the run in order and then raises
+        `KeyboardInterrupt`; `resume=True` goes on from there.
         """
         self._begin(resume, overwrite)
         return self._waited()
 
     def start(self, *, resume: bool | None = None, overwrite: bool | None = None) -> Trainer:
-        """Trains while this program goes on; `wait` gives the summary. Callbacks run in a thread of their own."""
+        """Trains while this program goes on; `wait` gives the summary. Callbacks run in a thread of
+        their own.
+        """
         self._begin(resume, overwrite)
-        self._listener = threading.Thread(target=self._follow, name="midflight callbacks", daemon=True)
+        self._listener = threading.Thread(
+            target=self._follow, name="midflight callbacks", daemon=True
+        )
         self._listener.start()
         return self
 
@@ -218,7 +249,9 @@ class Trainer:
         return self._waited()
 
     def stop(self) -> None:
-        """Ends the run in order, with everything written; `resume=True` goes on from there. Does not wait: `wait` does."""
+        """Ends the run in order, with everything written; `resume=True` goes on from there. Does
+        not wait: `wait` does.
+        """
         self._started().stop()
 
     @property
@@ -228,7 +261,11 @@ class Trainer:
     @property
     def status(self) -> Status:
         """As the terminal shows it."""
-        return Status(name=self.config.run.name, steps=self.config.run.steps) if self._under_way is None else self._under_way.status
+        return (
+            Status(name=self.config.run.name, steps=self.config.run.steps)
+            if self._under_way is None
+            else self._under_way.status
+        )
 
     def _started(self) -> BackgroundRun:
         if self._under_way is None:
@@ -238,28 +275,44 @@ class Trainer:
     def _begin(self, resume: bool | None, overwrite: bool | None) -> None:
         """Everything that can be checked is checked before the folder is touched."""
         if self.running:
-            raise ConfigError(f"{self.folder} is in use by this trainer, which trains already; call stop() and wait() first.")
+            raise ConfigError(
+                f"{self.folder} is in use by this trainer, which trains already; call stop() and "
+                "wait() first."
+            )
         resume = self._resume if resume is None else resume
         overwrite = self._overwrite if overwrite is None else overwrite
         checked.check_engine(self.config)
         checked.check_sizes(self.config)
         with _in_words_of_python():
-            checked.check_folder(self.config, resume=resume, overwrite=overwrite, gives_rows=self._asked.rows is not None)
+            checked.check_folder(
+                self.config,
+                resume=resume,
+                overwrite=overwrite,
+                gives_rows=self._asked.rows is not None,
+            )
         shown = console(shown=self._progress)
-        found = checked.preflight(self._asked.tried, objects=self._asked.objects, meanwhile=lambda: launch.begin(self.config, shown))
+        found = checked.preflight(
+            self._asked.tried,
+            objects=self._asked.objects,
+            meanwhile=lambda: launch.begin(self.config, shown),
+        )
         checked.check_places(self.config)
         for note in found.notes:
             shown.print(f"note: {note}", highlight=False, markup=False)
         rows = self._asked.rows
         program = launch.Program(self._asked.objects, None if rows is None else rows.path, shown)
-        self._under_way = BackgroundRun(self.config, program, resume=resume, overwrite=overwrite, own_loss=found.own_loss)
+        self._under_way = BackgroundRun(
+            self.config, program, resume=resume, overwrite=overwrite, own_loss=found.own_loss
+        )
         self._lines = self._under_way.lines(since_start=True)
         self._listener = None
         self._failure = None
         self._under_way.begin()
 
     def _follow(self) -> None:
-        """Waits for lines, and lets the callbacks hear them; ended by the run. One that raises ends the run, and none hears more."""
+        """Waits for lines, and lets the callbacks hear them; ended by the run. One that raises ends
+        the run, and none hears more.
+        """
         under_way = self._started()
         while True:
             over = under_way.over
@@ -304,14 +357,18 @@ class Trainer:
         assert under_way.summary is not None
         return under_way.summary
 
-    # --- Looking at it, while it runs and afterwards -----------------------------------------------------------------
+    # --- Looking at it, while it runs and afterwards ----------------------------------------------
 
     def metrics(self) -> Iterator[StepLine]:
-        """The steps so far, then each as it is made, until the run is over; docs/metrics.md has the keys. Without a run under way, what the
-        folder has."""
+        """The steps so far, then each as it is made, until the run is over; docs/metrics.md has the
+        keys. Without a run under way, what the folder has."""
         if self._under_way is None:
             put_back_at(self.folder)
-            yield from (line for line in Lines(self.folder / "metrics.jsonl").new() if isinstance(line, StepLine))
+            yield from (
+                line
+                for line in Lines(self.folder / "metrics.jsonl").new()
+                if isinstance(line, StepLine)
+            )
             return
         under_way = self._under_way
         lines = under_way.lines()
@@ -321,32 +378,56 @@ class Trainer:
             yield from (line for line in under_way.wait(lines) if isinstance(line, StepLine))
 
     def frame(self) -> Any:
-        """A `pandas.DataFrame` of the steps so far, a row each, by the names for dashboards in docs/metrics.md. Needs `pip install 'midflight[pandas]'`."""
+        """A `pandas.DataFrame` of the steps so far, a row each, by the names for dashboards in
+        docs/metrics.md. Needs `pip install 'midflight[pandas]'`.
+        """
         try:
             import pandas
         except ImportError as error:
-            raise ConfigError("a frame is one of pandas, which is not installed; pip install 'midflight[pandas]'.") from error
+            raise ConfigError(
+                "a frame is one of pandas, which is not installed; pip install 'midflight[pandas]'."
+            ) from error
         if not self.running:
             put_back_at(self.folder)
         read = frozenset[int]() if self._under_way is None else self._under_way.before
-        steps = [line for line in Lines(self.folder / "metrics.jsonl", read=read).new() if isinstance(line, StepLine)]
-        rows = [{"step": line.step, "version": line.version, "seconds": line.seconds, **named(line)} for line in steps]
+        steps = [
+            line
+            for line in Lines(self.folder / "metrics.jsonl", read=read).new()
+            if isinstance(line, StepLine)
+        ]
+        rows = [
+            {"step": line.step, "version": line.version, "seconds": line.seconds, **named(line)}
+            for line in steps
+        ]
         return pandas.DataFrame(rows).set_index("step") if rows else pandas.DataFrame()
 
     def rollouts(self) -> Iterator[RolloutSeen]:
-        """Every rollout that has ended, in the order of the tasks, with its conversation and what it was worth."""
+        """Every rollout that has ended, in the order of the tasks, with its conversation and what
+        it was worth.
+        """
         if not self.running:
             put_back_at(self.folder)
         return rollouts_of(self.folder)
 
     def evaluate(self, model: str | Path | None = None) -> Mapping[str, float | None]:
-        """The mean reward on the held-out tasks of each source: of the trained model, before there is one of the model that it began with."""
+        """The mean reward on the held-out tasks of each source: of the trained model, before there
+        is one of the model that it began with.
+        """
         if not self.running:
             put_back_at(self.folder)
         trained = self.folder / "model"
-        chosen = model_folder(Path(model)) if model is not None else trained if trained.is_dir() else self.config.model.path
+        chosen = (
+            model_folder(Path(model))
+            if model is not None
+            else trained
+            if trained.is_dir()
+            else self.config.model.path
+        )
         if chosen is None:
-            raise ConfigError(f"{self.folder} has no model yet, and none was given to begin with; train first, or evaluate(model).")
+            raise ConfigError(
+                f"{self.folder} has no model yet, and none was given to begin with; train first, "
+                "or evaluate(model)."
+            )
         asked = self._asked.tried
         own = asked.run.model_copy(update={"folder": self.folder / "evaluation"})
         found = self.status
@@ -356,14 +437,18 @@ class Trainer:
             if isinstance(message, Progress):
                 found = message.status
 
-        program = launch.Program(self._asked.objects, console=console(shown=self._progress), hear=hear)
+        program = launch.Program(
+            self._asked.objects, console=console(shown=self._progress), hear=hear
+        )
         launch.evaluate(asked.model_copy(update={"run": own}), chosen, program=program)
         return {source.name: source.heldout_before for source in found.sources}
 
 
 @contextmanager
 def _signals(ask: Callable[[signal.Signals], None]) -> Generator[None]:
-    """SIGTERM and SIGHUP end the run in order, where they reach this thread: a script's main one. SIGINT is a `KeyboardInterrupt` anyhow."""
+    """SIGTERM and SIGHUP end the run in order, where they reach this thread: a script's main one.
+    SIGINT is a `KeyboardInterrupt` anyhow.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

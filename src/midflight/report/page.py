@@ -1,4 +1,6 @@
-"""A run, or several, as a page to attach to a result: HTML in one file, which asks no network, or Markdown with its plots beside it."""
+"""A run, or several, as a page to attach to a result: HTML in one file, which asks no network, or
+Markdown with its plots beside it.
+"""
 
 import base64
 import tempfile
@@ -25,7 +27,11 @@ from midflight.types import Fate, Json
 FORMATS = {".html": "page.html", ".md": "page.md"}
 MAX_SAMPLES = 3
 """Of each kind: a page is read by people."""
-SHOWN = {"best": "reward was highest", "worst": "reward was lowest", "failed": "there was no reward"}
+SHOWN = {
+    "best": "reward was highest",
+    "worst": "reward was lowest",
+    "failed": "there was no reward",
+}
 _NUMBERS = {
     "heldout_before": "held out, before",
     "heldout_after": "held out, after",
@@ -87,37 +93,54 @@ class _Missing:
 
 
 def write_report(folders: Sequence[Path], out: Path) -> list[Path]:
-    """Writes the page; returns the files that were written. `ConfigError` before anything is touched: no run, a run without steps, another
-    ending than .html and .md, a file that cannot be written."""
+    """Writes the page; returns the files that were written. `ConfigError` before anything is
+    touched: no run, a run without steps, another ending than .html and .md, a file that cannot be
+    written."""
     if out.suffix not in FORMATS:
-        raise ConfigError(f"writing {out}: a report is {' or '.join(FORMATS)}; give --out a name that ends so.")
+        raise ConfigError(
+            f"writing {out}: a report is {' or '.join(FORMATS)}; give --out a name that ends so."
+        )
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ConfigError(
-            f"writing {out}: {'it is a folder' if out.is_dir() else 'its folder is not there'}; give --out a file in a folder that is."
+            f"writing {out}: {'it is a folder' if out.is_dir() else 'its folder is not there'}; "
+            "give --out a file in a folder that is."
         )
     runs = open_runs(folders)
     for run in runs:
         if not run.journal().past.steps:
             raise ConfigError(
-                f"{run.folder} has no steps yet, so that there is nothing to report; wait for the first, or give another run."
+                f"{run.folder} has no steps yet, so that there is nothing to report; wait for the "
+                "first, or give another run."
             )
     titles = {run.slug: run.describe().name if len(runs) == 1 else run.slug for run in runs}
     reports = [report_of(run, titles[run.slug]) for run in runs]
     missing = _Missing()
     pasts = {titles[run.slug]: run.journal().past for run in runs}
     pictures = cast("dict[str, bytes]", missing.tried("plots", lambda: _pictures(pasts), {}))
-    beside = {} if out.suffix == ".html" else {f"{out.stem}-{name}.png": png for name, png in pictures.items()}
-    shown = {name: _inlined(png) if out.suffix == ".html" else f"{out.stem}-{name}.png" for name, png in pictures.items()}
+    beside = (
+        {}
+        if out.suffix == ".html"
+        else {f"{out.stem}-{name}.png": png for name, png in pictures.items()}
+    )
+    shown = {
+        name: _inlined(png) if out.suffix == ".html" else f"{out.stem}-{name}.png"
+        for name, png in pictures.items()
+    }
     options = differences([run.config() for run in runs]) if len(runs) > 1 else {}
     text = (
-        _environment().get_template(FORMATS[out.suffix]).render(reports=reports, pictures=shown, differences=options, notes=missing.notes)
+        _environment()
+        .get_template(FORMATS[out.suffix])
+        .render(reports=reports, pictures=shown, differences=options, notes=missing.notes)
     )
     try:
         for name, png in beside.items():
             write_whole(out.with_name(name), png)
         write_whole(out, text.encode())
     except OSError as error:
-        raise ConfigError(f"writing {out}: {error.strerror or error}; choose another --out, or make its folder writable.") from error
+        raise ConfigError(
+            f"writing {out}: {error.strerror or error}; choose another --out, or make its folder "
+            "writable."
+        ) from error
     return [out, *(out.with_name(name) for name in beside)]
 
 
@@ -128,13 +151,21 @@ def report_of(run: ArchivedRun, title: str) -> RunReport:
     folder = run.folder
     summary = _read(folder / SUMMARY)
     if not summary:
-        missing.notes.append(f"no {SUMMARY}: the run has not ended in order, and numbers are those of its last step")
-    phases = cast("list[RunPhase]", missing.tried("phases", lambda: phases_of(folder, seconds=summary.get("seconds")), []))
+        missing.notes.append(
+            f"no {SUMMARY}: the run has not ended in order, and numbers are those of its last step"
+        )
+    phases = cast(
+        "list[RunPhase]",
+        missing.tried("phases", lambda: phases_of(folder, seconds=summary.get("seconds")), []),
+    )
     training = next((phase for phase in phases if phase.name == "training"), None)
     ledger = cast("Ledger | None", missing.tried("ledger", lambda: ledger_of(folder), None))
     machine = _read(folder / MACHINE)
     if not machine:
-        missing.notes.append(f"no {MACHINE}: the run was made by an older Midflight, which did not write down where it ran")
+        missing.notes.append(
+            f"no {MACHINE}: the run was made by an older Midflight, which did not write down where "
+            "it ran"
+        )
     verdict, advice = (training.verdict, training.advice) if training else ("", "")
     if summary.get("engine_busy") is not None:  # by the steps of the engines, which is more exact
         shares = {name: summary.get(name) for name in ("engine_busy", "trainer_busy", "slots_used")}
@@ -152,7 +183,11 @@ def report_of(run: ArchivedRun, title: str) -> RunReport:
         alarms=tuple((f"step {alarm.step}: {alarm.name}", alarm.text) for alarm in past.alarms),
         samples=tuple(_samples(folder, missing)),
         ledger=() if ledger is None else tuple(_ledger(ledger)),
-        balance="" if ledger is None else "it balances" if ledger.balanced else "; ".join(ledger.mistakes),
+        balance=""
+        if ledger is None
+        else "it balances"
+        if ledger.balanced
+        else "; ".join(ledger.mistakes),
         options=flat(run.config()),
         machine={name: str(value) for name, value in machine.items()},
         loss=tuple(map(str, cast("list[str]", summary.get("loss", ())))),
@@ -170,11 +205,23 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _numbers(summary: Mapping[str, Any], past: PastLines) -> Iterator[tuple[str, str]]:
     last = past.steps[-1]
-    said = {"steps": last.step, "seconds": past.seconds, **msgspec.to_builtins(last.totals), **summary}
+    said = {
+        "steps": last.step,
+        "seconds": past.seconds,
+        **msgspec.to_builtins(last.totals),
+        **summary,
+    }
     for name, label in _NUMBERS.items():
         value = said.get(name)
         if value is not None:
-            yield label, duration(value) if name == "seconds" else f"{value:,}" if isinstance(value, int) else number(value)
+            yield (
+                label,
+                duration(value)
+                if name == "seconds"
+                else f"{value:,}"
+                if isinstance(value, int)
+                else number(value),
+            )
     if last.reward is not None:
         yield "reward, last step", number(last.reward)
 
@@ -182,30 +229,51 @@ def _numbers(summary: Mapping[str, Any], past: PastLines) -> Iterator[tuple[str,
 def _heldout(past: PastLines) -> Iterator[tuple[str, ...]]:
     for line in past.evaluations:
         mark = " (do not compare)" if line.incomplete else ""
-        yield line.source, str(line.version), number(line.mean_reward) + mark, str(line.num_tasks), str(line.num_failed)
+        yield (
+            line.source,
+            str(line.version),
+            number(line.mean_reward) + mark,
+            str(line.num_tasks),
+            str(line.num_failed),
+        )
 
 
 def _samples(folder: Path, missing: _Missing) -> Iterator[SampleShown]:
     for kind, why in SHOWN.items():
-        choice = SampleChoice(number=MAX_SAMPLES, best=kind == "best", worst=kind == "worst", failed=kind == "failed")
+        choice = SampleChoice(
+            number=MAX_SAMPLES, best=kind == "best", worst=kind == "worst", failed=kind == "failed"
+        )
         try:
             keys = chosen(folder, choice)
         except MidflightError:
             continue  # none failed, say
         for key in keys:
-            seen = missing.tried(f"sample {key}", lambda key=key: conversation_of(folder, key, with_advantages=False), None)
+            seen = missing.tried(
+                f"sample {key}",
+                lambda key=key: conversation_of(folder, key, with_advantages=False),
+                None,
+            )
             if seen is not None:
                 yield SampleShown(why, in_words(seen))
 
 
 def _ledger(ledger: Ledger) -> Iterator[tuple[str, str, str]]:
     places = sorted(
-        {place for line in ledger.sources for place in line.tokens}, key=lambda place: (list(Fate).index(place[0]), place[1] or "")
+        {place for line in ledger.sources for place in line.tokens},
+        key=lambda place: (list(Fate).index(place[0]), place[1] or ""),
     )
-    yield "generated", f"{sum(line.received for line in ledger.sources):,}", "by rollouts that have ended"
+    yield (
+        "generated",
+        f"{sum(line.received for line in ledger.sources):,}",
+        "by rollouts that have ended",
+    )
     for fate, reason in places:
         total = sum(line.tokens.get((fate, reason), 0) for line in ledger.sources)
-        yield f"{fate}: {reason}" if reason else str(fate), f"{total:,}", MEANINGS[reason] if reason else ""
+        yield (
+            f"{fate}: {reason}" if reason else str(fate),
+            f"{total:,}",
+            MEANINGS[reason] if reason else "",
+        )
     yield "in flight", f"{ledger.in_flight:,}", "completed turns of rollouts that go on"
 
 

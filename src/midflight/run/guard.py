@@ -1,17 +1,19 @@
-"""Ends a command when the process that started it has ended: `python guard.py PARENT SIGNAL SECONDS COMMAND...`.
+"""Ends a command when the process that started it has ended: `python guard.py PARENT SIGNAL SECONDS
+COMMAND...`.
 
-This process becomes the command, so that its parent knows the command's number, pipes and exit status. Beside it stays a guard, a small
-process that waits for the end of either:
+This process becomes the command, so that its parent knows the command's number, pipes and exit
+status. Beside it stays a guard, a small process that waits for the end of either:
 
 | ended | what the guard does |
 |---|---|
 | the parent, in whichever way, at whichever instant | it sends SIGNAL to the command, and after SECONDS it kills the command's session |
 | the command | it kills what the command has left behind in its session |
 
-Nothing depends on the instant: the guard asks whether the parent is there, and a parent that ended before the guard began is not.
-The guard is no child of the command, which may wait for its children or kill them. This file is its whole program, and imports nothing of
-ours, so that it is there at once and stays small. The name of the command is not among the guard's words: whoever looks for the command by
-its words finds it alone.
+Nothing depends on the instant: the guard asks whether the parent is there, and a parent that ended
+before the guard began is not. The guard is no child of the command, which may wait for its children
+or kill them. This file is its whole program, and imports nothing of ours, so that it is there at
+once and stays small. The name of the command is not among the guard's words: whoever looks for the
+command by its words finds it alone.
 """
 
 import os
@@ -28,30 +30,58 @@ LOOK_SECONDS = 0.5
 """Between two looks, on a system that does not tell of the end of other processes."""
 BESIDE = "beside"
 """The first word of the command line of a guard."""
-IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""The guard belongs to the command's process group, and what is sent to that group is not for the guard."""
+IGNORED = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+"""The guard belongs to the command's process group, and what is sent to that group is not for the
+guard.
+"""
 
 
-def guarded(command: Sequence[str], *, ask: signal.Signals | None = signal.SIGTERM, seconds: float | None = None) -> list[str]:
-    """The command line that runs `command` with a guard. For a process that this one starts, in a session of its own.
+def guarded(
+    command: Sequence[str],
+    *,
+    ask: signal.Signals | None = signal.SIGTERM,
+    seconds: float | None = None,
+) -> list[str]:
+    """The command line that runs `command` with a guard. For a process that this one starts, in a
+    session of its own.
 
-    `ask` is the signal that asks the command to end when this process has ended; with none, the command must notice that by itself.
-    `seconds` is the time that it has then, by default `GRACE_SECONDS`.
+    `ask` is the signal that asks the command to end when this process has ended; with none, the
+    command must notice that by itself. `seconds` is the time that it has then, by default
+    `GRACE_SECONDS`.
     """
     given = GRACE_SECONDS if seconds is None else seconds
-    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(ask or 0)), str(given), *command]
+    return [
+        sys.executable,
+        "-I",
+        "-S",
+        __file__,
+        str(os.getpid()),
+        str(int(ask or 0)),
+        str(given),
+        *command,
+    ]
 
 
 def main(parent: int, ask: int, seconds: float, command: Sequence[str]) -> None:
     """Becomes the command, and does not return."""
     stand_beside(parent, ask, seconds)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)  # the interpreter ignores them, and the command would inherit that
+        # the interpreter ignores them, and the command would inherit that
+        signal.signal(number, signal.SIG_DFL)
     os.execvp(command[0], list(command))
 
 
 def stand_beside(parent: int, ask: int, seconds: float) -> None:
-    """Starts the guard of this process, and makes it the leader of a session. Ends it if its parent has ended already."""
+    """Starts the guard of this process, and makes it the leader of a session. Ends it if its parent
+    has ended already.
+    """
     with suppress(PermissionError):  # it is the leader of a session already
         os.setsid()
     descriptors = _descriptors(parent, os.getpid())
@@ -76,7 +106,9 @@ def _become_guard(parent: int, ask: int, seconds: float, descriptors: Sequence[i
 
 
 def _descriptors(parent: int, command: int) -> tuple[int, ...]:
-    """Of both processes, for `Ends`; none where the system has no such descriptors, or does not allow them."""
+    """Of both processes, for `Ends`; none where the system has no such descriptors, or does not
+    allow them.
+    """
     try:
         return os.pidfd_open(parent), os.pidfd_open(command)
     except ProcessLookupError:
@@ -114,7 +146,8 @@ class Ends:
 
 def guard(parent: int, ask: int, seconds: float, *descriptors: int) -> None:
     """Waits for the end of the parent or of the command, and does not return."""
-    session = os.getsid(0)  # also the command's number, which no other process gets while the guard is in its session
+    # also the command's number, which no other process gets while the guard is in its session
+    session = os.getsid(0)
     ends = Ends(parent, session, descriptors)
     ends.wait_for_one()
     if ask:
@@ -125,7 +158,9 @@ def guard(parent: int, ask: int, seconds: float, *descriptors: int) -> None:
 
 
 def _let_go(kept: Sequence[int]) -> None:
-    """Closes the command's pipes, sockets and files but for `kept`, leaves its folder, and ignores what is sent to its group."""
+    """Closes the command's pipes, sockets and files but for `kept`, leaves its folder, and ignores
+    what is sent to its group.
+    """
     os.chdir("/")
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -143,7 +178,8 @@ def _let_go(kept: Sequence[int]) -> None:
 def _kill_session(session: int) -> None:
     """Kills every process in it, of whichever group, and this one last.
 
-    A process that has been sent SIGKILL starts no other any more. So nothing is left when a look finds nobody new.
+    A process that has been sent SIGKILL starts no other any more. So nothing is left when a look
+    finds nobody new.
     """
     killed = {os.getpid()}
     while found := _members(session) - killed:
@@ -168,7 +204,8 @@ def _session_of(folder: str) -> int | None:
     """None for a process that has ended."""
     try:
         with open(f"{folder}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 (pathlib takes long to be imported)
-            # The command's name, in brackets, may itself hold brackets and spaces: the fields start after the last one.
+            # The command's name, in brackets, may itself hold brackets and spaces: the fields start
+            # after the last one.
             return int(file.read().rpartition(")")[2].split()[3])
     except (OSError, IndexError):
         return None

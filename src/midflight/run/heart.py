@@ -1,7 +1,9 @@
-"""What a part of a run does and waits for, told to the launcher every second, so that one that stands still is found. Torch-free.
+"""What a part of a run does and waits for, told to the launcher every second, so that one that
+stands still is found. Torch-free.
 
-A part beats from a thread, so that the launcher hears of it while its event loop is blocked; each beat says when the loop last turned.
-A process that is stopped, or that holds the interpreter, does not beat at all. Times are CLOCK_MONOTONIC seconds of its machine.
+A part beats from a thread, so that the launcher hears of it while its event loop is blocked; each
+beat says when the loop last turned. A process that is stopped, or that holds the interpreter, does
+not beat at all. Times are CLOCK_MONOTONIC seconds of its machine.
 """
 
 import asyncio
@@ -17,13 +19,19 @@ from midflight.observe.motion import num_bytes_of
 BEAT_SECONDS = 1.0
 """Between two beats: a small part of any `run.stall_seconds`, and too seldom to cost anything."""
 START_SECONDS = 600.0
-"""For imports, and for a model to be made or loaded: so long each may hold the interpreter, and longer as long as it computes or reads."""
+"""For imports, and for a model to be made or loaded: so long each may hold the interpreter, and
+longer as long as it computes or reads.
+"""
 ENDLESS = 1e9
-"""The limit of what may stand as long as somebody wishes, such as an operator's pause. JSON has no infinity."""
+"""The limit of what may stand as long as somebody wishes, such as an operator's pause. JSON has no
+infinity.
+"""
 
 
 class Doing(msgspec.Struct, frozen=True):
-    """Something that a part does or waits for now, as a verb with its object: `makes step 7`, `waits for the batch of version 7`."""
+    """Something that a part does or waits for now, as a verb with its object: `makes step 7`,
+    `waits for the batch of version 7`.
+    """
 
     what: str
     since: float
@@ -32,10 +40,12 @@ class Doing(msgspec.Struct, frozen=True):
     limit: float | None = None
     """Seconds that it may take. Without a limit it is no excuse for a standstill."""
     computes: bool = False
-    """It takes processor time, or reads and writes, all along, and may take long: past its limit, if it has one, it hangs when it does
-    neither."""
+    """It takes processor time, or reads and writes, all along, and may take long: past its limit,
+    if it has one, it hangs when it does neither."""
     heavy: bool = False
-    """It may hold the interpreter or the loop for as long as its limit, as imports and models that are loaded do."""
+    """It may hold the interpreter or the loop for as long as its limit, as imports and models that
+    are loaded do.
+    """
     holds_loop: bool = False
     """It holds the event loop, and others judge for how long it may."""
 
@@ -75,8 +85,12 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
         return msgspec.structs.replace(
             self,
             turned=None if self.turned is None else self.turned + seconds,
-            doing=tuple(msgspec.structs.replace(one, since=one.since + seconds) for one in self.doing),
-            absences=tuple(msgspec.structs.replace(one, since=one.since + seconds) for one in self.absences),
+            doing=tuple(
+                msgspec.structs.replace(one, since=one.since + seconds) for one in self.doing
+            ),
+            absences=tuple(
+                msgspec.structs.replace(one, since=one.since + seconds) for one in self.absences
+            ),
         )
 
 
@@ -89,7 +103,9 @@ class Situation(msgspec.Struct, frozen=True):
 
 
 class Heart:
-    """Beats, once it is started. What is done and waited for is entered by `doing`, from any thread; or read by `ask` on the loop."""
+    """Beats, once it is started. What is done and waited for is entered by `doing`, from any
+    thread; or read by `ask` on the loop.
+    """
 
     def __init__(self, tell: Callable[[Beat], None] = lambda _: None) -> None:
         self._tell = tell
@@ -100,15 +116,28 @@ class Heart:
         self.ask: Callable[[], Situation] = Situation
         """Called on the loop before each beat; must not wait."""
         self.beside: Callable[[], tuple[Doing, ...]] = tuple
-        """Called before each beat, beside the loop: what is known of the loop while that is blocked."""
-        self.work: Callable[[], tuple[float, int]] = lambda: (time.process_time(), num_bytes_of("self"))
-        """Processor seconds and bytes so far. Called before each beat, beside the loop. What is below the process may count."""
+        """Called before each beat, beside the loop: what is known of the loop while that is
+        blocked.
+        """
+        self.work: Callable[[], tuple[float, int]] = lambda: (
+            time.process_time(),
+            num_bytes_of("self"),
+        )
+        """Processor seconds and bytes so far. Called before each beat, beside the loop. What is
+        below the process may count.
+        """
         self.memory: Callable[[], int] = lambda: 0
         """Called before each beat, beside the loop. Takes some milliseconds of a core."""
 
     @contextmanager
     def doing(
-        self, what: str, *, whom: str = "", limit: float | None = None, computes: bool = False, heavy: bool = False
+        self,
+        what: str,
+        *,
+        whom: str = "",
+        limit: float | None = None,
+        computes: bool = False,
+        heavy: bool = False,
     ) -> Generator[None]:
         number = next(self._numbers)
         self._doing[number] = Doing(what, time.monotonic(), whom, limit, computes, heavy)

@@ -1,7 +1,8 @@
-"""The parts of a run: which there are, what each is told at its start and tells the launcher, and how a part ends. Torch-free.
+"""The parts of a run: which there are, what each is told at its start and tells the launcher, and
+how a part ends. Torch-free.
 
-What is told travels as JSON lines on standard input and output. `endpoint.json` in a run's folder says where the run is reached and by
-which token, for programs of the same user.
+What is told travels as JSON lines on standard input and output. `endpoint.json` in a run's folder
+says where the run is reached and by which token, for programs of the same user.
 """
 
 import asyncio
@@ -24,7 +25,9 @@ from midflight.run.heart import Beat, Heart
 T = TypeVar("T")
 
 SEATED_VARIABLE: Final = "MIDFLIGHT_SEATED"
-"""Set for a part that the launcher is not the parent of: it tells in its beats what the launcher cannot see."""
+"""Set for a part that the launcher is not the parent of: it tells in its beats what the launcher
+cannot see.
+"""
 TEACHER: Final = "teacher"
 """Name of the engine process that scores what others generate."""
 
@@ -52,7 +55,9 @@ class Purpose(StrEnum):
 
 
 class EngineSpec(msgspec.Struct, frozen=True, tag="engine"):
-    """`socket_fd` is a listening socket inherited from the launcher: its port outlives a restart of the process."""
+    """`socket_fd` is a listening socket inherited from the launcher: its port outlives a restart of
+    the process.
+    """
 
     name: str
     model: str
@@ -61,7 +66,9 @@ class EngineSpec(msgspec.Struct, frozen=True, tag="engine"):
     socket_fd: int
     token: str
     segment: str
-    """Begins the names of what the run keeps in memory and in temporary folders, on whichever machine; no other run has it."""
+    """Begins the names of what the run keeps in memory and in temporary folders, on whichever
+    machine; no other run has it.
+    """
     version: int = 0
     url: str | None = None
     """Of a server that runs already; none starts one."""
@@ -101,7 +108,9 @@ class RolloutSpec(msgspec.Struct, frozen=True, tag="rollout"):
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, tag="worker"):
-    """Of a process that runs agents. It gets no control token: its own opens nothing but rollouts that it is given."""
+    """Of a process that runs agents. It gets no control token: its own opens nothing but rollouts
+    that it is given.
+    """
 
     name: str
     url: str
@@ -121,7 +130,9 @@ class TrainerSpec(msgspec.Struct, frozen=True, tag="trainer"):
     """Begins the names of the files of shared memory; no other run has it."""
     resume: bool = False
     life: int = 0
-    """Above 0 it goes on beside a rollout process and engines that have outlived so many trainers."""
+    """Above 0 it goes on beside a rollout process and engines that have outlived so many
+    trainers.
+    """
     rank: int = 0
     host: str = "127.0.0.1"
     """Address of its machine, at which other parts reach it."""
@@ -148,13 +159,17 @@ class ModelReady(msgspec.Struct, frozen=True, tag="model_ready"):
     folder: str
     version: int
     checkpoint: int | None = None
-    """On resume: the version of the checkpoint behind it. What was trained above it goes back to waiting."""
+    """On resume: the version of the checkpoint behind it. What was trained above it goes back to
+    waiting.
+    """
     alarms: tuple[str, ...] = ()
     """That the trainer has told; the journal, which the rollout process writes, lacks them."""
 
 
 class Worked(msgspec.Struct, frozen=True, tag="worked"):
-    """An engine has made its first token, or scored its first rows, since it was started. Told before anybody gets them."""
+    """An engine has made its first token, or scored its first rows, since it was started. Told
+    before anybody gets them.
+    """
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -162,7 +177,9 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class WarmStart(msgspec.Struct, frozen=True, tag="warm_start"):
-    """How the supervised warm start stands; `accuracy` is held-out exact match at temperature 1; no `loss`: the step was skipped."""
+    """How the supervised warm start stands; `accuracy` is held-out exact match at temperature 1; no
+    `loss`: the step was skipped.
+    """
 
     step: int
     loss: float | None
@@ -173,7 +190,9 @@ class Verdict(StrEnum):
     """What the failure of a part means for the run."""
 
     CONFIG = "config"
-    """The configuration or the data is to blame: a restart would not help, and the message says all."""
+    """The configuration or the data is to blame: a restart would not help, and the message says
+    all.
+    """
     FINAL = "final"
     """A budget is spent, or the disk is full: the same."""
     LOST = "lost"
@@ -181,7 +200,9 @@ class Verdict(StrEnum):
     CRASH = "crash"
     """Nobody foresaw it: the traceback is shown, and a restart may help."""
     KILLED = "killed"
-    """Somebody has killed a server beside it, or the kernel has for its memory: a restart may help, and the server is not to blame."""
+    """Somebody has killed a server beside it, or the kernel has for its memory: a restart may help,
+    and the server is not to blame.
+    """
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -193,8 +214,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
-    """The launcher's own: a part died and is started again after `seconds`, which may happen `left` more times for now, without a limit where
-    that is None."""
+    """The launcher's own: a part died and is started again after `seconds`, which may happen `left`
+    more times for now, without a limit where that is None."""
 
     part: str
     error: str
@@ -227,7 +248,20 @@ class Alarm(msgspec.Struct, frozen=True, tag="alarm"):
     text: str
 
 
-Message = Ready | ModelReady | Worked | Progress | WarmStart | Failed | Restarted | Condemned | Stalled | Words | Alarm | Beat
+Message = (
+    Ready
+    | ModelReady
+    | Worked
+    | Progress
+    | WarmStart
+    | Failed
+    | Restarted
+    | Condemned
+    | Stalled
+    | Words
+    | Alarm
+    | Beat
+)
 
 encode = msgspec.json.Encoder().encode
 decode_message = msgspec.json.Decoder(Message).decode
@@ -235,7 +269,9 @@ decode_spec = msgspec.json.Decoder(Spec).decode
 
 
 class Launcher:
-    """The child's end of the pipe to the launcher. Takes standard output for messages; prints go to the log instead."""
+    """The child's end of the pipe to the launcher. Takes standard output for messages; prints go to
+    the log instead.
+    """
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -244,7 +280,9 @@ class Launcher:
         self.heart = Heart(self.tell)
 
     def tell(self, message: Message) -> None:
-        """Sends a message; a launcher that is gone is no error here: this process ends with it anyway."""
+        """Sends a message; a launcher that is gone is no error here: this process ends with it
+        anyway.
+        """
         try:
             with self._lock:
                 self._file.write(encode(message) + b"\n")
@@ -265,22 +303,28 @@ class FirstWork:
             self._launcher.tell(Worked())
 
 
-# --- Ends ------------------------------------------------------------------------------------------------------------
+# --- Ends -----------------------------------------------------------------------------------------
 
 
 class PartLost(MidflightError):
-    """Another process of the run did not answer. Why it ended is its own to say; the ring may start again."""
+    """Another process of the run did not answer. Why it ended is its own to say; the ring may start
+    again.
+    """
 
 
 class ServerLost(MidflightError):
-    """A server beside us ended, or did not come up in time: started again, it may serve. Its message has the end of its log."""
+    """A server beside us ended, or did not come up in time: started again, it may serve. Its
+    message has the end of its log.
+    """
 
     was_killed = False
     """By somebody, or by the kernel."""
 
 
 async def serve_while(main: Coroutine[Any, Any, T], *services: Coroutine[Any, Any, None]) -> T:
-    """Runs `services` for as long as `main` runs: only the main part ends a process. A service that ends early is no error; one that raises ends `main`."""
+    """Runs `services` for as long as `main` runs: only the main part ends a process. A service that
+    ends early is no error; one that raises ends `main`.
+    """
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(service) for service in services]
         try:
@@ -290,7 +334,7 @@ async def serve_while(main: Coroutine[Any, Any, T], *services: Coroutine[Any, An
                 task.cancel()
 
 
-# --- Where a run is reached -------------------------------------------------------------------------------------------
+# --- Where a run is reached -----------------------------------------------------------------------
 
 
 NAME = "endpoint.json"
@@ -324,7 +368,9 @@ def write_endpoint(folder: Path, endpoint: Endpoint) -> None:
 
 
 def remove_endpoint(folder: Path, control_token: str) -> None:
-    """When the run ends: nobody listens there any more. One that another run has written there since stays."""
+    """When the run ends: nobody listens there any more. One that another run has written there
+    since stays.
+    """
     with suppress(OSError, msgspec.DecodeError):
         written = msgspec.json.decode((folder / NAME).read_bytes(), type=Endpoint)
         if secrets.compare_digest(written.control_token.encode(), control_token.encode()):
@@ -342,14 +388,23 @@ class ControlToken:
 def control_token(given: str | None) -> ControlToken:
     """The one given, else that of the environment, else a new one."""
     chosen = given or os.environ.get(TOKEN_VARIABLE)
-    return ControlToken(secrets.token_urlsafe(24), True) if chosen is None else ControlToken(_checked(chosen), False)
+    return (
+        ControlToken(secrets.token_urlsafe(24), True)
+        if chosen is None
+        else ControlToken(_checked(chosen), False)
+    )
 
 
 def _checked(token: str) -> str:
     """`ConfigError` when it could not travel in a header, or could be guessed."""
-    if not MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or " " in token:
+    if (
+        not MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH
+        or not token.isascii()
+        or not token.isprintable()
+        or " " in token
+    ):
         raise ConfigError(
-            f"the control token has {len(token)} characters: give {MIN_TOKEN_LENGTH} to {MAX_TOKEN_LENGTH} printable ones of ASCII, "
-            "without spaces."
+            f"the control token has {len(token)} characters: give {MIN_TOKEN_LENGTH} to "
+            f"{MAX_TOKEN_LENGTH} printable ones of ASCII, without spaces."
         )
     return token

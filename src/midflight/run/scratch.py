@@ -1,6 +1,8 @@
-"""What a run keeps in memory and in temporary folders, and the removal of what killed runs left there: it has no lock any more.
+"""What a run keeps in memory and in temporary folders, and the removal of what killed runs left
+there: it has no lock any more.
 
-A lock and not a process id says whether something is in use: it ends with its process, and holds between containers too.
+A lock and not a process id says whether something is in use: it ends with its process, and holds
+between containers too.
 """
 
 import contextlib
@@ -21,7 +23,9 @@ _SUFFIX = ".scratch"
 
 
 def segment_name(folder: Path) -> str:
-    """Begins the names of a run's files and folders there: the same after a crash, and no other run's."""
+    """Begins the names of a run's files and folders there: the same after a crash, and no other
+    run's.
+    """
     return f"{PREFIX}-{hashlib.blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()}"
 
 
@@ -43,7 +47,9 @@ def scratch_folder(name: str = PREFIX) -> Generator[Path]:
 
 
 def remove_left() -> None:
-    """Removes what dead processes left, whichever run they were of. What is locked is in use; what is another user's stays."""
+    """Removes what dead processes left, whichever run they were of. What is locked is in use; what
+    is another user's stays.
+    """
     remove_stale(PREFIX)
     for place in {SHARED, Path(tempfile.gettempdir())}:
         for folder in place.glob(f"{PREFIX}-*{_SUFFIX}"):
@@ -54,7 +60,9 @@ def remove_left() -> None:
 
 
 def _locked_folder(place: Path, name: str) -> tuple[Path, int]:
-    """A new folder and its lock. Somebody's `remove_left` may take it in the instant before it is locked: then another is made."""
+    """A new folder and its lock. Somebody's `remove_left` may take it in the instant before it is
+    locked: then another is made.
+    """
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-", suffix=_SUFFIX, dir=place))
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
@@ -65,7 +73,9 @@ def _locked_folder(place: Path, name: str) -> tuple[Path, int]:
 
 
 def _lock(folder: Path) -> int:
-    """Holds until the descriptor is closed or this process ends; `BlockingIOError` if another has it. Children do not inherit it."""
+    """Holds until the descriptor is closed or this process ends; `BlockingIOError` if another has
+    it. Children do not inherit it.
+    """
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,9 @@
-"""A small ring in this process: the production parts of a run, over whatever engines and trainer a test or an experiment brings.
+"""A small ring in this process: the production parts of a run, over whatever engines and trainer a
+test or an experiment brings.
 
-On virtual time with scripted engines and a `SimulatedTrainer`, or on the real clock with embedded engines and the real trainer.
-`ScriptedScorer` is a teacher whose scores follow from token and position alone, and which fails when it is told to.
+On virtual time with scripted engines and a `SimulatedTrainer`, or on the real clock with embedded
+engines and the real trainer. `ScriptedScorer` is a teacher whose scores follow from token and
+position alone, and which fails when it is told to.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 
-# --- A trainer without weights ----------------------------------------------------------------------------------------
+# --- A trainer without weights --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,13 @@ class SimulatedReport:
 
 
 class SimulatedTrainer:
-    """Implements `run.training`'s `Steps` and `Outbox`. `on_step` sees each batch before its step is made; what it raises, the step raises."""
+    """Implements `run.training`'s `Steps` and `Outbox`. `on_step` sees each batch before its step
+    is made; what it raises, the step raises.
+    """
 
-    def __init__(self, *, version: Version = 0, on_step: Callable[[PackedBatch], None] | None = None) -> None:
+    def __init__(
+        self, *, version: Version = 0, on_step: Callable[[PackedBatch], None] | None = None
+    ) -> None:
         self.version = self._first = version
         self.num_steps = 0
         self.batches: list[PackedBatch] = []
@@ -69,11 +75,15 @@ class SimulatedTrainer:
         return 1
 
     def begin(self, groups: PackedBatch) -> None:
-        assert groups.train_version == self.version, f"groups for version {groups.train_version} at {self.version}"
+        assert groups.train_version == self.version, (
+            f"groups for version {groups.train_version} at {self.version}"
+        )
         self.begun.append(groups)
 
     def step(self, batch: PackedBatch) -> SimulatedReport:
-        assert batch.train_version == self.version, f"a batch for version {batch.train_version} at {self.version}"
+        assert batch.train_version == self.version, (
+            f"a batch for version {batch.train_version} at {self.version}"
+        )
         if self._on_step is not None:
             self._on_step(batch)
         self.batches.append(batch)
@@ -94,9 +104,11 @@ class SimulatedTrainer:
 
 
 class SlowSteps:
-    """Stands between trainer and rollout side, and makes steps take time on the loop's clock, the virtual one too.
+    """Stands between trainer and rollout side, and makes steps take time on the loop's clock, the
+    virtual one too.
 
-    `to_thread` runs inline under virtual time, so a step's time passes here, between the batch and the report of its step.
+    `to_thread` runs inline under virtual time, so a step's time passes here, between the batch and
+    the report of its step.
     """
 
     def __init__(self, service: RolloutService, *, seconds: Callable[[], float]) -> None:
@@ -124,7 +136,7 @@ class SlowSteps:
         await self._service.finish(version)
 
 
-# --- A teacher without a model ----------------------------------------------------------------------------------------
+# --- A teacher without a model --------------------------------------------------------------------
 
 
 class ScriptedScorer:
@@ -150,10 +162,12 @@ class ScriptedScorer:
     @staticmethod
     def scores(token_ids: Int32, row_offsets: Int32, *, temperature: float) -> Float32:
         positions = np.arange(len(token_ids)) - np.repeat(row_offsets[:-1], np.diff(row_offsets))
-        return np.where(positions == 0, 0.0, -(1 + (token_ids + positions) % 7) / temperature).astype(np.float32)
+        return np.where(
+            positions == 0, 0.0, -(1 + (token_ids + positions) % 7) / temperature
+        ).astype(np.float32)
 
 
-# --- The ring ---------------------------------------------------------------------------------------------------------
+# --- The ring -------------------------------------------------------------------------------------
 
 
 class PhaseLog:
@@ -169,7 +183,9 @@ class PhaseLog:
 
 @dataclass(frozen=True, slots=True)
 class SmallRing:
-    """The rollout side of a run, complete but for its trainer: agents reach it by the `openai` client, in memory."""
+    """The rollout side of a run, complete but for its trainer: agents reach it by the `openai`
+    client, in memory.
+    """
 
     config: Config
     serving: Serving
@@ -177,9 +193,15 @@ class SmallRing:
     system: RolloutSystem
     phases: PhaseLog
 
-    async def serve(self, main: Coroutine[object, object, None], *beside: Coroutine[object, object, None]) -> None:
-        """Rolls out for as long as `main` runs; waits for it. The failure of any part, of `beside` too, ends all at once (I9)."""
-        await serve_while(main, self.system.run(), self.serving.watch(), self.serving.rejoin.run(), *beside)
+    async def serve(
+        self, main: Coroutine[object, object, None], *beside: Coroutine[object, object, None]
+    ) -> None:
+        """Rolls out for as long as `main` runs; waits for it. The failure of any part, of `beside`
+        too, ends all at once (I9).
+        """
+        await serve_while(
+            main, self.system.run(), self.serving.watch(), self.serving.rejoin.run(), *beside
+        )
 
     async def train(
         self,
@@ -189,7 +211,9 @@ class SmallRing:
         service: RolloutService | None = None,
         stage: Stage = lambda: lambda: None,
     ) -> None:
-        """The whole run: `run.steps` steps. Waits for its end; see `serve`. `service` may stand between trainer and system, to slow or to watch."""
+        """The whole run: `run.steps` steps. Waits for its end; see `serve`. `service` may stand
+        between trainer and system, to slow or to watch.
+        """
         loop = TrainingLoop(
             trainer,
             outlet,
@@ -220,18 +244,32 @@ async def open_ring(
     posted: PostedTasks | None = None,
     role: ShardRole = ALONE,
 ) -> AsyncGenerator[SmallRing]:
-    """Assembles a ring whose store is in `folder`; nothing runs yet. The engines serve `version`; with `checkpoint` it goes on after a crash.
+    """Assembles a ring whose store is in `folder`; nothing runs yet. The engines serve `version`;
+    with `checkpoint` it goes on after a crash.
 
-    `client_for` may give agents another client than the SDK's, such as one that calls the gateway without HTTP.
-    Waits at its end for requests that are still being answered; those of ended rollouts are cancelled.
+    `client_for` may give agents another client than the SDK's, such as one that calls the gateway
+    without HTTP. Waits at its end for requests that are still being answered; those of ended
+    rollouts are cancelled.
     """
-    serving = Serving(config, tokenizer, engines, record=record, version=version, anonymous=False, role=role, come_back=True)
+    serving = Serving(
+        config,
+        tokenizer,
+        engines,
+        record=record,
+        version=version,
+        anonymous=False,
+        role=role,
+        come_back=True,
+    )
     await serving.adopt()
     serving.gateway.address = "http://ring"
     phases = PhaseLog()
     app = build_app(serving.gateway, serving.control)
     untracked = config.environment.untracked
-    async with asyncio.TaskGroup() as requests, SharedClients(transport=MemoryTransport(app, requests), untracked=untracked) as clients:
+    async with (
+        asyncio.TaskGroup() as requests,
+        SharedClients(transport=MemoryTransport(app, requests), untracked=untracked) as clients,
+    ):
         given = partial(client_for, serving) if client_for else clients.client_for
         host = AgentsHere(environment, client_for=given, plain_client_for=clients.plain_client_for)
         agents = Agents(config, serving, host, record)

@@ -1,5 +1,6 @@
-"""Models without weights. Of `Script` the next token is a hash of everything before it, so every answer is known beforehand; `Replies`
-says what a test wrote down: tool calls, code, anything an agent should read.
+"""Models without weights. Of `Script` the next token is a hash of everything before it, so every
+answer is known beforehand; `Replies` says what a test wrote down: tool calls, code, anything an
+agent should read.
 """
 
 import math
@@ -30,11 +31,14 @@ def _mix(z: int) -> int:
 
 def scripted_tokenizer() -> Tokenizer:
     """The byte tokenizer of made models, without a folder."""
-    return Tokenizer(byte_tokenizer(), template=ChatTemplate(CHAT_TEMPLATE, {}), eos_token_ids=frozenset({END}))
+    return Tokenizer(
+        byte_tokenizer(), template=ChatTemplate(CHAT_TEMPLATE, {}), eos_token_ids=frozenset({END})
+    )
 
 
 class ScriptedPolicy(Protocol[S]):
-    """What chooses a scripted engine's tokens: a function of the request and of the tokens so far, and of nothing else (I5).
+    """What chooses a scripted engine's tokens: a function of the request and of the tokens so far,
+    and of nothing else (I5).
 
     `S` is what it keeps of them; states are values.
     """
@@ -53,9 +57,11 @@ class ScriptedPolicy(Protocol[S]):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The deterministic "policy". A token depends on the seed and on every id before it, hence also on its position.
+    """The deterministic "policy". A token depends on the seed and on every id before it, hence also
+    on its position.
 
-    A resumed request that misses, repeats or changes one token therefore gets another answer, and tests see it (I5).
+    A resumed request that misses, repeats or changes one token therefore gets another answer, and
+    tests see it (I5).
     """
 
     alphabet: tuple[int, ...] = tuple(b"abcdefghijklmnopqrstuvwxyz ")
@@ -76,7 +82,9 @@ class Script:
         return _mix(state ^ (token_id + 1) * _GAMMA & _MASK)
 
     def choose(self, state: int, version: Version, *, may_end: bool) -> tuple[int, float]:
-        """The token after `state` under `version`, and its log-probability (made up, but always the same)."""
+        """The token after `state` under `version`, and its log-probability (made up, but always the
+        same).
+        """
         bits = _mix(state + (version + 1) * _GAMMA & _MASK) if self.by_version else _mix(state)
         ends = may_end and self.mean_length is not None and bits % self.mean_length == 0
         token_id = self.end_id if ends else self.alphabet[(bits >> 20) % len(self.alphabet)]
@@ -86,10 +94,13 @@ class Script:
 def likeliest(token_id: int, logprob: float, num: int) -> tuple[tuple[int, float], ...]:
     """The `num` likeliest tokens where this one was chosen, likeliest first; always the same.
 
-    Made up: of the mass that the token leaves, the bytes after it have a half, a quarter, an eighth, and so on.
+    Made up: of the mass that the token leaves, the bytes after it have a half, a quarter, an
+    eighth, and so on.
     """
     rest = max(-math.expm1(logprob), 1e-12)
-    others = [((token_id + k) % _NUM_BYTES, math.log(rest) - k * math.log(2)) for k in range(1, num + 1)]
+    others = [
+        ((token_id + k) % _NUM_BYTES, math.log(rest) - k * math.log(2)) for k in range(1, num + 1)
+    ]
     return tuple(sorted([(token_id, logprob), *others], key=lambda pair: -pair[1])[:num])
 
 
@@ -103,24 +114,41 @@ class ScriptedAnswer:
 
 
 class ScriptedRun(Generic[S]):
-    """One request on its way through the script. Synchronous; `peek` looks ahead, `accept` moves on."""
+    """One request on its way through the script. Synchronous; `peek` looks ahead, `accept` moves
+    on.
+    """
 
-    def __init__(self, script: ScriptedPolicy[S], request: GenerateRequest, tokenizer: Tokenizer, *, stops_on_strings: bool = True) -> None:
+    def __init__(
+        self,
+        script: ScriptedPolicy[S],
+        request: GenerateRequest,
+        tokenizer: Tokenizer,
+        *,
+        stops_on_strings: bool = True,
+    ) -> None:
         sampling = request.sampling
         self._script = script
         self._sampling = sampling
         self._state = script.start(request)
-        self._matcher = StopMatcher(tokenizer, sampling.stop if stops_on_strings else (), min_tokens=sampling.min_tokens)
+        self._matcher = StopMatcher(
+            tokenizer, sampling.stop if stops_on_strings else (), min_tokens=sampling.min_tokens
+        )
         self._matcher.feed(request.input_ids[request.num_prompt_tokens :])
         self.num_output = request.num_output_tokens
         self.finish: Finish | None = None
 
     def peek(self, max_tokens: int, version: Version) -> list[tuple[int, float]]:
-        """Up to `max_tokens` next tokens under one version: fewer at the limit or at a token that ends the answer."""
+        """Up to `max_tokens` next tokens under one version: fewer at the limit or at a token that
+        ends the answer.
+        """
         state = self._state
         tokens = list[tuple[int, float]]()
-        for index in range(self.num_output, min(self.num_output + max_tokens, self._sampling.max_tokens)):
-            token_id, logprob = self._script.choose(state, version, may_end=index >= self._sampling.min_tokens)
+        for index in range(
+            self.num_output, min(self.num_output + max_tokens, self._sampling.max_tokens)
+        ):
+            token_id, logprob = self._script.choose(
+                state, version, may_end=index >= self._sampling.min_tokens
+            )
             state = self._script.extend(state, token_id)
             tokens.append((token_id, logprob))
             if self._ends(token_id, index):
@@ -144,11 +172,19 @@ class ScriptedRun(Generic[S]):
         return tokens
 
     def _ends(self, token_id: int, index: int) -> bool:
-        ends = token_id in self._sampling.stop_token_ids or (token_id == self._script.end_id and not self._sampling.ignore_eos)
+        ends = token_id in self._sampling.stop_token_ids or (
+            token_id == self._script.end_id and not self._sampling.ignore_eos
+        )
         return ends and index >= self._sampling.min_tokens
 
 
-def play(script: ScriptedPolicy[S], request: GenerateRequest, tokenizer: Tokenizer, *, version: Version = 0) -> ScriptedAnswer:
+def play(
+    script: ScriptedPolicy[S],
+    request: GenerateRequest,
+    tokenizer: Tokenizer,
+    *,
+    version: Version = 0,
+) -> ScriptedAnswer:
     """The uninterrupted answer under one version: the oracle of I5."""
     run = ScriptedRun(script, request, tokenizer)
     tokens = run.accept(run.peek(request.remaining, version))
@@ -156,7 +192,7 @@ def play(script: ScriptedPolicy[S], request: GenerateRequest, tokenizer: Tokeniz
     return ScriptedAnswer(tuple(t for t, _ in tokens), tuple(p for _, p in tokens), run.finish)
 
 
-# --- Replies that a test wrote down -----------------------------------------------------------------------------------
+# --- Replies that a test wrote down ---------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +208,13 @@ class Saying:
 class Replies:
     """A policy that answers by rule; give it to a `ScriptedEngine` as its script.
 
-    `rule` makes the reply's text of the prompt's text. As a mapping, it holds what a prompt may contain and what is replied to it:
-    the key that comes last in the prompt counts, the empty key where there is none; without one the request is refused.
+    `rule` makes the reply's text of the prompt's text. As a mapping, it holds what a prompt may
+    contain and what is replied to it: the key that comes last in the prompt counts, the empty key
+    where there is none; without one the request is refused.
 
-    A reply is a function of the prompt alone, so a resumed request goes on where it was (I5). Its log-probabilities are made up
-    from the seed and every id before, so a request that misses, repeats or changes a token has others.
+    A reply is a function of the prompt alone, so a resumed request goes on where it was (I5). Its
+    log-probabilities are made up from the seed and every id before, so a request that misses,
+    repeats or changes a token has others.
     """
 
     rule: Callable[[str], str] | Mapping[str, str]
@@ -202,7 +240,13 @@ class Replies:
     def _reply(self, prompt: str) -> str:
         if not isinstance(self.rule, Mapping):
             return self.rule(prompt)
-        found = max(((prompt.rfind(key) if key else 0, len(key), key) for key in self.rule), default=(-1, 0, ""))
+        found = max(
+            ((prompt.rfind(key) if key else 0, len(key), key) for key in self.rule),
+            default=(-1, 0, ""),
+        )
         if found[0] < 0:
-            raise RequestRejected(f"replying: no reply is written for a prompt that ends with {prompt[-80:]!r}. Add one to the rule.")
+            raise RequestRejected(
+                f"replying: no reply is written for a prompt that ends with {prompt[-80:]!r}. Add "
+                "one to the rule."
+            )
         return self.rule[found[2]]

@@ -1,6 +1,8 @@
-"""The scripted engine: every verb of the engine port on a model whose answers are known, with every fault on demand.
+"""The scripted engine: every verb of the engine port on a model whose answers are known, with every
+fault on demand.
 
-It ships with the library: tests of agents, gateways and handovers run on it, on virtual time or on the real clock.
+It ships with the library: tests of agents, gateways and handovers run on it, on virtual time or on
+the real clock.
 """
 
 import asyncio
@@ -13,10 +15,20 @@ from typing import Any, Literal, TypeAlias
 from midflight import types
 from midflight.engines.streams import check_features, check_request
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, NotSupported
-from midflight.testing.script import Script, ScriptedAnswer, ScriptedPolicy, ScriptedRun, likeliest, play, scripted_tokenizer
+from midflight.testing.script import (
+    Script,
+    ScriptedAnswer,
+    ScriptedPolicy,
+    ScriptedRun,
+    likeliest,
+    play,
+    scripted_tokenizer,
+)
 from midflight.text import Tokenizer
 
-Call: TypeAlias = Literal["generate", "abort", "pause", "resume", "stage", "commit", "health", "prompt_logprobs"]
+Call: TypeAlias = Literal[
+    "generate", "abort", "pause", "resume", "stage", "commit", "health", "prompt_logprobs"
+]
 
 CAPABLE = types.Capabilities(
     pause_modes=frozenset(types.PauseMode),
@@ -31,9 +43,11 @@ CAPABLE = types.Capabilities(
     max_running=64,
     features=frozenset({types.Feature.TOP_LOGPROBS}),
 )
-"""Everything, but ways of sampling that a script cannot obey. Take a capability away with `dataclasses.replace`.
+"""Everything, but ways of sampling that a script cannot obey. Take a capability away with
+`dataclasses.replace`.
 
-One that is given features beyond these records what it is asked for in `ScriptedEngine.requests`, and says what it would have said.
+One that is given features beyond these records what it is asked for in `ScriptedEngine.requests`,
+and says what it would have said.
 """
 
 _MAX_RECORDED = 100_000
@@ -43,7 +57,9 @@ _MAX_RECORDED = 100_000
 class _ScriptedRequest:
     """A request inside the engine: waiting for a slot, or in one."""
 
-    def __init__(self, request: types.GenerateRequest, run: ScriptedRun[Any], version: types.Version) -> None:
+    def __init__(
+        self, request: types.GenerateRequest, run: ScriptedRun[Any], version: types.Version
+    ) -> None:
         self.request = request
         self.run = run
         self.first_version = version
@@ -59,7 +75,9 @@ class _ScriptedRequest:
 
 
 class ScriptedEngine:
-    """Implements `ports.Engine`. Each token takes `step_seconds` of the loop's time; chunks hold up to `chunk_tokens`."""
+    """Implements `ports.Engine`. Each token takes `step_seconds` of the loop's time; chunks hold up
+    to `chunk_tokens`.
+    """
 
     def __init__(
         self,
@@ -105,13 +123,17 @@ class ScriptedEngine:
         self._failures: defaultdict[Call, deque[BaseException]] = defaultdict(deque)
         self._hangs: Counter[Call] = Counter()
 
-    # --- What tests ask and order ------------------------------------------------------------------------------------
+    # --- What tests ask and order -----------------------------------------------------------------
 
-    def answer(self, request: types.GenerateRequest, *, version: types.Version = 0) -> tuple[int, ...]:
+    def answer(
+        self, request: types.GenerateRequest, *, version: types.Version = 0
+    ) -> tuple[int, ...]:
         """The output ids of an uninterrupted run under one version."""
         return self.whole_answer(request, version=version).token_ids
 
-    def whole_answer(self, request: types.GenerateRequest, *, version: types.Version = 0) -> ScriptedAnswer:
+    def whole_answer(
+        self, request: types.GenerateRequest, *, version: types.Version = 0
+    ) -> ScriptedAnswer:
         return play(self.script, request, self._tokenizer, version=version)
 
     @property
@@ -131,7 +153,9 @@ class ScriptedEngine:
         self._hangs[call] += 1
 
     def interrupt(self, at: int, how: Literal["abort", "die"] = "abort") -> None:
-        """When a request has `at` output tokens (0: before its first), it is aborted or the engine dies. Once."""
+        """When a request has `at` output tokens (0: before its first), it is aborted or the engine
+        dies. Once.
+        """
         bisect.insort(self._interruptions, (at, how))
 
     def corrupt_next_commit(self) -> None:
@@ -148,7 +172,9 @@ class ScriptedEngine:
         self._poke()
 
     def freeze(self) -> None:
-        """A stopped process: keeps its connections, makes no progress and answers nothing, until `thaw` or `revive`."""
+        """A stopped process: keeps its connections, makes no progress and answers nothing, until
+        `thaw` or `revive`.
+        """
         self._frozen = self._frozen or asyncio.Event()
         self.stall()
 
@@ -177,14 +203,22 @@ class ScriptedEngine:
         self._paused = None
         self._num_tokens = 0
 
-    # --- The port ----------------------------------------------------------------------------------------------------
+    # --- The port ---------------------------------------------------------------------------------
 
     async def generate(self, request: types.GenerateRequest) -> AsyncIterator[types.Chunk]:
-        """Waits for a slot, for the end of a pause and for the tokens' time; ended by finish, abort, death or its caller."""
+        """Waits for a slot, for the end of a pause and for the tokens' time; ended by finish,
+        abort, death or its caller.
+        """
         await self._enter("generate")
         self._check(request)
         if request.remaining <= 0:
-            yield types.Chunk((), (), self._served.version, self._served.version, types.Finish(types.FinishReason.LENGTH))
+            yield types.Chunk(
+                (),
+                (),
+                self._served.version,
+                self._served.version,
+                types.Finish(types.FinishReason.LENGTH),
+            )
             return
         self.requests.append(request)
         running = _ScriptedRequest(request, self._begin(request), self._served.version)
@@ -203,7 +237,10 @@ class ScriptedEngine:
     async def abort(self, request_id: str | None) -> None:
         await self._enter("abort")
         if request_id is not None and not self.capabilities.aborts_single_requests:
-            raise NotSupported(f"aborting {request_id} on {self.name}: it can only abort all requests. Close the stream instead.")
+            raise NotSupported(
+                f"aborting {request_id} on {self.name}: it can only abort all requests. Close the "
+                "stream instead."
+            )
         for running in (*self._waiting, *self._running):
             if request_id in (None, running.request.request_id):
                 running.end(types.FinishReason.ABORT)
@@ -212,7 +249,10 @@ class ScriptedEngine:
         """`drain` waits until running requests have finished; ended by them or by their aborts."""
         await self._enter("pause")
         if mode not in self.capabilities.pause_modes:
-            raise NotSupported(f"pausing {self.name} by {mode}: it can {', '.join(sorted(self.capabilities.pause_modes))}.")
+            raise NotSupported(
+                f"pausing {self.name} by {mode}: it can "
+                f"{', '.join(sorted(self.capabilities.pause_modes))}."
+            )
         if self._paused is None:
             self._paused = mode
         if mode is types.PauseMode.ABORT and not self.ignores_pause:
@@ -236,18 +276,27 @@ class ScriptedEngine:
     async def stage(self, manifest: types.WeightManifest) -> None:
         await self._enter("stage")
         if not self.capabilities.stages_weights:
-            raise NotSupported(f"staging version {manifest.version} on {self.name}: it cannot stage. Load weights while it is paused.")
+            raise NotSupported(
+                f"staging version {manifest.version} on {self.name}: it cannot stage. Load weights "
+                "while it is paused."
+            )
         await asyncio.sleep(self.stage_seconds)
         self._staged = manifest
 
     async def commit(self, version: types.Version) -> types.Attestation:
         await self._enter("commit")
-        mended = self._staged is not None and self._staged.version == version and self._staged.fingerprint != self._served.fingerprint
+        mended = (
+            self._staged is not None
+            and self._staged.version == version
+            and self._staged.fingerprint != self._served.fingerprint
+        )
         if self._served.version == version and not mended:
             return self._served
         if self._staged is None or self._staged.version != version:
             staged = "nothing" if self._staged is None else f"version {self._staged.version}"
-            raise EngineError(f"committing version {version} on {self.name}: {staged} is staged. Stage it first.")
+            raise EngineError(
+                f"committing version {version} on {self.name}: {staged} is staged. Stage it first."
+            )
         await asyncio.sleep(self.commit_seconds)
         self._poke()
         self._served = types.Attestation(version, self._staged.fingerprint)
@@ -257,10 +306,16 @@ class ScriptedEngine:
         self._staged = None
         return self._served
 
-    async def prompt_logprobs(self, token_ids: Sequence[int], *, top: int) -> Sequence[types.Likely]:
-        """Each token is as likely as its id says: -1/8, -2/8, ... by id modulo 8; the alternatives are the ids from 0 on."""
+    async def prompt_logprobs(
+        self, token_ids: Sequence[int], *, top: int
+    ) -> Sequence[types.Likely]:
+        """Each token is as likely as its id says: -1/8, -2/8, ... by id modulo 8; the alternatives
+        are the ids from 0 on.
+        """
         await self._enter("prompt_logprobs")
-        return [tuple((i, -(1 + i % 8) / 8) for i in (token, *range(top))) for token in token_ids[1:]]
+        return [
+            tuple((i, -(1 + i % 8) / 8) for i in (token, *range(top))) for token in token_ids[1:]
+        ]
 
     async def health(self) -> types.EngineHealth:
         await self._enter("health")
@@ -272,7 +327,7 @@ class ScriptedEngine:
             num_waiting=len(self._waiting),
         )
 
-    # --- How it works ------------------------------------------------------------------------------------------------
+    # --- How it works -----------------------------------------------------------------------------
 
     def _gone(self) -> EngineUnavailable:
         return EngineUnavailable(f"calling {self.name}: it is dead. Restart the engine.")
@@ -296,17 +351,28 @@ class ScriptedEngine:
         most = self.capabilities.max_context
         check_request(request, vocab_size=self.capabilities.vocab_size, max_context=most)
         if request.num_prompt_tokens + request.sampling.max_tokens > most:
-            raise ContextExceeded(f"generating on {self.name}: prompt and max_tokens exceed its context of {most}. Shorten either.")
+            raise ContextExceeded(
+                f"generating on {self.name}: prompt and max_tokens exceed its context of {most}. "
+                "Shorten either."
+            )
         check_features(request.sampling, self.capabilities.features, engine=self.name)
 
     def _begin(self, request: types.GenerateRequest) -> ScriptedRun[Any]:
         if not self.capabilities.honours_seed:
             self._num_unseeded += 1
             request = replace(request, sampling=request.sampling.changed(seed=self._num_unseeded))
-        return ScriptedRun(self.script, request, self._tokenizer, stops_on_strings=self.capabilities.stops_on_strings)
+        return ScriptedRun(
+            self.script,
+            request,
+            self._tokenizer,
+            stops_on_strings=self.capabilities.stops_on_strings,
+        )
 
     def _holds_still(self) -> bool:
-        return self._stalled or (self._paused in (types.PauseMode.KEEP, types.PauseMode.RECOMPUTE) and not self.ignores_pause)
+        return self._stalled or (
+            self._paused in (types.PauseMode.KEEP, types.PauseMode.RECOMPUTE)
+            and not self.ignores_pause
+        )
 
     def _schedule(self) -> None:
         """Gives free slots to the longest waiting, unless a pause holds them back."""
@@ -347,7 +413,9 @@ class ScriptedEngine:
                 return chunk
 
     async def _decode(self, running: _ScriptedRequest) -> types.Chunk:
-        """Tokens of one version; whatever pokes the engine cuts them at the last token that had its time."""
+        """Tokens of one version; whatever pokes the engine cuts them at the last token that had its
+        time.
+        """
         loop = asyncio.get_running_loop()
         version = self._served.version
         tokens = running.run.peek(self._until_interruption(running), version)
@@ -360,7 +428,8 @@ class ScriptedEngine:
             num_done = len(tokens)
         finally:
             num_done = num_done or self._decoded(running)
-            self._num_tokens += num_done  # also of a request that nobody reads any more: the count never falls
+            # also of a request that nobody reads any more: the count never falls
+            self._num_tokens += num_done
             running.decoding = None
         kept = running.run.accept(tokens[:num_done])
         return self._chunk(running, kept, running.run.finish, version)
@@ -374,7 +443,11 @@ class ScriptedEngine:
         return min(most, int(elapsed / self.step_seconds + 1e-9)) if self.step_seconds else 0
 
     def _until_interruption(self, running: _ScriptedRequest) -> int:
-        after = (at - running.run.num_output for at, _ in self._interruptions if at > running.run.num_output)
+        after = (
+            at - running.run.num_output
+            for at, _ in self._interruptions
+            if at > running.run.num_output
+        )
         return min(self.chunk_tokens, next(after, self.chunk_tokens))
 
     def _interrupt(self, running: _ScriptedRequest) -> None:
@@ -387,7 +460,11 @@ class ScriptedEngine:
                 running.end(types.FinishReason.ABORT)
 
     def _chunk(
-        self, running: _ScriptedRequest, tokens: list[tuple[int, float]], finish: types.Finish | None, version: types.Version
+        self,
+        running: _ScriptedRequest,
+        tokens: list[tuple[int, float]],
+        finish: types.Finish | None,
+        version: types.Version,
     ) -> types.Chunk:
         if not self.capabilities.versions_per_token:
             version = running.first_version

@@ -1,10 +1,12 @@
-"""An asyncio event loop whose time is virtual: waiting costs nothing, and waiting for nothing fails at once.
+"""An asyncio event loop whose time is virtual: waiting costs nothing, and waiting for nothing fails
+at once.
 
-Whenever no callback is ready the clock jumps to the next timer. If there is no timer either, nothing can ever happen
-again, so the run ends with `Hang`, which says where each task waits. There is no real input or output, and `to_thread`
-runs inline. A thread that the code starts itself is heard before time passes: as long as it computes, the clock stands.
-Two runs of the same code make the same steps; with a seed the ready callbacks of one instant run in a shuffled order, the
-same order for the same seed.
+Whenever no callback is ready the clock jumps to the next timer. If there is no timer either,
+nothing can ever happen again, so the run ends with `Hang`, which says where each task waits. There
+is no real input or output, and `to_thread` runs inline. A thread that the code starts itself is
+heard before time passes: as long as it computes, the clock stands. Two runs of the same code make
+the same steps; with a seed the ready callbacks of one instant run in a shuffled order, the same
+order for the same seed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 MAX_SECONDS = 1e6
-"""Virtual seconds after which a run counts as hung: a periodic timer would otherwise keep a deadlock alive for ever."""
+"""Virtual seconds after which a run counts as hung: a periodic timer would otherwise keep a
+deadlock alive for ever.
+"""
 MAX_ROUNDS_PER_INSTANT = 5_000_000
 """Rounds of the loop without any passing of time after which a run counts as spinning."""
 
@@ -35,11 +39,15 @@ THREAD_LOOK_SECONDS = 0.002
 
 
 class Hang(AssertionError):
-    """Nothing can happen any more (or time passes with no end), and the main coroutine has not finished."""
+    """Nothing can happen any more (or time passes with no end), and the main coroutine has not
+    finished.
+    """
 
 
 class LeakedTasks(AssertionError):
-    """Tasks were still running when the main coroutine had ended: something was started outside a task group."""
+    """Tasks were still running when the main coroutine had ended: something was started outside a
+    task group.
+    """
 
 
 class NotVirtual(RuntimeError):
@@ -47,9 +55,17 @@ class NotVirtual(RuntimeError):
 
 
 class _OrderedTask(asyncio.Task[T]):
-    """A task that hashes by its creation order, so that sets of tasks (as in `TaskGroup`) iterate alike in every run."""
+    """A task that hashes by its creation order, so that sets of tasks (as in `TaskGroup`) iterate
+    alike in every run.
+    """
 
-    def __init__(self, coro: Generator[Any, None, T] | Coroutine[Any, Any, T], *, loop: VirtualTimeLoop, **options: Any) -> None:
+    def __init__(
+        self,
+        coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
+        *,
+        loop: VirtualTimeLoop,
+        **options: Any,
+    ) -> None:
         self.sequence = loop.next_sequence()
         super().__init__(coro, loop=loop, **options)
 
@@ -59,14 +75,18 @@ class _OrderedTask(asyncio.Task[T]):
 
 @dataclass(frozen=True, slots=True)
 class _ThreadWork:
-    """The state of a thread of this process: whether it computes or waits for a core, and for how long it has computed."""
+    """The state of a thread of this process: whether it computes or waits for a core, and for how
+    long it has computed.
+    """
 
     runnable: bool
     nanoseconds: int
 
     @classmethod
     def of(cls, thread: int) -> _ThreadWork:
-        """A thread that has ended counts as waiting, and so does every thread on a system without `/proc`."""
+        """A thread that has ended counts as waiting, and so does every thread on a system without
+        `/proc`.
+        """
         folder = Path(f"/proc/self/task/{thread}")
         try:
             state = (folder / "stat").read_text(errors="replace").rpartition(") ")[2][0]
@@ -76,7 +96,9 @@ class _ThreadWork:
 
 
 class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
-    """See the module. Callbacks run in the order they were scheduled; timers of one instant likewise, unless there is a seed."""
+    """See the module. Callbacks run in the order they were scheduled; timers of one instant
+    likewise, unless there is a seed.
+    """
 
     def __init__(self, *, seed: int | None = None, max_seconds: float = MAX_SECONDS) -> None:
         super().__init__()
@@ -90,10 +112,14 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
         self._random = None if seed is None else random.Random(seed)
         self._threads_before = set(threading.enumerate())
         self._threads_work: dict[int, _ThreadWork] = {}
-        """The state at the last look of each thread that was started since this loop was made, by its number."""
+        """The state at the last look of each thread that was started since this loop was made, by
+        its number.
+        """
         self._called_by_thread = threading.Event()
         self.failures: list[BaseException] = []
-        """Exceptions that nobody awaited: of callbacks, of tasks dropped without a look at their result."""
+        """Exceptions that nobody awaited: of callbacks, of tasks dropped without a look at their
+        result.
+        """
         self.set_task_factory(_ordered_task)
         self.set_exception_handler(_record_failure)
 
@@ -108,19 +134,29 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
         self._sequence += 1
         return self._sequence
 
-    def call_soon(self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
         if self.is_closed():
             raise RuntimeError("Event loop is closed")
         handle = asyncio.Handle(callback, args, self, context)
         self._due.append(handle)
         return handle
 
-    def call_soon_threadsafe(self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None) -> asyncio.Handle:
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
         handle = self.call_soon(callback, *args, context=context)
         self._called_by_thread.set()
         return handle
 
-    def call_at(self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None) -> asyncio.TimerHandle:
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
         if self.is_closed():
             raise RuntimeError("Event loop is closed")
         timer = asyncio.TimerHandle(when, callback, args, self, context)
@@ -129,8 +165,12 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
             self._forget_cancelled()
         return timer
 
-    def run_in_executor(self, executor: object, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Runs `func` in a callback of this instant. Like a thread that has begun, it runs to its end even if nobody waits any more."""
+    def run_in_executor(
+        self, executor: object, func: Callable[[*Ts], T], *args: *Ts
+    ) -> asyncio.Future[T]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Runs `func` in a callback of this instant. Like a thread that has begun, it runs to its
+        end even if nobody waits any more.
+        """
         future: asyncio.Future[T] = self.create_future()
 
         def work() -> None:
@@ -163,16 +203,26 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
             self._due.append(heapq.heappop(self._timers)[2])
         self._rounds_now += 1
         if self._rounds_now > MAX_ROUNDS_PER_INSTANT:
-            raise Hang(self._report(f"{MAX_ROUNDS_PER_INSTANT} rounds without any passing of time: something spins"))
+            raise Hang(
+                self._report(
+                    f"{MAX_ROUNDS_PER_INSTANT} rounds without any passing of time: something spins"
+                )
+            )
         for handle in self._take():
             if not handle.cancelled():
                 handle._run()  # pyright: ignore[reportPrivateUsage]
 
     def _hear_threads(self) -> None:
-        """Waits until a thread that was started since this loop was made calls, or until all such threads wait for something themselves."""
+        """Waits until a thread that was started since this loop was made calls, or until all such
+        threads wait for something themselves.
+        """
         while not self._due and (threads := set(threading.enumerate()) - self._threads_before):
             before = self._threads_work
-            self._threads_work = {thread.native_id: _ThreadWork.of(thread.native_id) for thread in threads if thread.native_id is not None}
+            self._threads_work = {
+                thread.native_id: _ThreadWork.of(thread.native_id)
+                for thread in threads
+                if thread.native_id is not None
+            }
             if self._threads_work == before and not any(work.runnable for work in before.values()):
                 return
             self._called_by_thread.wait(THREAD_LOOK_SECONDS)
@@ -183,7 +233,9 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
         while self._timers and self._timers[0][2].cancelled():
             heapq.heappop(self._timers)
         if not self._timers:
-            raise Hang(self._report("Nothing is ready, no timer is set: nothing can happen any more"))
+            raise Hang(
+                self._report("Nothing is ready, no timer is set: nothing can happen any more")
+            )
         if self._timers[0][0] > self._now:
             self._now = self._timers[0][0]
             self._rounds_now = 0
@@ -191,7 +243,9 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
             raise Hang(self._report(f"More than {self._max_seconds:g} virtual seconds have passed"))
 
     def _take(self) -> list[asyncio.Handle]:
-        """What runs in this round: all that is ready, or with a seed a random part of it in random order."""
+        """What runs in this round: all that is ready, or with a seed a random part of it in random
+        order.
+        """
         taken = self._due
         self._due = []
         if self._random is not None and len(taken) > 1:
@@ -202,7 +256,9 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
         return taken
 
     def _forget_cancelled(self) -> None:
-        """Deadlines that were met leave cancelled timers far in the future; at twice the live number they are swept."""
+        """Deadlines that were met leave cancelled timers far in the future; at twice the live
+        number they are swept.
+        """
         self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
         heapq.heapify(self._timers)
         self._compact_at = max(1000, 2 * len(self._timers))
@@ -217,7 +273,8 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise NotVirtual(
-            "Virtual time has no sockets, pipes, signals or processes: use an in-memory transport, or a real loop for this test."
+            "Virtual time has no sockets, pipes, signals or processes: use an in-memory transport, "
+            "or a real loop for this test."
         )
 
     create_connection = _refuse
@@ -234,12 +291,17 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
 
 
 def run_virtual(
-    main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]], *, seed: int | None = None, max_seconds: float = MAX_SECONDS
+    main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]],
+    *,
+    seed: int | None = None,
+    max_seconds: float = MAX_SECONDS,
 ) -> T:
-    """Runs a coroutine (or an async function without arguments) to its end on a fresh virtual clock that starts at 0.
+    """Runs a coroutine (or an async function without arguments) to its end on a fresh virtual clock
+    that starts at 0.
 
-    Raises what it raises; `Hang` if it cannot end; `LeakedTasks` if it left tasks behind (they are cancelled first); and
-    whatever a callback or an unobserved task raised. With a seed, every failure carries a note that says so.
+    Raises what it raises; `Hang` if it cannot end; `LeakedTasks` if it left tasks behind (they are
+    cancelled first); and whatever a callback or an unobserved task raised. With a seed, every
+    failure carries a note that says so.
     """
     loop = VirtualTimeLoop(seed=seed, max_seconds=max_seconds)
     try:
@@ -268,7 +330,9 @@ def _run(loop: VirtualTimeLoop, main: Coroutine[Any, Any, T]) -> T:
 
 
 def _end_leftovers(loop: VirtualTimeLoop) -> None:
-    """Cancels what is left and lets it clean up; what refuses to end is abandoned, the run has failed anyway."""
+    """Cancels what is left and lets it clean up; what refuses to end is abandoned, the run has
+    failed anyway.
+    """
     leftovers = loop.pending()
     for task in leftovers:
         task.cancel()
@@ -285,9 +349,15 @@ async def _settle(tasks: list[asyncio.Task[Any]]) -> None:
 
 
 def describe(task: asyncio.Task[Any]) -> str:
-    """A task's name and, from the outermost call to the innermost, the lines at which it is suspended."""
+    """A task's name and, from the outermost call to the innermost, the lines at which it is
+    suspended.
+    """
     waiter = getattr(task, "_fut_waiter", None)
-    lines = [f"  {task.get_name()}, waiting for {waiter!r}:" if waiter is not None else f"  {task.get_name()}, ready to run:"]
+    lines = [
+        f"  {task.get_name()}, waiting for {waiter!r}:"
+        if waiter is not None
+        else f"  {task.get_name()}, ready to run:"
+    ]
     for frame in _suspended_frames(task.get_coro()):
         code = frame.f_code
         source = linecache.getline(code.co_filename, frame.f_lineno).strip()
@@ -296,7 +366,9 @@ def describe(task: asyncio.Task[Any]) -> str:
 
 
 def _suspended_frames(awaited: object) -> list[FrameType]:
-    """Follows `await` from a coroutine to the innermost frame; what is not a coroutine or generator ends the chain."""
+    """Follows `await` from a coroutine to the innermost frame; what is not a coroutine or generator
+    ends the chain.
+    """
     frames: list[FrameType | None] = []
     while awaited is not None:
         if isinstance(awaited, CoroutineType):
@@ -311,7 +383,9 @@ def _suspended_frames(awaited: object) -> list[FrameType]:
 
 
 def _ordered_task(
-    loop: asyncio.AbstractEventLoop, coro: Generator[Any, None, T] | Coroutine[Any, Any, T], **options: Any
+    loop: asyncio.AbstractEventLoop,
+    coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
+    **options: Any,
 ) -> asyncio.Future[T]:
     assert isinstance(loop, VirtualTimeLoop)
     return _OrderedTask(coro, loop=loop, **options)
@@ -321,7 +395,9 @@ def _record_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) ->
     """A future whose error nobody read is only logged: giving up on a wait is no failure."""
     assert isinstance(loop, VirtualTimeLoop)
     error = context.get("exception")
-    if isinstance(error, BaseException) and ("handle" in context or "task" in context or "asyncgen" in context):
+    if isinstance(error, BaseException) and (
+        "handle" in context or "task" in context or "asyncgen" in context
+    ):
         loop.failures.append(error)
     else:
         loop.default_exception_handler(context)

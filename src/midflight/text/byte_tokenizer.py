@@ -1,6 +1,7 @@
 """The tokenizer of models that Midflight makes: one token per byte, and six special tokens.
 
-Ids 0..255 are the bytes; `SPECIAL_TOKENS` follow. It is written as a normal Hugging Face folder, so every loader reads it.
+Ids 0..255 are the bytes; `SPECIAL_TOKENS` follow. It is written as a normal Hugging Face folder, so
+every loader reads it.
 """
 
 import json
@@ -18,7 +19,8 @@ CHAT_TEMPLATE = (
     "{% if tools and list_tools is not false %}"
     "{{ '<|system|>Tools, one JSON object a line:\\n<tools>\\n' }}"
     "{% for tool in tools %}{{ tool | tojson ~ '\\n' }}{% endfor %}"
-    '{{ \'</tools>\\nTo call one, write:\\n<tool_call>\\n{"name": its name, "arguments": an object}\\n</tool_call><|end|>\' }}'
+    '{{ \'</tools>\\nTo call one, write:\\n<tool_call>\\n{"name": its name, "arguments": an '
+    "object}\\n</tool_call><|end|>' }}"
     "{% endif %}"
     "{% for message in messages %}"
     "{% if message.role not in ('user', 'assistant', 'system', 'tool') %}"
@@ -36,21 +38,29 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""Tools and their calls are written in Hermes form; with `list_tools = false` the calls only. Without them a conversation is its messages and nothing else."""
+"""Tools and their calls are written in Hermes form; with `list_tools = false` the calls only.
+Without them a conversation is its messages and nothing else.
+"""
 
 
 def byte_tokenizer() -> Tokenizer:
     """The `tokenizers` object: a byte-level BPE without merges."""
     letters = _byte_letters()
-    tokenizer = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS]
+    )
     return tokenizer
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """Writes `tokenizer.json` and `tokenizer_config.json` (with the chat template) into `folder`."""
+    """Writes `tokenizer.json` and `tokenizer_config.json` (with the chat template) into
+    `folder`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     config = {
@@ -60,7 +70,9 @@ def write_byte_tokenizer(folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def byte_letters_to_bytes() -> dict[str, int]:
@@ -69,9 +81,13 @@ def byte_letters_to_bytes() -> dict[str, int]:
 
 
 def _byte_letters() -> list[str]:
-    """The printable letter for each byte, as byte-level BPE writes them (GPT-2): printable Latin-1 stands for itself,
-    the other bytes for the letters from U+0100 on, in order."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    """The printable letter for each byte, as byte-level BPE writes them (GPT-2): printable Latin-1
+    stands for itself, the other bytes for the letters from U+0100 on, in order."""
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
     letters: list[str] = []
     shifted = 0
     for byte in range(256):

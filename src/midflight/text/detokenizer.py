@@ -1,4 +1,6 @@
-"""Text as tokens arrive: never half a character, in the end the text of the whole, and stop strings across token borders."""
+"""Text as tokens arrive: never half a character, in the end the text of the whole, and stop strings
+across token borders.
+"""
 
 import codecs
 from collections.abc import Sequence
@@ -16,7 +18,9 @@ class _Pieces(Protocol):
 
 
 class IncrementalDetokenizer:
-    """Feed tokens, get the text that is certain so far. The pieces joined, with `finish`, equal `Tokenizer.decode` of all with `skip_special`."""
+    """Feed tokens, get the text that is certain so far. The pieces joined, with `finish`, equal
+    `Tokenizer.decode` of all with `skip_special`.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, keep: frozenset[int] = frozenset()) -> None:
         """`keep`: special tokens that are text; the others are not."""
@@ -29,18 +33,24 @@ class IncrementalDetokenizer:
         return "" if token_id in self._skip else self._pieces.push(token_id)
 
     def finish(self) -> str:
-        """What was held back: an incomplete character is written as U+FFFD. No `push` after this."""
+        """What was held back: an incomplete character is written as U+FFFD. No `push` after
+        this.
+        """
         return self._pieces.flush()
 
 
 class _BytePieces:
-    """For byte-level vocabularies: each token is known bytes, decoded by the standard incremental decoder. O(1) a token."""
+    """For byte-level vocabularies: each token is known bytes, decoded by the standard incremental
+    decoder. O(1) a token.
+    """
 
     def __init__(self, token_bytes: dict[int, bytes]) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_whole = True
-        """Whether no character is incomplete: then letters of ASCII need no decoder that remembers."""
+        """Whether no character is incomplete: then letters of ASCII need no decoder that
+        remembers.
+        """
 
     def push(self, token_id: int) -> str:
         data = self._token_bytes.get(token_id, b"")
@@ -55,9 +65,11 @@ class _BytePieces:
 
 
 class _GeneralPieces:
-    """For any other vocabulary: decodes a short window twice, with and without what is new, and emits the difference.
+    """For any other vocabulary: decodes a short window twice, with and without what is new, and
+    emits the difference.
 
-    The window begins one emitted piece back, because decoders treat the first token apart (a leading space, a prefix).
+    The window begins one emitted piece back, because decoders treat the first token apart (a
+    leading space, a prefix).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -74,7 +86,9 @@ class _GeneralPieces:
         return self._emit()
 
     def _incomplete(self, token_id: int) -> bool:
-        """A run of byte tokens (`<0x..>`) is decoded as one: whether it is valid is known only after its end."""
+        """A run of byte tokens (`<0x..>`) is decoded as one: whether it is valid is known only
+        after its end.
+        """
         token = self._tokenizer.backend.id_to_token(token_id) or ""
         is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
         return is_byte or self._tokenizer.decode(self._ids).endswith(_REPLACEMENT)
@@ -89,24 +103,33 @@ class _GeneralPieces:
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """`stop` was completed by output token number `token_index` (from 0): later tokens are overshoot."""
+    """`stop` was completed by output token number `token_index` (from 0): later tokens are
+    overshoot.
+    """
 
     stop: str
     token_index: int
 
 
 class StopMatcher:
-    """Feed output tokens; `take` gives text that may be shown. Text from the stop string on is never given out.
+    """Feed output tokens; `take` gives text that may be shown. Text from the stop string on is
+    never given out.
 
-    The stop that counts is the first to be completed in token order; of several that one token completes, the one that
-    begins earliest, then the one named first. How tokens were grouped into chunks makes no difference (I5).
+    The stop that counts is the first to be completed in token order; of several that one token
+    completes, the one that begins earliest, then the one named first. How tokens were grouped into
+    chunks makes no difference (I5).
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, min_tokens: int = 0, keep: frozenset[int] = frozenset()
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        *,
+        min_tokens: int = 0,
+        keep: frozenset[int] = frozenset(),
     ) -> None:
-        """A stop string completed by one of the first `min_tokens` tokens does not stop. Empty stop strings never match.
-        Special tokens are no text, but for those in `keep`."""
+        """A stop string completed by one of the first `min_tokens` tokens does not stop. Empty stop
+        strings never match. Special tokens are no text, but for those in `keep`."""
         self._stop = tuple(s for s in stop if s)
         self._window = max((len(s) for s in self._stop), default=1) - 1
         self._min_tokens = min_tokens
@@ -122,7 +145,9 @@ class StopMatcher:
         """Takes tokens up to the one that completes a stop string; later ones are ignored."""
         if not self._stop:
             push = self._detokenizer.push
-            self._text += push(token_ids[0]) if len(token_ids) == 1 else "".join(map(push, token_ids))
+            self._text += (
+                push(token_ids[0]) if len(token_ids) == 1 else "".join(map(push, token_ids))
+            )
             return None
         for token_id in token_ids:
             if self.match is not None:
@@ -132,7 +157,9 @@ class StopMatcher:
         return self.match
 
     def take(self) -> str:
-        """The text that has become safe to show: no later token can make it part of a stop string."""
+        """The text that has become safe to show: no later token can make it part of a stop
+        string.
+        """
         if not self._stop:
             text = self._text
             self._text = ""
@@ -140,7 +167,9 @@ class StopMatcher:
         return self._give(len(self._text) if self.match else len(self._text) - self._held())
 
     def finish(self) -> str:
-        """The rest of the text, when the tokens have ended. A character left incomplete is written as U+FFFD."""
+        """The rest of the text, when the tokens have ended. A character left incomplete is written
+        as U+FFFD.
+        """
         if self.match is None:
             self._text += self._detokenizer.finish()
         return self._give(len(self._text))
@@ -150,8 +179,13 @@ class StopMatcher:
             return
         before = len(self._text)
         self._text += text
-        # A match must hold a new letter: one that ended earlier was not a stop then (`min_tokens`) and is none now.
-        found = [(at, order) for order, s in enumerate(self._stop) if (at := self._text.find(s, max(0, before - len(s) + 1))) >= 0]
+        # A match must hold a new letter: one that ended earlier was not a stop then (`min_tokens`)
+        # and is none now.
+        found = [
+            (at, order)
+            for order, s in enumerate(self._stop)
+            if (at := self._text.find(s, max(0, before - len(s) + 1))) >= 0
+        ]
         if found and self._num_tokens >= self._min_tokens:
             at, order = min(found)
             self.match = StopMatch(self._stop[order], self._num_tokens)
@@ -160,7 +194,14 @@ class StopMatcher:
     def _held(self) -> int:
         """Letters at the end of the text that may be the beginning of a stop string."""
         longest = min(self._window, len(self._text) - self._taken)
-        return next((n for n in range(longest, 0, -1) if any(s.startswith(self._text[-n:]) for s in self._stop)), 0)
+        return next(
+            (
+                n
+                for n in range(longest, 0, -1)
+                if any(s.startswith(self._text[-n:]) for s in self._stop)
+            ),
+            0,
+        )
 
     def _give(self, end: int) -> str:
         piece = self._text[self._taken : end]

@@ -1,8 +1,10 @@
-"""The tokenizer of a Hugging Face model folder, over the `tokenizers` library alone, and its chat template.
+"""The tokenizer of a Hugging Face model folder, over the `tokenizers` library alone, and its chat
+template.
 
-A template is the Jinja program of the folder that writes a conversation as one text. Its environment offers what `transformers`
-offers its templates (the same filters, globals and block handling), so the text is the same; templates come from strangers and run
-in Jinja's immutable sandbox.
+A template is the Jinja program of the folder that writes a conversation as one text. Its
+environment offers what `transformers` offers its templates (the same filters, globals and block
+handling), so the text is the same; templates come from strangers and run in Jinja's immutable
+sandbox.
 """
 
 from __future__ import annotations
@@ -25,13 +27,27 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from midflight.errors import ModelNotFound, RequestRejected
 from midflight.text.byte_tokenizer import byte_letters_to_bytes
-from midflight.text.tool_texts import LIST_TOOLS, knows_calls, knows_tools, with_calls_as_text, with_tools_as_text
+from midflight.text.tool_texts import (
+    LIST_TOOLS,
+    knows_calls,
+    knows_tools,
+    with_calls_as_text,
+    with_tools_as_text,
+)
 from midflight.types import Json
 
 _ANCHOR = "\ue000"
 """A letter of no script, which no vocabulary joins with others."""
 
-_NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NAMED_SPECIALS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 _OPEN = "\ue001"
@@ -50,44 +66,65 @@ class Ending(StrEnum):
 
 
 class Tokenizer:
-    """Text to ids and back, and conversations to text. Adds no special token that the text does not hold."""
+    """Text to ids and back, and conversations to text. Adds no special token that the text does not
+    hold.
+    """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, template: ChatTemplate | None, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        template: ChatTemplate | None,
+        eos_token_ids: frozenset[int],
+    ) -> None:
         self.backend = backend
         self.template = template
         self.eos_token_ids = eos_token_ids
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         """One more than the largest id."""
-        self.special_token_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.special_token_ids = frozenset(
+            i for i, token in backend.get_added_tokens_decoder().items() if token.special
+        )
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Reads `tokenizer.json`, `tokenizer_config.json`, and the ends of text that the model's configs name."""
+        """Reads `tokenizer.json`, `tokenizer_config.json`, and the ends of text that the model's
+        configs name.
+        """
         backend = _read_backend(folder)
         config = _read_json(folder / "tokenizer_config.json")
         specials = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
         source = _template_source(folder, config)
         template = None if source is None else ChatTemplate(source, specials)
-        return cls(backend, template=template, eos_token_ids=_eos_token_ids(folder, backend, specials))
+        return cls(
+            backend, template=template, eos_token_ids=_eos_token_ids(folder, backend, specials)
+        )
 
     @cached_property
     def token_bytes(self) -> dict[int, bytes] | None:
-        """The bytes of every token of a byte-level vocabulary; `None` for vocabularies of another kind."""
+        """The bytes of every token of a byte-level vocabulary; `None` for vocabularies of another
+        kind.
+        """
         if type(self.backend.decoder).__name__ != "ByteLevel":
             return None
         letters = byte_letters_to_bytes()
         table: dict[int, bytes] = {}
         for token, index in self.backend.get_vocab(with_added_tokens=True).items():
             known = [letters.get(letter) for letter in token]
-            # The library's decoder writes a token with any foreign letter (some special tokens) as its own UTF-8.
-            table[index] = token.encode("utf-8") if None in known else bytes(b for b in known if b is not None)
+            # The library's decoder writes a token with any foreign letter (some special tokens) as
+            # its own UTF-8.
+            table[index] = (
+                token.encode("utf-8") if None in known else bytes(b for b in known if b is not None)
+            )
         return table
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_after(self, token_id: int, text: str) -> tuple[int, ...]:
-        """Ids of a text that goes on from this token: without the blank that some tokenizers (SentencePiece) put before a text."""
+        """Ids of a text that goes on from this token: without the blank that some tokenizers
+        (SentencePiece) put before a text.
+        """
         if not (text and self._adds_a_blank):
             return self.encode(text)
         special = self.backend.id_to_token(token_id) if token_id in self.special_token_ids else None
@@ -98,16 +135,26 @@ class Tokenizer:
         return self._encode_behind(_ANCHOR, "x") != self.encode("x")
 
     def _encode_behind(self, anchor: str, text: str) -> tuple[int, ...]:
-        """Ids of the text alone, tokenised behind the anchor; as a text of its own where the two do not come apart."""
+        """Ids of the text alone, tokenised behind the anchor; as a text of its own where the two do
+        not come apart.
+        """
         lead = self.encode(anchor)
         whole = self.encode(anchor + text)
         return whole[len(lead) :] if whole[: len(lead)] == lead else self.encode(text)
 
-    def decode(self, token_ids: Sequence[int], *, skip_special: bool = False, keep: frozenset[int] = frozenset()) -> str:
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special: bool = False,
+        keep: frozenset[int] = frozenset(),
+    ) -> str:
         """`keep`: special tokens that are written all the same."""
         if keep and skip_special:
             hidden = self.special_token_ids - keep
-            return self.backend.decode([i for i in token_ids if i not in hidden], skip_special_tokens=False)
+            return self.backend.decode(
+                [i for i in token_ids if i not in hidden], skip_special_tokens=False
+            )
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special)
 
     def render(
@@ -118,12 +165,17 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         options: Mapping[str, Json] | None = None,
     ) -> str:
-        """The conversation as the model's chat template writes it; `RequestRejected` where the template refuses it."""
+        """The conversation as the model's chat template writes it; `RequestRejected` where the
+        template refuses it.
+        """
         if self.template is None:
             raise ModelNotFound(
-                "rendering messages: the model folder has no chat template. Add chat_template.jinja to it, or use text completions."
+                "rendering messages: the model folder has no chat template. Add "
+                "chat_template.jinja to it, or use text completions."
             )
-        return self.template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, options=options)
+        return self.template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, options=options
+        )
 
     def prompt(
         self,
@@ -133,15 +185,25 @@ class Tokenizer:
         options: Mapping[str, Json] | None = None,
         ending: Ending = Ending.TURN,
     ) -> str:
-        """The conversation as the model shall go on from it; `RequestRejected` where the template refuses that."""
+        """The conversation as the model shall go on from it; `RequestRejected` where the template
+        refuses that.
+        """
         if ending is not Ending.OPEN:
-            return self.render(messages, tools=tools, add_generation_prompt=ending is Ending.TURN, options=options)
+            return self.render(
+                messages, tools=tools, add_generation_prompt=ending is Ending.TURN, options=options
+            )
         last = messages[-1]
         marked = {**last, "content": f"{last.get('content') or ''}{_OPEN}"}
-        text, mark, _ = self.render([*messages[:-1], marked], tools=tools, options=options).rpartition(_OPEN)
+        text, mark, _ = self.render(
+            [*messages[:-1], marked], tools=tools, options=options
+        ).rpartition(_OPEN)
         if not mark:
             raise RequestRejected(
-                "the model's chat template leaves out the last message, so it cannot be continued: end with a message of the user.",
+                (
+                    "the model's chat template leaves out the last message, so it cannot be "
+                    "continued: "
+                    "end with a message of the user."
+                ),
                 param="messages",
             )
         return text
@@ -150,11 +212,17 @@ class Tokenizer:
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ModelNotFound(f"loading the tokenizer: {path} does not exist. Name a Hugging Face model folder that holds tokenizer.json.")
+        raise ModelNotFound(
+            f"loading the tokenizer: {path} does not exist. Name a Hugging Face model folder that "
+            "holds tokenizer.json."
+        )
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise ModelNotFound(f"loading the tokenizer: {path} is not a tokenizer ({error}). Save the model folder again.") from error
+        raise ModelNotFound(
+            f"loading the tokenizer: {path} is not a tokenizer ({error}). Save the model folder "
+            "again."
+        ) from error
     # Files saved during training may carry both; ids must depend on the text alone.
     backend.no_padding()
     backend.no_truncation()
@@ -168,14 +236,21 @@ def _read_json(path: Path) -> dict[str, Json]:
     try:
         value = cast(Json, json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
-        raise ModelNotFound(f"reading {path}: not JSON ({error}). Save the model folder again.") from error
+        raise ModelNotFound(
+            f"reading {path}: not JSON ({error}). Save the model folder again."
+        ) from error
     if not isinstance(value, dict):
-        raise ModelNotFound(f"reading {path}: expected a JSON object, found {type(value).__name__}. Save the model folder again.")
+        raise ModelNotFound(
+            f"reading {path}: expected a JSON object, found {type(value).__name__}. Save the model "
+            "folder again."
+        )
     return value
 
 
 def _special_tokens(*sources: Mapping[str, Json]) -> dict[str, str]:
-    """Text of each named special token; the first source that names one wins. Tokens are written plain or as an object."""
+    """Text of each named special token; the first source that names one wins. Tokens are written
+    plain or as an object.
+    """
     found: dict[str, str] = {}
     for source in sources:
         for name in _NAMED_SPECIALS:
@@ -187,24 +262,36 @@ def _special_tokens(*sources: Mapping[str, Json]) -> dict[str, str]:
 
 
 def _template_source(folder: Path, config: Mapping[str, Json]) -> str | None:
-    """`chat_template.jinja` beside the tokenizer, else the (default) one in `tokenizer_config.json`."""
+    """`chat_template.jinja` beside the tokenizer, else the (default) one in
+    `tokenizer_config.json`.
+    """
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
     value = config.get("chat_template")
     if isinstance(value, list):
-        named = {str(item["name"]): item["template"] for item in value if isinstance(item, dict) and {"name", "template"} <= item.keys()}
+        named = {
+            str(item["name"]): item["template"]
+            for item in value
+            if isinstance(item, dict) and {"name", "template"} <= item.keys()
+        }
         value = named.get("default")
     return value if isinstance(value, str) else None
 
 
-def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, specials: Mapping[str, str]) -> frozenset[int]:
-    """Every id that the tokenizer, `config.json` or `generation_config.json` calls an end of text."""
+def _eos_token_ids(
+    folder: Path, backend: tokenizers.Tokenizer, specials: Mapping[str, str]
+) -> frozenset[int]:
+    """Every id that the tokenizer, `config.json` or `generation_config.json` calls an end of
+    text.
+    """
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
         ids.update(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
-    if (text := specials.get("eos_token")) is not None and (token := backend.token_to_id(text)) is not None:
+    if (text := specials.get("eos_token")) is not None and (
+        token := backend.token_to_id(text)
+    ) is not None:
         ids.add(token)
     return frozenset(ids)
 
@@ -219,7 +306,9 @@ _MAX_SAID = 500
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's part for training tools; here it renders its body and nothing else."""
+    """`{% generation %}` marks the assistant's part for training tools; here it renders its body
+    and nothing else.
+    """
 
     tags = {"generation"}  # noqa: RUF012  (the class attribute Jinja reads)
 
@@ -229,7 +318,9 @@ class _GenerationBlock(Extension):
 
 
 class ChatTemplate:
-    """A compiled template. `special_tokens` are the texts it may name: `bos_token`, `eos_token`, ..."""
+    """A compiled template. `special_tokens` are the texts it may name: `bos_token`, `eos_token`,
+    ...
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
@@ -239,7 +330,10 @@ class ChatTemplate:
         try:
             self._compiled = _ENVIRONMENT.from_string(source)
         except Exception as error:  # a stranger's program: compiling it may fail in any way
-            raise ModelNotFound(f"compiling the chat template failed: {error}. Correct chat_template in the model folder.") from error
+            raise ModelNotFound(
+                f"compiling the chat template failed: {error}. Correct chat_template in the model "
+                "folder."
+            ) from error
 
     def render(
         self,
@@ -249,11 +343,12 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         options: Mapping[str, Json] | None = None,
     ) -> str:
-        """The conversation as one text. A template that refuses it (`raise_exception`) or fails in any other way raises
-        `RequestRejected`, and so does a conversation that holds half a surrogate pair, which no tokenizer can read.
+        """The conversation as one text. A template that refuses it (`raise_exception`) or fails in
+        any other way raises `RequestRejected`, and so does a conversation that holds half a
+        surrogate pair, which no tokenizer can read.
 
-        `options` are names of the template's own, such as `enable_thinking`. What a template would leave out, tools and their calls,
-        stands in the messages as text.
+        `options` are names of the template's own, such as `enable_thinking`. What a template would
+        leave out, tools and their calls, stands in the messages as text.
         """
         chat = [as_templates_read(message) for message in messages]
         if not self._knows_calls:
@@ -269,9 +364,14 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
             )
             text.encode("utf-8")
-        except Exception as error:  # a stranger's program: it may fail in any way, and that costs one request
+        except Exception as error:
+            # a stranger's program: it may fail in any way, and that costs one request
             raise RequestRejected(
-                f"the model's chat template refused the messages: {_told(error)}. Change them to what it expects.", param="messages"
+                (
+                    f"the model's chat template refused the messages: {_told(error)}. Change them "
+                    "to what it expects."
+                ),
+                param="messages",
             ) from error
         return text
 
@@ -279,8 +379,9 @@ class ChatTemplate:
 def as_templates_read(message: Message) -> dict[str, Json]:
     """A message in the form that templates expect, from the form that clients send.
 
-    Arguments of tool calls are objects where their text is one (templates write them with `tojson`); reasoning stands under
-    each name that templates know; an assistant's content is a text, never `None`. All else is as sent.
+    Arguments of tool calls are objects where their text is one (templates write them with
+    `tojson`); reasoning stands under each name that templates know; an assistant's content is a
+    text, never `None`. All else is as sent.
     """
     read = _with_reasoning_names(message)
     if read.get("role") == "assistant" and read.get("content") is None:
@@ -293,18 +394,30 @@ def as_templates_read(message: Message) -> dict[str, Json]:
 
 def _with_parsed_arguments(call: Json) -> Json:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if (
+        not isinstance(call, dict)
+        or not isinstance(function, dict)
+        or not isinstance(function.get("arguments"), str)
+    ):
         return call
     try:
         arguments = cast(Json, json.loads(cast(str, function["arguments"])))
     except (ValueError, RecursionError):
         return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+    return (
+        {**call, "function": {**function, "arguments": arguments}}
+        if isinstance(arguments, dict)
+        else call
+    )
 
 
 def _with_reasoning_names(message: Message) -> dict[str, Json]:
-    """The message with its reasoning under each name that templates read (`reasoning_content`, and gpt-oss's `thinking`)."""
-    reasoning = next((message[name] for name in _REASONING_NAMES if message.get(name) is not None), None)
+    """The message with its reasoning under each name that templates read (`reasoning_content`, and
+    gpt-oss's `thinking`).
+    """
+    reasoning = next(
+        (message[name] for name in _REASONING_NAMES if message.get(name) is not None), None
+    )
     if reasoning is None:
         return dict(message)
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -312,7 +425,11 @@ def _with_reasoning_names(message: Message) -> dict[str, Json]:
 
 def _told(error: Exception) -> str:
     """What the template says, as it can be written; the name of what went wrong inside it."""
-    said = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+    said = (
+        str(error)
+        if isinstance(error, jinja2.TemplateError)
+        else f"{type(error).__name__}: {error}"
+    )
     return said[:_MAX_SAID].encode("utf-8", "replace").decode()
 
 
@@ -321,10 +438,16 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_json(
-    value: Json, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+    value: Json,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML, which a model never saw."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _strftime_now(form: str) -> str:
@@ -333,7 +456,9 @@ def _strftime_now(form: str) -> str:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, LoopControls])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, LoopControls]
+    )
     environment.filters["tojson"] = _to_json
     names = cast(dict[str, object], environment.globals)
     names.update(raise_exception=_raise_exception, strftime_now=_strftime_now)

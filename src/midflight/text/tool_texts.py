@@ -1,4 +1,6 @@
-"""Tools and calls as text, for chat templates that leave both out: in the form of Hermes, in which the calls of such models are read."""
+"""Tools and calls as text, for chat templates that leave both out: in the form of Hermes, in which
+the calls of such models are read.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import cast
 from midflight.types import Json
 
 LIST_TOOLS = "list_tools"
-"""The option of a template that is `False` where tools shall not be listed, as in the template of models made here."""
+"""The option of a template that is `False` where tools shall not be listed, as in the template of
+models made here.
+"""
 
 _WHOLE = r"\bmessages?\b(\[\w+\])?\s*\|\s*tojson"
 """Finds templates that write messages whole, with all their fields."""
@@ -38,7 +42,9 @@ def with_calls_as_text(message: Mapping[str, Json]) -> dict[str, Json]:
     return {**message, "content": "\n".join([*texts, *(_call(call) for call in calls)])}
 
 
-def with_tools_as_text(messages: Sequence[dict[str, Json]], tools: Sequence[Mapping[str, Json]]) -> list[dict[str, Json]]:
+def with_tools_as_text(
+    messages: Sequence[dict[str, Json]], tools: Sequence[Mapping[str, Json]]
+) -> list[dict[str, Json]]:
     """The conversation with the tools at the end of its system message, or in one of their own."""
     listed = _list(tools)
     first = messages[0] if messages else {}
@@ -63,7 +69,10 @@ def _call(call: Json) -> str:
         return f"<tool_call>\n{_written(call)}\n</tool_call>"
     arguments = function.get("arguments")
     written = arguments if isinstance(arguments, str) else _written(arguments)
-    return f'<tool_call>\n{{"name": {_written(function.get("name"))}, "arguments": {written}}}\n</tool_call>'
+    return (
+        f'<tool_call>\n{{"name": {_written(function.get("name"))}, "arguments": '
+        f"{written}}}\n</tool_call>"
+    )
 
 
 def _written(value: Json) -> str:

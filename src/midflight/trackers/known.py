@@ -1,4 +1,6 @@
-"""TensorBoard, Weights & Biases, MLflow, Trackio and OpenTelemetry, each by the library of its extra, which is imported when a run is opened."""
+"""TensorBoard, Weights & Biases, MLflow, Trackio and OpenTelemetry, each by the library of its
+extra, which is imported when a run is opened.
+"""
 
 import itertools
 import netrc
@@ -22,7 +24,9 @@ Cells = Sequence[Sequence[str | float | None]]
 
 
 class TensorBoard(Tracker):
-    """Event files in `tensorboard` of the run's folder, written by tensorboardX, which needs neither torch nor TensorFlow."""
+    """Event files in `tensorboard` of the run's folder, written by tensorboardX, which needs
+    neither torch nor TensorFlow.
+    """
 
     def open(self, run: TrackedRun) -> None:
         self._number = len(list((run.folder / "tensorboard").glob("*")))
@@ -33,21 +37,37 @@ class TensorBoard(Tracker):
             self._writer.add_text("config", options, 0)
 
     def _begin(self, purged: int | None) -> None:
-        """A new file, by whose beginning readers forget what earlier ones say of steps from `purged` on. They read in the order of names."""
+        """A new file, by whose beginning readers forget what earlier ones say of steps from
+        `purged` on. They read in the order of names.
+        """
         self._number += 1
         writer = import_module("tensorboardX").SummaryWriter
-        self._writer: Any = writer(str(self._folder), purge_step=purged, filename_suffix=f".{self._number:04d}")
+        self._writer: Any = writer(
+            str(self._folder), purge_step=purged, filename_suffix=f".{self._number:04d}"
+        )
 
     def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
 
-    def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]) -> None:
+    def histogram(
+        self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
+    ) -> None:
         """Of the values themselves only the bins are known: sums are those of their middles."""
         middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
         total = sum(middle * count for middle, count in zip(middles, counts, strict=True))
         squares = sum(middle**2 * count for middle, count in zip(middles, counts, strict=True))
-        self._writer.add_histogram_raw(name, edges[0], edges[-1], sum(counts), total, squares, list(edges[1:]), list(counts), step)
+        self._writer.add_histogram_raw(
+            name,
+            edges[0],
+            edges[-1],
+            sum(counts),
+            total,
+            squares,
+            list(edges[1:]),
+            list(counts),
+            step,
+        )
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Cells) -> None:
         lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
@@ -60,7 +80,9 @@ class TensorBoard(Tracker):
         data = png.read_bytes()
         width, height = struct.unpack(">II", data[16:24])
         image = summaries.Image(height=height, width=width, colorspace=3, encoded_image_string=data)
-        self._writer.file_writer.add_summary(summaries(value=[summaries.Value(tag=name, image=image)]), 0)
+        self._writer.file_writer.add_summary(
+            summaries(value=[summaries.Value(tag=name, image=image)]), 0
+        )
 
     def rewind(self, step: int) -> bool:
         self._writer.close()
@@ -71,12 +93,16 @@ class TensorBoard(Tracker):
         self._writer.flush()
 
     def close(self, summary: Mapping[str, float | str]) -> None:
-        self._writer.add_text("summary", "\n".join(f"    {key} = {value!r}" for key, value in summary.items()), 0)
+        self._writer.add_text(
+            "summary", "\n".join(f"    {key} = {value!r}" for key, value in summary.items()), 0
+        )
         self._writer.close()
 
 
 def _cell(cell: str | float | None) -> str:
-    """Of a Markdown table, where a line is a row and a bar ends a cell; what a model writes is no HTML."""
+    """Of a Markdown table, where a line is a row and a bar ends a cell; what a model writes is no
+    HTML.
+    """
     text = "" if cell is None else f"{cell:.3f}" if isinstance(cell, float) else str(cell)
     for sign, written in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", "<br>")):
         text = text.replace(sign, written)
@@ -84,7 +110,9 @@ def _cell(cell: str | float | None) -> str:
 
 
 class WeightsAndBiases(Tracker):
-    """Online where a key is known or `WANDB_MODE` says so; else offline, in `wandb` of the run's folder, for `wandb sync`."""
+    """Online where a key is known or `WANDB_MODE` says so; else offline, in `wandb` of the run's
+    folder, for `wandb sync`.
+    """
 
     def open(self, run: TrackedRun) -> str:
         self._wandb: Any = import_module("wandb")
@@ -92,19 +120,36 @@ class WeightsAndBiases(Tracker):
         name = run.id or uuid.uuid4().hex[:8]
         resume = "allow" if mode == "online" else None
         settings = self._wandb.Settings(console="off", silent=True)
-        more = {"dir": str(run.folder), "mode": mode, "id": name, "resume": resume, "settings": settings}
-        self._run: Any = self._wandb.init(project=run.project, name=run.name, config=dict(run.config), **more)
+        more = {
+            "dir": str(run.folder),
+            "mode": mode,
+            "id": name,
+            "resume": resume,
+            "settings": settings,
+        }
+        self._run: Any = self._wandb.init(
+            project=run.project, name=run.name, config=dict(run.config), **more
+        )
         self._run.define_metric("*", step_metric="step")
         return name
 
     def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log({**numbers, "step": step})
 
-    def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]) -> None:
-        self._run.log({name: self._wandb.Histogram(np_histogram=(list(counts), list(edges))), "step": step})
+    def histogram(
+        self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
+    ) -> None:
+        self._run.log(
+            {name: self._wandb.Histogram(np_histogram=(list(counts), list(edges))), "step": step}
+        )
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Cells) -> None:
-        self._run.log({name: self._wandb.Table(columns=list(columns), data=[list(row) for row in rows]), "step": step})
+        self._run.log(
+            {
+                name: self._wandb.Table(columns=list(columns), data=[list(row) for row in rows]),
+                "step": step,
+            }
+        )
 
     def picture(self, name: str, png: Path) -> None:
         self._run.log({name: self._wandb.Image(str(png))})
@@ -122,7 +167,9 @@ def _has_key() -> bool:
 
 
 class MLflow(Tracker):
-    """The store that `MLFLOW_TRACKING_URI` names; else files in `mlruns` of the run's folder. Histograms and tables are artifacts."""
+    """The store that `MLFLOW_TRACKING_URI` names; else files in `mlruns` of the run's folder.
+    Histograms and tables are artifacts.
+    """
 
     MAX_METRICS = 1000
     MAX_OPTIONS = 100
@@ -139,24 +186,38 @@ class MLflow(Tracker):
             self._client.update_run(self._id, status="RUNNING")
             return self._id
         found = self._client.get_experiment_by_name(run.project)
-        experiment = self._client.create_experiment(run.project) if found is None else found.experiment_id
+        experiment = (
+            self._client.create_experiment(run.project) if found is None else found.experiment_id
+        )
         self._id = str(self._client.create_run(experiment, run_name=run.name).info.run_id)
-        options = [self._entities.Param(_key(key), str(value)[: self.MAX_LETTERS]) for key, value in run.config.items()]
+        options = [
+            self._entities.Param(_key(key), str(value)[: self.MAX_LETTERS])
+            for key, value in run.config.items()
+        ]
         for begin in range(0, len(options), self.MAX_OPTIONS):
             self._client.log_batch(self._id, params=options[begin : begin + self.MAX_OPTIONS])
         return self._id
 
     def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        metrics = [self._entities.Metric(_key(name), value, now, step) for name, value in numbers.items()]
+        metrics = [
+            self._entities.Metric(_key(name), value, now, step) for name, value in numbers.items()
+        ]
         for begin in range(0, len(metrics), self.MAX_METRICS):
             self._client.log_batch(self._id, metrics=metrics[begin : begin + self.MAX_METRICS])
 
-    def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]) -> None:
-        self._artifact(f"{_key(name)}/{step:06d}.json", {"edges": list(edges), "counts": list(counts)})
+    def histogram(
+        self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
+    ) -> None:
+        self._artifact(
+            f"{_key(name)}/{step:06d}.json", {"edges": list(edges), "counts": list(counts)}
+        )
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Cells) -> None:
-        self._artifact(f"{_key(name)}/{step:06d}.json", {"columns": list(columns), "data": [list(row) for row in rows]})
+        self._artifact(
+            f"{_key(name)}/{step:06d}.json",
+            {"columns": list(columns), "data": [list(row) for row in rows]},
+        )
 
     def _artifact(self, path: str, value: object) -> None:
         self._client.log_text(self._id, msgspec.json.encode(value).decode(), path)
@@ -179,20 +240,31 @@ class Trackio(Tracker):
     """Where `TRACKIO_DIR` says; else in `trackio` of the run's folder."""
 
     def open(self, run: TrackedRun) -> str:
-        os.environ["TRACKIO_DIR"] = os.environ.get("TRACKIO_DIR") or str((run.folder / "trackio").resolve())
+        os.environ["TRACKIO_DIR"] = os.environ.get("TRACKIO_DIR") or str(
+            (run.folder / "trackio").resolve()
+        )
         self._trackio: Any = import_module("trackio")
         name = run.id or f"{run.name}-{uuid.uuid4().hex[:4]}"
-        self._run: Any = self._trackio.init(project=run.project, name=name, config=dict(run.config), resume="allow")
+        self._run: Any = self._trackio.init(
+            project=run.project, name=name, config=dict(run.config), resume="allow"
+        )
         return name
 
     def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
 
-    def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]) -> None:
-        self._run.log({name: self._trackio.Histogram(np_histogram=(list(counts), list(edges)))}, step=step)
+    def histogram(
+        self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
+    ) -> None:
+        self._run.log(
+            {name: self._trackio.Histogram(np_histogram=(list(counts), list(edges)))}, step=step
+        )
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Cells) -> None:
-        self._run.log({name: self._trackio.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
+        self._run.log(
+            {name: self._trackio.Table(columns=list(columns), data=[list(row) for row in rows])},
+            step=step,
+        )
 
     def picture(self, name: str, png: Path) -> None:
         self._run.log({name: self._trackio.Image(str(png))})
@@ -202,9 +274,11 @@ class Trackio(Tracker):
 
 
 class OpenTelemetry(Tracker):
-    """Each rollout as a trace: sent by OTLP over HTTP to where `OTEL_EXPORTER_OTLP_ENDPOINT` says, else to port 4318 of this machine.
+    """Each rollout as a trace: sent by OTLP over HTTP to where `OTEL_EXPORTER_OTLP_ENDPOINT` says,
+    else to port 4318 of this machine.
 
-    Numbers of steps do not go there: Prometheus has them. `OTEL_TRACES_SAMPLER` may choose some of the rollouts.
+    Numbers of steps do not go there: Prometheus has them. `OTEL_TRACES_SAMPLER` may choose some of
+    the rollouts.
     """
 
     MAX_SPANS = 512
@@ -213,7 +287,11 @@ class OpenTelemetry(Tracker):
     def open(self, run: TrackedRun) -> None:
         sdk = import_module("opentelemetry.sdk.trace")
         self._api = import_module("opentelemetry.trace")
-        said = {"service.name": "midflight", "midflight.run": run.name, "midflight.project": run.project}
+        said = {
+            "service.name": "midflight",
+            "midflight.run": run.name,
+            "midflight.project": run.project,
+        }
         resource = import_module("opentelemetry.sdk.resources").Resource.create(said)
         self._ended: list[Any] = []
         provider: Any = sdk.TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -224,7 +302,9 @@ class OpenTelemetry(Tracker):
         collects = type("Collects", (sdk.SpanProcessor,), {"on_end": keep})
         provider.add_span_processor(collects())
         self._tracer: Any = provider.get_tracer("midflight")
-        self._exporter: Any = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter()
+        self._exporter: Any = import_module(
+            "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+        ).OTLPSpanExporter()
 
     def spans(self, rollouts: Sequence[RolloutSpan]) -> None:
         for rollout in rollouts:
@@ -232,7 +312,9 @@ class OpenTelemetry(Tracker):
         self.flush()
 
     def _add(self, span: RolloutSpan, outer: Any) -> None:
-        made = self._tracer.start_span(span.name, outer, attributes=span.attributes, start_time=int(span.began * 1e9))
+        made = self._tracer.start_span(
+            span.name, outer, attributes=span.attributes, start_time=int(span.began * 1e9)
+        )
         if span.failure is not None:
             made.set_attribute("error.type", span.failure)
             made.set_status(self._api.StatusCode.ERROR, span.failure)
@@ -241,12 +323,16 @@ class OpenTelemetry(Tracker):
         made.end(int(span.ended * 1e9))
 
     def flush(self) -> None:
-        """What could not be sent is lost: it is in the run's timeline, which `midflight trace` draws."""
+        """What could not be sent is lost: it is in the run's timeline, which `midflight trace`
+        draws.
+        """
         ended = self._ended[:]
         self._ended[:] = []
         for at in range(0, len(ended), self.MAX_SPANS):
             if self._exporter.export(ended[at : at + self.MAX_SPANS]).name != "SUCCESS":
-                raise ConnectionError(f"{len(ended) - at} spans could not be sent to {self._exporter._endpoint}")
+                raise ConnectionError(
+                    f"{len(ended) - at} spans could not be sent to {self._exporter._endpoint}"
+                )
 
     def close(self, summary: Mapping[str, float | str]) -> None:
         self._exporter.shutdown()

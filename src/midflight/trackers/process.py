@@ -1,8 +1,10 @@
-"""The process of a run's trackers: `python -m midflight.trackers.process FOLDER`, started by the launcher.
+"""The process of a run's trackers: `python -m midflight.trackers.process FOLDER`, started by the
+launcher.
 
-It reads the journal, which holds what a slow tracker has not been told yet, so nothing queues up in memory and nothing is left out. Each tracker
-has a thread of its own: one that hangs delays no other, and the run none. Standard input stays open for as long as the run goes on; once it
-ends, or the launcher dies, all that is left is told, and the process ends.
+It reads the journal, which holds what a slow tracker has not been told yet, so nothing queues up in
+memory and nothing is left out. Each tracker has a thread of its own: one that hangs delays no
+other, and the run none. Standard input stays open for as long as the run goes on; once it ends, or
+the launcher dies, all that is left is told, and the process ends.
 """
 
 import os
@@ -71,13 +73,17 @@ class Teller(threading.Thread):
     def _opened(self) -> Tracker:
         tracker = made(self.name)
         again = not self._told.is_new
-        found = tracker.open(tracked(self._config, self._folder, id=(self._told.id or "") if again else None))
+        found = tracker.open(
+            tracked(self._config, self._folder, id=(self._told.id or "") if again else None)
+        )
         if not again:
             self._told.add(f"id {found or ''}")
         return tracker
 
     def _tell(self, tracker: Tracker) -> None:
-        """Of a file that was written anew everything is read again: `Told` knows what of it is new."""
+        """Of a file that was written anew everything is read again: `Told` knows what of it is
+        new.
+        """
         _, lines = self._tail.new()
         for line in lines:
             self._attempt(lambda line=line: tell(tracker, decode_line(line), self._told), "failed")
@@ -86,7 +92,9 @@ class Teller(threading.Thread):
             self._attempt(tracker.flush, "failed")
 
     def _tell_spans(self, tracker: Tracker) -> bool:
-        """Whether there were any. The timeline is only ever added to; what was told of it is told once, as of the journal."""
+        """Whether there were any. The timeline is only ever added to; what was told of it is told
+        once, as of the journal.
+        """
         _, lines = self._timeline.new()
         found = list(self._rollouts.of(lines))
         if self._rollouts.num_read > self._told.timeline:

@@ -1,4 +1,6 @@
-"""Rollouts as spans in seconds since 1970, made of a run's timeline: for trackers that keep traces."""
+"""Rollouts as spans in seconds since 1970, made of a run's timeline: for trackers that keep
+traces.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -12,7 +14,9 @@ from midflight.observe.timeline import Began, CommitTimed, RolloutTimed, Timed
 from midflight.types import Json
 
 COMMITS = 64
-"""Handovers that are remembered, for the pauses of rollouts: a rollout that lasted longer shows the last of them."""
+"""Handovers that are remembered, for the pauses of rollouts: a rollout that lasted longer shows the
+last of them.
+"""
 
 _decode = msgspec.json.Decoder(Timed).decode
 
@@ -24,11 +28,15 @@ class RolloutSpan:
     name: str
     began: float
     ended: float
-    attributes: dict[str, str | float | bool] = field(default_factory=dict[str, "str | float | bool"])
+    attributes: dict[str, str | float | bool] = field(
+        default_factory=dict[str, "str | float | bool"]
+    )
     failure: str | None = None
     """The class of the error that it ended by."""
     inner: tuple["RolloutSpan", ...] = ()
-    """Its parts, in order: `queued`, `prefill`, `segment v3`, `paused`, `tool`, `reward`, as in `midflight trace`."""
+    """Its parts, in order: `queued`, `prefill`, `segment v3`, `paused`, `tool`, `reward`, as in
+    `midflight trace`.
+    """
 
 
 class RolloutSpans:
@@ -42,7 +50,9 @@ class RolloutSpans:
         self._commits: deque[CommitTimed] = deque(maxlen=COMMITS)
 
     def of(self, lines: Sequence[bytes]) -> Iterator[RolloutSpan]:
-        """The rollouts among the next lines. What a later version of Midflight wrote is passed over."""
+        """The rollouts among the next lines. What a later version of Midflight wrote is passed
+        over.
+        """
         for line in lines:
             self.num_read += 1
             try:
@@ -58,17 +68,36 @@ class RolloutSpans:
 
     def _span(self, rollout: RolloutTimed) -> RolloutSpan:
         parts = [
-            RolloutSpan(event.name, self._epoch + event.ts / 1e6, self._epoch + (event.ts + event.dur) / 1e6, _attributes(event.args))
+            RolloutSpan(
+                event.name,
+                self._epoch + event.ts / 1e6,
+                self._epoch + (event.ts + event.dur) / 1e6,
+                _attributes(event.args),
+            )
             for event in Drawing(list(self._commits)).turns(rollout)
             if event.ts is not None and event.dur is not None
         ]
-        said: dict[str, Json] = {"rollout": "-".join(map(str, rollout.key)), "source": rollout.source, "kind": rollout.of.value}
-        said |= {"reward": rollout.reward, "tokens": rollout.num_tokens, "truncated": rollout.truncated}
+        said: dict[str, Json] = {
+            "rollout": "-".join(map(str, rollout.key)),
+            "source": rollout.source,
+            "kind": rollout.of.value,
+        }
+        said |= {
+            "reward": rollout.reward,
+            "tokens": rollout.num_tokens,
+            "truncated": rollout.truncated,
+        }
         began = self._epoch + rollout.began
         ended = self._epoch + rollout.ended
-        return RolloutSpan("rollout", began, ended, _attributes(said), rollout.failure, tuple(parts))
+        return RolloutSpan(
+            "rollout", began, ended, _attributes(said), rollout.failure, tuple(parts)
+        )
 
 
 def _attributes(said: dict[str, Json]) -> dict[str, str | float | bool]:
     """What has a value, by names of our own."""
-    return {f"midflight.{name}": cast("str | float | bool", value) for name, value in said.items() if isinstance(value, str | int | float)}
+    return {
+        f"midflight.{name}": cast("str | float | bool", value)
+        for name, value in said.items()
+        if isinstance(value, str | int | float)
+    }

@@ -1,4 +1,6 @@
-"""What of a run's journal goes to a tracker, and which of it has gone there already: a run that goes on tells nothing twice."""
+"""What of a run's journal goes to a tracker, and which of it has gone there already: a run that
+goes on tells nothing twice.
+"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -7,7 +9,14 @@ from typing import cast
 import msgspec
 
 from midflight.config.sections import Config
-from midflight.observe.journal import AlarmLine, CompletionsLine, EvaluationLine, Line, ResumeLine, StepLine
+from midflight.observe.journal import (
+    AlarmLine,
+    CompletionsLine,
+    EvaluationLine,
+    Line,
+    ResumeLine,
+    StepLine,
+)
 from midflight.observe.named import named
 from midflight.trackers.tracker import TrackedRun, Tracker
 from midflight.types import Json
@@ -16,7 +25,9 @@ COLUMNS = ("source", "task", "reward", "prompt", "completion")
 
 
 class Told:
-    """What was told to one tracker: a file of one line each, `step 12`, kept in the run's folder. The first is `id` with what finds the run again."""
+    """What was told to one tracker: a file of one line each, `step 12`, kept in the run's folder.
+    The first is `id` with what finds the run again.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -38,7 +49,11 @@ class Told:
         elif kind == "timeline":
             self.timeline = int(rest)
         elif kind == "rewound":
-            self._keys = {key: step for key, step in self._keys.items() if step <= int(rest) or key.startswith("resume ")}
+            self._keys = {
+                key: step
+                for key, step in self._keys.items()
+                if step <= int(rest) or key.startswith("resume ")
+            }
         else:
             self._keys[line] = int(rest.partition(" ")[0])
 
@@ -53,7 +68,9 @@ class Told:
 
 
 def key_of(line: Line) -> str | None:
-    """Its name among what was told, with the step after the first blank; none for lines that are not told."""
+    """Its name among what was told, with the step after the first blank; none for lines that are
+    not told.
+    """
     match line:
         case StepLine():
             return f"step {line.step}"
@@ -70,7 +87,9 @@ def key_of(line: Line) -> str | None:
 
 
 def tell(tracker: Tracker, line: Line, told: Told) -> None:
-    """Once. It counts as told before it is: a tracker that fails on a line, or is killed over it, lacks it, and has none twice."""
+    """Once. It counts as told before it is: a tracker that fails on a line, or is killed over it,
+    lacks it, and has none twice.
+    """
     key = key_of(line)
     if key is None or key in told:
         return
@@ -80,7 +99,10 @@ def tell(tracker: Tracker, line: Line, told: Told) -> None:
             if tracker.rewind(line.step):
                 told.add(f"rewound {line.step}")
         case CompletionsLine():
-            rows = [(one.source, one.task_id, one.reward, one.prompt, one.completion) for one in line.rollouts]
+            rows = [
+                (one.source, one.task_id, one.reward, one.prompt, one.completion)
+                for one in line.rollouts
+            ]
             tracker.table(line.step, "rollout/samples", COLUMNS, rows)
         case AlarmLine():
             tracker.table(line.step, "alarms", ("alarm", "text"), [(line.name, line.text)])
@@ -96,10 +118,18 @@ def tell(tracker: Tracker, line: Line, told: Told) -> None:
 def histograms(line: StepLine) -> Iterator[tuple[str, list[float], list[int]]]:
     """By name: edges, one more than bins, and counts."""
     for name, found in (line.histograms or {}).items():
-        yield f"{'train' if name == 'trained_length' else 'rollout'}/{name}_histogram", list(found.edges), list(found.counts)
+        yield (
+            f"{'train' if name == 'trained_length' else 'rollout'}/{name}_histogram",
+            list(found.edges),
+            list(found.counts),
+        )
     if line.staleness and any(line.staleness.values()):
         ages = range(min(line.staleness), max(line.staleness) + 1)
-        yield "train/staleness_histogram", [age - 0.5 for age in (*ages, ages[-1] + 1)], [line.staleness.get(age, 0) for age in ages]
+        yield (
+            "train/staleness_histogram",
+            [age - 0.5 for age in (*ages, ages[-1] + 1)],
+            [line.staleness.get(age, 0) for age in ages],
+        )
 
 
 def tracked(config: Config, folder: Path, *, id: str | None = None) -> TrackedRun:
@@ -107,12 +137,16 @@ def tracked(config: Config, folder: Path, *, id: str | None = None) -> TrackedRu
 
 
 def flat(config: Config) -> Mapping[str, Json]:
-    """Every option by its key. Lists and tables of the user's own are JSON texts: not every service takes them."""
+    """Every option by its key. Lists and tables of the user's own are JSON texts: not every service
+    takes them.
+    """
     sections = cast("dict[str, dict[str, Json]]", config.model_dump(mode="json"))
     plain: dict[str, Json] = {}
     for section, options in sections.items():
         for name, value in options.items():
-            plain[f"{section}.{name}"] = msgspec.json.encode(value).decode() if isinstance(value, list | dict) else value
+            plain[f"{section}.{name}"] = (
+                msgspec.json.encode(value).decode() if isinstance(value, list | dict) else value
+            )
     return plain
 
 
@@ -121,4 +155,8 @@ def flat_summary(path: Path) -> Mapping[str, float | str]:
     if not path.exists():
         return {}
     said = cast("dict[str, object]", msgspec.json.decode(path.read_bytes()))
-    return {name: value for name, value in said.items() if isinstance(value, int | float | str) and not isinstance(value, bool)}
+    return {
+        name: value
+        for name, value in said.items()
+        if isinstance(value, int | float | str) and not isinstance(value, bool)
+    }

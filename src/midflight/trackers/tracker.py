@@ -1,4 +1,6 @@
-"""The port of trackers, ours and a user's own, and the making of one from its name. Neither changes anything; `open` is the first that does."""
+"""The port of trackers, ours and a user's own, and the making of one from its name. Neither changes
+anything; `open` is the first that does.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,66 +23,103 @@ class TrackedRun:
     project: str
     """`observe.project`: under which a service lists it."""
     folder: Path
-    """The run's. What a tracker writes on this machine goes into a folder of its own there, which `--overwrite` removes: `folder / NAME`, or `trackers`."""
+    """The run's. What a tracker writes on this machine goes into a folder of its own there, which
+    `--overwrite` removes: `folder / NAME`, or `trackers`.
+    """
     config: Mapping[str, Json]
     """Every option by its key, such as `rollout.max_staleness`."""
     id: str | None = None
-    """What `open` returned at the first start of a run that goes on, empty where that was none; `None` at that start."""
+    """What `open` returned at the first start of a run that goes on, empty where that was none;
+    `None` at that start.
+    """
 
 
 class Tracker:
-    """Derive from this and override what the service can show; what is left as it is here is passed over.
+    """Derive from this and override what the service can show; what is left as it is here is passed
+    over.
 
-    Everything is called from one thread of a process of its own, in which the tracker may wait and fail: neither reaches the run. `step` is the
-    number of the optimiser step. Steps that a resumed run makes again are told again only where `rewind` took the first away.
+    Everything is called from one thread of a process of its own, in which the tracker may wait and
+    fail: neither reaches the run. `step` is the number of the optimiser step. Steps that a resumed
+    run makes again are told again only where `rewind` took the first away.
     """
 
     def open(self, run: TrackedRun) -> str | None:
-        """Begins, or with `run.id` goes on. Returns what finds the run again, where that takes more than its folder."""
+        """Begins, or with `run.id` goes on. Returns what finds the run again, where that takes more
+        than its folder.
+        """
 
     def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Numbers by the names in docs/metrics.md. Evaluations come with the step after which they were begun, perhaps behind later steps."""
+        """Numbers by the names in docs/metrics.md. Evaluations come with the step after which they
+        were begun, perhaps behind later steps.
+        """
 
-    def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]) -> None:
+    def histogram(
+        self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
+    ) -> None:
         """`counts[i]` lie between `edges[i]` and `edges[i + 1]`."""
 
-    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[str | float | None]]) -> None:
+    def table(
+        self,
+        step: int,
+        name: str,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str | float | None]],
+    ) -> None:
         """Samples: what the model wrote, a row each."""
 
     def picture(self, name: str, png: Path) -> None:
         """A plot of the whole run, when it has ended."""
 
     def spans(self, rollouts: Sequence[RolloutSpan]) -> None:
-        """Rollouts that have ended since the last call, each with its parts. Asked of trackers alone that override it; what a crash undid is told."""
+        """Rollouts that have ended since the last call, each with its parts. Asked of trackers
+        alone that override it; what a crash undid is told.
+        """
 
     def rewind(self, step: int) -> bool:
-        """The run goes on after `step`: what was told of later ones is lost. Whether it was taken away, so that they can be told again."""
+        """The run goes on after `step`: what was told of later ones is lost. Whether it was taken
+        away, so that they can be told again.
+        """
         return False
 
     def flush(self) -> None:
-        """What was told is to be seen now. Called about once a second while there is something new."""
+        """What was told is to be seen now. Called about once a second while there is something
+        new.
+        """
 
     def close(self, summary: Mapping[str, float | str]) -> None:
-        """The run has ended. `summary`: the numbers and texts of `summary.json`, none where it has none."""
+        """The run has ended. `summary`: the numbers and texts of `summary.json`, none where it has
+        none.
+        """
 
 
-KNOWN = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "mlflow": "MLflow", "trackio": "Trackio", "otel": "OpenTelemetry"}
+KNOWN = {
+    "tensorboard": "TensorBoard",
+    "wandb": "WeightsAndBiases",
+    "mlflow": "MLflow",
+    "trackio": "Trackio",
+    "otel": "OpenTelemetry",
+}
 """The class of each in `known`."""
 
 
 def made(name: str) -> Tracker:
-    """The tracker of this name, or an instance of the user's class at `module:Class`. `ConfigError` with the remedy where there is none."""
+    """The tracker of this name, or an instance of the user's class at `module:Class`. `ConfigError`
+    with the remedy where there is none.
+    """
     if name in KNOWN:
-        return cast("type[Tracker]", getattr(import_module("midflight.trackers.known"), KNOWN[name]))()
+        return cast(
+            "type[Tracker]", getattr(import_module("midflight.trackers.known"), KNOWN[name])
+        )()
     found = load_entry(name, option="observe.trackers", such_as="my_tracker:MyTracker")
     if not (isinstance(found, type) and issubclass(found, Tracker)):
         raise ConfigError(
-            f"observe.trackers names {name!r}, which is no class derived from midflight.trackers.Tracker; derive it from that."
+            f"observe.trackers names {name!r}, which is no class derived from "
+            "midflight.trackers.Tracker; derive it from that."
         )
     try:
         return found()
     except Exception as error:
         raise ConfigError(
-            f"observe.trackers names {name!r}, which cannot be made: {type(error).__name__}: {error}. It is made without arguments; what it "
-            "needs of the run comes with open(run)."
+            f"observe.trackers names {name!r}, which cannot be made: {type(error).__name__}: "
+            f"{error}. It is made without arguments; what it needs of the run comes with open(run)."
         ) from error

@@ -1,5 +1,5 @@
-"""A trainer's state: saved in two parts, a quick copy between two steps and its way to the disk while training goes on; and loaded,
-whatever number of ranks wrote it.
+"""A trainer's state: saved in two parts, a quick copy between two steps and its way to the disk
+while training goes on; and loaded, whatever number of ranks wrote it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,15 +24,19 @@ WEIGHTS = "model/"
 MOMENTS = "optimizer/"
 GENERATORS = "rng/"
 CRITIC = "critic/"
-"""Tensors are named `model/<name>`, `optimizer/<moment>/<parameter>` and `rng/<rank>/<device>`; those of a critic
-`critic/model/<parameter>` and `critic/optimizer/<moment>/<parameter>`."""
+"""Tensors are named `model/<name>`, `optimizer/<moment>/<parameter>` and `rng/<rank>/<device>`;
+those of a critic `critic/model/<parameter>` and `critic/optimizer/<moment>/<parameter>`."""
 
 
 def parts_of(trainer: PolicyTrainer) -> Iterator[tuple[str, dict[str, Tensor], nn.Module, AdamW]]:
-    """The policy, and the critic if there is one: prefix of its names, weights by name, what is trained, and its optimiser."""
+    """The policy, and the critic if there is one: prefix of its names, weights by name, what is
+    trained, and its optimiser.
+    """
     yield "", named_tensors(trainer.model), trainer.model, trainer.optimizer
     if trainer.critic is not None:
-        weights = {name: parameter.detach() for name, parameter in named_parameters(trainer.critic.model)}
+        weights = {
+            name: parameter.detach() for name, parameter in named_parameters(trainer.critic.model)
+        }
         yield CRITIC, weights, trainer.critic.model, trainer.critic.optimizer
 
 
@@ -42,18 +46,29 @@ def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedCheckpoint:
-    """A trainer's state at one instant, in memory of its own. With several ranks, this rank's shards of it."""
+    """A trainer's state at one instant, in memory of its own. With several ranks, this rank's
+    shards of it.
+    """
 
     state: CheckpointState
     rank: int
     tensors: Mapping[str, Tensor]
 
-    def write(self, root: Path, *, keep: int, group: dist.ProcessGroup | None = None, beside: Callable[[Path], bool] | None = None) -> bool:
-        """Puts the newest checkpoint under `root` and keeps `keep`. Blocking; returns on every rank when it is on disk. On the first rank
-        false where what belongs into it could not be put there (see `folders.finish`).
+    def write(
+        self,
+        root: Path,
+        *,
+        keep: int,
+        group: dist.ProcessGroup | None = None,
+        beside: Callable[[Path], bool] | None = None,
+    ) -> bool:
+        """Puts the newest checkpoint under `root` and keeps `keep`. Blocking; returns on every rank
+        when it is on disk. On the first rank false where what belongs into it could not be put
+        there (see `folders.finish`).
 
-        Every rank calls it, and waits for the others in `group`: one of gloo that nothing else uses, since training goes on in the
-        meantime. A rank that dies ends the others' wait with an error.
+        Every rank calls it, and waits for the others in `group`: one of gloo that nothing else
+        uses, since training goes on in the meantime. A rank that dies ends the others' wait with an
+        error.
         """
         draft = folders.draft_of(root, self.state.version)
         if self.rank == 0:
@@ -61,7 +76,8 @@ class StagedCheckpoint:
         self._meet(group)
         if not draft.is_dir():
             raise ConfigError(
-                f"rank {self.rank} does not see {draft}, which rank 0 made. Put run.folder on a file system that all ranks share."
+                f"rank {self.rank} does not see {draft}, which rank 0 made. Put run.folder on a "
+                "file system that all ranks share."
             )
         folders.write_shards(draft / folders.shard_name(self.rank), self.tensors)
         folders.sync(draft / folders.shard_name(self.rank))
@@ -76,23 +92,39 @@ class StagedCheckpoint:
 
 
 def stage(trainer: PolicyTrainer, *, cursor: str) -> StagedCheckpoint:
-    """Copies what a checkpoint holds to CPU memory, between two steps; no rank waits for another. The trainer may step on when it returns.
+    """Copies what a checkpoint holds to CPU memory, between two steps; no rank waits for another.
+    The trainer may step on when it returns.
 
     What every rank has whole is in the shards of rank 0.
     """
     ranks = trainer.ranks
     tensors: dict[str, Tensor] = {}
     for prefix, weights, model, optimizer in parts_of(trainer):
-        tensors |= prefixed(prefix + WEIGHTS, weights) | prefixed(prefix + MOMENTS, _moments(model, optimizer))
-    ours = {name: tensor for name, tensor in tensors.items() if ranks.is_first or isinstance(tensor, DTensor)}
-    state = CheckpointState(trainer.version, trainer.num_steps, trainer.num_skipped, trainer.lineage, cursor, ranks.size)
+        tensors |= prefixed(prefix + WEIGHTS, weights) | prefixed(
+            prefix + MOMENTS, _moments(model, optimizer)
+        )
+    ours = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if ranks.is_first or isinstance(tensor, DTensor)
+    }
+    state = CheckpointState(
+        trainer.version, trainer.num_steps, trainer.num_skipped, trainer.lineage, cursor, ranks.size
+    )
     copied = {name: tensor.detach().to("cpu", copy=True) for name, tensor in ours.items()}
-    return StagedCheckpoint(state, ranks.rank, copied | prefixed(f"{GENERATORS}{ranks.rank}/", _generators()))
+    return StagedCheckpoint(
+        state, ranks.rank, copied | prefixed(f"{GENERATORS}{ranks.rank}/", _generators())
+    )
 
 
 def _moments(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
     state = optimizer.state
-    return {f"{key}/{name}": value for name, p in named_parameters(model) if p in state for key, value in state[p].items()}
+    return {
+        f"{key}/{name}": value
+        for name, p in named_parameters(model)
+        if p in state
+        for key, value in state[p].items()
+    }
 
 
 def _generators() -> dict[str, Tensor]:
@@ -102,11 +134,15 @@ def _generators() -> dict[str, Tensor]:
     return found
 
 
-def load_checkpoint(folder: Path, trainer: PolicyTrainer, *, as_version: Version | None = None) -> CheckpointState:
-    """Brings a trainer to a checkpoint, bit for bit. Everything is verified before anything is changed. No rank waits for another.
+def load_checkpoint(
+    folder: Path, trainer: PolicyTrainer, *, as_version: Version | None = None
+) -> CheckpointState:
+    """Brings a trainer to a checkpoint, bit for bit. Everything is verified before anything is
+    changed. No rank waits for another.
 
-    `as_version` names the weights anew where later numbers were handed out before the crash: numbers are never used twice,
-    and the lineage records the fork. The returned state is the checkpoint's own.
+    `as_version` names the weights anew where later numbers were handed out before the crash:
+    numbers are never used twice, and the lineage records the fork. The returned state is the
+    checkpoint's own.
     """
     state = folders.verified(folder)
     shards = _opened(folder)
@@ -118,7 +154,8 @@ def load_checkpoint(folder: Path, trainer: PolicyTrainer, *, as_version: Version
         room |= prefixed(prefix + WEIGHTS, weights) | prefixed(prefix + MOMENTS, moments)
     if as_version is not None and as_version < state.version:
         raise ConfigError(
-            f"checkpoint {folder.name} can't go on as version {as_version}: that number is used. Name one from {state.version} on."
+            f"checkpoint {folder.name} can't go on as version {as_version}: that number is used. "
+            f"Name one from {state.version} on."
         )
     generators = _room_for_generators(shards, trainer.ranks.rank)
     shards.read(room | generators)
@@ -128,7 +165,11 @@ def load_checkpoint(folder: Path, trainer: PolicyTrainer, *, as_version: Version
     trainer.version = state.version if as_version is None else as_version
     trainer.num_steps = state.num_steps
     trainer.num_skipped = state.num_skipped
-    trainer.lineage = state.lineage if trainer.version == state.version else (*state.lineage, Fork(state.version, trainer.version))
+    trainer.lineage = (
+        state.lineage
+        if trainer.version == state.version
+        else (*state.lineage, Fork(state.version, trainer.version))
+    )
     return state
 
 
@@ -141,34 +182,51 @@ def _opened(folder: Path) -> Shards:
 
 def _check_same_critic(folder: Path, shards: Shards, trainer: PolicyTrainer) -> None:
     if bool(shards.named(CRITIC)) != (trainer.critic is not None):
-        has, wants = ("no critic", 'objective.advantage is "gae"') if trainer.critic is not None else ("a critic", "this run has none")
-        raise ConfigError(f"checkpoint {folder} has {has}, and {wants}. Set objective.advantage as it was, or start in another folder.")
+        has, wants = (
+            ("no critic", 'objective.advantage is "gae"')
+            if trainer.critic is not None
+            else ("a critic", "this run has none")
+        )
+        raise ConfigError(
+            f"checkpoint {folder} has {has}, and {wants}. Set objective.advantage as it was, or "
+            "start in another folder."
+        )
 
 
 def _check_same_model(folder: Path, stored: Shapes, ours: Mapping[str, Tensor]) -> None:
     here = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in ours.items()}
     for name in sorted(stored.keys() | here.keys()):
-        one, other = (f"{list(t[name][0])} {t[name][1]}" if name in t else "nothing" for t in (stored, here))
+        one, other = (
+            f"{list(t[name][0])} {t[name][1]}" if name in t else "nothing" for t in (stored, here)
+        )
         if one != other:
             raise ConfigError(
-                f"checkpoint {folder} is of another model: it has {one} for {name!r}, this model has {other}. "
-                "Give the sizes and dtype the checkpoint was made with, or start in another folder."
+                f"checkpoint {folder} is of another model: it has {one} for {name!r}, this model "
+                f"has {other}. Give the sizes and dtype the checkpoint was made with, or start in "
+                "another folder."
             )
 
 
 def _room_for_moments(folder: Path, stored: Shapes, model: nn.Module) -> dict[str, Tensor]:
-    """Empty tensors in the layout of their parameters; what is of another shape, as counts of steps, is whole on every rank."""
+    """Empty tensors in the layout of their parameters; what is of another shape, as counts of
+    steps, is whole on every rank.
+    """
     parameters = dict(named_parameters(model))
     room: dict[str, Tensor] = {}
     for path, (shape, dtype) in stored.items():
         name = path.split("/", 1)[1]
         if name not in parameters:
             raise ConfigError(
-                f"checkpoint {folder} was training {name!r}, this run does not. Train the same parameters, or start in another folder."
+                f"checkpoint {folder} was training {name!r}, this run does not. Train the same "
+                "parameters, or start in another folder."
             )
         parameter = parameters[name].detach()
         alike = shape == tuple(parameter.shape)
-        room[path] = torch.empty_like(parameter, dtype=dtype) if alike else torch.empty(shape, dtype=dtype, device=parameter.device)
+        room[path] = (
+            torch.empty_like(parameter, dtype=dtype)
+            if alike
+            else torch.empty(shape, dtype=dtype, device=parameter.device)
+        )
     return room
 
 
@@ -181,9 +239,14 @@ def _take_moments(model: nn.Module, optimizer: AdamW, moments: Mapping[str, Tens
 
 
 def _room_for_generators(shards: Shards, rank: int) -> dict[str, Tensor]:
-    """Empty tensors for this rank's generators; none if fewer ranks wrote, and then the rank keeps its own."""
+    """Empty tensors for this rank's generators; none if fewer ranks wrote, and then the rank keeps
+    its own.
+    """
     prefix = f"{GENERATORS}{rank}/"
-    return {prefix + device: torch.empty(shape, dtype=dtype) for device, (shape, dtype) in shards.named(prefix).items()}
+    return {
+        prefix + device: torch.empty(shape, dtype=dtype)
+        for device, (shape, dtype) in shards.named(prefix).items()
+    }
 
 
 def _take_generators(generators: dict[str, Tensor]) -> None:
@@ -195,4 +258,8 @@ def _take_generators(generators: dict[str, Tensor]) -> None:
 
 
 def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }

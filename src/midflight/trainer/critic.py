@@ -1,8 +1,9 @@
-"""A critic: a second model that predicts at each token the reward still to come, and so gives each token its own advantage.
+"""A critic: a second model that predicts at each token the reward still to come, and so gives each
+token its own advantage.
 
-A reward arrives with the last trained token of its rollout; what an answer earned by itself, with the last one of that answer. A
-rollout's tokens are taken in the order in which they lie in the batch, its rows
-one after the other, whatever prompts and tools wrote between.
+A reward arrives with the last trained token of its rollout; what an answer earned by itself, with
+the last one of that answer. A rollout's tokens are taken in the order in which they lie in the
+batch, its rows one after the other, whatever prompts and tools wrote between.
 """
 
 import copy
@@ -37,7 +38,9 @@ class Valuation:
 
 
 class ValueModel(TokenModel):
-    """A decoder with one linear number on its last hidden state, 0 at first. In float32 (float64 for a float64 model)."""
+    """A decoder with one linear number on its last hidden state, 0 at first. In float32 (float64
+    for a float64 model).
+    """
 
     def __init__(self, decoder: PreTrainedModel, layout: Layout = Layout.PACKED) -> None:
         super().__init__(decoder, layout)
@@ -45,23 +48,34 @@ class ValueModel(TokenModel):
         self.weight = nn.Parameter(like.new_zeros(decoder.config.get_text_config().hidden_size))
         self.bias = nn.Parameter(like.new_zeros(1))
 
-    def forward(self, micro: MicroBatch, *, temperature: float, with_entropy: bool = False) -> Scores:
-        """The reward that is expected before each prediction's token is known. The temperature is not used."""
+    def forward(
+        self, micro: MicroBatch, *, temperature: float, with_entropy: bool = False
+    ) -> Scores:
+        """The reward that is expected before each prediction's token is known. The temperature is
+        not used.
+        """
         hidden = self._hidden(micro)
         precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         return (hidden.to(precise) * self.weight.to(precise)).sum(-1) + self.bias.to(precise), None
 
 
 def value_model_of(model: PreTrainedModel, layout: Layout = Layout.PACKED) -> ValueModel:
-    """A copy of a policy's decoder, without its output layer. What is frozen in the policy (the base of adapters) is frozen in the copy."""
+    """A copy of a policy's decoder, without its output layer. What is frozen in the policy (the
+    base of adapters) is frozen in the copy.
+    """
     if model.base_model is model:
-        raise ConfigError(f"{type(model).__name__} has no output layer to replace by a critic's. Choose another objective.advantage.")
+        raise ConfigError(
+            f"{type(model).__name__} has no output layer to replace by a critic's. Choose another "
+            "objective.advantage."
+        )
     return ValueModel(cast(PreTrainedModel, copy.deepcopy(model.base_model)), layout)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judged:
-    """A step's tokens with advantages, and what the critic learns from them: its values that began the step, and the returns. [K]"""
+    """A step's tokens with advantages, and what the critic learns from them: its values that began
+    the step, and the returns. [K]
+    """
 
     tokens: LossTokens
     values: Float[Tensor, " K"]
@@ -74,14 +88,21 @@ class Critic:
     def __init__(self, passes: Passes, valuation: Valuation, *, adam: Adam, ranks: Ranks) -> None:
         """`adam`: of the policy; the critic has all of it but the learning rate."""
         self.model = passes.reader
-        self.optimizer = adamw(self.model, learning_rate=valuation.learning_rate, betas=adam.betas, weight_decay=adam.weight_decay)
+        self.optimizer = adamw(
+            self.model,
+            learning_rate=valuation.learning_rate,
+            betas=adam.betas,
+            weight_decay=adam.weight_decay,
+        )
         self._passes = passes
         self._valuation = valuation
         self._ranks = ranks
         self._max_grad_norm = adam.max_grad_norm
 
     def judge(self, tokens: LossTokens) -> Judged:
-        """Replaces the reward, which each token carries in place of an advantage, by advantages of mean 0 and deviation 1 over the batch."""
+        """Replaces the reward, which each token carries in place of an advantage, by advantages of
+        mean 0 and deviation 1 over the batch.
+        """
         values = self._passes.scores(tokens.predictions)
         advantages, returns = gae(
             _at_the_end(tokens).double(),
@@ -95,8 +116,12 @@ class Critic:
         judged = replace(tokens, advantage=batch_normalised(advantages).to(tokens.advantage.dtype))
         return Judged(judged, values, returns.to(values.dtype))
 
-    def learn(self, judged: Judged, chosen_of_update: Sequence[Index], *, rate_factor: float) -> dict[str, float]:
-        """One update for each of the policy's, on the same tokens. Returns what is measured, by name."""
+    def learn(
+        self, judged: Judged, chosen_of_update: Sequence[Index], *, rate_factor: float
+    ) -> dict[str, float]:
+        """One update for each of the policy's, on the same tokens. Returns what is measured, by
+        name.
+        """
         made = [self._update(judged, chosen, rate_factor) for chosen in chosen_of_update]
         losses, norms = zip(*made, strict=True)
         return {
@@ -110,9 +135,13 @@ class Critic:
         """Loss and norm of the gradient; if either is not finite nothing is changed."""
         clear_gradients(self.model)
         total = torch.zeros((), dtype=judged.values.dtype, device=judged.values.device)
-        for micro, is_mine, values, _ in self._passes.forwards(judged.tokens.predictions, chosen, trains=True):
+        for micro, is_mine, values, _ in self._passes.forwards(
+            judged.tokens.predictions, chosen, trains=True
+        ):
             at = micro.predictions
-            found = value_loss(values, judged.values[at], judged.returns[at], clip=self._valuation.clip)
+            found = value_loss(
+                values, judged.values[at], judged.returns[at], clip=self._valuation.clip
+            )
             share = reductions.token_mean(found, num_tokens=len(chosen))
             (share if is_mine else share * 0).backward()
             if is_mine:
@@ -120,12 +149,18 @@ class Critic:
         loss = float(self._ranks.sum(total))
         norm = math.nan
         if math.isfinite(loss):
-            norm = clipped_step(self.optimizer, learning_rate=self._valuation.learning_rate * rate_factor, max_norm=self._max_grad_norm)
+            norm = clipped_step(
+                self.optimizer,
+                learning_rate=self._valuation.learning_rate * rate_factor,
+                max_norm=self._max_grad_norm,
+            )
         return loss, norm
 
 
 def _at_the_end(tokens: LossTokens) -> Float[Tensor, " K"]:
-    """What is left to come at each token, less what is at the rollout's next: the reward at its last, 0 at most others."""
+    """What is left to come at each token, less what is at the rollout's next: the reward at its
+    last, 0 at most others.
+    """
     order = tokens.rollout.argsort(stable=True)
     to_come = tokens.advantage[order]
     rollout = tokens.rollout[order]
@@ -135,7 +170,9 @@ def _at_the_end(tokens: LossTokens) -> Float[Tensor, " K"]:
 
 
 def _explained(values: Float[Tensor, " K"], returns: Float[Tensor, " K"]) -> dict[str, float]:
-    """1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for one that predicts a constant. Left out where all returns are equal."""
+    """1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for one that predicts a
+    constant. Left out where all returns are equal.
+    """
     spread = float(returns.var(correction=0))
     if not spread > 1e-12 * float(returns.square().mean()):  # less is rounding
         return {}

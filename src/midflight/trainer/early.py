@@ -1,8 +1,10 @@
-"""A step that starts before its batch is whole: what can be done with single groups while others are still generated.
+"""A step that starts before its batch is whole: what can be done with single groups while others
+are still generated.
 
-The batch decides. When it is there, all that a group's part depends on is compared, number by number; if one group that was begun is not in
-it, or is there with other numbers, everything begun is thrown away. So it does not matter who foresaw the batch, and nothing is trained
-twice or lost: a lease is of whole batches, and what was begun dies with the process.
+The batch decides. When it is there, all that a group's part depends on is compared, number by
+number; if one group that was begun is not in it, or is there with other numbers, everything begun
+is thrown away. So it does not matter who foresaw the batch, and nothing is trained twice or lost: a
+lease is of whole batches, and what was begun dies with the process.
 
 | what is done early | where |
 |---|---|
@@ -11,8 +13,8 @@ twice or lost: a lease is of whole batches, and what was begun dies with the pro
 | those of the reference | there is one |
 | nothing | several ranks, which take whole batches together; a teacher, who scores whole batches |
 
-Else the step waits: for deviations over the batch (`reinforce_pp`, components, a critic) and for what looks at whole rollouts. A critic judges
-and learns by whole batches always.
+Else the step waits: for deviations over the batch (`reinforce_pp`, components, a critic) and for
+what looks at whole rollouts. A critic judges and learns by whole batches always.
 """
 
 from __future__ import annotations
@@ -101,7 +103,11 @@ class EarlyWork:
 
     def scores(self, passes: Passes, tokens: LossTokens, which: str) -> Tensor:
         """Those of all tokens: what was done early, `proximal` or `reference`, and now the rest."""
-        done = [(values[own], there) for part, own, there in self.parts if (values := getattr(part, which)) is not None]
+        done = [
+            (values[own], there)
+            for part, own, there in self.parts
+            if (values := getattr(part, which)) is not None
+        ]
         if not done:
             return passes.scores(tokens.predictions)
         rest = np.setdiff1d(np.arange(tokens.num_tokens), self.where, assume_unique=True)
@@ -112,13 +118,18 @@ class EarlyWork:
 
 
 def found_in(tokens: LossTokens, parts: Sequence[Part], ahead: Ahead) -> EarlyWork:
-    """The parts as they lie in a batch; nothing where one of their groups is not in it just as it was. `tokens`: of the batch."""
+    """The parts as they lie in a batch; nothing where one of their groups is not in it just as it
+    was. `tokens`: of the batch.
+    """
     there = defaultdict[bytes, list[Index]](list)
     found = list[tuple[Part, Index, Index]]()
     for mark, at in _groups(tokens, with_advantage=ahead.gradient) if parts else ():
         there[mark].append(at)
     for part in parts:
-        pairs = [(at, there[mark].pop() if there[mark] else None) for mark, at in _groups(part.tokens, with_advantage=ahead.gradient)]
+        pairs = [
+            (at, there[mark].pop() if there[mark] else None)
+            for mark, at in _groups(part.tokens, with_advantage=ahead.gradient)
+        ]
         places = [place for _, place in pairs if place is not None]
         if len(places) < len(pairs):
             return EarlyWork()
@@ -127,10 +138,14 @@ def found_in(tokens: LossTokens, parts: Sequence[Part], ahead: Ahead) -> EarlyWo
 
 
 def _groups(tokens: LossTokens, *, with_advantage: bool) -> Iterator[tuple[bytes, Index]]:
-    """Each group that has tokens: a hash of all that its part of a step depends on, and where its tokens are."""
+    """Each group that has tokens: a hash of all that its part of a step depends on, and where its
+    tokens are.
+    """
     predictions = tokens.predictions
     row = tokens.predictions.row
-    columns = [column.cpu().numpy() for column in (tokens.behaviour, tokens.age, tokens.has_older_keys)]
+    columns = [
+        column.cpu().numpy() for column in (tokens.behaviour, tokens.age, tokens.has_older_keys)
+    ]
     if with_advantage:
         columns.append(tokens.advantage.cpu().numpy())
     rollout = tokens.rollout.cpu().numpy()
@@ -138,7 +153,11 @@ def _groups(tokens: LossTokens, *, with_advantage: bool) -> Iterator[tuple[bytes
         at = np.flatnonzero(tokens.group == group)
         rows = np.unique(row[at])
         mark = blake2b(digest_size=16)
-        for values in (predictions.inputs[at] - predictions.offsets[row[at]], row[at] - rows[0], rollout[at] - rollout[at].min()):
+        for values in (
+            predictions.inputs[at] - predictions.offsets[row[at]],
+            row[at] - rows[0],
+            rollout[at] - rollout[at].min(),
+        ):
             mark.update(values.astype(np.int64).tobytes())
         for values in (predictions.targets, *columns):
             mark.update(np.ascontiguousarray(values[at]).tobytes())

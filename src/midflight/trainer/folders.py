@@ -1,16 +1,20 @@
-"""Checkpoints: folders that are whole or absent. Safetensors and JSON, hashed in a manifest of ours; nothing is unpickled.
+"""Checkpoints: folders that are whole or absent. Safetensors and JSON, hashed in a manifest of
+ours; nothing is unpickled.
 
-root/version-00000012/store-12.sqlite          a copy of the rollouts' store, where that lies elsewhere (`trajectories.pairs`)
-                      rank-00000.safetensors   what rank 0 holds of weights and optimiser, and its generators
-                      rank-00001.safetensors   and rank 1, ...; any number of ranks can read them
-                      state.json               version, steps, lineage, the store's cursor, format, number of ranks
-                      manifest.json            hashes of all these
+root/version-00000012/store-12.sqlite          a copy of the rollouts' store, where that lies
+elsewhere (`trajectories.pairs`)
+                      rank-00000.safetensors   what rank 0 holds of weights and optimiser, and its
+                      generators rank-00001.safetensors   and rank 1, ...; any number of ranks can
+                      read them state.json               version, steps, lineage, the store's
+                      cursor, format, number of ranks manifest.json            hashes of all these
 root/latest                                    name of the newest whole folder, written last
 
-Tensors lie in the safetensors layout of torch.distributed.checkpoint (DCP): one file for each rank, read by any number of ranks.
-DCP's planners know which part of a tensor is here and which parts of which files make up another layout. Its collectives are left out:
-they pickle on sockets, and each rank knows its own parts without asking. So is its writer: that copies everything twice, and holds
-the interpreter's lock for seconds per GB, so that a write in the background would stop the training it should not.
+Tensors lie in the safetensors layout of torch.distributed.checkpoint (DCP): one file for each rank,
+read by any number of ranks. DCP's planners know which part of a tensor is here and which parts of
+which files make up another layout. Its collectives are left out: they pickle on sockets, and each
+rank knows its own parts without asking. So is its writer: that copies everything twice, and holds
+the interpreter's lock for seconds per GB, so that a write in the background would stop the training
+it should not.
 """
 
 import hashlib
@@ -86,8 +90,8 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def newest_whole(root: Path, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint to go on from, verified: the one that `latest` names, else the newest that is whole, which is said. `None` before
-    the first. `CheckpointCorrupt` when none is whole.
+    """The checkpoint to go on from, verified: the one that `latest` names, else the newest that is
+    whole, which is said. `None` before the first. `CheckpointCorrupt` when none is whole.
 
     It is the newest afterwards: see `set_newest`.
     """
@@ -101,18 +105,24 @@ def newest_whole(root: Path, say: Callable[[str], None]) -> Path | None:
             wrong.append(str(error))
             continue
         if wrong:
-            say(f"{' '.join(wrong)} The run goes on from {folder.name}: what was trained since then waits to be trained again.")
+            say(
+                f"{' '.join(wrong)} The run goes on from {folder.name}: what was trained since "
+                "then waits to be trained again."
+            )
         set_newest(root, folder)
         return folder
     if found:
         raise CheckpointCorrupt(
-            f"{' '.join(wrong)} No checkpoint in {root} is whole: put back a copy of one, or start anew with --overwrite."
+            f"{' '.join(wrong)} No checkpoint in {root} is whole: put back a copy of one, or start "
+            "anew with --overwrite."
         )
     return None
 
 
 def set_newest(root: Path, folder: Path) -> None:
-    """Goes back to a checkpoint. Newer ones get other names: what is trained from here on is not based on them."""
+    """Goes back to a checkpoint. Newer ones get other names: what is trained from here on is not
+    based on them.
+    """
     if latest_checkpoint(root) != folder:
         _name_latest(root, folder)
     for newer in (one for one in checkpoints(root) if one > folder):
@@ -126,12 +136,16 @@ def _name_latest(root: Path, folder: Path) -> None:
 
 
 def version_of(folder: Path) -> int:
-    """The version in the folder's name, which may end in the number of a repetition (`_free_name`)."""
+    """The version in the folder's name, which may end in the number of a repetition
+    (`_free_name`).
+    """
     return int(folder.name.split("version-")[1].split("-")[0])
 
 
 def begin(root: Path, version: int) -> None:
-    """Makes an empty draft for `version`. What others left half written is removed: one process at a time writes here."""
+    """Makes an empty draft for `version`. What others left half written is removed: one process at
+    a time writes here.
+    """
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(".writing-*"):
         shutil.rmtree(leftover)
@@ -143,17 +157,24 @@ def draft_of(root: Path, version: int) -> Path:
     return root / f".writing-version-{version:08d}"
 
 
-def finish(root: Path, state: CheckpointState, *, keep: int, beside: Callable[[Path], bool] | None = None) -> bool:
-    """Makes the draft, whose shards are all on disk, the newest checkpoint; a crash at any instant leaves `latest` on a whole one (I8).
+def finish(
+    root: Path, state: CheckpointState, *, keep: int, beside: Callable[[Path], bool] | None = None
+) -> bool:
+    """Makes the draft, whose shards are all on disk, the newest checkpoint; a crash at any instant
+    leaves `latest` on a whole one (I8).
 
-    `beside` puts what belongs to it into the draft. Where that says that it could not, there is no checkpoint, and those before stay.
+    `beside` puts what belongs to it into the draft. Where that says that it could not, there is no
+    checkpoint, and those before stay.
     """
     draft = draft_of(root, state.version)
     if beside is not None and not beside(draft):
         shutil.rmtree(draft)
         return False
     _write(draft / "state.json", msgspec.json.encode(state))
-    _write(draft / "manifest.json", msgspec.json.encode(Manifest({name: _hash(draft / name) for name in _files(state)})))
+    _write(
+        draft / "manifest.json",
+        msgspec.json.encode(Manifest({name: _hash(draft / name) for name in _files(state)})),
+    )
     sync(draft)
     final = _free_name(root, f"version-{state.version:08d}")
     draft.rename(final)
@@ -165,7 +186,9 @@ def finish(root: Path, state: CheckpointState, *, keep: int, beside: Callable[[P
 
 
 def verified(folder: Path) -> CheckpointState:
-    """`CheckpointCorrupt` unless every file is there, as it was written, and no other; `ConfigError` if it is of another format."""
+    """`CheckpointCorrupt` unless every file is there, as it was written, and no other;
+    `ConfigError` if it is of another format.
+    """
     manifest = _decode(folder / "manifest.json", Manifest)
     for name, written in manifest.files.items():
         path = folder / name
@@ -182,7 +205,10 @@ def verified(folder: Path) -> CheckpointState:
     state = _decode(folder / "state.json", CheckpointState)
     there = {"state.json", *manifest.files, *(path.name for path in folder.glob("*.safetensors"))}
     for name in sorted(there ^ _files(state)):
-        raise corrupt(folder / name, "is not of this checkpoint" if name in there else "is not in manifest.json")
+        raise corrupt(
+            folder / name,
+            "is not of this checkpoint" if name in there else "is not in manifest.json",
+        )
     return state
 
 
@@ -221,13 +247,17 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _free_name(root: Path, name: str) -> Path:
-    """A version saved a second time goes beside the first: `latest` may still point there, so that one must not vanish before it moves."""
+    """A version saved a second time goes beside the first: `latest` may still point there, so that
+    one must not vanish before it moves.
+    """
     names = itertools.chain([name], (f"{name}-{again:03d}" for again in itertools.count(1)))
     return next(root / free for free in names if not (root / free).exists())
 
 
 def _remove_old(root: Path, newest: Path, *, keep: int) -> None:
-    """Keeps `newest` and the `keep - 1` of the highest versions beside it. Others lose their name first: none is ever half a checkpoint."""
+    """Keeps `newest` and the `keep - 1` of the highest versions beside it. Others lose their name
+    first: none is ever half a checkpoint.
+    """
     others = sorted((folder for folder in root.glob("version-*") if folder != newest), reverse=True)
     for old in others[max(0, keep - 1) :]:
         shutil.rmtree(old.rename(root / f".writing-{old.name}"))
@@ -243,8 +273,16 @@ def write_shards(path: Path, tensors: Mapping[str, Tensor]) -> None:
     planner.set_up_planner(dict(tensors))
     items = planner.create_local_plan().items
     parts: dict[str, Any] = {item.index.fqn: planner.resolve_data(item) for item in items}
-    places = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in items if item.tensor_data}
-    save_file({name: part.contiguous() for name, part in parts.items()}, path, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
+    places = {
+        item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+        for item in items
+        if item.tensor_data
+    }
+    save_file(
+        {name: part.contiguous() for name, part in parts.items()},
+        path,
+        metadata={"DCP_SHARDING_INFO": json.dumps(places)},
+    )
     open_to_others(path)
 
 
@@ -252,11 +290,15 @@ class Shards:
     """The tensors in the files of a folder. Opening it reads headers only."""
 
     def __init__(self, folder: Path) -> None:
-        """`ValueError` if parts of a tensor are missing; what safetensors raises, if a file is none."""
+        """`ValueError` if parts of a tensor are missing; what safetensors raises, if a file is
+        none.
+        """
         self._reader = HuggingFaceStorageReader(str(folder))
         self._metadata = self._reader.read_metadata()
         self.tensors = {
-            name: found for name, found in self._metadata.state_dict_metadata.items() if isinstance(found, TensorStorageMetadata)
+            name: found
+            for name, found in self._metadata.state_dict_metadata.items()
+            if isinstance(found, TensorStorageMetadata)
         }
         """Whole shapes and dtypes by name."""
         for name, found in self.tensors.items():
@@ -272,7 +314,9 @@ class Shards:
         }
 
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """Overwrites each tensor (of a DTensor the shard that is here) with the one of its name. Reads no more than that takes."""
+        """Overwrites each tensor (of a DTensor the shard that is here) with the one of its name.
+        Reads no more than that takes.
+        """
         planner = DefaultLoadPlanner()
         planner.set_up_planner(dict(into), self._metadata, is_coordinator=True)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)

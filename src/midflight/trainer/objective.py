@@ -1,6 +1,8 @@
-"""The effective loss: one objective, at most one weight, masks, one reduction. What may be combined is settled in `config.checks`.
+"""The effective loss: one objective, at most one weight, masks, one reduction. What may be combined
+is settled in `config.checks`.
 
-Each of them is a row of `config.formulas` and a function of `formulas`, which is called with the values that its parameters name:
+Each of them is a row of `config.formulas` and a function of `formulas`, which is called with the
+values that its parameters name:
 
 | name | value, per token |
 |---|---|
@@ -47,10 +49,14 @@ WHOLE: Mapping[str, Callable[..., Tensor]] = {
     "mean_ratio": losses.geometric_mean_ratio,
     "selected": losses.largest_covariance,
 }
-"""What a loss may look at beyond a token, without gradient, and the functions that make it of all tokens."""
+"""What a loss may look at beyond a token, without gradient, and the functions that make it of all
+tokens.
+"""
 
 _BEYOND = frozenset({"sequence", "all_log_rho", *WHOLE})
-"""A function that takes one of these needs the log-probabilities of a whole rollout, or of the batch, before any token's loss is known."""
+"""A function that takes one of these needs the log-probabilities of a whole rollout, or of the
+batch, before any token's loss is known.
+"""
 
 
 @cache
@@ -75,7 +81,9 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """What is known of tokens, without gradient: of a whole (mini-)batch, or of a part of it where nothing looks beyond a token. [T]"""
+    """What is known of tokens, without gradient: of a whole (mini-)batch, or of a part of it where
+    nothing looks beyond a token. [T]
+    """
 
     now: Float[Tensor, " T"]
     """Log-probabilities under the weights of this update."""
@@ -120,7 +128,9 @@ class TokenLosses:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a step minimises. `Objective.of` makes one from the configuration, and refuses what would count a ratio twice."""
+    """What a step minimises. `Objective.of` makes one from the configuration, and refuses what
+    would count a ratio twice.
+    """
 
     loss: Loss = field(default_factory=lambda: loss_of(ObjectiveSection(), CorrectionSection()))
     function: Callable[..., Tensor] = losses.ppo
@@ -145,7 +155,9 @@ class Objective:
         constant_length: int = 1,
         own: Callable[..., Tensor] | None = None,
     ) -> Objective:
-        """`ConfigError` with a sentence for each contradiction. `own`: the function that `objective.kind` names as `module:function`."""
+        """`ConfigError` with a sentence for each contradiction. `own`: the function that
+        `objective.kind` names as `module:function`.
+        """
         objective = objective or ObjectiveSection()
         correction = correction or CorrectionSection()
         if problems := list(loss_contradictions(objective, correction)):
@@ -166,49 +178,72 @@ class Objective:
 
     @property
     def looks_beyond(self) -> bool:
-        """Some part needs the log-probabilities of a whole rollout, or of the batch, before any token's loss is known."""
+        """Some part needs the log-probabilities of a whole rollout, or of the batch, before any
+        token's loss is known.
+        """
         weight = WEIGHTS[self.loss.weight].function
         masks = (MASKS[name].function for name in self.loss.masks)
         functions = (self.function, *(getattr(corrections, name) for name in (weight, *masks)))
-        return self.self_normalised or any(not _BEYOND.isdisjoint(parameters(function)) for function in functions)
+        return self.self_normalised or any(
+            not _BEYOND.isdisjoint(parameters(function)) for function in functions
+        )
 
     def needs_scores(self, *, updates_per_step: int) -> bool:
-        """Whether a step begins with a forward over all of the batch. With one update the training forward serves for both."""
+        """Whether a step begins with a forward over all of the batch. With one update the training
+        forward serves for both.
+        """
         return self.looks_beyond or (updates_per_step > 1 and not self.is_interpolated)
 
     @property
     def needs_advantage(self) -> bool:
-        """A token of advantage 0 has a gradient of exactly 0: it need not go through the backward."""
+        """A token of advantage 0 has a gradient of exactly 0: it need not go through the
+        backward.
+        """
         added = (self.kl_coefficient, self.behaviour_coefficient, self.entropy_coefficient)
         return self.loss.formula.is_zero_without_advantage and not any(added)
 
-    # --- Without gradient --------------------------------------------------------------------------------------------
+    # --- Without gradient -------------------------------------------------------------------------
 
     @torch.no_grad()
     def factors(self, known: Known, *, progress: float = 0.0) -> Factors:
-        """`progress`: how far the step is, from 0 to below 1; only the interpolated proximal policy depends on it."""
+        """`progress`: how far the step is, from 0 to below 1; only the interpolated proximal policy
+        depends on it.
+        """
         proximal = self._proximal(known, progress)
         values = self._all_values(known, proximal)
         weight = self._weight(values)
-        masked = {name: ~call(getattr(corrections, MASKS[name].function), {**values, **bounds}) for name, bounds in self.loss.masks.items()}
+        masked = {
+            name: ~call(getattr(corrections, MASKS[name].function), {**values, **bounds})
+            for name, bounds in self.loss.masks.items()
+        }
         factor = weight
         if self.age_decay < 1:
-            factor = factor * corrections.age_weight(known.age, decay=self.age_decay).to(weight.dtype)
+            factor = factor * corrections.age_weight(known.age, decay=self.age_decay).to(
+                weight.dtype
+            )
         for gone in masked.values():
             factor = factor.masked_fill(gone, 0)
-        whole = {name: call(WHOLE[name], values) for name in parameters(self.function) if name in WHOLE}
+        whole = {
+            name: call(WHOLE[name], values) for name in parameters(self.function) if name in WHOLE
+        }
         return Factors(proximal, weight, factor, masked, whole)
 
     def _proximal(self, known: Known, progress: float) -> Float[Tensor, " T"]:
         if not self.is_interpolated:
             return known.proximal
-        alpha = corrections.interpolation_weight(known.age.to(known.now.dtype), since_policy=known.age.to(known.now.dtype) + progress)
+        alpha = corrections.interpolation_weight(
+            known.age.to(known.now.dtype), since_policy=known.age.to(known.now.dtype) + progress
+        )
         return corrections.interpolated_proximal(known.now, known.behaviour, alpha=alpha)
 
     def _weight(self, values: Values) -> Float[Tensor, " T"]:
         function: Callable[..., Tensor] = getattr(corrections, WEIGHTS[self.loss.weight].function)
         weight = call(function, {**values, **self.loss.bounds})
-        return corrections.self_normalised(weight, mean=weight.mean()) if self.self_normalised else weight
+        return (
+            corrections.self_normalised(weight, mean=weight.mean())
+            if self.self_normalised
+            else weight
+        )
 
     def _all_values(self, known: Known, proximal: Float[Tensor, " T"]) -> Values:
         log_rho = log_ratio(proximal, known.behaviour)
@@ -222,10 +257,15 @@ class Objective:
             "num_sequences": known.num_sequences,
         }
 
-    # --- With gradient -----------------------------------------------------------------------------------------------
+    # --- With gradient ----------------------------------------------------------------------------
 
     def token_losses(
-        self, policy: Float[Tensor, " T"], known: Known, factors: Factors, *, entropy: Float[Tensor, " T"] | None = None
+        self,
+        policy: Float[Tensor, " T"],
+        known: Known,
+        factors: Factors,
+        *,
+        entropy: Float[Tensor, " T"] | None = None,
     ) -> TokenLosses:
         """The unreduced loss; `policy` is log pi with its gradient, in value `known.now`."""
         values = self.values(policy, known, factors)
@@ -233,9 +273,13 @@ class Objective:
         if self.kl_coefficient:
             assert known.reference is not None, "a divergence has its reference"
             divergence: Callable[..., Tensor] = getattr(losses, DIVERGENCES[self.kl].function)
-            loss = loss + self.kl_coefficient * call(divergence, {**values, "reference": known.reference})
+            loss = loss + self.kl_coefficient * call(
+                divergence, {**values, "reference": known.reference}
+            )
         if self.behaviour_coefficient:
-            loss = loss + self.behaviour_coefficient * losses.squared_log_ratio(policy, known.behaviour)
+            loss = loss + self.behaviour_coefficient * losses.squared_log_ratio(
+                policy, known.behaviour
+            )
         if self.entropy_coefficient:
             assert entropy is not None, "an entropy bonus has its entropy"
             loss = loss - self.entropy_coefficient * entropy
@@ -245,7 +289,9 @@ class Objective:
         """What a loss may look at, by name."""
         return {**self._values(policy, known, factors.proximal), **factors.whole}
 
-    def _values(self, policy: Float[Tensor, " T"], known: Known, proximal: Float[Tensor, " T"]) -> Values:
+    def _values(
+        self, policy: Float[Tensor, " T"], known: Known, proximal: Float[Tensor, " T"]
+    ) -> Values:
         log_r = log_ratio(policy, known.behaviour if self.loss.is_bypass else proximal)
         return {
             "policy": policy,
@@ -267,9 +313,11 @@ class Objective:
         clip: Callable[..., losses.Clipped] = getattr(losses, self.loss.formula.clip)
         return call(clip, values)
 
-    # --- One number --------------------------------------------------------------------------------------------------
+    # --- One number -------------------------------------------------------------------------------
 
-    def reduce(self, loss: Float[Tensor, " T"], rollout: Int[Tensor, " T"], *, over: Denominators) -> Float[Tensor, ""]:
+    def reduce(
+        self, loss: Float[Tensor, " T"], rollout: Int[Tensor, " T"], *, over: Denominators
+    ) -> Float[Tensor, ""]:
         """This part's share of the loss of the whole (mini-)batch: shares add up."""
         values = {
             "loss": loss,
@@ -279,12 +327,15 @@ class Objective:
             "tokens_of_rollout": over.tokens_of_rollout,
             "length": self.constant_length,
         }
-        reduction: Callable[..., Tensor] = getattr(reductions, REDUCTIONS[self.loss.reduction].function)
+        reduction: Callable[..., Tensor] = getattr(
+            reductions, REDUCTIONS[self.loss.reduction].function
+        )
         return call(reduction, values)
 
     def over_ones(self, over: Denominators) -> float:
-        """What a sum taken over 1 token and 1 rollout, and over the tokens of each rollout, is to be multiplied by for the whole: every
-        reduction is linear in 1 / tokens and in 1 / rollouts."""
+        """What a sum taken over 1 token and 1 rollout, and over the tokens of each rollout, is to
+        be multiplied by for the whole: every reduction is linear in 1 / tokens and in 1 /
+        rollouts."""
         loss = torch.ones(1, dtype=torch.float64)
         rollout = torch.zeros(1, dtype=torch.int64)
         ones = Denominators(1, 1, rollout + 1)
@@ -295,4 +346,6 @@ class Objective:
 def count_tokens(rollout: Int[Tensor, " T"], *, num_rollouts: int) -> Denominators:
     """The denominators of tokens that lie in these rollouts."""
     counts = torch.bincount(rollout, minlength=num_rollouts)
-    return Denominators(num_tokens=rollout.numel(), num_rollouts=int((counts > 0).sum()), tokens_of_rollout=counts)
+    return Denominators(
+        num_tokens=rollout.numel(), num_rollouts=int((counts > 0).sum()), tokens_of_rollout=counts
+    )

@@ -1,4 +1,6 @@
-"""One SQLite file as the store uses it: its tables and blobs, its settings, statements, joined transactions, and the names its errors get."""
+"""One SQLite file as the store uses it: its tables and blobs, its settings, statements, joined
+transactions, and the names its errors get.
+"""
 
 import secrets
 import sqlite3
@@ -73,12 +75,14 @@ BRIEF = (
     "CREATE INDEX IF NOT EXISTS rollouts_brief ON rollouts "
     "(epoch, position, attempt, sample, reward, truncated, seconds, num_trainable, error)"
 )
-"""All of a rollout but its tokens, for those who look at a run: without it they would read the tokens of the whole run past.
-A store of an older Midflight gets it when its run goes on, and is read without it."""
+"""All of a rollout but its tokens, for those who look at a run: without it they would read the
+tokens of the whole run past. A store of an older Midflight gets it when its run goes on, and is
+read without it."""
 
 SCORES = (
-    "SELECT epoch, position, attempt, task, state, COUNT(reward), COUNT(sample) - COUNT(reward), COUNT(CASE WHEN reward >= ? THEN 1 END), "
-    "TOTAL(reward) FROM groups LEFT JOIN rollouts USING (epoch, position, attempt) GROUP BY epoch, position, attempt"
+    "SELECT epoch, position, attempt, task, state, COUNT(reward), COUNT(sample) - COUNT(reward), "
+    "COUNT(CASE WHEN reward >= ? THEN 1 END), TOTAL(reward) FROM groups LEFT JOIN rollouts USING "
+    "(epoch, position, attempt) GROUP BY epoch, position, attempt"
 )
 """Of every group, by the reward of a pass."""
 
@@ -98,7 +102,9 @@ class State(StrEnum):
 
 
 class Database:
-    """Errors of SQLite come out as `StoreCorrupt` or `StoreFailed`, with the path and the remedy."""
+    """Errors of SQLite come out as `StoreCorrupt` or `StoreFailed`, with the path and the
+    remedy.
+    """
 
     def __init__(self, path: Path, *, run: str | None, logged: bool = True) -> None:
         """Without a run it is opened to be read. `logged`: see `connect`."""
@@ -121,15 +127,17 @@ class Database:
             return self._connection.execute(sql, values).fetchall()
 
     def execute_rows(self, sql: str, rows: Sequence[tuple[Value, ...]]) -> None:
-        """A change by rows of equal length, whose places are written where `sql` has `{}`. SQLite works on many without the interpreter, which
-        it would have to get back after each."""
+        """A change by rows of equal length, whose places are written where `sql` has `{}`. SQLite
+        works on many without the interpreter, which it would have to get back after each."""
         for first in range(0, len(rows), MAX_ROWS):
             some = rows[first : first + MAX_ROWS]
             places = f"({', '.join('?' * len(some[0]))})"
             self.execute(sql.format(", ".join([places] * len(some))), *chain.from_iterable(some))
 
     def move(self, sql: str, *values: Value) -> None:
-        """A change of one group's state. That it was in the state it leaves is what makes a group trained at most once (I8)."""
+        """A change of one group's state. That it was in the state it leaves is what makes a group
+        trained at most once (I8).
+        """
         with naming(self.path):
             moved = self._connection.execute(sql, values).rowcount
         assert moved == 1, f"I8: {moved} groups moved by {sql} {values}"
@@ -152,7 +160,9 @@ class Database:
             raise
 
     def sync_after_commit(self) -> None:
-        """Once the open transaction is committed, brings everything onto the disk itself, so that a power cut cannot undo it."""
+        """Once the open transaction is committed, brings everything onto the disk itself, so that a
+        power cut cannot undo it.
+        """
         self._sync_wanted = True
 
     def _sync(self) -> None:
@@ -165,35 +175,52 @@ class Database:
         return found[0][0] if found else None
 
     def set_number(self, name: str, value: int) -> None:
-        self.execute("INSERT INTO numbers VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value", name, value)
+        self.execute(
+            "INSERT INTO numbers VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value",
+            name,
+            value,
+        )
 
     def raise_number(self, name: str, value: int) -> None:
         """To `value`, if it was below."""
-        self.execute("INSERT INTO numbers VALUES (?, ?) ON CONFLICT DO UPDATE SET value = max(value, excluded.value)", name, value)
+        self.execute(
+            (
+                "INSERT INTO numbers VALUES (?, ?) ON CONFLICT DO UPDATE SET value = max(value, "
+                "excluded.value)"
+            ),
+            name,
+            value,
+        )
 
     def _claim(self, run: str) -> None:
         with self.transaction():
             self.execute("INSERT INTO runs SELECT ? WHERE NOT EXISTS (SELECT * FROM runs)", run)
             ((owner,),) = self.execute("SELECT name FROM runs")
         if owner != run:
-            raise StoreCorrupt(f"Opening {self.path}: it belongs to run {owner!r}, not {run!r}; choose another run folder.")
+            raise StoreCorrupt(
+                f"Opening {self.path}: it belongs to run {owner!r}, not {run!r}; choose another "
+                "run folder."
+            )
 
 
 def connect(path: Path, *, logged: bool = True) -> sqlite3.Connection:
-    """Opens the file, or makes it. Used by one thread at a time, and by this process alone. `logged`: by a log of writes (WAL), which is fast,
-    and not for a file system of a network."""
+    """Opens the file, or makes it. Used by one thread at a time, and by this process alone.
+    `logged`: by a log of writes (WAL), which is fast, and not for a file system of a network."""
     with naming(path):
         is_new = not path.exists() or path.stat().st_size == 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
+        connection = sqlite3.connect(
+            path, isolation_level=None, check_same_thread=False, timeout=5.0
+        )
         try:
             if is_new:
                 _create(connection)
             else:
                 _check(connection, path)
             connection.execute(BRIEF)
-            # WAL with NORMAL survives the death of any process at any instant. A power cut may take the newest
-            # transactions; `Store.checkpointed` therefore syncs before a checkpoint relies on them.
+            # WAL with NORMAL survives the death of any process at any instant. A power cut may take
+            # the newest transactions; `Store.checkpointed` therefore syncs before a checkpoint
+            # relies on them.
             connection.execute(f"PRAGMA journal_mode = {'WAL' if logged else 'DELETE'}")
             connection.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
@@ -217,7 +244,8 @@ def look(path: Path) -> sqlite3.Connection:
 def _create(connection: sqlite3.Connection) -> None:
     """In one transaction: a process killed in it leaves an empty file, which counts as new."""
     connection.executescript(
-        f"BEGIN IMMEDIATE;\nPRAGMA application_id = {APPLICATION_ID};\nPRAGMA user_version = {SCHEMA_VERSION};\n{TABLES}\n"
+        f"BEGIN IMMEDIATE;\nPRAGMA application_id = {APPLICATION_ID};\nPRAGMA user_version = "
+        f"{SCHEMA_VERSION};\n{TABLES}\n"
         f"INSERT INTO numbers VALUES ('{BEGUN}', {secrets.randbits(62)});\nCOMMIT;"
     )
 
@@ -227,13 +255,21 @@ def _check(connection: sqlite3.Connection, path: Path, *, quick: bool = False) -
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if application != APPLICATION_ID:
-        raise StoreCorrupt(f"Opening {path}: it is an SQLite file, but not a store of Midflight; choose another run folder.")
+        raise StoreCorrupt(
+            f"Opening {path}: it is an SQLite file, but not a store of Midflight; choose another "
+            "run folder."
+        )
     if version != SCHEMA_VERSION:
         kind = StoreNewer if version > SCHEMA_VERSION else StoreCorrupt
-        raise kind(f"Opening {path}: its schema is {version}, this Midflight knows {SCHEMA_VERSION}; use the version that wrote it.")
+        raise kind(
+            f"Opening {path}: its schema is {version}, this Midflight knows {SCHEMA_VERSION}; use "
+            "the version that wrote it."
+        )
     (found,) = ("ok",) if quick else connection.execute("PRAGMA quick_check(1)").fetchone()
     if found != "ok":
-        raise StoreCorrupt(f"Opening {path}: {found}; restore the file from a copy, or start a new run folder.")
+        raise StoreCorrupt(
+            f"Opening {path}: {found}; restore the file from a copy, or start a new run folder."
+        )
 
 
 @contextmanager
@@ -244,14 +280,23 @@ def naming(path: Path) -> Generator[None]:
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            raise StoreCorrupt(f"Reading {path}: {error}; restore the file from a copy, or start a new run folder.") from error
-        remedy = "free some space and resume the run" if code == sqlite3.SQLITE_FULL else "check the disk and the folder's permissions"
+            raise StoreCorrupt(
+                f"Reading {path}: {error}; restore the file from a copy, or start a new run folder."
+            ) from error
+        remedy = (
+            "free some space and resume the run"
+            if code == sqlite3.SQLITE_FULL
+            else "check the disk and the folder's permissions"
+        )
         raise StoreFailed(f"Writing {path}: {error}; {remedy}.") from error
     except OSError as error:
-        raise StoreFailed(f"Opening {path}: {error.strerror or error}; check the disk and the folder's permissions.") from error
+        raise StoreFailed(
+            f"Opening {path}: {error.strerror or error}; check the disk and the folder's "
+            "permissions."
+        ) from error
 
 
-# --- Blobs: msgpack with raw little-endian arrays. Never pickle -------------------------------------------------------
+# --- Blobs: msgpack with raw little-endian arrays. Never pickle -----------------------------------
 
 
 class _StoredRow(msgspec.Struct, array_like=True, frozen=True):
@@ -308,7 +353,11 @@ def columns(of: Trajectory) -> tuple[Value, ...]:
 
 
 def encode_scored(of: Trajectory) -> bytes:
-    return _encode(Scored(dict(of.components), dict(of.metrics), of.turn_rewards, dict(of.fields), dict(of.roles)))
+    return _encode(
+        Scored(
+            dict(of.components), dict(of.metrics), of.turn_rewards, dict(of.fields), dict(of.roles)
+        )
+    )
 
 
 def decode_scored(blob: bytes) -> Scored:
@@ -359,7 +408,9 @@ def _unpack_row(row: _StoredRow) -> Row:
         turns=None if row.turns is None else _array(row.turns, "<i4"),
         kept=_array(row.kept, "u1") if row.kept_lengths else None,
         kept_lengths=_array(row.kept_lengths, "<i4") if row.kept_lengths else None,
-        experts=_array(row.experts, "u1").reshape(len(row.token_ids) // 4, -1) if row.experts else None,
+        experts=_array(row.experts, "u1").reshape(len(row.token_ids) // 4, -1)
+        if row.experts
+        else None,
         role=row.role,
     )
 

@@ -1,7 +1,9 @@
-"""What the model said to held-out tasks: some rollouts of each evaluation, in a file of their own beside the run's store, to be read by people.
+"""What the model said to held-out tasks: some rollouts of each evaluation, in a file of their own
+beside the run's store, to be read by people.
 
-Nothing of it is in the books, and no step waits for it. It has the tables of the store: a group for each task, whose epoch is the version
-that answered. What is kept is bounded by rollouts of an evaluation (`evaluation.keep`) and by evaluations.
+Nothing of it is in the books, and no step waits for it. It has the tables of the store: a group for
+each task, whose epoch is the version that answered. What is kept is bounded by rollouts of an
+evaluation (`evaluation.keep`) and by evaluations.
 """
 
 import logging
@@ -20,7 +22,9 @@ _log = logging.getLogger(__name__)
 
 
 class HeldoutStore:
-    """Writes in a thread of its own. If it fails, it says so in the log and keeps no more: the run goes on."""
+    """Writes in a thread of its own. If it fails, it says so in the log and keeps no more: the run
+    goes on.
+    """
 
     def __init__(self, path: Path, *, run: str) -> None:
         self._path = path
@@ -30,7 +34,9 @@ class HeldoutStore:
         self._failed = False
 
     def apply(self, fact: facts.Fact) -> None:
-        """Returns at once. What waits to be written is at most what `evaluation.keep` lets of an evaluation."""
+        """Returns at once. What waits to be written is at most what `evaluation.keep` lets of an
+        evaluation.
+        """
         if isinstance(fact, facts.EvaluationKept) and not self._failed:
             self._thread.submit(self._tried, fact)
 
@@ -57,12 +63,22 @@ class HeldoutStore:
             if not db.execute("SELECT 1 FROM groups WHERE epoch = ? LIMIT 1", kept.version):
                 self._forget(db)
             names = "(epoch, position, attempt, task, state) VALUES (?, ?, ?, ?, ?)"
-            db.execute(f"INSERT OR REPLACE INTO groups {names}", *key, encode_task(kept.task), State.EVALUATED)
-            db.execute_rows("INSERT OR REPLACE INTO rollouts VALUES {}", [(*key, made.key.sample, *columns(made))])
+            db.execute(
+                f"INSERT OR REPLACE INTO groups {names}",
+                *key,
+                encode_task(kept.task),
+                State.EVALUATED,
+            )
+            db.execute_rows(
+                "INSERT OR REPLACE INTO rollouts VALUES {}",
+                [(*key, made.key.sample, *columns(made))],
+            )
 
     def _forget(self, db: Database) -> None:
         """Makes room for one evaluation more."""
-        versions = [version for (version,) in db.execute("SELECT DISTINCT epoch FROM groups ORDER BY epoch")]
+        versions = [
+            version for (version,) in db.execute("SELECT DISTINCT epoch FROM groups ORDER BY epoch")
+        ]
         for version in versions[1 : max(1, len(versions) - KEPT_EVALUATIONS + 2)]:
             for table in ("groups", "rollouts"):
                 db.execute(f"DELETE FROM {table} WHERE epoch = ?", version)

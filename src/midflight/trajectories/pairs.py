@@ -1,8 +1,11 @@
-"""Where a run's store lies, and its copies beside the checkpoints: a checkpoint and the copy in its folder are one pair.
+"""Where a run's store lies, and its copies beside the checkpoints: a checkpoint and the copy in its
+folder are one pair.
 
-The store lies on a disk of the machine that the gateway runs on, for its log of writes (WAL) needs memory that all who open it share: on a
-file system of a network it would be lost without a word. A copy is made for each checkpoint, while the store is written to, and belongs to
-it: both are whole or absent, kept and removed together. So another machine goes on from a pair as this one does from the store.
+The store lies on a disk of the machine that the gateway runs on, for its log of writes (WAL) needs
+memory that all who open it share: on a file system of a network it would be lost without a word. A
+copy is made for each checkpoint, while the store is written to, and belongs to it: both are whole
+or absent, kept and removed together. So another machine goes on from a pair as this one does from
+the store.
 """
 
 import hashlib
@@ -21,15 +24,35 @@ from midflight.types import Version
 
 STORE = "store.sqlite"
 BESIDE = ("", "-wal", "-shm", "-journal")
-"""Suffixes of the files that belong to a store. One without its journal, or with that of another, is not what was written."""
+"""Suffixes of the files that belong to a store. One without its journal, or with that of another,
+is not what was written.
+"""
 OWNER = ".run"
 """Suffix of the file beside a store that names its run's folder."""
 PAGES_A_STEP = 256
 """A megabyte: after each the interpreter and the disk are free for others."""
 NETWORKED = frozenset(
-    ("nfs", "nfs3", "nfs4", "cifs", "smb2", "smb3", "smbfs", "lustre", "ceph", "glusterfs", "beegfs", "gpfs", "pvfs2", "orangefs", "afs")
+    (
+        "nfs",
+        "nfs3",
+        "nfs4",
+        "cifs",
+        "smb2",
+        "smb3",
+        "smbfs",
+        "lustre",
+        "ceph",
+        "glusterfs",
+        "beegfs",
+        "gpfs",
+        "pvfs2",
+        "orangefs",
+        "afs",
+    )
 )
-"""Types of file system that lie on other machines, as the system names them; and all of `fuse`, but for those that layer local folders."""
+"""Types of file system that lie on other machines, as the system names them; and all of `fuse`, but
+for those that layer local folders.
+"""
 LAYERED = frozenset(("fuse.fuse-overlayfs", "fuseblk", "fuse.mergerfs"))
 
 
@@ -39,14 +62,20 @@ def shard_stores(folder: Path) -> list[Path]:
 
 
 def store_path(folder: Path, store_folder: Path | None) -> Path:
-    """Of the run in `folder`: there, or in `store_folder` under a name that no other run has. `ConfigError` where that depends on who asks."""
+    """Of the run in `folder`: there, or in `store_folder` under a name that no other run has.
+    `ConfigError` where that depends on who asks.
+    """
     if store_folder is None:
         return folder / STORE
     if not store_folder.is_absolute():
         raise ConfigError(
-            f"run.store_folder is {str(store_folder)!r}: give an absolute path, for other programs look for the store there too."
+            f"run.store_folder is {str(store_folder)!r}: give an absolute path, for other programs "
+            "look for the store there too."
         )
-    return store_folder / f"midflight-{hashlib.blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()}.sqlite"
+    return (
+        store_folder
+        / f"midflight-{hashlib.blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()}.sqlite"
+    )
 
 
 def drafted(folder: Path, version: Version) -> Path:
@@ -83,26 +112,41 @@ def _move(store: Path, to: Path) -> None:
             store.with_name(store.name + beside).replace(to.with_name(to.name + beside))
 
 
-# --- Copying ----------------------------------------------------------------------------------------------------------
+# --- Copying --------------------------------------------------------------------------------------
 
 
-def copy_store(store: Path, copy: Path, *, pages: int = PAGES_A_STEP, step: Callable[[int, int], None] = lambda left, total: None) -> None:
-    """Puts the store, as it is at the beginning, into a file of its own; whole and on disk when this returns, else there is nothing.
+def copy_store(
+    store: Path,
+    copy: Path,
+    *,
+    pages: int = PAGES_A_STEP,
+    step: Callable[[int, int], None] = lambda left, total: None,
+) -> None:
+    """Puts the store, as it is at the beginning, into a file of its own; whole and on disk when
+    this returns, else there is nothing.
 
-    Blocks, some pages at a time, and whoever writes to the store goes on meanwhile. `step` is told the pages left and their number. Raises
-    `StoreFailed` with the remedy.
+    Blocks, some pages at a time, and whoever writes to the store goes on meanwhile. `step` is told
+    the pages left and their number. Raises `StoreFailed` with the remedy.
     """
     for left in copy.parent.glob(".store-*.sqlite*"):
         left.unlink(missing_ok=True)
     draft = copy.with_name(f"{copy.name}.writing")
     try:
-        with naming(draft), closing(look(store)) as source, closing(sqlite3.connect(draft, isolation_level=None)) as target:
+        with (
+            naming(draft),
+            closing(look(store)) as source,
+            closing(sqlite3.connect(draft, isolation_level=None)) as target,
+        ):
             source.isolation_level = None
             source.execute("BEGIN")
-            source.execute("SELECT COUNT(*) FROM runs")  # from here on it sees one moment, so that writing never makes it begin again
+            # from here on it sees one moment, so that writing never makes it begin again
+            source.execute("SELECT COUNT(*) FROM runs")
             target.execute("PRAGMA synchronous = OFF")
-            source.backup(target, pages=pages, sleep=0, progress=lambda status, left, total: step(left, total))
-            target.execute("PRAGMA locking_mode = EXCLUSIVE")  # without shared memory, which the other file system may lack
+            source.backup(
+                target, pages=pages, sleep=0, progress=lambda status, left, total: step(left, total)
+            )
+            # without shared memory, which the other file system may lack
+            target.execute("PRAGMA locking_mode = EXCLUSIVE")
             target.execute("PRAGMA journal_mode = DELETE")
         _sync(draft)
         draft.replace(copy)
@@ -120,7 +164,7 @@ def _sync(path: Path) -> None:
             os.close(handle)
 
 
-# --- Going on, and looking -------------------------------------------------------------------------------------------
+# --- Going on, and looking ------------------------------------------------------------------------
 
 
 class Copy(msgspec.Struct, frozen=True):
@@ -145,7 +189,9 @@ def newest_copy(folder: Path) -> Copy | None:
 
 
 def copied_at(store: Path) -> Version | None:
-    """The newest version whose checkpoint has a copy of this store. None where there is no store; -1 where it has no copy."""
+    """The newest version whose checkpoint has a copy of this store. None where there is no store;
+    -1 where it has no copy.
+    """
     found = _numbers(store)
     return None if found is None else found.get(COPIED, -1)
 
@@ -158,10 +204,16 @@ def _numbers(store: Path) -> Mapping[str, int] | None:
 
 
 def is_behind(store: Path, copy: Copy) -> bool:
-    """Whether the run has gone on from a newer copy than this store has, or the store is of an earlier run in the same folder."""
+    """Whether the run has gone on from a newer copy than this store has, or the store is of an
+    earlier run in the same folder.
+    """
     here = _numbers(store)
     there = _numbers(copy.path)
-    return here is None or here.get(COPIED, -1) < copy.version or (there is not None and here.get(BEGUN) != there.get(BEGUN))
+    return (
+        here is None
+        or here.get(COPIED, -1) < copy.version
+        or (there is not None and here.get(BEGUN) != there.get(BEGUN))
+    )
 
 
 def readable(folder: Path, store_folder: Path | None) -> tuple[Path, Copy | None]:
@@ -175,9 +227,11 @@ def readable(folder: Path, store_folder: Path | None) -> tuple[Path, Copy | None
 
 
 def go_on(folder: Path, store_folder: Path | None) -> str | None:
-    """Makes the store ready for a run that goes on from `latest`: its own where it is there and not behind the pair, else the pair's copy.
+    """Makes the store ready for a run that goes on from `latest`: its own where it is there and not
+    behind the pair, else the pair's copy.
 
-    Says what it did where that is not the usual. `ConfigError` where neither is there, though steps were made.
+    Says what it did where that is not the usual. `ConfigError` where neither is there, though steps
+    were made.
     """
     store = store_path(folder, store_folder)
     copy = newest_copy(folder)
@@ -187,24 +241,36 @@ def go_on(folder: Path, store_folder: Path | None) -> str | None:
     if copy is not None and older(store).is_file() and not is_behind(older(store), copy):
         remove(store)
         _move(older(store), store)
-        return f"The store at {store} is its own again: a new run that ended early had taken its place."
+        return (
+            f"The store at {store} is its own again: a new run that ended early had taken its "
+            "place."
+        )
     before = folder / STORE
-    source = copy.path if copy is not None else before if store != before and before.is_file() else None
+    source = (
+        copy.path if copy is not None else before if store != before and before.is_file() else None
+    )
     if source is None:
         if store_folder is not None and _num_steps(folder):
             raise ConfigError(
-                f"resuming {folder}: its store is not at {store}, and the checkpoint has no copy of it. Resume on the machine that it ran on, "
-                "go back to a checkpoint with a copy by `midflight rollback`, or start anew with --overwrite."
+                f"resuming {folder}: its store is not at {store}, and the checkpoint has no copy "
+                "of it. Resume on the machine that it ran on, go back to a checkpoint with a copy "
+                "by `midflight rollback`, or start anew with --overwrite."
             )
         return None
     said = f"The store at {store} goes on from {source}"
     if here is not None:
         shelve(store)
-        said += f", for it was older than that, or an earlier run's; it is kept as {older(store).name}"
+        said += (
+            f", for it was older than that, or an earlier run's; it is kept as {older(store).name}"
+        )
     store.parent.mkdir(parents=True, exist_ok=True)
     remove(store)
     copy_store(source, store)
-    return f"{said}." if copy is None else f"{said}, a copy of version {copy.version}: rollouts since then are generated again."
+    return (
+        f"{said}."
+        if copy is None
+        else f"{said}, a copy of version {copy.version}: rollouts since then are generated again."
+    )
 
 
 def claim(store: Path, folder: Path) -> None:
@@ -214,8 +280,9 @@ def claim(store: Path, folder: Path) -> None:
 
 
 def remove_left(disk: Path, *, but: Path) -> Sequence[Path]:
-    """Removes stores from a disk whose runs have gone on elsewhere from newer copies, and what a run that came back has kept of its own.
-    `but`: the store of the run that asks. What cannot be read, and of whose run there is no copy to be seen, stays. Returns what is gone."""
+    """Removes stores from a disk whose runs have gone on elsewhere from newer copies, and what a
+    run that came back has kept of its own. `but`: the store of the run that asks. What cannot be
+    read, and of whose run there is no copy to be seen, stays. Returns what is gone."""
     gone: list[Path] = []
     for note in disk.glob(f"*{OWNER}"):
         with suppress(MidflightError, OSError, UnicodeDecodeError):
@@ -237,11 +304,13 @@ class _Made(msgspec.Struct, frozen=True):
 def _num_steps(folder: Path) -> int:
     root = folder / "checkpoints"
     with suppress(OSError, UnicodeDecodeError, msgspec.DecodeError):
-        return msgspec.json.decode((root / (root / "latest").read_text().strip() / "state.json").read_bytes(), type=_Made).num_steps
+        return msgspec.json.decode(
+            (root / (root / "latest").read_text().strip() / "state.json").read_bytes(), type=_Made
+        ).num_steps
     return 0
 
 
-# --- Where it may lie -------------------------------------------------------------------------------------------------
+# --- Where it may lie -----------------------------------------------------------------------------
 
 
 def check_local(store: Path, *, mounts: Path = Path("/proc/self/mountinfo")) -> None:
@@ -251,13 +320,16 @@ def check_local(store: Path, *, mounts: Path = Path("/proc/self/mountinfo")) -> 
     kind = file_system(there, mounts=mounts)
     if kind in NETWORKED or (kind.startswith("fuse") and kind not in LAYERED):
         raise ConfigError(
-            f"the store would lie in {place}, on a file system of a network ({kind}), where its log of writes is not safe: set "
-            "run.store_folder to a folder on a disk of this machine; each checkpoint gets a copy."
+            f"the store would lie in {place}, on a file system of a network ({kind}), where its "
+            "log of writes is not safe: set run.store_folder to a folder on a disk of this "
+            "machine; each checkpoint gets a copy."
         )
 
 
 def file_system(folder: Path, *, mounts: Path) -> str:
-    """The type of the file system that a folder lies on; empty where the system does not say. Of mounts over each other the last counts."""
+    """The type of the file system that a folder lies on; empty where the system does not say. Of
+    mounts over each other the last counts.
+    """
     found = -1
     kind = ""
     with suppress(OSError):

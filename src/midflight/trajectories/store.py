@@ -1,7 +1,9 @@
-"""The durable record of one run's rollouts: one SQLite file, owned by the rollout process. Synchronous; `StoreWriter` waits.
+"""The durable record of one run's rollouts: one SQLite file, owned by the rollout process.
+Synchronous; `StoreWriter` waits.
 
-Every fact is one transaction, or part of the one of `write`. After the death of any process at any instant (I8) a fact is in the
-file or it is not, and `facts` gives it back: folded, they are the books as they were.
+Every fact is one transaction, or part of the one of `write`. After the death of any process at any
+instant (I8) a fact is in the file or it is not, and `facts` gives it back: folded, they are the
+books as they were.
 """
 
 from __future__ import annotations
@@ -16,7 +18,19 @@ import msgspec
 from midflight.errors import StoreCorrupt, UnknownLease
 from midflight.trajectories import database
 from midflight.trajectories.database import COPIED, Database, State, Value
-from midflight.types import Batch, Fate, Group, GroupKey, Reason, RolloutKey, Task, Trajectory, Turn, Version, facts
+from midflight.types import (
+    Batch,
+    Fate,
+    Group,
+    GroupKey,
+    Reason,
+    RolloutKey,
+    Task,
+    Trajectory,
+    Turn,
+    Version,
+    facts,
+)
 from midflight.types.rollouts import GroupScores
 
 T = TypeVar("T")
@@ -29,13 +43,16 @@ _OF = "(epoch, position, attempt) IN (SELECT epoch, position, attempt FROM group
 _OF_LEASE = _OF.format("lease = ?")
 _LEARNT_LATER = f"state = '{State.TRAINED}' AND version > ?"
 _ENDED = (
-    f"(epoch, position, attempt) IN (SELECT epoch, position, attempt FROM groups WHERE state IN ('{State.TRAINED}', '{State.DROPPED}'))"
+    "(epoch, position, attempt) IN (SELECT epoch, position, attempt FROM groups WHERE state "
+    f"IN ('{State.TRAINED}', '{State.DROPPED}'))"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A group that was running or in line. Its rollouts go on: those in `finished` need not run again, the others are replayed."""
+    """A group that was running or in line. Its rollouts go on: those in `finished` need not run
+    again, the others are replayed.
+    """
 
     key: GroupKey
     finished: tuple[Trajectory, ...]
@@ -44,12 +61,22 @@ class Unfinished:
 
     def versions(self) -> Iterator[Version]:
         """Those that a token of it may be the oldest of."""
-        yield from (oldest for trajectory in self.finished if (oldest := trajectory.oldest_version) is not None)
-        yield from (segment.version for turns in self.turns.values() for turn in turns for segment in turn.segments)
+        yield from (
+            oldest
+            for trajectory in self.finished
+            if (oldest := trajectory.oldest_version) is not None
+        )
+        yield from (
+            segment.version
+            for turns in self.turns.values()
+            for turn in turns
+            for segment in turn.segments
+        )
 
 
 class Store:
-    """`run` names the run; a file of another run is refused, so that two runs never mix their groups.
+    """`run` names the run; a file of another run is refused, so that two runs never mix their
+    groups.
 
     Without a run it is only looked at, also while its run goes on: nothing is written.
     """
@@ -65,14 +92,18 @@ class Store:
         return self._db.path
 
     def copied(self, version: Version) -> None:
-        """The checkpoint of this version is about to get a copy of this store, which says so too: no older copy can be newer than it."""
+        """The checkpoint of this version is about to get a copy of this store, which says so too:
+        no older copy can be newer than it.
+        """
         self._db.raise_number(COPIED, version)
 
     def apply(self, fact: facts.Fact) -> None:
         self.write((fact,))
 
     def write(self, deeds: Sequence[facts.Fact | Callable[[Store], object]]) -> None:
-        """Several in one transaction: all happen, or none. Many rollouts are one statement, up to the next fact of another kind."""
+        """Several in one transaction: all happen, or none. Many rollouts are one statement, up to
+        the next fact of another kind.
+        """
         with self._db.transaction():
             gathered: list[facts.Fact] = []
             for deed in deeds:
@@ -114,7 +145,9 @@ class Store:
                 self._settle(version)
                 self._db.sync_after_commit()
             case facts.Interrupted():
-                self._db.execute("UPDATE groups SET state = ? WHERE state = ?", State.IN_LINE, State.RUNNING)
+                self._db.execute(
+                    "UPDATE groups SET state = ? WHERE state = ?", State.IN_LINE, State.RUNNING
+                )
             case _:
                 pass
 
@@ -129,16 +162,27 @@ class Store:
         )
 
     def _keep(self, kept: Sequence[facts.TrajectoryKept], turns: Sequence[facts.TurnKept]) -> None:
-        """The turns of a rollout that has ended are in its rows. Number 0 begins anew, so a retry forgets what it replaces."""
+        """The turns of a rollout that has ended are in its rows. Number 0 begins anew, so a retry
+        forgets what it replaces.
+        """
         gone = {deed.trajectory.key for deed in kept}
         going_on = dict[RolloutKey, list[facts.TurnKept]]()
         for turn in (turn for turn in turns if turn.key not in gone):
             going_on[turn.key] = [*(going_on.get(turn.key, ()) if turn.number else ()), turn]
         gone.update(key for key, made in going_on.items() if made[0].number == 0)
-        self._db.execute_rows("DELETE FROM turns WHERE (epoch, position, attempt, sample) IN (VALUES {})", [_rollout(key) for key in gone])
-        made = [(*_rollout(key), turn.number, database.encode_turn(turn.turn)) for key, of in going_on.items() for turn in of]
+        self._db.execute_rows(
+            "DELETE FROM turns WHERE (epoch, position, attempt, sample) IN (VALUES {})",
+            [_rollout(key) for key in gone],
+        )
+        made = [
+            (*_rollout(key), turn.number, database.encode_turn(turn.turn))
+            for key, of in going_on.items()
+            for turn in of
+        ]
         self._db.execute_rows("INSERT OR REPLACE INTO turns VALUES {}", made)
-        ended = [(*_rollout(deed.trajectory.key), *database.columns(deed.trajectory)) for deed in kept]
+        ended = [
+            (*_rollout(deed.trajectory.key), *database.columns(deed.trajectory)) for deed in kept
+        ]
         self._db.execute_rows("INSERT OR REPLACE INTO rollouts VALUES {}", ended)
         self._add_fates([fate for deed in kept for fate in _fated(deed)])
 
@@ -150,19 +194,24 @@ class Store:
             *where,
         )
         self._db.raise_number("finished", finished.order)
-        self._db.execute(f"DELETE FROM turns WHERE {_GROUP}", *where)  # of rollouts that ended without a record
+        # of rollouts that ended without a record
+        self._db.execute(f"DELETE FROM turns WHERE {_GROUP}", *where)
 
     def _close(self, closed: facts.GroupClosed) -> None:
         """With its successor at once: a crash between the two would lose the prompt."""
         where = _group(closed.key)
         self._db.move(
-            f"UPDATE groups SET state = ?, reason = ?, lease = NULL WHERE state IN (?, ?, ?) AND {_GROUP}",
+            (
+                "UPDATE groups SET state = ?, reason = ?, lease = NULL WHERE state IN (?, ?, ?) "
+                f"AND {_GROUP}"
+            ),
             *(State.DROPPED, closed.reason, State.RUNNING, State.WAITING, State.LEASED),
             *where,
         )
         self._db.execute(
-            f"INSERT INTO fates SELECT epoch, position, attempt, sample, ?, ?, num_tokens FROM fates WHERE fate = ? AND {_GROUP} "
-            "ON CONFLICT DO UPDATE SET num_tokens = num_tokens + excluded.num_tokens",
+            "INSERT INTO fates SELECT epoch, position, attempt, sample, ?, ?, num_tokens FROM "
+            f"fates WHERE fate = ? AND {_GROUP} ON CONFLICT DO UPDATE SET num_tokens = num_tokens "
+            "+ excluded.num_tokens",
             *(Fate.DROPPED, closed.reason, Fate.WAITING),
             *where,
         )
@@ -170,7 +219,10 @@ class Store:
         self._db.execute(f"DELETE FROM turns WHERE {_GROUP}", *where)
         if closed.successor is not None:
             self._db.move(
-                f"INSERT INTO groups (epoch, position, attempt, task, state) SELECT ?, ?, ?, task, ? FROM groups WHERE {_GROUP}",
+                (
+                    "INSERT INTO groups (epoch, position, attempt, task, state) SELECT ?, ?, ?, "
+                    f"task, ? FROM groups WHERE {_GROUP}"
+                ),
                 *_group(closed.successor),
                 State.IN_LINE,
                 *where,
@@ -189,14 +241,23 @@ class Store:
                 *_group(group.key),
             )
         for fate, counts in ((Fate.MASKED, leased.masked), (Fate.DROPPED, leased.dropped)):
-            self._add_fates((key, Fate.WAITING, None, -num_tokens) for key, num_tokens in counts.items())
-            self._add_fates((key, fate, Reason.STALE, num_tokens) for key, num_tokens in counts.items())
+            self._add_fates(
+                (key, Fate.WAITING, None, -num_tokens) for key, num_tokens in counts.items()
+            )
+            self._add_fates(
+                (key, fate, Reason.STALE, num_tokens) for key, num_tokens in counts.items()
+            )
         self._db.execute(f"DELETE FROM fates WHERE num_tokens = 0 AND {_OF_LEASE}", batch.lease)
 
     def _step(self, lease: int) -> None:
         self._open(lease)
         self._db.execute("UPDATE leases SET done = 1 WHERE lease = ?", lease)
-        self._db.execute(f"UPDATE fates SET fate = ? WHERE fate = ? AND {_OF_LEASE}", Fate.TRAINED, Fate.WAITING, lease)
+        self._db.execute(
+            f"UPDATE fates SET fate = ? WHERE fate = ? AND {_OF_LEASE}",
+            Fate.TRAINED,
+            Fate.WAITING,
+            lease,
+        )
 
     def _take_back(self, lease: int) -> None:
         self._db.execute("DELETE FROM leases WHERE lease = ?", lease)
@@ -206,18 +267,28 @@ class Store:
         """Tokens that the stale policy had taken out wait again too."""
         of = _OF.format(groups)
         self._db.execute(
-            f"DELETE FROM fates WHERE (fate IN (?, ?) OR reason = ?) AND {of}", Fate.WAITING, Fate.TRAINED, Reason.STALE, value
+            f"DELETE FROM fates WHERE (fate IN (?, ?) OR reason = ?) AND {of}",
+            Fate.WAITING,
+            Fate.TRAINED,
+            Reason.STALE,
+            value,
         )
         self._db.execute(
-            f"INSERT INTO fates SELECT epoch, position, attempt, sample, ?, '', num_trainable FROM rollouts "
-            f"WHERE reward IS NOT NULL AND num_trainable > 0 AND {of}",
+            "INSERT INTO fates SELECT epoch, position, attempt, sample, ?, '', num_trainable FROM "
+            f"rollouts WHERE reward IS NOT NULL AND num_trainable > 0 AND {of}",
             Fate.WAITING,
             value,
         )
-        self._db.execute(f"UPDATE groups SET state = ?, lease = NULL, version = NULL WHERE {groups}", State.WAITING, value)
+        self._db.execute(
+            f"UPDATE groups SET state = ?, lease = NULL, version = NULL WHERE {groups}",
+            State.WAITING,
+            value,
+        )
 
     def _go_back(self, back: facts.WentBack) -> None:
-        """The checkpoint may be older than others that there were: what only those had was not learnt either."""
+        """The checkpoint may be older than others that there were: what only those had was not
+        learnt either.
+        """
         self._settle(back.checkpoint)
         for lease in self._leases("1"):
             self._take_back(lease)
@@ -228,78 +299,134 @@ class Store:
         self._db.set_number("next", back.version)
 
     def _settle(self, version: Version) -> None:
-        """Steps up to `version` are final, also one whose report was lost with this process: the checkpoint has it."""
+        """Steps up to `version` are final, also one whose report was lost with this process: the
+        checkpoint has it.
+        """
         for lease in self._leases("train_version < ?", version):
             (train_version,) = self._open(lease)
             self._step(lease)
             self._db.execute(
-                "UPDATE groups SET state = ?, version = ?, lease = NULL WHERE lease = ?", State.TRAINED, train_version + 1, lease
+                "UPDATE groups SET state = ?, version = ?, lease = NULL WHERE lease = ?",
+                State.TRAINED,
+                train_version + 1,
+                lease,
             )
             self._db.execute("DELETE FROM leases WHERE lease = ?", lease)
 
     def _add_fates(self, fates: Iterable[_Fated]) -> None:
-        rows = [(*_rollout(key), fate, reason or "", num_tokens) for key, fate, reason, num_tokens in fates if num_tokens]
-        self._db.execute_rows("INSERT INTO fates VALUES {} ON CONFLICT DO UPDATE SET num_tokens = num_tokens + excluded.num_tokens", rows)
+        rows = [
+            (*_rollout(key), fate, reason or "", num_tokens)
+            for key, fate, reason, num_tokens in fates
+            if num_tokens
+        ]
+        self._db.execute_rows(
+            (
+                "INSERT INTO fates VALUES {} ON CONFLICT DO UPDATE SET num_tokens = num_tokens + "
+                "excluded.num_tokens"
+            ),
+            rows,
+        )
 
     def _open(self, lease: int) -> tuple[Version]:
         found = self._db.execute("SELECT train_version FROM leases WHERE lease = ?", lease)
         if not found:
-            raise UnknownLease(f"Lease {lease} is not open in {self._db.path.name}; take a batch again.")
+            raise UnknownLease(
+                f"Lease {lease} is not open in {self._db.path.name}; take a batch again."
+            )
         return found[0]
 
     # --- After a crash ---
 
     def facts(self) -> Iterator[facts.Fact]:
-        """What happened to all groups, in an order in which it may have happened. Folded, the facts are the books.
+        """What happened to all groups, in an order in which it may have happened. Folded, the facts
+        are the books.
 
         Of what is final only the sums are told.
         """
-        for checkpoint, version in self._db.execute("SELECT checkpoint, version FROM forks ORDER BY rowid"):
+        for checkpoint, version in self._db.execute(
+            "SELECT checkpoint, version FROM forks ORDER BY rowid"
+        ):
             yield facts.WentBack(checkpoint, version, ())
         for key in self._keys("state IN (?, ?, ?)", State.RUNNING, State.WAITING, State.LEASED):
             yield facts.Admitted(key, self._task(key))
-        for key in self._keys("state IN (?, ?, ?, ?)", State.IN_LINE, State.RUNNING, State.WAITING, State.LEASED):
+        for key in self._keys(
+            "state IN (?, ?, ?, ?)", State.IN_LINE, State.RUNNING, State.WAITING, State.LEASED
+        ):
             yield from self._kept(key)
         for key in self._keys("state IN (?, ?)", State.WAITING, State.LEASED):
-            ((order,),) = self._db.execute(f"SELECT finished FROM groups WHERE {_GROUP}", *_group(key))
+            ((order,),) = self._db.execute(
+                f"SELECT finished FROM groups WHERE {_GROUP}", *_group(key)
+            )
             yield facts.GroupFinished(self._group(key), order)
-        for lease, train_version, done in self._db.execute("SELECT lease, train_version, done FROM leases ORDER BY lease"):
+        for lease, train_version, done in self._db.execute(
+            "SELECT lease, train_version, done FROM leases ORDER BY lease"
+        ):
             groups = sorted(self._groups("lease = ?", lease), key=lambda group: group.key)
             yield facts.Leased(Batch(lease, train_version, tuple(groups)), {}, {}, {})
             if done:
-                yield facts.Stepped(lease, train_version + 1, started=0.0, ended=0.0, num_tokens=0, metrics={})
+                yield facts.Stepped(
+                    lease, train_version + 1, started=0.0, ended=0.0, num_tokens=0, metrics={}
+                )
         yield self._carried_over()
 
     def groups_after(self, checkpoint: Version) -> tuple[Group, ...]:
         """Those of steps that were made, which a checkpoint of that version does not have."""
         leases = self._leases("done = 1 AND train_version >= ?", checkpoint)
-        return (*self._groups(_LEARNT_LATER, checkpoint), *(group for lease in leases for group in self._groups("lease = ?", lease)))
+        return (
+            *self._groups(_LEARNT_LATER, checkpoint),
+            *(group for lease in leases for group in self._groups("lease = ?", lease)),
+        )
 
     def unfinished(self) -> tuple[Unfinished, ...]:
         """In the order of their keys."""
-        return tuple(self._unfinished(key) for key in sorted(self._keys("state IN (?, ?)", State.RUNNING, State.IN_LINE)))
+        return tuple(
+            self._unfinished(key)
+            for key in sorted(self._keys("state IN (?, ?)", State.RUNNING, State.IN_LINE))
+        )
 
     def scores(self, *, passes: float) -> Iterator[GroupScores]:
         """Of every group, in the order of their keys; a reward of `passes` or more is a pass."""
-        for *key, task, state, scored, failed, passed, rewards in self._db.execute(database.SCORES, passes):
+        for *key, task, state, scored, failed, passed, rewards in self._db.execute(
+            database.SCORES, passes
+        ):
             made = self._decoded(database.decode_task, task)
-            yield GroupScores(GroupKey(*key), made, state not in (State.RUNNING, State.IN_LINE), scored, failed, passed, rewards)
+            yield GroupScores(
+                GroupKey(*key),
+                made,
+                state not in (State.RUNNING, State.IN_LINE),
+                scored,
+                failed,
+                passed,
+                rewards,
+            )
 
     def next_position(self) -> tuple[int, int]:
-        """(epoch, index) of the next task to draw. An index past the end of its epoch means the start of the next."""
-        found = self._db.execute("SELECT epoch, position FROM groups WHERE epoch >= 0 ORDER BY epoch DESC, position DESC LIMIT 1")
+        """(epoch, index) of the next task to draw. An index past the end of its epoch means the
+        start of the next.
+        """
+        found = self._db.execute(
+            "SELECT epoch, position FROM groups WHERE epoch >= 0 ORDER BY epoch DESC, position "
+            "DESC LIMIT 1"
+        )
         return (found[0][0], found[0][1] + 1) if found else (0, 0)
 
     def next_posted(self) -> int:
         """The place of the next posted task to draw: their groups have an epoch below 0."""
-        ((last,),) = self._db.execute("SELECT COALESCE(MAX(position), -1) FROM groups WHERE epoch < 0")
+        ((last,),) = self._db.execute(
+            "SELECT COALESCE(MAX(position), -1) FROM groups WHERE epoch < 0"
+        )
         return last + 1
 
     def _carried_over(self) -> facts.CarriedOver:
         trained = 0
         dropped = dict[Reason, int]()
         for state, reason, number in self._db.execute(
-            "SELECT state, reason, COUNT(*) FROM groups WHERE state IN (?, ?) GROUP BY state, reason", State.TRAINED, State.DROPPED
+            (
+                "SELECT state, reason, COUNT(*) FROM groups WHERE state IN (?, ?) GROUP BY state, "
+                "reason"
+            ),
+            State.TRAINED,
+            State.DROPPED,
         ):
             if state == State.TRAINED:
                 trained = number
@@ -320,22 +447,40 @@ class Store:
         """Fates that a step or its stale policy gave are left out: the lease gives them anew."""
         for trajectory in self._trajectories(key, self._task(key)):
             fates = self._fates(_ROLLOUT, *_rollout(trajectory.key))
-            masked = {reason: n for (fate, reason), n in fates.items() if fate is Fate.MASKED and reason not in (None, Reason.STALE)}
-            dropped = {reason: n for (fate, reason), n in fates.items() if fate is Fate.DROPPED and reason not in (None, Reason.STALE)}
+            masked = {
+                reason: n
+                for (fate, reason), n in fates.items()
+                if fate is Fate.MASKED and reason not in (None, Reason.STALE)
+            }
+            dropped = {
+                reason: n
+                for (fate, reason), n in fates.items()
+                if fate is Fate.DROPPED and reason not in (None, Reason.STALE)
+            }
             if trajectory.reward is None and trajectory.num_trainable:
                 dropped[Reason.NO_REWARD] -= trajectory.num_trainable
             yield facts.TrajectoryKept(trajectory, masked, dropped)
 
     def _fates(self, where: str, *values: Value) -> Mapping[tuple[Fate, Reason | None], int]:
         """Tokens by fate and reason (I3)."""
-        found = self._db.execute(f"SELECT fate, reason, SUM(num_tokens) FROM fates WHERE {where} GROUP BY fate, reason", *values)
-        return {(Fate(fate), Reason(reason) if reason else None): total for fate, reason, total in found}
+        found = self._db.execute(
+            f"SELECT fate, reason, SUM(num_tokens) FROM fates WHERE {where} GROUP BY fate, reason",
+            *values,
+        )
+        return {
+            (Fate(fate), Reason(reason) if reason else None): total for fate, reason, total in found
+        }
 
     # --- Reading ---
 
     def ended(self) -> Iterator[tuple[Trajectory, Task, State, Version | None]]:
-        """Every rollout that has ended, in the order of the stream, with the state of its group and the version that a step on it made."""
-        groups = "SELECT epoch, position, attempt, state, version FROM groups ORDER BY epoch, position, attempt"
+        """Every rollout that has ended, in the order of the stream, with the state of its group and
+        the version that a step on it made.
+        """
+        groups = (
+            "SELECT epoch, position, attempt, state, version FROM groups ORDER BY epoch, "
+            "position, attempt"
+        )
         for epoch, position, attempt, state, version in self._db.execute(groups):
             key = GroupKey(epoch, position, attempt)
             task = self._task(key)
@@ -351,9 +496,17 @@ class Store:
 
     def _unfinished(self, key: GroupKey) -> Unfinished:
         turns: dict[RolloutKey, list[Turn]] = {}
-        for sample, blob in self._db.execute(f"SELECT sample, turn FROM turns WHERE {_GROUP} ORDER BY sample, number", *_group(key)):
-            turns.setdefault(RolloutKey(key, sample), []).append(self._decoded(database.decode_turn, blob))
-        return Unfinished(key, tuple(self._trajectories(key, self._task(key))), {rollout: tuple(made) for rollout, made in turns.items()})
+        for sample, blob in self._db.execute(
+            f"SELECT sample, turn FROM turns WHERE {_GROUP} ORDER BY sample, number", *_group(key)
+        ):
+            turns.setdefault(RolloutKey(key, sample), []).append(
+                self._decoded(database.decode_turn, blob)
+            )
+        return Unfinished(
+            key,
+            tuple(self._trajectories(key, self._task(key))),
+            {rollout: tuple(made) for rollout, made in turns.items()},
+        )
 
     def _trajectories(self, key: GroupKey, task: Task) -> Iterator[Trajectory]:
         columns = "sample, reward, rows, scored, truncated, error, seconds, room"
@@ -363,7 +516,18 @@ class Store:
             decoded = self._decoded(database.decode_rows, rows)
             of = self._decoded(database.decode_scored, scored)
             said = (of.components, of.metrics, of.turn_rewards, of.fields, of.roles)
-            yield Trajectory(RolloutKey(key, sample), task.id, task.source, reward, decoded, bool(truncated), error, seconds, room, *said)
+            yield Trajectory(
+                RolloutKey(key, sample),
+                task.id,
+                task.source,
+                reward,
+                decoded,
+                bool(truncated),
+                error,
+                seconds,
+                room,
+                *said,
+            )
 
     def _task(self, key: GroupKey) -> Task:
         (blob,) = self._db.execute(f"SELECT task FROM groups WHERE {_GROUP}", *_group(key))[0]
@@ -373,17 +537,29 @@ class Store:
         try:
             return decode(blob)
         except (msgspec.MsgspecError, ValueError, AssertionError) as error:
-            raise StoreCorrupt(f"Reading {self._db.path}: {error}; restore the file from a copy, or start a new run folder.") from error
+            raise StoreCorrupt(
+                f"Reading {self._db.path}: {error}; restore the file from a copy, or start a new "
+                "run folder."
+            ) from error
 
     def _keys(self, where: str, *values: Value) -> list[GroupKey]:
         """In the order of finishing, those that have not finished in that of their keys."""
         found = self._db.execute(
-            f"SELECT epoch, position, attempt FROM groups WHERE {where} ORDER BY finished, epoch, position, attempt", *values
+            (
+                f"SELECT epoch, position, attempt FROM groups WHERE {where} ORDER BY finished, "
+                "epoch, position, attempt"
+            ),
+            *values,
         )
         return [GroupKey(*columns) for columns in found]
 
     def _leases(self, where: str, *values: Value) -> list[int]:
-        return [lease for (lease,) in self._db.execute(f"SELECT lease FROM leases WHERE {where} ORDER BY lease", *values)]
+        return [
+            lease
+            for (lease,) in self._db.execute(
+                f"SELECT lease FROM leases WHERE {where} ORDER BY lease", *values
+            )
+        ]
 
 
 def _group(key: GroupKey) -> tuple[int, int, int]:
@@ -397,6 +573,10 @@ def _rollout(key: RolloutKey) -> tuple[int, int, int, int]:
 def _fated(kept: facts.TrajectoryKept) -> Iterator[_Fated]:
     trajectory = kept.trajectory
     for fate, counts in ((Fate.MASKED, kept.masked), (Fate.DROPPED, kept.dropped)):
-        yield from ((trajectory.key, fate, reason, num_tokens) for reason, num_tokens in counts.items())
-    fate, reason = (Fate.DROPPED, Reason.NO_REWARD) if trajectory.reward is None else (Fate.WAITING, None)
+        yield from (
+            (trajectory.key, fate, reason, num_tokens) for reason, num_tokens in counts.items()
+        )
+    fate, reason = (
+        (Fate.DROPPED, Reason.NO_REWARD) if trajectory.reward is None else (Fate.WAITING, None)
+    )
     yield trajectory.key, fate, reason, trajectory.num_trainable

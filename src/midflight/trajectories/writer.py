@@ -1,4 +1,6 @@
-"""The store on an event loop: facts are put without waiting, and written by a thread, many in one transaction."""
+"""The store on an event loop: facts are put without waiting, and written by a thread, many in one
+transaction.
+"""
 
 import asyncio
 import threading
@@ -14,19 +16,27 @@ from midflight.types.facts import Fact
 T = TypeVar("T")
 
 MAX_PENDING = 20_000
-"""Facts in memory. At the rate of completed turns this is minutes of a disk that stands still: then the run ends and says so."""
+"""Facts in memory. At the rate of completed turns this is minutes of a disk that stands still: then
+the run ends and says so.
+"""
 GATHER_SECONDS = 0.2
-"""How long facts that nobody waits for may gather: the turns of a rollout that ends meanwhile need not be written at all."""
+"""How long facts that nobody waits for may gather: the turns of a rollout that ends meanwhile need
+not be written at all.
+"""
 MAX_TOGETHER = 1_000
-"""Facts of one transaction: its commit is paid once, and `flush` waits for at most one that is under way and its own."""
+"""Facts of one transaction: its commit is paid once, and `flush` waits for at most one that is
+under way and its own.
+"""
 
 
 class StoreWriter:
-    """Facts are written in the order they were put, so that a file that lacks one lacks all after it.
+    """Facts are written in the order they were put, so that a file that lacks one lacks all after
+    it.
 
-    What must be durable before the next move: a lease, and with it the groups it is of, before its batch leaves for the trainer, for a
-    group that is trained and then forgotten would be generated and trained again; a checkpoint before older leases are
-    forgotten. The rest may follow: a turn that is lost is only played again.
+    What must be durable before the next move: a lease, and with it the groups it is of, before its
+    batch leaves for the trainer, for a group that is trained and then forgotten would be generated
+    and trained again; a checkpoint before older leases are forgotten. The rest may follow: a turn
+    that is lost is only played again.
     """
 
     def __init__(self, store: Store, *, max_pending: int = MAX_PENDING) -> None:
@@ -49,7 +59,10 @@ class StoreWriter:
         if self._failure is not None:
             raise StoreFailed(f"The store has failed: {self._failure}") from self._failure
         if len(self._pending) >= self._max_pending:
-            raise StoreFailed(f"{len(self._pending)} records wait for the disk, which does not keep up; resume the run on a faster one.")
+            raise StoreFailed(
+                f"{len(self._pending)} records wait for the disk, which does not keep up; resume "
+                "the run on a faster one."
+            )
         self._pending.append(deed)
         self._num_put += 1
         self._arrived.set()
@@ -57,7 +70,9 @@ class StoreWriter:
             self._awaited.set()
 
     async def room(self) -> None:
-        """Waits until at most half of the bound is pending, so that a slow disk slows admission. Ended by `run`, or its failure."""
+        """Waits until at most half of the bound is pending, so that a slow disk slows admission.
+        Ended by `run`, or its failure.
+        """
         while len(self._pending) > self._max_pending // 2:
             await self._next_write()
 
@@ -68,14 +83,18 @@ class StoreWriter:
             await self._next_write()
 
     async def read(self, reading: Callable[[Store], T]) -> T:
-        """Waits for everything put before, and returns what the store says then. A reading that raises ends the run."""
+        """Waits for everything put before, and returns what the store says then. A reading that
+        raises ends the run.
+        """
         results: list[T] = []
         self._append(lambda store: results.append(reading(store)))
         await self.flush()
         return results[0]
 
     async def run(self) -> None:
-        """Waits for facts and writes them; ended by its task group. What is pending then is written by `close`."""
+        """Waits for facts and writes them; ended by its task group. What is pending then is written
+        by `close`.
+        """
         while True:
             self._arrived.clear()
             while self._pending:
@@ -93,7 +112,9 @@ class StoreWriter:
                 self._store.close()
 
     async def _gathered(self) -> None:
-        """Waits until there is a transaction's worth of facts, somebody waits for them, or they are old enough."""
+        """Waits until there is a transaction's worth of facts, somebody waits for them, or they are
+        old enough.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(GATHER_SECONDS):
                 await self._awaited.wait()

@@ -1,7 +1,27 @@
-"""The nouns that cross from one station to another: frozen, slotted, without behaviour beyond what they can derive."""
+"""The nouns that cross from one station to another: frozen, slotted, without behaviour beyond what
+they can derive.
+"""
 
-from midflight.types.engines import Attestation, Capabilities, Delta, EngineHealth, TensorSpec, TransferOrder, WeightManifest, WorkerState
-from midflight.types.generation import Chunk, Finish, GenerateRequest, Grammar, SamplingParams, Segment, Turn, TurnTimes
+from midflight.types.engines import (
+    Attestation,
+    Capabilities,
+    Delta,
+    EngineHealth,
+    TensorSpec,
+    TransferOrder,
+    WeightManifest,
+    WorkerState,
+)
+from midflight.types.generation import (
+    Chunk,
+    Finish,
+    GenerateRequest,
+    Grammar,
+    SamplingParams,
+    Segment,
+    Turn,
+    TurnTimes,
+)
 from midflight.types.names import (
     Bool,
     Fate,

@@ -7,7 +7,9 @@ from midflight.types.names import Feature, LogprobKind, PauseMode, Version
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do; the gateway and the handover ask here and never by the engine's name."""
+    """What an engine can do; the gateway and the handover ask here and never by the engine's
+    name.
+    """
 
     pause_modes: frozenset[PauseMode]
     logprob_kind: LogprobKind
@@ -23,19 +25,27 @@ class Capabilities:
     max_running: int
     """Requests decoded together; more wait inside the engine."""
     max_keys: int | None = None
-    """Tokens that it has room to keep keys and values of, all requests together; none where every one of `max_running` may fill the context."""
+    """Tokens that it has room to keep keys and values of, all requests together; none where every
+    one of `max_running` may fill the context.
+    """
     features: frozenset[Feature] = frozenset()
     side_by_side: bool = False
-    """It keeps several versions, and a request goes on with the one that it began with: a commit is of new requests alone, and pauses nothing."""
+    """It keeps several versions, and a request goes on with the one that it began with: a commit is
+    of new requests alone, and pauses nothing.
+    """
     commit_mode: PauseMode | None = None
-    """What a commit is to requests in flight where nobody paused the engine, if that is not `keep`. It is how it changes weights best.
+    """What a commit is to requests in flight where nobody paused the engine, if that is not `keep`.
+    It is how it changes weights best.
 
-    A server that names `keep` swaps between two steps what came straight to its workers, without a pause."""
+    A server that names `keep` swaps between two steps what came straight to its workers, without a
+    pause."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """A reading of an engine. Progress, not liveness: two readings with work and equal `num_tokens` show a stall."""
+    """A reading of an engine. Progress, not liveness: two readings with work and equal `num_tokens`
+    show a stall.
+    """
 
     version: Version
     paused: bool
@@ -46,12 +56,16 @@ class EngineHealth:
     num_computed: int = 0
     """Tokens that went through the model, prompts and answers; of the embedded engine."""
     num_reused: int = 0
-    """Tokens of prompts that did not, because they had in another request; of the embedded engine."""
+    """Tokens of prompts that did not, because they had in another request; of the embedded
+    engine.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Where one tensor lies in a packed buffer. `dtype` is a safetensors name (F32, BF16, ...); offsets are in bytes."""
+    """Where one tensor lies in a packed buffer. `dtype` is a safetensors name (F32, BF16, ...);
+    offsets are in bytes.
+    """
 
     name: str
     dtype: str
@@ -62,7 +76,9 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A difference: bytes that turn the weights it names into those of the next difference's base, or of the manifest itself."""
+    """A difference: bytes that turn the weights it names into those of the next difference's base,
+    or of the manifest itself.
+    """
 
     base: Version
     base_fingerprint: str
@@ -76,23 +92,30 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """A published version: where its bytes are and what they must hash to. Names are checkpoint names.
+    """A published version: where its bytes are and what they must hash to. Names are checkpoint
+    names.
 
-    Without `deltas` the bytes at `location` are the version's. With them they are those of `deltas[0].base`, and the differences,
-    applied one after the other, lead from there to this version: so an engine that has any version on the way, or none, gets to it.
+    Without `deltas` the bytes at `location` are the version's. With them they are those of
+    `deltas[0].base`, and the differences, applied one after the other, lead from there to this
+    version: so an engine that has any version on the way, or none, gets to it.
     """
 
     version: Version
     fingerprint: str
-    """Of names, dtypes, shapes and bytes: `models.sizes`. What an engine serves is compared with it (I7)."""
+    """Of names, dtypes, shapes and bytes: `models.sizes`. What an engine serves is compared with it
+    (I7).
+    """
     transport: str
-    """`shared_memory` (location: path of a mapped file), `file` (path of a safetensors file), `collective` or `direct` (tcp://host:port/secret),
-    or `pull` (http://host:port/secret of each trainer rank, with blanks between)."""
+    """`shared_memory` (location: path of a mapped file), `file` (path of a safetensors file),
+    `collective` or `direct` (tcp://host:port/secret), or `pull` (http://host:port/secret of each
+    trainer rank, with blanks between)."""
     location: str
     tensors: tuple[TensorSpec, ...]
     deltas: tuple[Delta, ...] = ()
     receivers: int | None = None
-    """How many engines are told to take it in at this moment, where whoever tells them knows: a broadcast need not wait for more."""
+    """How many engines are told to take it in at this moment, where whoever tells them knows: a
+    broadcast need not wait for more.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +128,9 @@ class Attestation:
 
 @dataclass(frozen=True, slots=True)
 class TransferOrder:
-    """What a server's workers are told of a version that comes straight to them. They meet in `group`, through the store at `host` and `port`."""
+    """What a server's workers are told of a version that comes straight to them. They meet in
+    `group`, through the store at `host` and `port`.
+    """
 
     version: Version
     group: str
@@ -124,7 +149,9 @@ class TransferOrder:
     """For making the group, and for each bucket."""
     num_bytes: int
     tensors: tuple[tuple[str, str, tuple[int, ...], int, int], ...]
-    """Name, safetensors dtype, shape, offset, bytes: of the version, also where a difference comes."""
+    """Name, safetensors dtype, shape, offset, bytes: of the version, also where a difference
+    comes.
+    """
     fingerprint: str
     """Of what the worker then has."""
     base: str = ""
@@ -149,4 +176,6 @@ class WorkerState:
     live: Version | None
     """What it serves, where that came straight to it."""
     held: str | None = ""
-    """Fingerprint of the bytes that a difference may change, if it has any; none where it cannot check what comes of it."""
+    """Fingerprint of the bytes that a difference may change, if it has any; none where it cannot
+    check what comes of it.
+    """

@@ -1,8 +1,9 @@
 """What happened, as values in the past tense: one frozen struct per fact, recorded after the deed.
 
-Whoever does something tells it once, by `record(fact)`. Books, store, journal, metrics and status each apply the facts that they
-know and pass over the others, so all of them tell the same story. Times are CLOCK_MONOTONIC seconds, comparable between the
-processes of one machine; tokens and groups are counts.
+Whoever does something tells it once, by `record(fact)`. Books, store, journal, metrics and status
+each apply the facts that they know and pass over the others, so all of them tell the same story.
+Times are CLOCK_MONOTONIC seconds, comparable between the processes of one machine; tokens and
+groups are counts.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,7 +47,9 @@ class SessionEnded(msgspec.Struct, frozen=True):
 
 
 class RequestFailed(msgspec.Struct, frozen=True):
-    """A request of an agent ended in an error at the agent's edge. Requests without a session have no id."""
+    """A request of an agent ended in an error at the agent's edge. Requests without a session have
+    no id.
+    """
 
     session_id: str | None
     status: int
@@ -54,14 +57,18 @@ class RequestFailed(msgspec.Struct, frozen=True):
 
 
 class FieldsIgnored(msgspec.Struct, frozen=True):
-    """A request had fields that have no effect here: its route, and their names. Names in no table are `other`, so there are few."""
+    """A request had fields that have no effect here: its route, and their names. Names in no table
+    are `other`, so there are few.
+    """
 
     path: str
     fields: tuple[str, ...]
 
 
 class RolloutEnded(msgspec.Struct, frozen=True):
-    """One try of a rollout ended; one without a reward may be tried again. Rollouts of evaluations are told too."""
+    """One try of a rollout ended; one without a reward may be tried again. Rollouts of evaluations
+    are told too.
+    """
 
     key: RolloutKey
     source: str
@@ -71,7 +78,9 @@ class RolloutEnded(msgspec.Struct, frozen=True):
     seconds: float
     error: str | None
     trace: str | None = None
-    """The traceback of the error, where an exception ended the try; its end, where it is very long."""
+    """The traceback of the error, where an exception ended the try; its end, where it is very
+    long.
+    """
     num_turns: int = 0
     """Answers that the agent got. A try that was scored without one did not use the model."""
     truncated: bool = False
@@ -91,7 +100,7 @@ class Waited(msgspec.Struct, frozen=True):
     seconds: float
 
 
-# --- What moves groups and tokens: books and store apply these -------------------------------------------------------
+# --- What moves groups and tokens: books and store apply these ------------------------------------
 
 
 class Admitted(msgspec.Struct, frozen=True):
@@ -102,7 +111,9 @@ class Admitted(msgspec.Struct, frozen=True):
 
 
 class TaskDrawn(msgspec.Struct, frozen=True):
-    """A curriculum's task was begun, from a pool of so many, all sources together. `pass_rate` is of the rollouts that pass rates look back on."""
+    """A curriculum's task was begun, from a pool of so many, all sources together. `pass_rate` is
+    of the rollouts that pass rates look back on.
+    """
 
     key: GroupKey
     pool: str
@@ -111,7 +122,9 @@ class TaskDrawn(msgspec.Struct, frozen=True):
 
 
 class SlotFreed(msgspec.Struct, frozen=True):
-    """A rollout of a running group makes no more tokens. Slots are the process's own and not stored."""
+    """A rollout of a running group makes no more tokens. Slots are the process's own and not
+    stored.
+    """
 
     key: GroupKey
 
@@ -125,9 +138,11 @@ class TurnKept(msgspec.Struct, frozen=True):
 
 
 class TrajectoryKept(msgspec.Struct, frozen=True):
-    """A rollout ended and is not tried again. Every token that was generated for it is in one of the three.
+    """A rollout ended and is not tried again. Every token that was generated for it is in one of
+    the three.
 
-    `masked` and `dropped` count tokens that are not trainable, those of tries without a reward among them.
+    `masked` and `dropped` count tokens that are not trainable, those of tries without a reward
+    among them.
     """
 
     trajectory: Trajectory
@@ -143,7 +158,9 @@ class GroupFinished(msgspec.Struct, frozen=True):
 
 
 class GroupClosed(msgspec.Struct, frozen=True):
-    """A group ended untrained, and with it the `num_tokens` that could have been trained on. A `successor` puts its task in line."""
+    """A group ended untrained, and with it the `num_tokens` that could have been trained on. A
+    `successor` puts its task in line.
+    """
 
     key: GroupKey
     reason: Reason
@@ -165,7 +182,8 @@ class Leased(msgspec.Struct, frozen=True):
 
 
 class Stepped(msgspec.Struct, frozen=True):
-    """One step of the trainer, which made `version`. What was left in its lease is trained, and final with a checkpoint of it.
+    """One step of the trainer, which made `version`. What was left in its lease is trained, and
+    final with a checkpoint of it.
 
     A skipped step left the weights as they were; its groups were closed before.
     """
@@ -190,7 +208,8 @@ class TakenBack(msgspec.Struct, frozen=True):
 class WentBack(msgspec.Struct, frozen=True):
     """A trainer goes on from its checkpoint, under a number that no other weights have had.
 
-    Steps up to the checkpoint are final. Open leases are taken back, and `groups`, those of later steps, wait again.
+    Steps up to the checkpoint are final. Open leases are taken back, and `groups`, those of later
+    steps, wait again.
     """
 
     checkpoint: Version
@@ -209,7 +228,9 @@ class Interrupted(msgspec.Struct, frozen=True):
 
 
 class CarriedOver(msgspec.Struct, frozen=True):
-    """What a store says of groups that are trained or dropped for good, of those in line, and of its numbers."""
+    """What a store says of groups that are trained or dropped for good, of those in line, and of
+    its numbers.
+    """
 
     trained: int
     dropped: Mapping[Reason, int]
@@ -236,12 +257,14 @@ class Resumed(msgspec.Struct, frozen=True):
 
 
 class VersionServed(msgspec.Struct, frozen=True):
-    """Every routable engine serves `version` or a newer one. Engines say it anew after a crash, so it is not stored."""
+    """Every routable engine serves `version` or a newer one. Engines say it anew after a crash, so
+    it is not stored.
+    """
 
     version: Version
 
 
-# --- What engines and evaluations did --------------------------------------------------------------------------------
+# --- What engines and evaluations did -------------------------------------------------------------
 
 
 class WeightsCommitted(msgspec.Struct, frozen=True):
@@ -268,15 +291,17 @@ class Rejoined(msgspec.Struct, frozen=True):
 
 
 class EngineJoined(msgspec.Struct, frozen=True):
-    """An engine came while the run went on. It is in quarantine until it has `Rejoined` with the current weights."""
+    """An engine came while the run went on. It is in quarantine until it has `Rejoined` with the
+    current weights.
+    """
 
     engine: str
     url: str
 
 
 class EngineLeft(msgspec.Struct, frozen=True):
-    """An engine is no member any more, because it `why` (left, moved to ..., was out of reach). Its last `num_resumed` requests go on
-    elsewhere."""
+    """An engine is no member any more, because it `why` (left, moved to ..., was out of reach). Its
+    last `num_resumed` requests go on elsewhere."""
 
     engine: str
     why: str
@@ -284,7 +309,8 @@ class EngineLeft(msgspec.Struct, frozen=True):
 
 
 class Evaluated(msgspec.Struct, frozen=True):
-    """One source of held-out tasks: `num_tasks` were scored, every token of theirs by `version`. `mean_reward` is None if none was.
+    """One source of held-out tasks: `num_tasks` were scored, every token of theirs by `version`.
+    `mean_reward` is None if none was.
 
     `error` is that of one of the `num_failed` others.
     """
@@ -296,11 +322,15 @@ class Evaluated(msgspec.Struct, frozen=True):
     num_failed: int = 0
     error: str | None = None
     at: dict[str, float] | None = None
-    """Of a suite: `pass@k` and `best@k` of its answers to each task, and how they were sampled (`samples`, `temperature`)."""
+    """Of a suite: `pass@k` and `best@k` of its answers to each task, and how they were sampled
+    (`samples`, `temperature`).
+    """
 
 
 class EvaluationKept(msgspec.Struct, frozen=True):
-    """A rollout of an evaluation at `version` ended, and is kept for people to read. Its tokens are in no account."""
+    """A rollout of an evaluation at `version` ended, and is kept for people to read. Its tokens are
+    in no account.
+    """
 
     version: Version
     task: Task
@@ -308,7 +338,9 @@ class EvaluationKept(msgspec.Struct, frozen=True):
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """A rollout that a step was made on, as text with the marks of the template; long ones are cut in the middle."""
+    """A rollout that a step was made on, as text with the marks of the template; long ones are cut
+    in the middle.
+    """
 
     source: str
     task_id: str

@@ -1,11 +1,14 @@
-"""What truncation left of the vocabulary for each token: its record, as an engine packs it and a trainer reads it.
+"""What truncation left of the vocabulary for each token: its record, as an engine packs it and a
+trainer reads it.
 
-A token sampled with top-p, top-k or min-p was drawn from the ids that these kept, renormalised. Its probability under any other weights is
-comparable only over the same ids. So the ids travel with the token.
+A token sampled with top-p, top-k or min-p was drawn from the ids that these kept, renormalised. Its
+probability under any other weights is comparable only over the same ids. So the ids travel with the
+token.
 
-A record is a byte that says in which of two forms the ids follow, and then those in ascending order: the first id and the gaps between
-neighbours, seven bits to a byte, lowest first, the high bit set where another byte follows; or one bit for each id of the vocabulary, where
-an eighth of it or more was kept. So it has at most 1 + V / 8 bytes. An empty record says that nothing was cut off.
+A record is a byte that says in which of two forms the ids follow, and then those in ascending
+order: the first id and the gaps between neighbours, seven bits to a byte, lowest first, the high
+bit set where another byte follows; or one bit for each id of the vocabulary, where an eighth of it
+or more was kept. So it has at most 1 + V / 8 bytes. An empty record says that nothing was cut off.
 """
 
 from itertools import pairwise
@@ -31,7 +34,9 @@ def pack_kept(kept: Bool) -> list[bytes]:
     records = {row: _bits(kept[row]) for row in np.flatnonzero(is_wide).tolist()}
     narrow = np.flatnonzero(~is_wide)
     flat = np.flatnonzero(kept if len(narrow) == len(kept) else kept[narrow])
-    packed = _packed(flat % kept.shape[1], np.searchsorted(flat, np.arange(len(narrow) + 1) * kept.shape[1]))
+    packed = _packed(
+        flat % kept.shape[1], np.searchsorted(flat, np.arange(len(narrow) + 1) * kept.shape[1])
+    )
     records |= dict(zip(narrow.tolist(), packed, strict=True))
     return [records[row] for row in range(len(kept))]
 
@@ -58,7 +63,8 @@ def _packed(ids: Ints, offsets: Ints) -> list[bytes]:
 
 
 def unpack_kept(data: UInt8, lengths: Ints) -> tuple[Ints, Ints]:
-    """The ids of all records, which lie end to end in `data`, and where each begins among them: [n] ascending within a record, [R + 1].
+    """The ids of all records, which lie end to end in `data`, and where each begins among them: [n]
+    ascending within a record, [R + 1].
 
     `ValueError` where the bytes are no such records.
     """
@@ -74,7 +80,10 @@ def unpack_kept(data: UInt8, lengths: Ints) -> tuple[Ints, Ints]:
         raise ValueError(f"a record of form {forms.max()}")
     narrow = ~is_form & (forms[record] == _GAPS)
     owner, narrow_ids = _unpacked(data[narrow], record[narrow])
-    bits = {wide: _set_bits(data[ends[wide] - lengths[wide] + 1 : ends[wide]]) for wide in np.flatnonzero(forms == _BITS).tolist()}
+    bits = {
+        wide: _set_bits(data[ends[wide] - lengths[wide] + 1 : ends[wide]])
+        for wide in np.flatnonzero(forms == _BITS).tolist()
+    }
     counts = np.bincount(owner, minlength=len(lengths))
     counts[list(bits)] = [len(ids) for ids in bits.values()]
     offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -106,7 +115,11 @@ def _unpacked(data: UInt8, record: Ints) -> tuple[Ints, Ints]:
     if (last - first >= _LONGEST).any() or (record[first] != record[last]).any():
         raise ValueError("a gap that does not end")
     place = np.arange(len(data)) - np.repeat(first, last - first + 1)
-    gaps = np.add.reduceat((data & 127).astype(np.int64) << 7 * place, first) if len(first) else np.zeros(0, np.int64)
+    gaps = (
+        np.add.reduceat((data & 127).astype(np.int64) << 7 * place, first)
+        if len(first)
+        else np.zeros(0, np.int64)
+    )
     owner = record[last]
     total = np.cumsum(gaps)
     begins = np.flatnonzero(np.diff(owner, prepend=-1))

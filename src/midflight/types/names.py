@@ -36,7 +36,9 @@ def parted(token: str) -> tuple[str, str]:
 
 
 class PauseMode(StrEnum):
-    """What happens to requests in flight, and to their keys and values, while an engine is paused."""
+    """What happens to requests in flight, and to their keys and values, while an engine is
+    paused.
+    """
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -45,7 +47,9 @@ class PauseMode(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended. `ABORT` is never shown to an agent: the gateway resumes such a request."""
+    """Why a generation ended. `ABORT` is never shown to an agent: the gateway resumes such a
+    request.
+    """
 
     STOP = "stop"
     LENGTH = "length"
@@ -62,10 +66,14 @@ class StalePolicy(StrEnum):
 
 
 class LogprobKind(StrEnum):
-    """Of which distribution an engine gives the log-probability of a sampled token. At temperature 0 all give that of temperature 1."""
+    """Of which distribution an engine gives the log-probability of a sampled token. At temperature
+    0 all give that of temperature 1.
+    """
 
     SAMPLED = "sampled"
-    """After temperature and every truncation, renormalised: exactly the distribution sampled from."""
+    """After temperature and every truncation, renormalised: exactly the distribution sampled
+    from.
+    """
     TEMPERATURE = "temperature"
     """softmax(logits / temperature), before truncation."""
     RAW = "raw"
@@ -73,7 +81,9 @@ class LogprobKind(StrEnum):
 
 
 class Feature(StrEnum):
-    """Ways of sampling that not every engine has; the gateway refuses by name what no engine can do."""
+    """Ways of sampling that not every engine has; the gateway refuses by name what no engine can
+    do.
+    """
 
     PENALTIES = "penalties"
     """`frequency_penalty`, `presence_penalty` and `repetition_penalty`."""
@@ -83,7 +93,9 @@ class Feature(StrEnum):
     PROMPT_LOGPROBS = "prompt_logprobs"
     """It says how likely the tokens of a prompt are; see `ports.PromptScorer`."""
     SAMPLING_MASKS = "sampling_masks"
-    """It says of each token what top-p, top-k and min-p kept, where it is asked to; see `types.kept`."""
+    """It says of each token what top-p, top-k and min-p kept, where it is asked to; see
+    `types.kept`.
+    """
 
 
 class GrammarKind(StrEnum):
@@ -93,7 +105,9 @@ class GrammarKind(StrEnum):
     """A JSON schema as JSON text; `{"type": "object"}` is any object."""
     REGEX = "regex"
     LARK = "lark"
-    """llguidance's Lark dialect: `%json {...}` for embedded schemas, `<name>` or `<[id]>` for special tokens."""
+    """llguidance's Lark dialect: `%json {...}` for embedded schemas, `<name>` or `<[id]>` for
+    special tokens.
+    """
 
 
 class Kind(StrEnum):
@@ -130,13 +144,17 @@ class Reason(StrEnum):
     REQUEUED = "requeued"
     NOT_FINITE = "not_finite"
     SKIPPED = "skipped"
-    """The trainer made no update with it: its loss or gradient was not finite, or an alarm held the step back."""
+    """The trainer made no update with it: its loss or gradient was not finite, or an alarm held the
+    step back.
+    """
     SHUTDOWN = "shutdown"
     ABANDONED = "abandoned"
     """The request was cancelled or failed before its answer was complete."""
 
 
 def fill_unknown(record: UInt8, later: UInt8) -> None:
-    """Of two records of experts [N, B] of the same tokens, the second one's where the first has none (255 in all bytes). In place."""
+    """Of two records of experts [N, B] of the same tokens, the second one's where the first has
+    none (255 in all bytes). In place.
+    """
     unknown = (record == 255).all(1)
     record[unknown] = later[unknown]

@@ -1,6 +1,7 @@
 """Tasks, rollouts, and what a step of the trainer eats.
 
-Shapes: `T` is the number of tokens of a row. Times are seconds, on the clock of the running event loop.
+Shapes: `T` is the number of tokens of a row. Times are seconds, on the clock of the running event
+loop.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from midflight.types.names import Bool, Float32, Int32, Json, Kind, Reason, UInt
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem. `data` is whatever the environment and its reward need; `id` is unique within `source`."""
+    """One problem. `data` is whatever the environment and its reward need; `id` is unique within
+    `source`.
+    """
 
     id: str
     source: str
@@ -31,7 +34,9 @@ class Task:
 
     @property
     def prompt(self) -> str | list[dict[str, Json]]:
-        """What its source asks: the conversation `data["messages"]`, else the text `data["question"]`. `TaskFieldMissing` without either."""
+        """What its source asks: the conversation `data["messages"]`, else the text
+        `data["question"]`. `TaskFieldMissing` without either.
+        """
         messages = self.data.get("messages")
         if isinstance(messages, list):
             return [dict(cast("Mapping[str, Json]", message)) for message in messages]
@@ -44,36 +49,49 @@ class Task:
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
     def text(self, name: str) -> str:
-        """A field that must be there and hold text; `TaskFieldMissing` names the field, the task and what the task has."""
+        """A field that must be there and hold text; `TaskFieldMissing` names the field, the task
+        and what the task has.
+        """
         value = self.data.get(name)
         if isinstance(value, str):
             return value
         has = ", ".join(sorted(self.data)) or "no field at all"
-        what = f"holds {value!r} in field {name!r}, which is not text" if name in self.data else f"has no field {name!r}"
+        what = (
+            f"holds {value!r} in field {name!r}, which is not text"
+            if name in self.data
+            else f"has no field {name!r}"
+        )
         raise TaskFieldMissing(
-            f"task {self.id} of {self.source} {what} (it has: {has}); add the field to the task or use another environment."
+            f"task {self.id} of {self.source} {what} (it has: {has}); add the field to the task or "
+            "use another environment."
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What an environment may return in place of a number. Everything but `reward` may be left out."""
+    """What an environment may return in place of a number. Everything but `reward` may be left
+    out.
+    """
 
     reward: float | Awaitable[float | None] | None
-    """Of the whole rollout: a finite number, or `None` if it cannot be scored (I10). A late one is an awaitable, which is waited for
-    until the rollout's deadline."""
+    """Of the whole rollout: a finite number, or `None` if it cannot be scored (I10). A late one is
+    an awaitable, which is waited for until the rollout's deadline."""
     components: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
-    """What the reward is made of, by name, before weights. None says that a component does not apply here: it is left out."""
+    """What the reward is made of, by name, before weights. None says that a component does not
+    apply here: it is left out.
+    """
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers to be shown, which nothing is trained on."""
     turns: Sequence[float] = ()
-    """How much of `reward` each answer of the model earned, in the order of the requests; what they leave of it, the whole rollout earned.
-    At most as many as there were answers."""
+    """How much of `reward` each answer of the model earned, in the order of the requests; what they
+    leave of it, the whole rollout earned. At most as many as there were answers."""
     fields: Mapping[str, Json] = field(default_factory=dict[str, Json])
-    """What reward functions get by name, as if the task had it. Numbers among them are shown too."""
+    """What reward functions get by name, as if the task had it. Numbers among them are shown
+    too.
+    """
     roles: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
-    """The reward of each role that asked the model (`client.role(name)`); `reward` is that of the client itself. None where a role cannot be
-    scored: it is not trained."""
+    """The reward of each role that asked the model (`client.role(name)`); `reward` is that of the
+    client itself. None where a role cannot be scored: it is not trained."""
 
 
 class GroupKey(msgspec.Struct, frozen=True, order=True):
@@ -115,16 +133,22 @@ class RolloutKey(msgspec.Struct, frozen=True, order=True):
 
 def spans(generated: Bool) -> list[tuple[int, int, bool]]:
     """[begin, end) of what the model read and what it wrote, in turn, and whether it wrote it."""
-    edges = [0, *(at for at in range(1, len(generated)) if generated[at] != generated[at - 1]), len(generated)]
+    edges = [
+        0,
+        *(at for at in range(1, len(generated)) if generated[at] != generated[at - 1]),
+        len(generated),
+    ]
     return [(begin, end, bool(generated[begin])) for begin, end in pairwise(edges) if begin < end]
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A packed-ready token record. Every array has shape [T]; entries where `loss_mask` is False are context.
+    """A packed-ready token record. Every array has shape [T]; entries where `loss_mask` is False
+    are context.
 
-    `logprobs`, `versions` and `kv_versions` are meaningful only where the token was generated (`generated`);
-    `loss_mask` is True on the generated tokens that this row trains on: each generated token in exactly one row (I3).
+    `logprobs`, `versions` and `kv_versions` are meaningful only where the token was generated
+    (`generated`); `loss_mask` is True on the generated tokens that this row trains on: each
+    generated token in exactly one row (I3).
     """
 
     token_ids: Int32
@@ -136,20 +160,22 @@ class Row:
     turns: Int32 | None = None
     """The answer that the token is of, counted from 0 in the order of the session's requests."""
     kept: UInt8 | None = None
-    """What truncation kept of the vocabulary for each token that this row trains on: records of `types.kept`, end to end; None where no
-    token has one."""
+    """What truncation kept of the vocabulary for each token that this row trains on: records of
+    `types.kept`, end to end; None where no token has one."""
     kept_lengths: Int32 | None = None
     """[T] bytes of each token's record in `kept`; 0 where nothing was cut off"""
     experts: UInt8 | None = None
-    """[T, B], of each token the experts of a mixture that it was sent to, as an engine packs them; 255 in all B bytes where none recorded it.
-    None where no token has a record."""
+    """[T, B], of each token the experts of a mixture that it was sent to, as an engine packs them;
+    255 in all B bytes where none recorded it. None where no token has a record."""
     role: str = ""
     """Of its rollout's sessions the one that it is of, where that has several."""
 
     def __post_init__(self) -> None:
         lengths = {len(a) for a in self._arrays()}
         if self.kept is not None and self.kept_lengths is not None:
-            assert self.kept_lengths.sum() == len(self.kept), f"I6: records of {self.kept_lengths.sum()} bytes in {len(self.kept)}"
+            assert self.kept_lengths.sum() == len(self.kept), (
+                f"I6: records of {self.kept_lengths.sum()} bytes in {len(self.kept)}"
+            )
         assert len(lengths) == 1, f"I6: per-token arrays of lengths {lengths}"
 
     @cached_property
@@ -159,22 +185,38 @@ class Row:
     @property
     def num_bytes(self) -> int:
         """Of its arrays in memory."""
-        return sum(a.nbytes for a in self._arrays()) + (0 if self.kept is None else self.kept.nbytes)
+        return sum(a.nbytes for a in self._arrays()) + (
+            0 if self.kept is None else self.kept.nbytes
+        )
 
     def _arrays(self) -> Sequence[Int32 | Bool | Float32 | UInt8]:
         """Those per token."""
-        arrays = (self.token_ids, self.generated, self.loss_mask, self.logprobs, self.versions, self.kv_versions)
-        return (*arrays, *(a for a in (self.turns, self.kept_lengths, self.experts) if a is not None))
+        arrays = (
+            self.token_ids,
+            self.generated,
+            self.loss_mask,
+            self.logprobs,
+            self.versions,
+            self.kv_versions,
+        )
+        return (
+            *arrays,
+            *(a for a in (self.turns, self.kept_lengths, self.experts) if a is not None),
+        )
 
     @cached_property
     def oldest_version(self) -> Version | None:
-        """The smallest version among trainable tokens, `None` if there is none. Books, groups and steps all ask for it."""
+        """The smallest version among trainable tokens, `None` if there is none. Books, groups and
+        steps all ask for it.
+        """
         return int(np.minimum.reduce(self.versions[self.loss_mask])) if self.num_trainable else None
 
 
 @dataclass(frozen=True, slots=True)
 class RoleRecord:
-    """One of several sessions of a rollout, whose reward is compared with those of the same role."""
+    """One of several sessions of a rollout, whose reward is compared with those of the same
+    role.
+    """
 
     reward: float | None = None
     truncated: bool = False
@@ -192,16 +234,22 @@ class SessionRecord(msgspec.Struct, frozen=True, eq=False):
     truncated: bool
     """Some turn ended by `length`."""
     room: int | None = None
-    """Tokens that its answers left of their own limits, the one that came nearest. None without an answer of the policy."""
+    """Tokens that its answers left of their own limits, the one that came nearest. None without an
+    answer of the policy.
+    """
     masked: Mapping[Reason, int] = {}
     """Generated tokens kept as context but not trained, by reason."""
     dropped: Mapping[Reason, int] = {}
     """Generated tokens that are in no row, by reason."""
     failed_requests: int = 0
     num_rewritten: int = 0
-    """Answered chats that held a recorded reply, or another message in its place, and could not continue it token by token."""
+    """Answered chats that held a recorded reply, or another message in its place, and could not
+    continue it token by token.
+    """
     num_mismatches: int = 0
-    """Answered prompts whose text, tokenised anew, would have had other ids than the recorded ones that were reused."""
+    """Answered prompts whose text, tokenised anew, would have had other ids than the recorded ones
+    that were reused.
+    """
     versions: frozenset[Version] = frozenset()
     """That sampled any token of the session, in a row or not."""
     num_answers: int = 0
@@ -209,8 +257,8 @@ class SessionRecord(msgspec.Struct, frozen=True, eq=False):
     times: tuple[TurnTimes, ...] = ()
     """Of its turns, in the order of their ends; those given again after a crash are left out."""
     roles: Mapping[str, RoleRecord] = {}
-    """Where roles asked the model, those that did, by name; the session's own is empty. Rows and counts are of all, `truncated`, `room` and
-    `num_answers` of the session itself."""
+    """Where roles asked the model, those that did, by name; the session's own is empty. Rows and
+    counts are of all, `truncated`, `room` and `num_answers` of the session itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +267,17 @@ class RequestTime:
 
     num_requests: int
     seconds: float
-    """In which at least one request was under way, or its agent waited before another try as it was told."""
+    """In which at least one request was under way, or its agent waited before another try as it was
+    told.
+    """
     num_open: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """The token record of one rollout, with its reward. A reward of `None` says that the infrastructure failed (I10)."""
+    """The token record of one rollout, with its reward. A reward of `None` says that the
+    infrastructure failed (I10).
+    """
 
     key: RolloutKey
     task_id: str
@@ -243,7 +295,9 @@ class Trajectory:
     turn_rewards: tuple[float, ...] = ()
     fields: Mapping[str, Json] = field(default_factory=dict[str, Json])
     roles: Mapping[str, RoleRecord] = field(default_factory=dict[str, RoleRecord])
-    """Those that are trained, by name, where there are any but the session's own, whose name is empty."""
+    """Those that are trained, by name, where there are any but the session's own, whose name is
+    empty.
+    """
 
     def of_role(self, name: str) -> Trajectory:
         """What a role said, with the role's reward."""
@@ -280,27 +334,41 @@ class Group:
     def of(cls, key: GroupKey, task: Task, trajectories: Iterable[Trajectory]) -> Group:
         """The scored trajectories in the order of their samples.
 
-        A reward of `None` says that the infrastructure failed: it leaves the group and never becomes a number (I10).
+        A reward of `None` says that the infrastructure failed: it leaves the group and never
+        becomes a number (I10).
         """
-        scored = sorted((t for t in trajectories if t.reward is not None), key=lambda t: t.key.sample)
+        scored = sorted(
+            (t for t in trajectories if t.reward is not None), key=lambda t: t.key.sample
+        )
         return cls(key, task.id, task.source, tuple(scored))
 
     @property
     def oldest_version(self) -> Version | None:
-        """Age of a group is that of its oldest trainable token; `None` when nothing in it is trainable."""
-        return min((v for t in self.trajectories if (v := t.oldest_version) is not None), default=None)
+        """Age of a group is that of its oldest trainable token; `None` when nothing in it is
+        trainable.
+        """
+        return min(
+            (v for t in self.trajectories if (v := t.oldest_version) is not None), default=None
+        )
 
     @property
     def num_trainable(self) -> int:
         return sum(t.num_trainable for t in self.trajectories)
 
     def by_role(self) -> Mapping[str, Group]:
-        """Whose rewards are compared with each other: those of one role, in the order of the names. Without roles it is the group itself."""
+        """Whose rewards are compared with each other: those of one role, in the order of the names.
+        Without roles it is the group itself.
+        """
         names = sorted({name for t in self.trajectories for name in t.roles})
         if not names:
             return {"": self}
-        of = {name: [t.of_role(name) for t in self.trajectories if name in (t.roles or {"": None})] for name in ["", *names]}
-        return {name: replace(self, trajectories=tuple(found)) for name, found in of.items() if found}
+        of = {
+            name: [t.of_role(name) for t in self.trajectories if name in (t.roles or {"": None})]
+            for name in ["", *names]
+        }
+        return {
+            name: replace(self, trajectories=tuple(found)) for name, found in of.items() if found
+        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -315,10 +383,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """Where all groups are (I1), and all tokens of rollouts that have ended (I3): of the whole run, whatever died meanwhile.
+    """Where all groups are (I1), and all tokens of rollouts that have ended (I3): of the whole run,
+    whatever died meanwhile.
 
-    Submitted are those running, waiting, leased, trained and dropped; received are those waiting (of leased groups too), trained, masked
-    and dropped. `dropped` and `masked` are by reason.
+    Submitted are those running, waiting, leased, trained and dropped; received are those waiting
+    (of leased groups too), trained, masked and dropped. `dropped` and `masked` are by reason.
     """
 
     submitted: int = 0
@@ -351,7 +420,8 @@ class Unclaimed:
 class PackedBatch:
     """A batch as flat arrays, for the wire and the trainer. N tokens, R rows, M rollouts.
 
-    Row r holds tokens [row_offsets[r], row_offsets[r + 1]). Rollouts without rows still count in their group's baseline.
+    Row r holds tokens [row_offsets[r], row_offsets[r + 1]). Rollouts without rows still count in
+    their group's baseline.
     """
 
     lease: int
@@ -366,12 +436,21 @@ class PackedBatch:
     rewards: Float32  # [M]
     rollout_group: Int32  # [M], groups numbered from 0 in the batch
     truncated: Bool  # [M]
-    turns: Int32 | None = None  # [N], the answer that the token is of, from 0; None where no rollout says what its answers earned
-    turn_rewards: Float32 | None = None  # [M * K], what the first K answers of each rollout earned; there exactly if `turns` is
-    components: Float32 | None = None  # [M * C], of each rollout's reward, NaN where one does not apply; None where there are none
+    # [N], the answer that the token is of, from 0; None where no rollout says what its answers
+    # earned
+    turns: Int32 | None = None
+    # [M * K], what the first K answers of each rollout earned; there exactly if `turns` is
+    turn_rewards: Float32 | None = None
+    # [M * C], of each rollout's reward, NaN where one does not apply; None where there are none
+    components: Float32 | None = None
     component_names: tuple[str, ...] = ()  # [C]
-    room: Int32 | None = None  # [M], tokens that the answer nearest to its own limit left of it; a number above all limits without answers
-    kept: UInt8 | None = None  # records of what truncation kept, end to end; None where no token has one
-    kept_lengths: Int32 | None = None  # [N], bytes of each token's record; 0 where nothing was cut off
+    # [M], tokens that the answer nearest to its own limit left of it; a number above all limits
+    # without answers
+    room: Int32 | None = None
+    # records of what truncation kept, end to end; None where no token has one
+    kept: UInt8 | None = None
+    # [N], bytes of each token's record; 0 where nothing was cut off
+    kept_lengths: Int32 | None = None
     experts: UInt8 | None = None  # [N, B], as in `Row`; None where no row has a record
-    teacher_logprobs: Float32 | None = None  # [N], of a teacher, for the token after those before it; None in a run without one
+    # [N], of a teacher, for the token after those before it; None in a run without one
+    teacher_logprobs: Float32 | None = None

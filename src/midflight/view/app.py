@@ -1,4 +1,6 @@
-"""The viewer put together: addresses, the frame round every page, and errors as pages of their own."""
+"""The viewer put together: addresses, the frame round every page, and errors as pages of their
+own.
+"""
 
 import inspect
 import logging
@@ -26,14 +28,18 @@ from midflight.wire.server import guarded, is_loopback
 LOOKS = {"auto": None, "light": False, "dark": True}
 LOOKS_COOKIE = "midflight_looks"
 PATIENCE_SECONDS = 120.0
-"""For a page to be drawn: of a long run on a machine that has other things to do it takes longer than NiceGUI's three seconds."""
+"""For a page to be drawn: of a long run on a machine that has other things to do it takes longer
+than NiceGUI's three seconds.
+"""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One page of a run: its part of the address, its word in the menu, and the function that draws it."""
+    """One page of a run: its part of the address, its word in the menu, and the function that draws
+    it.
+    """
 
     name: str
     title: str
@@ -50,8 +56,12 @@ PAGES = (
 )
 
 
-def build(shelf: Shelf, *, host: str, names: Collection[str] = (), token: str | None = None) -> FastAPI:
-    """The application. With a token nothing is shown to who does not bring it; on loopback it answers to the names of loopback and `names`."""
+def build(
+    shelf: Shelf, *, host: str, names: Collection[str] = (), token: str | None = None
+) -> FastAPI:
+    """The application. With a token nothing is shown to who does not bring it; on loopback it
+    answers to the names of loopback and `names`.
+    """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.get("/looks/{look}")(_choose_look)
     app.get("/health")(lambda: {"status": "ok"})
@@ -75,16 +85,24 @@ def build(shelf: Shelf, *, host: str, names: Collection[str] = (), token: str | 
             chosen = shelf.run(slug)
             if page not in pages:
                 raise MidflightError(f"there is no page {page!r}; there are {', '.join(pages)}.")
-            await _page(pages[page], Visit(chosen, shelf.runs(), dict(request.query_params)), request)
+            await _page(
+                pages[page], Visit(chosen, shelf.runs(), dict(request.query_params)), request
+            )
 
         await _told(draw, request)
 
-    # Compressing what a browser of this machine loads takes longer than loading it, and Tailwind's compiler of styles is not used.
+    # Compressing what a browser of this machine loads takes longer than loading it, and Tailwind's
+    # compiler of styles is not used.
     compressing = None if is_loopback(host) else GZipMiddleware
     ui.run_with(
-        app, title="Midflight", show_welcome_message=False, reconnect_timeout=10.0, language="en-US", tailwind=False,
+        app,
+        title="Midflight",
+        show_welcome_message=False,
+        reconnect_timeout=10.0,
+        language="en-US",
+        tailwind=False,
         gzip_middleware_factory=compressing,
-    )  # fmt: skip
+    )
     if token is not None:
         app.add_middleware(OnlyWithToken, token=token)
     app.add_middleware(_Hosts, host=host, names=names)
@@ -113,7 +131,12 @@ class _Hosts:
 def serve(app: FastAPI, listener: socket.socket) -> None:
     """Serves until a signal ends it."""
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=1
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=1,
     )
     uvicorn.Server(config).run(sockets=[listener])
 
@@ -127,7 +150,12 @@ async def _told(draw: Callable[[], Awaitable[None]], request: Request) -> None:
     except Exception as error:
         _log.exception("drawing %s", request.url.path)
         _problem(
-            "This page failed", f"{type(error).__name__}: {error}. The viewer's log has its traceback; the run is not touched.", request
+            "This page failed",
+            (
+                f"{type(error).__name__}: {error}. The viewer's log has its traceback; the run is "
+                "not touched."
+            ),
+            request,
         )
     ui.add_body_html(looks.at_first(ui.context.client.content, look=_look(request)))
 
@@ -147,11 +175,15 @@ async def _page(page: Page, visit: Visit, request: Request) -> None:
 def _problem(title: str, text: str, request: Request) -> None:
     ui.context.client.content.clear()
     with _frame(None, (), title, request):
-        ui.label(text).props('role="alert" data-test="problem"').style("overflow-wrap: anywhere; white-space: pre-line")
+        ui.label(text).props('role="alert" data-test="problem"').style(
+            "overflow-wrap: anywhere; white-space: pre-line"
+        )
         ui.link("All runs", "/")
 
 
-def _frame(visit: Visit | None, runs: tuple[ArchivedRun, ...], title: str, request: Request) -> ui.element:
+def _frame(
+    visit: Visit | None, runs: tuple[ArchivedRun, ...], title: str, request: Request
+) -> ui.element:
     """Head and menu; what is drawn inside the result is the page."""
     look = _look(request)
     ui.dark_mode(LOOKS[look])
@@ -163,13 +195,17 @@ def _frame(visit: Visit | None, runs: tuple[ArchivedRun, ...], title: str, reque
         if visit is not None:
             for page in PAGES:
                 if page.in_menu:
-                    link = ui.link(page.title, visit.link(page.name)).props(f'data-test="menu {page.name}"')
+                    link = ui.link(page.title, visit.link(page.name)).props(
+                        f'data-test="menu {page.name}"'
+                    )
                     if page.title == title:
                         link.classes("here").props('aria-current="page"')
             _choice(visit, title)
         ui.element("span").style("flex: 1")
         for name in LOOKS:
-            link = ui.link(name, f"/looks/{name}?to={quote(here)}").props(f'data-test="look {name}"')
+            link = ui.link(name, f"/looks/{name}?to={quote(here)}").props(
+                f'data-test="look {name}"'
+            )
             if name == look:
                 link.classes("here").props('aria-current="true"')
     main = ui.element("div").classes("page column")
@@ -185,6 +221,8 @@ def _choice(visit: Visit, title: str) -> None:
     if others:
         with ui.element("details"):
             with ui.element("summary").props('data-test="other runs"'):
-                ui.label("1 other run" if len(others) == 1 else f"{len(others)} other runs").style("display: inline")
+                ui.label("1 other run" if len(others) == 1 else f"{len(others)} other runs").style(
+                    "display: inline"
+                )
             for other in others:
                 ui.link(other.slug, visit.link(page, of=other)).style("display: block")

@@ -1,4 +1,6 @@
-"""The viewer's process beside a run: `python -m midflight.view.beside DESCRIPTOR HOST FOLDER`. It ends with the launcher, which gives it a guard."""
+"""The viewer's process beside a run: `python -m midflight.view.beside DESCRIPTOR HOST FOLDER`. It
+ends with the launcher, which gives it a guard.
+"""
 
 import os
 import socket

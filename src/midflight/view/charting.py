@@ -1,9 +1,13 @@
-"""What all charts share: colours that people tell apart however they see, and options that fit a light and a dark page."""
+"""What all charts share: colours that people tell apart however they see, and options that fit a
+light and a dark page.
+"""
 
 from typing import Any
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A6D3B", "#7F7F7F")
-"""Okabe and Ito's palette without its black and its yellow, which a dark and a light page swallow; the last two for more than six."""
+"""Okabe and Ito's palette without its black and its yellow, which a dark and a light page swallow;
+the last two for more than six.
+"""
 GREY = "#808080"
 """Readable on white and on black."""
 GRID = "rgba(128,128,128,0.25)"
@@ -11,7 +15,9 @@ DASHES = ("solid", "dashed", "dotted")
 
 
 def axes(*, x: str, y: str = "", kind: str = "value", **more: Any) -> dict[str, Any]:
-    """What all charts share. `x` and `y` name the axes; `kind` is that of the x axis, `more` joins the options or replaces some."""
+    """What all charts share. `x` and `y` name the axes; `kind` is that of the x axis, `more` joins
+    the options or replaces some.
+    """
     text = {"color": GREY}
     line: dict[str, Any] = {"lineStyle": {"color": GREY}}
     horizontal = {
@@ -23,7 +29,11 @@ def axes(*, x: str, y: str = "", kind: str = "value", **more: Any) -> dict[str, 
         "axisLine": line,
         "nameTextStyle": text,
     }
-    horizontal |= {"splitLine": {"show": False}, "min": "dataMin", "max": "dataMax"} if kind == "value" else {}
+    horizontal |= (
+        {"splitLine": {"show": False}, "min": "dataMin", "max": "dataMax"}
+        if kind == "value"
+        else {}
+    )
     vertical = {
         "type": "value",
         "name": y,
@@ -37,7 +47,13 @@ def axes(*, x: str, y: str = "", kind: str = "value", **more: Any) -> dict[str, 
         "aria": {"enabled": True},
         "backgroundColor": "transparent",
         "tooltip": {"trigger": "axis", "confine": True},
-        "legend": {"type": "scroll", "top": 0, "textStyle": text, "pageTextStyle": text, "pageIconColor": GREY},
+        "legend": {
+            "type": "scroll",
+            "top": 0,
+            "textStyle": text,
+            "pageTextStyle": text,
+            "pageIconColor": GREY,
+        },
         "grid": {"left": 8, "right": 14, "top": 34, "bottom": 22, "containLabel": True},
         "xAxis": horizontal,
         "yAxis": {**vertical, "scale": True},

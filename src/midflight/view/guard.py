@@ -1,4 +1,6 @@
-"""Who may look: whoever knows the token, where there is one. It comes in the address once, and in a cookie from then on."""
+"""Who may look: whoever knows the token, where there is one. It comes in the address once, and in a
+cookie from then on.
+"""
 
 import secrets
 from http.cookies import CookieError, SimpleCookie
@@ -18,7 +20,9 @@ _ASKS = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="view
 
 
 class OnlyWithToken:
-    """Passes on what brings the token: as `?token=`, which a cookie then replaces, as a cookie, or as a bearer. Anybody else gets a form."""
+    """Passes on what brings the token: as `?token=`, which a cookie then replaces, as a cookie, or
+    as a bearer. Anybody else gets a form.
+    """
 
     def __init__(self, app: ASGIApp, *, token: str) -> None:
         self._app = app
@@ -41,7 +45,11 @@ class OnlyWithToken:
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
         is_page = "text/html" in Headers(scope=scope).get("accept", "")
-        refusal = HTMLResponse(_ASKS, status_code=401) if is_page else PlainTextResponse("this viewer asks for its token", status_code=401)
+        refusal = (
+            HTMLResponse(_ASKS, status_code=401)
+            if is_page
+            else PlainTextResponse("this viewer asks for its token", status_code=401)
+        )
         return await refusal(scope, receive, send)
 
     def _is_right(self, given: str | None) -> bool:
@@ -60,6 +68,8 @@ def _brought(headers: Headers) -> str | None:
 
 
 def _without(path: str, asked: list[tuple[str, str]]) -> str:
-    """The same address without the token, and of this host only: two slashes at the beginning would name another."""
+    """The same address without the token, and of this host only: two slashes at the beginning would
+    name another.
+    """
     left = urlencode([(name, value) for name, value in asked if name != "token"])
     return "/" + path.lstrip("/") + (f"?{left}" if left else "")

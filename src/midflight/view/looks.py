@@ -1,6 +1,8 @@
-"""How pages look: colours that people tell apart however they see, charts that fit a light and a dark page, tables, headings.
+"""How pages look: colours that people tell apart however they see, charts that fit a light and a
+dark page, tables, headings.
 
-A chart is a canvas, which neither a keyboard nor a screen reader reads: whatever it says that matters stands beside it as text or links.
+A chart is a canvas, which neither a keyboard nor a screen reader reads: whatever it says that
+matters stands beside it as text or links.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,18 +63,32 @@ def section(title: str, note: str = "") -> None:
 
 def facts(pairs: Sequence[tuple[str, str]]) -> None:
     """Numbers in a row, each under its name."""
-    tiles = (f'<div><span class="note">{escape(name)}</span><b data-test="{escape(name)}">{escape(text)}</b></div>' for name, text in pairs)
+    tiles = (
+        (
+            f'<div><span class="note">{escape(name)}</span><b '
+            f'data-test="{escape(name)}">{escape(text)}</b></div>'
+        )
+        for name, text in pairs
+    )
     ui.html(f'<div class="tiles">{"".join(tiles)}</div>', sanitize=False)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, name: str = "") -> None:
-    """`name` is how tests and screen readers find it. One element, however many cells it has: each element costs viewer and browser time."""
+    """`name` is how tests and screen readers find it. One element, however many cells it has: each
+    element costs viewer and browser time.
+    """
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{_shown(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    begin = f'<table class="plain" aria-label="{escape(name)}" data-test="{escape(name)}">'
-    ui.html(f'<div class="scroll">{begin}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>', sanitize=False).classes(
-        "w-full"
+    body = "".join(
+        f"<tr>{''.join(f'<td>{_shown(cell)}</td>' for cell in row)}</tr>" for row in rows
     )
+    begin = f'<table class="plain" aria-label="{escape(name)}" data-test="{escape(name)}">'
+    ui.html(
+        (
+            "<div "
+            f'class="scroll">{begin}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        ),
+        sanitize=False,
+    ).classes("w-full")
 
 
 def _shown(cell: Cell) -> str:
@@ -88,38 +104,56 @@ def charts() -> ui.element:
 
 
 def figure(
-    title: str, options: dict[str, Any], *, note: str = "", height: int = 230, on_click: Callable[[Any], None] | None = None
+    title: str,
+    options: dict[str, Any],
+    *,
+    note: str = "",
+    height: int = 230,
+    on_click: Callable[[Any], None] | None = None,
 ) -> tuple[ui.echart, ui.label]:
     """A chart with its heading. `note` says in words what it shows, for everybody. Returns both."""
     with ui.element("div"):
         with ui.element("h3"):
             ui.label(title)
-        drawn = ui.echart(options, on_point_click=on_click).style(f"height: {height}px; width: 100%")
+        drawn = ui.echart(options, on_point_click=on_click).style(
+            f"height: {height}px; width: 100%"
+        )
         drawn.props(f'role="img" aria-label="{title}" data-test="chart {title}"')
         said = ui.label(note).classes("note")
     return drawn, said
 
 
-# --- Before a page's programs are there -------------------------------------------------------------------------------
+# --- Before a page's programs are there -----------------------------------------------------------
 
 PLAIN = frozenset({"div", "details", "h1", "h2", "h3", "li", "nav", "span", "summary", "ul"})
 
 
 def at_first(page: ui.element, *, look: str) -> str:
-    """What is on the page as HTML that needs no program. A browser has it to show while it still loads NiceGUI's and the charts': they mount
-    the page on the first element of this id, in place of what is in it. `look` is dark, light or auto."""
-    return f'<div id="app"><div class="nicegui-content shown {look}">{"".join(map(_still, page.default_slot.children))}</div></div>'
+    """What is on the page as HTML that needs no program. A browser has it to show while it still
+    loads NiceGUI's and the charts': they mount the page on the first element of this id, in place
+    of what is in it. `look` is dark, light or auto."""
+    return (
+        '<div id="app"><div class="nicegui-content shown '
+        f'{look}">{"".join(map(_still, page.default_slot.children))}</div></div>'
+    )
 
 
 def _still(element: ui.element) -> str:
-    """The element and what is in it. Of a chart there is its room; what can be typed into has its room until it answers."""
+    """The element and what is in it. Of a chart there is its room; what can be typed into has its
+    room until it answers.
+    """
     told = {name: value for name, value in element.props.items() if isinstance(value, str)}
-    told |= {"class": " ".join(element.classes), "style": "; ".join(f"{name}: {value}" for name, value in element.style.items())}
+    told |= {
+        "class": " ".join(element.classes),
+        "style": "; ".join(f"{name}: {value}" for name, value in element.style.items()),
+    }
     tag = element.tag if element.tag in PLAIN else "div"
     inside = ""
     match element:
         case ui.html():
-            told["class"] += " unready" if "<form" in element.content or "<textarea" in element.content else ""
+            told["class"] += (
+                " unready" if "<form" in element.content or "<textarea" in element.content else ""
+            )
             inside = element.content
         case ui.link():
             tag = "a"

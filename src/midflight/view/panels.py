@@ -1,4 +1,6 @@
-"""What the page of a run draws, as options of charts made of journals: one run in detail, or several over each other."""
+"""What the page of a run draws, as options of charts made of journals: one run in detail, or
+several over each other.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,43 +40,94 @@ class Chart:
 
     series: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
-    def line(self, name: str, points: Points, *, color: str, dash: str = "solid", faint: bool = False, **more: Any) -> None:
+    def line(
+        self,
+        name: str,
+        points: Points,
+        *,
+        color: str,
+        dash: str = "solid",
+        faint: bool = False,
+        **more: Any,
+    ) -> None:
         """Without points nothing is drawn."""
         if points:
-            style = {"color": color, "width": 1 if faint else 2, "opacity": 0.3 if faint else 1, "type": dash}
-            shown = {"type": "line", "name": name, "data": thinned(points), "showSymbol": len(points) == 1, "lineStyle": style}
+            style = {
+                "color": color,
+                "width": 1 if faint else 2,
+                "opacity": 0.3 if faint else 1,
+                "type": dash,
+            }
+            shown = {
+                "type": "line",
+                "name": name,
+                "data": thinned(points),
+                "showSymbol": len(points) == 1,
+                "lineStyle": style,
+            }
             self.series.append({**shown, "itemStyle": {"color": color}, "silent": faint, **more})
 
     def smooth(self, name: str, points: Points, *, color: str, dash: str = "solid") -> None:
         """The points faintly, and their moving mean."""
         self.line(name, points, color=color, faint=True, tooltip={"show": False})
         means = moving_average([value for _, value in points], MOVING_STEPS)
-        self.line(name, list(zip([at for at, _ in points], means, strict=True)), color=color, dash=dash)
+        self.line(
+            name, list(zip([at for at, _ in points], means, strict=True)), color=color, dash=dash
+        )
 
     def marks(self, name: str, points: Points, *, color: str) -> None:
         if points:
             style = {"color": color, "borderColor": "#fff", "borderWidth": 1}
-            self.series.append({"type": "scatter", "name": name, "data": points, "symbol": "diamond", "symbolSize": 11, "itemStyle": style})
+            self.series.append(
+                {
+                    "type": "scatter",
+                    "name": name,
+                    "data": points,
+                    "symbol": "diamond",
+                    "symbolSize": 11,
+                    "itemStyle": style,
+                }
+            )
 
     def band(self, name: str, runs: Sequence[Points], *, color: str) -> None:
-        """The mean over runs at each step that all of them have, between their least and their most."""
+        """The mean over runs at each step that all of them have, between their least and their
+        most.
+        """
         by_step: defaultdict[float, list[float]] = defaultdict(list)
         for points in runs:
             for at, value in points:
                 by_step[at].append(value)
         whole = [(at, values) for at, values in sorted(by_step.items()) if len(values) == len(runs)]
-        bare = {"type": "line", "showSymbol": False, "lineStyle": {"opacity": 0}, "stack": name, "silent": True, "tooltip": {"show": False}}
+        bare = {
+            "type": "line",
+            "showSymbol": False,
+            "lineStyle": {"opacity": 0},
+            "stack": name,
+            "silent": True,
+            "tooltip": {"show": False},
+        }
         lows = thinned([(at, min(v)) for at, v in whole])
         highs = thinned([(at, max(v)) for at, v in whole])
         self.series.append({**bare, "name": f"{name}, least", "data": lows})
         spans = [(at, high - low) for (at, low), (_, high) in zip(lows, highs, strict=True)]
-        self.series.append({**bare, "name": f"{name}, most", "data": spans, "areaStyle": {"color": color, "opacity": 0.2}})
+        self.series.append(
+            {
+                **bare,
+                "name": f"{name}, most",
+                "data": spans,
+                "areaStyle": {"color": color, "opacity": 0.2},
+            }
+        )
         self.line(name, [(at, sum(v) / len(v)) for at, v in whole], color=color)
 
     def panel(self, title: str, *, note: str = "", y: str = "", **more: Any) -> Panel | None:
         if not self.series:
             return None
-        names = list(dict.fromkeys(s["name"] for s in self.series if not s["name"].endswith((", least", ", most"))))
+        names = list(
+            dict.fromkeys(
+                s["name"] for s in self.series if not s["name"].endswith((", least", ", most"))
+            )
+        )
         options: dict[str, Any] = axes(x="step", y=y, **more) | {"series": self.series}
         options["legend"] = {**options["legend"], "data": names, "show": len(names) > 1}
         return Panel(title, options, note)
@@ -89,7 +142,7 @@ def thinned(points: Points) -> Points:
     return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
 
 
-# --- One run ----------------------------------------------------------------------------------------------------------
+# --- One run --------------------------------------------------------------------------------------
 
 
 def of_run(past: PastLines) -> list[Panel]:
@@ -97,94 +150,188 @@ def of_run(past: PastLines) -> list[Panel]:
     steps = past.steps
     found = [
         _reward(past),
-        _several("Reward by component", {n: _of(steps, lambda s, n=n: (s.components or {}).get(n)) for n in _keys(steps, "components")}),
+        _several(
+            "Reward by component",
+            {
+                n: _of(steps, lambda s, n=n: (s.components or {}).get(n))
+                for n in _keys(steps, "components")
+            },
+        ),
         _staleness(steps),
         _ages(steps),
         _lengths(steps),
         _length_histograms(steps),
-        _several("Tokens per second", _named(steps, {"generated": "rollout/tokens_per_second", "trained": "train/tokens_per_second"})),
+        _several(
+            "Tokens per second",
+            _named(
+                steps,
+                {"generated": "rollout/tokens_per_second", "trained": "train/tokens_per_second"},
+            ),
+        ),
         _idle(past),
-        _several("Effective sample size", _named(steps, {"share of the tokens": "train/rho/ess"}), note="1 means that no token weighs more than another; below 0.5 the weights of old tokens hold few."),
-        _several("Mismatch", _named(steps, {"mean": "train/mismatch/mean"}), note="Mean |Δ log-probability| of a token between engine and trainer under the same weights."),
-        _several("Entropy", _named(steps, {"nats per token": "train/entropy/estimate"}), note="It falls as the policy makes up its mind; near 0 nothing new is tried."),
-        _several("KL from what sampled", _named(steps, {"k3": "train/rho/k3"}), note="Between the policy that sampled and the one that is trained."),
+        _several(
+            "Effective sample size",
+            _named(steps, {"share of the tokens": "train/rho/ess"}),
+            note=(
+                "1 means that no token weighs more than another; below 0.5 the weights of old "
+                "tokens hold few."
+            ),
+        ),
+        _several(
+            "Mismatch",
+            _named(steps, {"mean": "train/mismatch/mean"}),
+            note=(
+                "Mean |Δ log-probability| of a token between engine and trainer under the same "
+                "weights."
+            ),
+        ),
+        _several(
+            "Entropy",
+            _named(steps, {"nats per token": "train/entropy/estimate"}),
+            note="It falls as the policy makes up its mind; near 0 nothing new is tried.",
+        ),
+        _several(
+            "KL from what sampled",
+            _named(steps, {"k3": "train/rho/k3"}),
+            note="Between the policy that sampled and the one that is trained.",
+        ),
         _several("Gradient norm", _named(steps, {"before clipping": "train/grad_norm"})),
-    ]  # fmt: skip
+    ]
     return [panel for panel in found if panel is not None]
 
 
 def _reward(past: PastLines) -> Panel | None:
     lines = Chart()
-    sources = dict.fromkeys([*_keys(past.steps, "reward_by_source"), *(score.source for score in past.evaluations)])
+    sources = dict.fromkeys(
+        [*_keys(past.steps, "reward_by_source"), *(score.source for score in past.evaluations)]
+    )
     for at, source in enumerate(sources):
         color = COLORS[at % len(COLORS)]
-        lines.smooth(source, _of(past.steps, lambda s, n=source: (s.reward_by_source or {}).get(n)), color=color, dash=DASHES[at % 3])
-        scored = [(score.step, score.mean_reward) for score in past.evaluations if score.source == source]
-        lines.marks(f"{source}, held out", [(at, reward) for at, reward in scored if reward is not None], color=color)
-    return lines.panel("Reward by source", note=f"Mean of {MOVING_STEPS} steps, each step faintly; diamonds are held-out tasks.")
+        lines.smooth(
+            source,
+            _of(past.steps, lambda s, n=source: (s.reward_by_source or {}).get(n)),
+            color=color,
+            dash=DASHES[at % 3],
+        )
+        scored = [
+            (score.step, score.mean_reward) for score in past.evaluations if score.source == source
+        ]
+        lines.marks(
+            f"{source}, held out",
+            [(at, reward) for at, reward in scored if reward is not None],
+            color=color,
+        )
+    return lines.panel(
+        "Reward by source",
+        note=f"Mean of {MOVING_STEPS} steps, each step faintly; diamonds are held-out tasks.",
+    )
 
 
 def _staleness(steps: Sequence[StepLine]) -> Panel | None:
-    return _several("Staleness", _named(steps, {"mean": "train/staleness_mean", "oldest token": "train/staleness_max"}), note="Age of the trained tokens, in versions.")  # fmt: skip
+    return _several(
+        "Staleness",
+        _named(steps, {"mean": "train/staleness_mean", "oldest token": "train/staleness_max"}),
+        note="Age of the trained tokens, in versions.",
+    )
 
 
 def _ages(steps: Sequence[StepLine]) -> Panel | None:
     ages: Counter[int] = Counter()
     for step in steps[-RECENT_STEPS:]:
         ages.update(step.staleness or {})
-    return bars("Tokens by age", sorted(ages), {"trained tokens": [ages[age] for age in sorted(ages)]}, x="versions", note=f"Of the last {RECENT_STEPS} steps.")  # fmt: skip
+    return bars(
+        "Tokens by age",
+        sorted(ages),
+        {"trained tokens": [ages[age] for age in sorted(ages)]},
+        x="versions",
+        note=f"Of the last {RECENT_STEPS} steps.",
+    )
 
 
 def _lengths(steps: Sequence[StepLine]) -> Panel | None:
-    names = {"generated": "rollout/length_mean", "longest": "rollout/length_max", "trained": "train/length_mean"}
-    cut = [step.truncated_share for step in steps[-RECENT_STEPS:] if step.truncated_share is not None]
-    note = f"{sum(cut) / len(cut):.1%} of the last rollouts were cut short by their limit." if cut else ""
+    names = {
+        "generated": "rollout/length_mean",
+        "longest": "rollout/length_max",
+        "trained": "train/length_mean",
+    }
+    cut = [
+        step.truncated_share for step in steps[-RECENT_STEPS:] if step.truncated_share is not None
+    ]
+    note = (
+        f"{sum(cut) / len(cut):.1%} of the last rollouts were cut short by their limit."
+        if cut
+        else ""
+    )
     return _several("Tokens of a rollout", _named(steps, names), note=note)
 
 
-LENGTHS = {"generated": "generated_length", "trained": "trained_length", "cut short": "truncated_length"}
+LENGTHS = {
+    "generated": "generated_length",
+    "trained": "trained_length",
+    "cut short": "truncated_length",
+}
 LENGTH_BARS = 16
 
 
 def _length_histograms(steps: Sequence[StepLine]) -> Panel | None:
-    """Rollouts by tokens generated and trained, those cut short by themselves. Of a bin of the journal its middle is counted."""
+    """Rollouts by tokens generated and trained, those cut short by themselves. Of a bin of the
+    journal its middle is counted.
+    """
     found = {title: Counter[int]() for title in LENGTHS}
     for title, name in LENGTHS.items():
         for histogram in ((step.histograms or {}).get(name) for step in steps[-RECENT_STEPS:]):
             if histogram is not None:
-                for (low, high), count in zip(pairwise(histogram.edges), histogram.counts, strict=True):
+                for (low, high), count in zip(
+                    pairwise(histogram.edges), histogram.counts, strict=True
+                ):
                     found[title][round((low + high) / 2)] += count
     longest = max((length for counts in found.values() for length in counts), default=None)
     if longest is None:
         return None
     width = -(-(longest + 1) // LENGTH_BARS)
     lows = range(0, longest + 1, width)
-    values = {title: [sum(n for at, n in counts.items() if low <= at < low + width) for low in lows] for title, counts in found.items()}
+    values = {
+        title: [sum(n for at, n in counts.items() if low <= at < low + width) for low in lows]
+        for title, counts in found.items()
+    }
     note = ", ".join(f"{sum(counts.values())} {title}" for title, counts in found.items())
     names = [f"{low}" if width == 1 else f"{low}-{low + width - 1}" for low in lows]
-    return bars("Rollouts by length", names, values, x="tokens", note=f"Of the last {RECENT_STEPS} steps: {note}.")
+    return bars(
+        "Rollouts by length",
+        names,
+        values,
+        x="tokens",
+        note=f"Of the last {RECENT_STEPS} steps: {note}.",
+    )
 
 
 def idle_shares(past: PastLines) -> dict[str, Points]:
-    """By `who for whom`: the share of the time since the step before in which one was idle because of the other."""
+    """By `who for whom`: the share of the time since the step before in which one was idle because
+    of the other.
+    """
     found: defaultdict[str, Points] = defaultdict(list)
     names = {name for step in past.steps for name in step.waits or {}}
     for before, step in pairwise(past.steps):
         if (seconds := step.seconds - before.seconds) > 0:
             for name in names:
-                found[name].append((step.step, min(1.0, (step.waits or {}).get(name, 0.0) / seconds)))
+                found[name].append(
+                    (step.step, min(1.0, (step.waits or {}).get(name, 0.0) / seconds))
+                )
     return dict(found)
 
 
 def _idle(past: PastLines) -> Panel | None:
     shares = idle_shares(past)
-    recent = {name: sum(v for _, v in points[-RECENT_STEPS:]) / len(points[-RECENT_STEPS:]) for name, points in shares.items()}
+    recent = {
+        name: sum(v for _, v in points[-RECENT_STEPS:]) / len(points[-RECENT_STEPS:])
+        for name, points in shares.items()
+    }
     most = sorted(recent.items(), key=lambda item: -item[1])
     note = "; ".join(f"{name} {share:.0%} of the time" for name, share in most[:3])
     return _several("Idle, and for whom", shares, note=f"Lately: {note}." if note else "")
 
 
-# --- Several runs -----------------------------------------------------------------------------------------------------
+# --- Several runs ---------------------------------------------------------------------------------
 
 OVERLAID = {
     "Reward": "rollout/reward_mean",
@@ -217,7 +364,10 @@ def seeds(runs: Sequence[ArchivedRun]) -> dict[str, list[ArchivedRun]]:
                 break
         else:
             families.append([run])
-    return {f"{of[0].slug} and {len(of) - 1} more seeds" if len(of) > 1 else of[0].slug: of for of in families}
+    return {
+        f"{of[0].slug} and {len(of) - 1} more seeds" if len(of) > 1 else of[0].slug: of
+        for of in families
+    }
 
 
 def _overlaid(title: str, name: str, families: Mapping[str, Sequence[ArchivedRun]]) -> Panel | None:
@@ -235,7 +385,7 @@ def _overlaid(title: str, name: str, families: Mapping[str, Sequence[ArchivedRun
     return lines.panel(title, note="Last: " + ", ".join(said))
 
 
-# --- Pieces -----------------------------------------------------------------------------------------------------------
+# --- Pieces ---------------------------------------------------------------------------------------
 
 
 def _several(title: str, of: Mapping[str, Points], *, note: str = "") -> Panel | None:
@@ -246,7 +396,14 @@ def _several(title: str, of: Mapping[str, Points], *, note: str = "") -> Panel |
     return lines.panel(title, note=f"Last: {last}. {note}".strip() if last else note)
 
 
-def bars(title: str, names: Sequence[object], values: Mapping[str, Sequence[float]], *, x: str, note: str = "") -> Panel | None:
+def bars(
+    title: str,
+    names: Sequence[object],
+    values: Mapping[str, Sequence[float]],
+    *,
+    x: str,
+    note: str = "",
+) -> Panel | None:
     if not names or not values:
         return None
     drawn = [
@@ -255,7 +412,11 @@ def bars(title: str, names: Sequence[object], values: Mapping[str, Sequence[floa
     ]
     options: dict[str, Any] = axes(x=x, kind="category") | {"series": drawn}
     options["yAxis"] = {**options["yAxis"], "scale": False}  # bars begin at zero
-    options["xAxis"] = {**options["xAxis"], "data": [str(name) for name in names], "axisLabel": {"color": GREY}}
+    options["xAxis"] = {
+        **options["xAxis"],
+        "data": [str(name) for name in names],
+        "axisLabel": {"color": GREY},
+    }
     return Panel(title, options, note)
 
 

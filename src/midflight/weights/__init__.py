@@ -1,1 +1,3 @@
-"""Station 7: a version's bytes on their way from the trainer to the engines, and the handover that makes them live."""
+"""Station 7: a version's bytes on their way from the trainer to the engines, and the handover that
+makes them live.
+"""

@@ -1,19 +1,26 @@
-"""The difference of two versions as bytes. Workers of servers read it from this file by its path, and have no Midflight: it imports nothing of ours.
+"""The difference of two versions as bytes. Workers of servers read it from this file by its path,
+and have no Midflight: it imports nothing of ours.
 
-A difference leads from one set of words to the other, bit for bit. Weights are words of 1, 2, 4 or 8 bytes. What a step
-changes in a word is small beside the word, so a difference is taken as between integers (mod 2^bits), folded so that small ones of either sign are small (0, -1, 1, -2, ... become 0, 1, 2, 3, ...), and laid out in
-planes: all lowest bytes, then all second ones, and so on, of which the upper are nearly always zeros.
+A difference leads from one set of words to the other, bit for bit. Weights are words of 1, 2, 4 or
+8 bytes. What a step changes in a word is small beside the word, so a difference is taken as between
+integers (mod 2^bits), folded so that small ones of either sign are small (0, -1, 1, -2, ... become
+0, 1, 2, 3, ...), and laid out in planes: all lowest bytes, then all second ones, and so on, of
+which the upper are nearly always zeros.
 
     payload = for each tensor, for each BLOCK of its words: frame
-    frame   = count                                   uint32; 0: nothing changed, and the frame ends here
+    frame   = count                                   uint32; 0: nothing changed, and the frame ends
+    here
               length of map, length of each plane     uint32 each
-              map                                     a bit for each word: whether it changed; none if count is the whole block
-              planes                                  of the `count` folded differences
+              map                                     a bit for each word: whether it changed; none
+              if count is the whole block planes                                  of the `count`
+              folded differences
 
-Map and planes are no bytes where all are zero, as they are where they have their own length, and else deflated. The compressor looks for
-runs only (Z_RLE): on differences of AdamW steps that was a tenth smaller than zlib's search for repeated strings and a little smaller
-than zstandard's, and faster than the first. zstandard is four times as fast, but one more thing to install beside every engine. A
-deflated map is about as small as a list of gaps, and made in half the time or less where more than a few words in a hundred change.
+Map and planes are no bytes where all are zero, as they are where they have their own length, and
+else deflated. The compressor looks for runs only (Z_RLE): on differences of AdamW steps that was a
+tenth smaller than zlib's search for repeated strings and a little smaller than zstandard's, and
+faster than the first. zstandard is four times as fast, but one more thing to install beside every
+engine. A deflated map is about as small as a list of gaps, and made in half the time or less where
+more than a few words in a hundred change.
 """
 
 import struct
@@ -28,17 +35,23 @@ Words = NDArray[Any]
 """One-dimensional, of unsigned integers."""
 
 BLOCK = 1 << 18
-"""Words of a frame: few enough to fit a processor's cache, and to keep the scratch memory of both ends at some megabytes."""
+"""Words of a frame: few enough to fit a processor's cache, and to keep the scratch memory of both
+ends at some megabytes.
+"""
 
 DENSE = 0.9
 """Share of changed words above which a map costs more than the zeros in between."""
 
 _SAMPLE = 1 << 12
-"""Bytes of a plane that are tried first: what cannot be compressed is copied, which takes a hundredth of the time."""
+"""Bytes of a plane that are tried first: what cannot be compressed is copied, which takes a
+hundredth of the time.
+"""
 
 
 def encode(old: memoryview, new: memoryview, *, width: int) -> Iterator[bytes]:
-    """The frames that turn `old` into `new`, one by one; both have the same length, in words of `width` bytes."""
+    """The frames that turn `old` into `new`, one by one; both have the same length, in words of
+    `width` bytes.
+    """
     before = _words(old, width)
     after = _words(new, width)
     for start in range(0, before.size, BLOCK):
@@ -46,8 +59,9 @@ def encode(old: memoryview, new: memoryview, *, width: int) -> Iterator[bytes]:
 
 
 class Frames:
-    """Reads a payload from its beginning to its end. Whatever the bytes are, all that happens is `ValueError`, or wrong words:
-    memory is set aside for words that the caller has, never for what the bytes claim."""
+    """Reads a payload from its beginning to its end. Whatever the bytes are, all that happens is
+    `ValueError`, or wrong words: memory is set aside for words that the caller has, never for what
+    the bytes claim."""
 
     def __init__(self, payload: memoryview) -> None:
         self._left = payload
@@ -111,8 +125,17 @@ def _frame(before: Words, after: Words) -> bytes:
     else:
         bits = _packed(np.packbits(changed))
         folded = _folded(after[where] - before[where])
-    planes = [_packed(plane) for plane in np.ascontiguousarray(folded.view(np.uint8).reshape(-1, before.itemsize).T)]
-    return b"".join([struct.pack(f"<{2 + len(planes)}I", folded.size, len(bits), *map(len, planes)), bits, *planes])
+    planes = [
+        _packed(plane)
+        for plane in np.ascontiguousarray(folded.view(np.uint8).reshape(-1, before.itemsize).T)
+    ]
+    return b"".join(
+        [
+            struct.pack(f"<{2 + len(planes)}I", folded.size, len(bits), *map(len, planes)),
+            bits,
+            *planes,
+        ]
+    )
 
 
 def _packed(values: NDArray[np.uint8]) -> bytes:
@@ -125,7 +148,7 @@ def _packed(values: NDArray[np.uint8]) -> bytes:
     return deflated if len(deflated) < len(raw) else raw
 
 
-# --- Numbers and bytes -----------------------------------------------------------------------------------------------
+# --- Numbers and bytes ----------------------------------------------------------------------------
 
 
 def _words(data: memoryview, width: int) -> Words:

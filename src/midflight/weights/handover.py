@@ -1,6 +1,8 @@
-"""Bringing a version to the engines: stage in the background, commit in turn or together, and never half of it (I7).
+"""Bringing a version to the engines: stage in the background, commit in turn or together, and never
+half of it (I7).
 
-The commit on one engine: hold, pause, swap, attest, resume; and no weights are served that the engine did not attest.
+The commit on one engine: hold, pause, swap, attest, resume; and no weights are served that the
+engine did not attest.
 """
 
 import asyncio
@@ -20,48 +22,79 @@ OWNER = "handover"
 """The name of its holds."""
 
 
-def commit_mode(engine: str, capabilities: Capabilities, wanted: PauseMode | Literal["auto"]) -> PauseMode:
-    """`auto`: what the engine says; else keep where it offers it and says the version of every token, else recompute, abort, drain.
+def commit_mode(
+    engine: str, capabilities: Capabilities, wanted: PauseMode | Literal["auto"]
+) -> PauseMode:
+    """`auto`: what the engine says; else keep where it offers it and says the version of every
+    token, else recompute, abort, drain.
 
     `NotSupported` when the engine lacks the mode that was asked for, or has none at all.
     """
-    otherwise = [mode for mode in BY_COST if capabilities.versions_per_token or mode is not PauseMode.KEEP]
+    otherwise = [
+        mode for mode in BY_COST if capabilities.versions_per_token or mode is not PauseMode.KEEP
+    ]
     if capabilities.commit_mode is not None:
         otherwise.insert(0, capabilities.commit_mode)
-    remedy = "use another engine" if wanted == "auto" else "set rollout.pause_mode to one of these or auto"
-    return pause_mode(engine, capabilities, None if wanted == "auto" else wanted, otherwise=otherwise, remedy=remedy)
+    remedy = (
+        "use another engine"
+        if wanted == "auto"
+        else "set rollout.pause_mode to one of these or auto"
+    )
+    return pause_mode(
+        engine,
+        capabilities,
+        None if wanted == "auto" else wanted,
+        otherwise=otherwise,
+        remedy=remedy,
+    )
 
 
 def swaps_between_steps(capabilities: Capabilities, mode: PauseMode) -> bool:
-    """Whether a commit needs no pause of ours: staged weights go live between two steps, if need be in a pause that the engine makes, or
-    for new requests alone."""
-    return capabilities.stages_weights and (capabilities.side_by_side or mode is (capabilities.commit_mode or PauseMode.KEEP))
+    """Whether a commit needs no pause of ours: staged weights go live between two steps, if need be
+    in a pause that the engine makes, or for new requests alone."""
+    return capabilities.stages_weights and (
+        capabilities.side_by_side or mode is (capabilities.commit_mode or PauseMode.KEEP)
+    )
 
 
 class Guard:
-    """What is done to an engine is done within its time, or the engine is in quarantine (I7). `errors` says which are, and why."""
+    """What is done to an engine is done within its time, or the engine is in quarantine (I7).
+    `errors` says which are, and why.
+    """
 
     def __init__(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
         self.errors: dict[str, str] = {}
 
     @asynccontextmanager
-    async def over(self, engine: str, deed: str, *, seconds: float, when_cancelled: bool = True) -> AsyncGenerator[Allowance]:
-        """The block runs to its end within `seconds`, or the engine is in quarantine and `errors` says why. Gives its time.
+    async def over(
+        self, engine: str, deed: str, *, seconds: float, when_cancelled: bool = True
+    ) -> AsyncGenerator[Allowance]:
+        """The block runs to its end within `seconds`, or the engine is in quarantine and `errors`
+        says why. Gives its time.
 
-        The engine's error ends here. A cancellation goes on, with the engine, whose state is now unknown, behind quarantine.
+        The engine's error ends here. A cancellation goes on, with the engine, whose state is now
+        unknown, behind quarantine.
         """
         allowance = Allowance(seconds)
         try:
             async with allowance:
                 yield allowance
         except Expired:
-            self._give_up(engine, EngineUnavailable(f"{deed}: not done within {seconds:g} s; restart the engine."))
+            self._give_up(
+                engine,
+                EngineUnavailable(f"{deed}: not done within {seconds:g} s; restart the engine."),
+            )
         except Exception as error:
             self._give_up(engine, error)
         except BaseException:
             if when_cancelled:
-                self._give_up(engine, EngineError(f"{deed}: cancelled on the way; it rejoins at the current version."))
+                self._give_up(
+                    engine,
+                    EngineError(
+                        f"{deed}: cancelled on the way; it rejoins at the current version."
+                    ),
+                )
             raise
 
     def _give_up(self, engine: str, error: BaseException) -> None:
@@ -72,8 +105,17 @@ class Guard:
 class Committer:
     """Without state of its own: each call is one engine's commit."""
 
-    def __init__(self, fleet: EngineFleet, *, pause_mode: PauseMode | Literal["auto"], seconds: float, record: Record) -> None:
-        """`seconds`: the engine's own time for all of it; what it waits for others at the barrier does not count."""
+    def __init__(
+        self,
+        fleet: EngineFleet,
+        *,
+        pause_mode: PauseMode | Literal["auto"],
+        seconds: float,
+        record: Record,
+    ) -> None:
+        """`seconds`: the engine's own time for all of it; what it waits for others at the barrier
+        does not count.
+        """
         self._fleet = fleet
         self._record = record
         self._pause_mode: PauseMode | Literal["auto"] = pause_mode
@@ -83,10 +125,20 @@ class Committer:
         """`NotSupported` when the engine lacks the configured pause mode."""
         return commit_mode(engine, capabilities, self._pause_mode)
 
-    async def commit(self, engine: Engine, manifest: WeightManifest, *, stage_seconds: float, guard: Guard, barrier: Barrier) -> bool:
-        """Makes the version live on the engine and the engine routable; or quarantine. No new request goes to a paused engine.
+    async def commit(
+        self,
+        engine: Engine,
+        manifest: WeightManifest,
+        *,
+        stage_seconds: float,
+        guard: Guard,
+        barrier: Barrier,
+    ) -> bool:
+        """Makes the version live on the engine and the engine routable; or quarantine. No new
+        request goes to a paused engine.
 
-        Waits for the engine, and for the others at the barrier. Whatever happens, the engine has left it in the end.
+        Waits for the engine, and for the others at the barrier. Whatever happens, the engine has
+        left it in the end.
         """
         started = asyncio.get_running_loop().time()
         deed = f"committing version {manifest.version} on engine {engine.name!r}"
@@ -98,7 +150,8 @@ class Committer:
                 else:
                     self._fleet.hold(engine.name, OWNER)
                     await _swap_paused(engine, manifest, mode, barrier=barrier, own_time=own_time)
-                # Also where nothing was paused: an earlier attempt may have ended in quarantine with the engine paused.
+                # Also where nothing was paused: an earlier attempt may have ended in quarantine
+                # with the engine paused.
                 await engine.resume()
                 self._fleet.served(engine.name, manifest.version)
         finally:
@@ -107,21 +160,33 @@ class Committer:
         if engine.name in guard.errors:
             return False
         seconds = asyncio.get_running_loop().time() - started
-        self._record(WeightsCommitted(engine.name, manifest.version, stage_seconds, pause_seconds=seconds))
+        self._record(
+            WeightsCommitted(engine.name, manifest.version, stage_seconds, pause_seconds=seconds)
+        )
         return True
 
 
 async def _swap(engine: Engine, manifest: WeightManifest) -> None:
-    """What is attested is what is served: anything but the manifest's version and fingerprint must not run."""
+    """What is attested is what is served: anything but the manifest's version and fingerprint must
+    not run.
+    """
     said = await engine.commit(manifest.version)
     if said != Attestation(manifest.version, manifest.fingerprint):
         raise WeightsCorrupt(
-            f"committing version {manifest.version} ({manifest.fingerprint[:12]}) on engine {engine.name!r}: it serves version "
-            f"{said.version} ({said.fingerprint[:12]}); it rejoins when it has the published weights."
+            f"committing version {manifest.version} ({manifest.fingerprint[:12]}) on engine "
+            f"{engine.name!r}: it serves version {said.version} ({said.fingerprint[:12]}); it "
+            "rejoins when it has the published weights."
         )
 
 
-async def _swap_paused(engine: Engine, manifest: WeightManifest, mode: PauseMode, *, barrier: Barrier, own_time: Allowance) -> None:
+async def _swap_paused(
+    engine: Engine,
+    manifest: WeightManifest,
+    mode: PauseMode,
+    *,
+    barrier: Barrier,
+    own_time: Allowance,
+) -> None:
     async with verified_pause(engine, mode):
         with own_time.standing():
             await barrier.reach("paused", engine.name)
@@ -132,7 +197,7 @@ async def _swap_paused(engine: Engine, manifest: WeightManifest, mode: PauseMode
         await barrier.reach("committed", engine.name)
 
 
-# --- The handover -----------------------------------------------------------------------------------------------------
+# --- The handover ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +221,9 @@ class _Delivery:
     """What one handover, or one rejoin, has done so far."""
 
     def __init__(self, manifest: WeightManifest, fleet: EngineFleet, *, receivers: int) -> None:
-        """`receivers`: how many engines take it in at once; those that do it in their pause come one by one, or when all are paused."""
+        """`receivers`: how many engines take it in at once; those that do it in their pause come
+        one by one, or when all are paused.
+        """
         self.manifest = manifest
         self.sent = replace(manifest, receivers=receivers or None)
         """As the engines get it."""
@@ -169,12 +236,14 @@ class _Delivery:
 class Handover:
     """Owns the current version. One handover at a time.
 
-    `rolling`: each engine is committed when it has staged, `max_paused` at a time, so that the others keep generating. `barrier`: when
-    all have staged, all pause, then all commit, then all resume, so that no two versions are served at the same time.
+    `rolling`: each engine is committed when it has staged, `max_paused` at a time, so that the
+    others keep generating. `barrier`: when all have staged, all pause, then all commit, then all
+    resume, so that no two versions are served at the same time.
 
-    Whatever fails, times out or is cancelled, at whatever point, each engine ends in one of two ways (I7): it runs on
-    weights that it attested whole, or it is in quarantine, where `rejoin` or the next `publish` fetches it. The fleet tells
-    the observer of quarantines and rejoins; commits are told here.
+    Whatever fails, times out or is cancelled, at whatever point, each engine ends in one of two
+    ways (I7): it runs on weights that it attested whole, or it is in quarantine, where `rejoin` or
+    the next `publish` fetches it. The fleet tells the observer of quarantines and rejoins; commits
+    are told here.
     """
 
     def __init__(
@@ -188,13 +257,17 @@ class Handover:
         way: Literal["rolling", "barrier"] = "rolling",
         max_paused: int = 1,
     ) -> None:
-        """`stage_seconds` and `commit_seconds` are deadlines for one engine; the commit's includes its pause."""
+        """`stage_seconds` and `commit_seconds` are deadlines for one engine; the commit's includes
+        its pause.
+        """
         self._fleet = fleet
         self._way = way
         self._max_paused = max_paused
         self._stage_seconds = stage_seconds
         self._commit_seconds = commit_seconds
-        self._committer = Committer(fleet, pause_mode=pause_mode, seconds=commit_seconds, record=record)
+        self._committer = Committer(
+            fleet, pause_mode=pause_mode, seconds=commit_seconds, record=record
+        )
         self._turnstile = Turnstile()
         self._current: WeightManifest | None = None
         self._passed_over: set[str] = set()
@@ -204,19 +277,25 @@ class Handover:
 
     @property
     def current(self) -> WeightManifest | None:
-        """The version that engines serve or rejoin at; `None` while they serve what they started with."""
+        """The version that engines serve or rejoin at; `None` while they serve what they started
+        with.
+        """
         return self._current
 
     def check(self, engine: str, capabilities: Capabilities) -> None:
-        """`NotSupported` when such an engine lacks the configured pause mode: `publish` would refuse every version."""
+        """`NotSupported` when such an engine lacks the configured pause mode: `publish` would
+        refuse every version.
+        """
         self._committer.mode(engine, capabilities)
 
     async def publish(self, manifest: WeightManifest) -> HandoverReport:
-        """Brings the version to every attached engine, those in quarantine too, but not to one that is reserved for an evaluation.
+        """Brings the version to every attached engine, those in quarantine too, but not to one that
+        is reserved for an evaluation.
 
-        Waits for the handover or the rejoins under way, which end by their deadlines; of the versions that wait, only the newest
-        goes on and the others' reports say `superseded_by` at once. May be repeated with the same manifest. `NotSupported` when
-        an engine lacks the configured pause mode; then nothing was begun.
+        Waits for the handover or the rejoins under way, which end by their deadlines; of the
+        versions that wait, only the newest goes on and the others' reports say `superseded_by` at
+        once. May be repeated with the same manifest. `NotSupported` when an engine lacks the
+        configured pause mode; then nothing was begun.
         """
         for engine in self._fleet.engines():
             self.check(engine.name, engine.capabilities)
@@ -226,7 +305,9 @@ class Handover:
             superseded_by = await ticket.admitted
             if superseded_by is not None:
                 self._fetchable.discard(manifest.version)
-                return HandoverReport(manifest.version, superseded_by=superseded_by, releasable=(manifest.version,))
+                return HandoverReport(
+                    manifest.version, superseded_by=superseded_by, releasable=(manifest.version,)
+                )
             return await self._hand_over(manifest)
         finally:
             self._turnstile.leave(ticket)
@@ -234,8 +315,9 @@ class Handover:
     async def rejoin(self, engine: str) -> bool:
         """Brings an engine in quarantine to the current version; says whether it is routable now.
 
-        Waits for the handover under way, and for no other engine. `False` at once while the engine is rejoining already. Before
-        the first publication the engine must still serve what the fleet serves.
+        Waits for the handover under way, and for no other engine. `False` at once while the engine
+        is rejoining already. Before the first publication the engine must still serve what the
+        fleet serves.
         """
         ticket = self._turnstile.for_rejoin(engine)
         if ticket is None:
@@ -248,17 +330,23 @@ class Handover:
             self._turnstile.leave(ticket)
 
     async def catch_up(self, engine: str) -> None:
-        """Brings an engine that is reserved no longer to the current version, if that came meanwhile. Waits as `rejoin` does."""
+        """Brings an engine that is reserved no longer to the current version, if that came
+        meanwhile. Waits as `rejoin` does.
+        """
         if engine in self._passed_over:
             await self.rejoin(engine)
 
-    # --- A delivery ----------------------------------------------------------------------------------------------------
+    # --- A delivery -------------------------------------------------------------------------------
 
     async def _hand_over(self, manifest: WeightManifest) -> HandoverReport:
         reserved = self._fleet.reserved()
         self._passed_over = set() if reserved is None else {reserved}
         engines = [engine for engine in self._fleet.engines() if engine.name != reserved]
-        delivery = _Delivery(manifest, self._fleet, receivers=sum(engine.capabilities.stages_weights for engine in engines))
+        delivery = _Delivery(
+            manifest,
+            self._fleet,
+            receivers=sum(engine.capabilities.stages_weights for engine in engines),
+        )
         if self._way == "barrier":
             await self._together(delivery, engines)
         else:
@@ -273,14 +361,16 @@ class Handover:
         )
 
     def _forget_older(self, version: Version) -> tuple[Version, ...]:
-        """Versions before this one, those of cancelled publications too, so that no slot is lost."""
+        """Versions before this one, those of cancelled publications too, so that no slot is
+        lost.
+        """
         older = tuple(sorted(v for v in self._fetchable if v < version))
         self._fetchable.difference_update(older)
         return older
 
     async def _in_turn(self, delivery: _Delivery, engines: Sequence[Engine]) -> None:
-        """All stage at once, while they generate, and are committed in the order in which they have. Those that cannot stage load one after
-        the other."""
+        """All stage at once, while they generate, and are committed in the order in which they
+        have. Those that cannot stage load one after the other."""
         turns = asyncio.Semaphore(self._max_paused)
         loading = asyncio.Lock()
         async with asyncio.TaskGroup() as group:
@@ -288,7 +378,13 @@ class Handover:
                 alone = nullcontext() if engine.capabilities.stages_weights else loading
                 group.create_task(self._bring(delivery, engine, turns, alone))
 
-    async def _bring(self, delivery: _Delivery, engine: Engine, turns: asyncio.Semaphore, alone: AbstractAsyncContextManager[None]) -> None:
+    async def _bring(
+        self,
+        delivery: _Delivery,
+        engine: Engine,
+        turns: asyncio.Semaphore,
+        alone: AbstractAsyncContextManager[None],
+    ) -> None:
         if await self._stage(delivery, engine):
             async with alone, turns:
                 await self._commit(delivery, engine, Barrier([engine.name]))
@@ -314,18 +410,24 @@ class Handover:
     async def _readmit_unchanged(self, engine: Engine) -> bool:
         """Nothing was published yet: whole weights are those that the fleet started with."""
         guard = Guard(self._fleet)
-        async with guard.over(engine.name, f"readmitting engine {engine.name!r}", seconds=self._commit_seconds):
+        async with guard.over(
+            engine.name, f"readmitting engine {engine.name!r}", seconds=self._commit_seconds
+        ):
             version = (await engine.health()).version
             if version != self._fleet.served_version():
-                raise EngineError(f"it serves version {version}, the fleet {self._fleet.served_version()}; publish a version.")
+                raise EngineError(
+                    f"it serves version {version}, the fleet {self._fleet.served_version()}; "
+                    "publish a version."
+                )
             await engine.resume()
             self._fleet.served(engine.name, version)
         return not guard.errors
 
-    # --- One engine --------------------------------------------------------------------------------------------------
+    # --- One engine -------------------------------------------------------------------------------
 
     async def _stage(self, delivery: _Delivery, engine: Engine) -> bool:
-        """Whether the engine may commit; quarantine if staging failed. One that cannot stage gets the weights in its pause.
+        """Whether the engine may commit; quarantine if staging failed. One that cannot stage gets
+        the weights in its pause.
 
         A cancellation leaves the engine as it is: it serves its whole old weights.
         """
@@ -333,14 +435,20 @@ class Handover:
             return True
         started = asyncio.get_running_loop().time()
         deed = f"staging version {delivery.manifest.version} on engine {engine.name!r}"
-        async with delivery.guard.over(engine.name, deed, seconds=self._stage_seconds, when_cancelled=False):
+        async with delivery.guard.over(
+            engine.name, deed, seconds=self._stage_seconds, when_cancelled=False
+        ):
             await engine.stage(delivery.sent)
             delivery.stage_seconds[engine.name] = asyncio.get_running_loop().time() - started
         return engine.name not in delivery.guard.errors
 
     async def _commit(self, delivery: _Delivery, engine: Engine, barrier: Barrier) -> None:
-        """From the first commit on the version is the current one: an engine that falls out now rejoins at it."""
+        """From the first commit on the version is the current one: an engine that falls out now
+        rejoins at it.
+        """
         self._current = delivery.manifest
         seconds = delivery.stage_seconds.get(engine.name, 0.0)
-        if await self._committer.commit(engine, delivery.sent, stage_seconds=seconds, guard=delivery.guard, barrier=barrier):
+        if await self._committer.commit(
+            engine, delivery.sent, stage_seconds=seconds, guard=delivery.guard, barrier=barrier
+        ):
             delivery.served.append(engine.name)

@@ -1,4 +1,6 @@
-"""How the tensors of a version lie in a packed buffer, and the check that a manifest makes sense. Needs no torch."""
+"""How the tensors of a version lie in a packed buffer, and the check that a manifest makes sense.
+Needs no torch.
+"""
 
 import mmap
 from collections import deque
@@ -16,10 +18,14 @@ ALIGNMENT = 64
 """In bytes: a cache line, and the widest vector load, so that a tensor can be used in place."""
 
 MAX_HELD = 3
-"""Versions that may be fetched at once: the one that is live, the one whose handover is under way, and the one that waits for it."""
+"""Versions that may be fetched at once: the one that is live, the one whose handover is under way,
+and the one that waits for it.
+"""
 
 MAX_DELTAS = 64
-"""Differences between a version and the whole one before it. Each costs an engine that catches up one more file and one more pass."""
+"""Differences between a version and the whole one before it. Each costs an engine that catches up
+one more file and one more pass.
+"""
 
 
 def aligned(offset: int, to: int = ALIGNMENT) -> int:
@@ -27,8 +33,12 @@ def aligned(offset: int, to: int = ALIGNMENT) -> int:
     return -(-offset // to) * to
 
 
-def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, start: int = 0) -> tuple[TensorSpec, ...]:
-    """Specs of (name, safetensors dtype, shape) packed one after the other from `start`, each aligned."""
+def layout(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, start: int = 0
+) -> tuple[TensorSpec, ...]:
+    """Specs of (name, safetensors dtype, shape) packed one after the other from `start`, each
+    aligned.
+    """
     specs: list[TensorSpec] = []
     for name, dtype, shape in tensors:
         start = aligned(start)
@@ -52,11 +62,15 @@ def views(specs: Iterable[TensorSpec], buffer: memoryview) -> Mapping[str, memor
 
 
 _left: deque[mmap.mmap] = deque(maxlen=1)
-"""Memory that nobody has a view of any more. To get as much anew from the kernel, page by page, takes several times as long as to fill it."""
+"""Memory that nobody has a view of any more. To get as much anew from the kernel, page by page,
+takes several times as long as to fill it.
+"""
 
 
 def set_aside(specs: Iterable[TensorSpec]) -> memoryview:
-    """Memory for the specs: writable, page-aligned, and full of old bytes. It lives as long as any view of it, and is then used again."""
+    """Memory for the specs: writable, page-aligned, and full of old bytes. It lives as long as any
+    view of it, and is then used again.
+    """
     size = max(1, extent(specs))
     with suppress(IndexError):  # another thread may have it by now
         if len(memory := _left.pop()) == size:
@@ -72,35 +86,54 @@ def _lent(memory: mmap.mmap) -> memoryview:
 
 def is_sound(spec: TensorSpec) -> bool:
     """Whether its number of bytes follows from its dtype and shape."""
-    return spec.offset >= 0 and all(n >= 0 for n in spec.shape) and spec.num_bytes == tensor_bytes(spec.dtype, spec.shape)
+    return (
+        spec.offset >= 0
+        and all(n >= 0 for n in spec.shape)
+        and spec.num_bytes == tensor_bytes(spec.dtype, spec.shape)
+    )
 
 
 def check_extents(manifest: WeightManifest) -> None:
-    """`RequestRejected` names the tensor whose extent makes no sense, or what is wrong with the differences."""
+    """`RequestRejected` names the tensor whose extent makes no sense, or what is wrong with the
+    differences.
+    """
     for spec in manifest.tensors:
         if not is_sound(spec):
             raise RequestRejected(
-                f"reading a weight manifest: tensor {spec.name!r} claims {spec.num_bytes} bytes at {spec.offset} for {spec.dtype} of shape "
-                f"{spec.shape}; send the JSON that the publisher made.",
+                f"reading a weight manifest: tensor {spec.name!r} claims {spec.num_bytes} bytes at "
+                f"{spec.offset} for {spec.dtype} of shape {spec.shape}; send the JSON that the "
+                "publisher made.",
                 param="manifest",
             )
     _check_deltas(manifest.deltas, sum(s.num_bytes for s in manifest.tensors))
 
 
 def _check_deltas(deltas: tuple[Delta, ...], full_bytes: int) -> None:
-    """Refuses differences for which a receiver would set aside and read more than for the whole version."""
+    """Refuses differences for which a receiver would set aside and read more than for the whole
+    version.
+    """
     if len(deltas) > MAX_DELTAS:
         raise RequestRejected(
-            f"reading a weight manifest: {len(deltas)} differences; publish a whole version after {MAX_DELTAS} at most.", param="deltas"
+            (
+                f"reading a weight manifest: {len(deltas)} differences; publish a whole version "
+                f"after {MAX_DELTAS} at most."
+            ),
+            param="deltas",
         )
     for spec in (d.payload for d in deltas):
         if spec.dtype != "U8" or len(spec.shape) != 1 or not is_sound(spec):
             raise RequestRejected(
-                f"reading a weight manifest: a difference claims {spec.num_bytes} bytes at {spec.offset} for {spec.dtype} of shape {spec.shape}; "
-                "send the JSON that the publisher made.",
+                f"reading a weight manifest: a difference claims {spec.num_bytes} bytes at "
+                f"{spec.offset} for {spec.dtype} of shape {spec.shape}; send the JSON that the "
+                "publisher made.",
                 param="deltas",
             )
     if (total := sum(d.payload.num_bytes for d in deltas)) > full_bytes:
         raise RequestRejected(
-            f"reading a weight manifest: differences of {total} bytes for weights of {full_bytes}; publish a whole version.", param="deltas"
+            (
+                f"reading a weight manifest: differences of {total} bytes for weights of "
+                f"{full_bytes}; "
+                "publish a whole version."
+            ),
+            param="deltas",
         )

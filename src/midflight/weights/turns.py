@@ -1,4 +1,6 @@
-"""Who waits for whom: versions and rejoins before the turnstile, and engines that change weights together at the barrier."""
+"""Who waits for whom: versions and rejoins before the turnstile, and engines that change weights
+together at the barrier.
+"""
 
 import asyncio
 from collections.abc import Iterable
@@ -11,7 +13,9 @@ Point: TypeAlias = Literal["paused", "committed"]
 
 
 class Ticket:
-    """A place before the turnstile. `admitted` ends with `None` when the holder may go in, or with the version that took its place."""
+    """A place before the turnstile. `admitted` ends with `None` when the holder may go in, or with
+    the version that took its place.
+    """
 
     def __init__(self) -> None:
         self.admitted: asyncio.Future[Version | None] = asyncio.get_running_loop().create_future()
@@ -25,18 +29,23 @@ class Ticket:
 class Turnstile:
     """Never waits: callers await their ticket, and give it back by `leave` whatever happened.
 
-    Bounded: at most one version waits (a newer one takes its place, and its waiter is told), and one rejoin for each engine.
+    Bounded: at most one version waits (a newer one takes its place, and its waiter is told), and
+    one rejoin for each engine.
     """
 
     def __init__(self) -> None:
         self._inside: dict[Ticket, str | None] = {}
-        """A version (`None`), or the engines that rejoin: one that hangs must not keep another out."""
+        """A version (`None`), or the engines that rejoin: one that hangs must not keep another
+        out.
+        """
         self._version: Ticket | None = None
         self._rejoins: dict[str, Ticket] = {}
         self._newest: WeightManifest | None = None
 
     def for_version(self, manifest: WeightManifest) -> Ticket:
-        """`RequestRejected` when a newer version, or another one of this number, was here before: numbers are never reused."""
+        """`RequestRejected` when a newer version, or another one of this number, was here before:
+        numbers are never reused.
+        """
         self._check(manifest)
         self._newest = manifest
         if self._version is not None:
@@ -54,7 +63,9 @@ class Turnstile:
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
-        """The work is done, or the wait was given up. Lets the next in: a version before rejoins."""
+        """The work is done, or the wait was given up. Lets the next in: a version before
+        rejoins.
+        """
         if self._version is ticket:
             self._version = None
         self._rejoins = {engine: t for engine, t in self._rejoins.items() if t is not ticket}
@@ -67,11 +78,18 @@ class Turnstile:
             return
         if manifest.version < newest.version:
             raise RequestRejected(
-                f"publishing version {manifest.version}: version {newest.version} was published before; numbers only grow.", param="version"
+                (
+                    f"publishing version {manifest.version}: version {newest.version} was "
+                    "published before; numbers only grow."
+                ),
+                param="version",
             )
         if manifest.fingerprint != newest.fingerprint:
             raise RequestRejected(
-                f"publishing version {manifest.version}: other weights of this number were published before; numbers are never reused.",
+                (
+                    f"publishing version {manifest.version}: other weights of this number were "
+                    "published before; numbers are never reused."
+                ),
                 param="version",
             )
 
@@ -95,21 +113,29 @@ class Turnstile:
 
 
 class Barrier:
-    """No engine passes a point before every engine has reached it or has left. Synchronous but for `reach`.
+    """No engine passes a point before every engine has reached it or has left. Synchronous but for
+    `reach`.
 
-    While the first commits, none generates any more; when the first resumes, all serve the new version or are in quarantine.
+    While the first commits, none generates any more; when the first resumes, all serve the new
+    version or are in quarantine.
     """
 
     def __init__(self, engines: Iterable[str]) -> None:
-        """Each of them must `leave` in the end, whatever becomes of it: that and its own deadline bound the others' waits."""
+        """Each of them must `leave` in the end, whatever becomes of it: that and its own deadline
+        bound the others' waits.
+        """
         members = frozenset(engines)
         self.alone = len(members) == 1
         """One engine has nobody to wait for."""
         self._missing: dict[Point, set[str]] = {"paused": set(members), "committed": set(members)}
-        self._passed: dict[Point, asyncio.Event] = {point: asyncio.Event() for point in self._missing}
+        self._passed: dict[Point, asyncio.Event] = {
+            point: asyncio.Event() for point in self._missing
+        }
 
     async def reach(self, point: Point, engine: str) -> None:
-        """Waits for the engines that are still on their way there; ended by their coming or leaving."""
+        """Waits for the engines that are still on their way there; ended by their coming or
+        leaving.
+        """
         self._strike(point, engine)
         await self._passed[point].wait()
 

@@ -1,4 +1,6 @@
-"""A whole request to an ASGI application of this process, without a client library: for code of ours that asks thousands of times."""
+"""A whole request to an ASGI application of this process, without a client library: for code of
+ours that asks thousands of times.
+"""
 
 import asyncio
 
@@ -8,9 +10,16 @@ from midflight.wire.client import Answered
 
 
 async def ask(app: ASGIApp, path: str, body: bytes) -> Answered:
-    """Waits for the whole answer to a POST, in the task of the caller, whose cancellation the application gets as it is."""
+    """Waits for the whole answer to a POST, in the task of the caller, whose cancellation the
+    application gets as it is.
+    """
     exchange = _Exchange(body)
-    scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"content-length", b"%d" % len(body))]}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": [(b"content-length", b"%d" % len(body))],
+    }
     await app(scope, exchange.receive, exchange.send)
     return Answered(exchange.status, b"".join(exchange.parts))
 
@@ -22,7 +31,9 @@ class _Exchange:
         self._body: bytes | None = body
 
     async def receive(self) -> Message:
-        """The body once. Whoever asks again waits for a disconnection that never comes, until it is cancelled."""
+        """The body once. Whoever asks again waits for a disconnection that never comes, until it is
+        cancelled.
+        """
         if self._body is None:
             await asyncio.get_running_loop().create_future()
         body = self._body

@@ -8,7 +8,9 @@ from typing import Self
 import aiohttp
 
 LOSSES = (aiohttp.ClientError, OSError)
-"""Ways in which a connection fails. A time-out is one of them; a caller's own deadline is a cancellation, and is not."""
+"""Ways in which a connection fails. A time-out is one of them; a caller's own deadline is a
+cancellation, and is not.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +22,22 @@ class Answered:
 
 
 class HttpClient:
-    """Connections to one server, open within `async with`. Redirects are not followed: they would take the token elsewhere."""
+    """Connections to one server, open within `async with`. Redirects are not followed: they would
+    take the token elsewhere.
+    """
 
     def __init__(
-        self, url: str, *, lost: Callable[[str], Exception], token: str | None = None, connect_seconds: float = 5.0, line_bytes: int = 2**16
+        self,
+        url: str,
+        *,
+        lost: Callable[[str], Exception],
+        token: str | None = None,
+        connect_seconds: float = 5.0,
+        line_bytes: int = 2**16,
     ) -> None:
-        """`lost` makes the error from what the server did, such as "did not answer /health: ...". `connect_seconds` bound connecting where a call has no
-        bound of its own; the caller may try again. `line_bytes` is the longest line of a streamed answer."""
+        """`lost` makes the error from what the server did, such as "did not answer /health: ...".
+        `connect_seconds` bound connecting where a call has no bound of its own; the caller may try
+        again. `line_bytes` is the longest line of a streamed answer."""
         self._url = url
         self._lost = lost
         self._line_bytes = line_bytes
@@ -35,9 +46,14 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        connections = aiohttp.TCPConnector(limit=0)  # the server admits, and a request waits there and not here
+        # the server admits, and a request waits there and not here
+        connections = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(
-            self._url, headers=self._headers, connector=connections, timeout=self._timeout, read_bufsize=self._line_bytes
+            self._url,
+            headers=self._headers,
+            connector=connections,
+            timeout=self._timeout,
+            read_bufsize=self._line_bytes,
         )
         return self
 
@@ -48,7 +64,13 @@ class HttpClient:
             await session.close()
 
     async def call(
-        self, method: str, path: str, body: bytes | None = None, *, seconds: float | None = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        seconds: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Answered:
         """Waits for the whole answer, whatever its status; for ever, or for `seconds`."""
         async with self.open(method, path, body, seconds=seconds, headers=headers) as answer:
@@ -56,9 +78,17 @@ class HttpClient:
 
     @asynccontextmanager
     async def open(
-        self, method: str, path: str, body: bytes | None = None, *, seconds: float | None = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        seconds: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """An answer that is read in the block; losses there are `lost` too. `seconds` bound the block."""
+        """An answer that is read in the block; losses there are `lost` too. `seconds` bound the
+        block.
+        """
         timeout = self._timeout if seconds is None else aiohttp.ClientTimeout(total=seconds)
         deed = "did not answer"
         try:
@@ -71,9 +101,15 @@ class HttpClient:
             raise self._lost(f"{deed} {path}: {error!r}") from error
 
     @asynccontextmanager
-    async def socket(self, path: str, *, heartbeat_seconds: float) -> AsyncGenerator[aiohttp.ClientWebSocketResponse]:
-        """A WebSocket. Losses are left as they are (`LOSSES`): its two directions see the same one."""
-        async with self._open_session().ws_connect(path, heartbeat=heartbeat_seconds, max_msg_size=0) as socket:
+    async def socket(
+        self, path: str, *, heartbeat_seconds: float
+    ) -> AsyncGenerator[aiohttp.ClientWebSocketResponse]:
+        """A WebSocket. Losses are left as they are (`LOSSES`): its two directions see the same
+        one.
+        """
+        async with self._open_session().ws_connect(
+            path, heartbeat=heartbeat_seconds, max_msg_size=0
+        ) as socket:
             yield socket
 
     def _open_session(self) -> aiohttp.ClientSession:

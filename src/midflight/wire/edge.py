@@ -1,5 +1,6 @@
-"""The edge of every server: tokens, bodies, errors as answers, and clients that disconnect. Plain ASGI, without Starlette's objects; and
-routes for whatever is not called for every answer: Starlette's requests, behind a token, with errors as answers.
+"""The edge of every server: tokens, bodies, errors as answers, and clients that disconnect. Plain
+ASGI, without Starlette's objects; and routes for whatever is not called for every answer:
+Starlette's requests, behind a token, with errors as answers.
 """
 
 import asyncio
@@ -16,7 +17,14 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from midflight.errors import Blame, MidflightError, Overloaded, RequestRejected, Unauthorized, first_error
+from midflight.errors import (
+    Blame,
+    MidflightError,
+    Overloaded,
+    RequestRejected,
+    Unauthorized,
+    first_error,
+)
 from midflight.types import Json
 
 T = TypeVar("T")
@@ -25,14 +33,20 @@ MAX_BODY_BYTES = 64 * 2**20
 """A request body; a million token ids as JSON are about 7 MB."""
 
 MAX_INCOMING_BYTES = 2**30
-"""All bodies that are not whole yet: sixteen of the largest, and far more than all that usual ones ever need at once."""
+"""All bodies that are not whole yet: sixteen of the largest, and far more than all that usual ones
+ever need at once.
+"""
 
 RETRY_AFTER_SECONDS = 1
 """What a retryable refusal advises; clients back off from there."""
 
 FAILED_HERE = "this request failed inside the server; its log has the traceback."
 
-_STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.encode
@@ -47,7 +61,7 @@ class BodyTooLarge(RequestRejected):
     code = "body_too_large"
 
 
-# --- Errors ----------------------------------------------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +74,17 @@ class Fault:
 
 
 def fault_of(error: BaseException) -> Fault:
-    """An error as OpenAI's clients read it: `{"error": {message, type, param, code}}`, with the status of `errors`.
+    """An error as OpenAI's clients read it: `{"error": {message, type, param, code}}`, with the
+    status of `errors`.
 
     An error that is not ours says nothing of its inside: its text is for the log.
     """
     if not isinstance(error, MidflightError):
         return Fault(500, _error_body(FAILED_HERE, "internal_error", None, "internal_error"))
     param = error.param if isinstance(error, RequestRejected) else None
-    return Fault(error.status, _error_body(str(error), _kind(error), param, error.code), retry_headers(error))
+    return Fault(
+        error.status, _error_body(str(error), _kind(error), param, error.code), retry_headers(error)
+    )
 
 
 def plain_fault(status: int, message: str, code: str) -> Fault:
@@ -83,7 +100,9 @@ def retry_seconds(error: BaseException) -> int | None:
 
 
 def retry_headers(error: BaseException) -> tuple[tuple[bytes, bytes], ...]:
-    """When to try again. For a conflict, that it is no use: SDKs retry those, and a conflict stays one."""
+    """When to try again. For a conflict, that it is no use: SDKs retry those, and a conflict stays
+    one.
+    """
     if (seconds := retry_seconds(error)) is not None:
         return ((b"retry-after", b"%d" % seconds),)
     if isinstance(error, MidflightError) and error.status == 409:
@@ -109,7 +128,7 @@ def _error_body(message: str, kind: str, param: str | None, code: str) -> Json:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-# --- Tokens ----------------------------------------------------------------------------------------------------------
+# --- Tokens ---------------------------------------------------------------------------------------
 
 
 def headers_of(scope: Scope) -> Mapping[bytes, bytes]:
@@ -148,14 +167,28 @@ class RequireToken:
         if scope.get("path") == "/health":
             await self._app(scope, receive, send)
         elif same_token(bearer_in(headers_of(scope)), self._token):
-            await self._app({**scope, "headers": [pair for pair in scope["headers"] if pair[0] != b"authorization"]}, receive, send)
+            await self._app(
+                {
+                    **scope,
+                    "headers": [pair for pair in scope["headers"] if pair[0] != b"authorization"],
+                },
+                receive,
+                send,
+            )
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await send_fault(send, fault_of(Unauthorized("a token is needed here: send it as `Authorization: Bearer <token>`.")))
+            await send_fault(
+                send,
+                fault_of(
+                    Unauthorized(
+                        "a token is needed here: send it as `Authorization: Bearer <token>`."
+                    )
+                ),
+            )
 
 
-# --- Bodies ----------------------------------------------------------------------------------------------------------
+# --- Bodies ---------------------------------------------------------------------------------------
 
 
 class _Incoming:
@@ -165,11 +198,11 @@ class _Incoming:
 
 
 async def read_body(receive: Receive, *, declared: bytes | None = None) -> bytes:
-    """Waits for the whole body; ended by the client, which sends it or disconnects (`ClientGone`), or by the server, which cuts off a
-    client that is too slow.
+    """Waits for the whole body; ended by the client, which sends it or disconnects (`ClientGone`),
+    or by the server, which cuts off a client that is too slow.
 
-    `declared`: the `Content-Length`; a body that is too large by it is refused before it is read. `Overloaded` when too much is
-    on its way from all clients together.
+    `declared`: the `Content-Length`; a body that is too large by it is refused before it is read.
+    `Overloaded` when too much is on its way from all clients together.
     """
     if declared is not None:
         _check_room(_num_bytes(declared))
@@ -192,18 +225,26 @@ async def read_body(receive: Receive, *, declared: bytes | None = None) -> bytes
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """The JSON object that a route takes; no body is an empty object. `RequestRejected` says what of it is wrong."""
+    """The JSON object that a route takes; no body is an empty object. `RequestRejected` says what
+    of it is wrong.
+    """
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         _, _, place = str(error).partition(" - at `$.")
         raise RequestRejected(
-            f"reading the body: {error}. Send the JSON object that the page of this route documents.", param=place.strip("`") or None
+            (
+                f"reading the body: {error}. Send the JSON object that the page of this route "
+                "documents."
+            ),
+            param=place.strip("`") or None,
         ) from error
 
 
 def _num_bytes(declared: bytes) -> int:
-    """0 where it is no number: the server refuses that. Digits are bounded: 20 are more than any length."""
+    """0 where it is no number: the server refuses that. Digits are bounded: 20 are more than any
+    length.
+    """
     return int(declared[:20]) if declared.isdigit() else 0
 
 
@@ -211,17 +252,24 @@ def _check_room(size: int) -> None:
     if size > MAX_BODY_BYTES:
         raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes: send less at once.")
     if _Incoming.num_bytes > MAX_INCOMING_BYTES:
-        raise Overloaded(f"more than {MAX_INCOMING_BYTES} bytes of bodies are on their way, the most allowed: send yours again later.")
+        raise Overloaded(
+            f"more than {MAX_INCOMING_BYTES} bytes of bodies are on their way, the most allowed: "
+            "send yours again later."
+        )
 
 
-# --- Clients that disconnect -----------------------------------------------------------------------------------------
+# --- Clients that disconnect ----------------------------------------------------------------------
 
 
 async def with_client(receive: Receive, work: Awaitable[T]) -> T:
-    """Waits for `work`, as long as the client waits for it: when the client disconnects, the work is cancelled and `ClientGone` raised."""
+    """Waits for `work`, as long as the client waits for it: when the client disconnects, the work
+    is cancelled and `ClientGone` raised.
+    """
     try:
         async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(_raise_when_gone(receive), name="watch for the client's disconnect")
+            watch = tasks.create_task(
+                _raise_when_gone(receive), name="watch for the client's disconnect"
+            )
             result = await work
             watch.cancel()
     except BaseExceptionGroup as errors:
@@ -240,17 +288,25 @@ async def _raise_when_gone(receive: Receive) -> NoReturn:
     raise ClientGone
 
 
-# --- Answers ---------------------------------------------------------------------------------------------------------
+# --- Answers --------------------------------------------------------------------------------------
 
 
 def sse(value: Json, *, named: bool = False) -> bytes:
     """One server-sent event; `named` by its `type`."""
     data = b"data: " + _encode(value) + b"\n\n"
-    return b"event: " + str(value["type"]).encode() + b"\n" + data if named and isinstance(value, dict) else data
+    return (
+        b"event: " + str(value["type"]).encode() + b"\n" + data
+        if named and isinstance(value, dict)
+        else data
+    )
 
 
-async def send_json(send: Send, value: Json, *, status: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    await send_bytes(send, _encode(value), status=status, content_type=b"application/json", headers=headers)
+async def send_json(
+    send: Send, value: Json, *, status: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
+    await send_bytes(
+        send, _encode(value), status=status, content_type=b"application/json", headers=headers
+    )
 
 
 async def send_fault(send: Send, fault: Fault) -> None:
@@ -258,10 +314,19 @@ async def send_fault(send: Send, fault: Fault) -> None:
 
 
 async def send_bytes(
-    send: Send, body: bytes, *, status: int = 200, content_type: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
+    send: Send,
+    body: bytes,
+    *,
+    status: int = 200,
+    content_type: bytes,
+    headers: Sequence[tuple[bytes, bytes]] = (),
 ) -> None:
-    whole: Callable[[int, bytes, bytes], bool] | None = None if headers else getattr(send, "whole", None)
-    if whole is not None and whole(status, b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body)), body):
+    whole: Callable[[int, bytes, bytes], bool] | None = (
+        None if headers else getattr(send, "whole", None)
+    )
+    if whole is not None and whole(
+        status, b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body)), body
+    ):
         return
     fixed = ((b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers)
     await send({"type": "http.response.start", "status": status, "headers": fixed})
@@ -269,14 +334,16 @@ async def send_bytes(
 
 
 async def start_stream(send: Send, *, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": (*_STREAM_HEADERS, *headers)})
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": (*_STREAM_HEADERS, *headers)}
+    )
 
 
 async def send_more(send: Send, body: bytes, *, last: bool = False) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": not last})
 
 
-# --- Starlette's routes -----------------------------------------------------------------------------------------------
+# --- Starlette's routes ---------------------------------------------------------------------------
 
 
 PACKED = "application/octet-stream"
@@ -290,14 +357,23 @@ class StrictBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def route(
-    path: str, verb: Verb, *, token: str | None = None, method: str = "POST", fault: Callable[[Exception], Fault] = fault_of
+    path: str,
+    verb: Verb,
+    *,
+    token: str | None = None,
+    method: str = "POST",
+    fault: Callable[[Exception], Fault] = fault_of,
 ) -> BaseRoute:
-    """A route whose errors become answers, in the shape that `fault` gives them. With `token`, only for whoever sends that."""
+    """A route whose errors become answers, in the shape that `fault` gives them. With `token`, only
+    for whoever sends that.
+    """
 
     async def answered(request: Request) -> Response:
         try:
             if token is not None and not holds(request, token):
-                raise Unauthorized(f"{path} needs a token: send it as `Authorization: Bearer <token>`.")
+                raise Unauthorized(
+                    f"{path} needs a token: send it as `Authorization: Bearer <token>`."
+                )
             return await verb(request)
         except ClientGone:
             return Response(status_code=499)  # nobody reads it
@@ -324,7 +400,10 @@ async def body_of(request: Request, kind: type[T]) -> T:
 
 def wants(request: Request, kinds: Sequence[str]) -> str:
     """Which of these media types the client asks for; the first when it says nothing about them."""
-    accepted = [part.partition(";")[0].strip().lower() for part in request.headers.get("accept", "").split(",")]
+    accepted = [
+        part.partition(";")[0].strip().lower()
+        for part in request.headers.get("accept", "").split(",")
+    ]
     return next((kind for kind in accepted if kind in kinds), kinds[0])
 
 
@@ -348,6 +427,8 @@ def metrics_route(registry: CollectorRegistry, *, token: str | None = None) -> B
 
 
 def local_address(request: Request) -> str:
-    """Where the client's connection ends, by the socket: a header could name any place, and lead those who are given it there."""
+    """Where the client's connection ends, by the socket: a header could name any place, and lead
+    those who are given it there.
+    """
     host, port = request.scope["server"]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

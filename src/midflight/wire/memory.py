@@ -1,7 +1,8 @@
-"""A transport for the OpenAI SDK's HTTP client that calls the application in this process: no socket, no server, streaming.
+"""A transport for the OpenAI SDK's HTTP client that calls the application in this process: no
+socket, no server, streaming.
 
-Agents in the rollout process use it: the SDK stays unmodified, and so does the application. Under virtual time it is the
-only wire there is.
+Agents in the rollout process use it: the SDK stays unmodified, and so does the application. Under
+virtual time it is the only wire there is.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ else:
         import httpx  # the one it used before; the same transport interface
 
 _MAX_PARTS = 64
-"""Parts of a body that may wait for a reader; then the application waits in `send`, as it would for a socket."""
+"""Parts of a body that may wait for a reader; then the application waits in `send`, as it would for
+a socket.
+"""
 
 
 class MemoryTransport(httpx.AsyncBaseTransport):
     """Calls `app` for each request, in a task of `tasks`: the owner's group ends them all.
 
-    When a client leaves, the application receives `http.disconnect`, as from a server, and ends when it wants to.
+    When a client leaves, the application receives `http.disconnect`, as from a server, and ends
+    when it wants to.
     """
 
     def __init__(self, app: ASGIApp, tasks: asyncio.TaskGroup) -> None:
@@ -36,9 +40,13 @@ class MemoryTransport(httpx.AsyncBaseTransport):
         self._tasks = tasks
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Waits for the response to start; ended by the application, or by cancellation: then the client has left."""
+        """Waits for the response to start; ended by the application, or by cancellation: then the
+        client has left.
+        """
         exchange = _MemoryAnswer(await request.aread(), is_head=request.method == "HEAD")
-        self._tasks.create_task(exchange.run(self._app, _scope(request)), name=f"{request.method} in memory")
+        self._tasks.create_task(
+            exchange.run(self._app, _scope(request)), name=f"{request.method} in memory"
+        )
         try:
             await exchange.started
         except BaseException:
@@ -48,7 +56,9 @@ class MemoryTransport(httpx.AsyncBaseTransport):
 
 
 class _MemoryAnswer(httpx.AsyncByteStream):
-    """One request and its response. Reading it waits for parts of the body; closing it early means that the client has left."""
+    """One request and its response. Reading it waits for parts of the body; closing it early means
+    that the client has left.
+    """
 
     def __init__(self, body: bytes, *, is_head: bool) -> None:
         self.status = 500
@@ -69,11 +79,14 @@ class _MemoryAnswer(httpx.AsyncByteStream):
         self._watcher: asyncio.Future[None] | None = None
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
-        """Waits for the application. An error of it is the client's connection error, never the task group's."""
+        """Waits for the application. An error of it is the client's connection error, never the
+        task group's.
+        """
         error = httpx.RemoteProtocolError("the application ended without a whole response")
         try:
             await app(scope, self._receive, _MemorySend(self))
-        except Exception as failure:  # the edge: what a server would log and answer by cutting the connection
+        except Exception as failure:
+            # the edge: what a server would log and answer by cutting the connection
             error = httpx.RemoteProtocolError(f"the application failed: {failure!r}")
         finally:
             self._ended = True
@@ -109,7 +122,9 @@ class _MemoryAnswer(httpx.AsyncByteStream):
             self.go()
 
     async def _receive(self) -> Message:
-        """The body once; then waits for the client to leave, or for the end of the response, as a server does."""
+        """The body once; then waits for the client to leave, or for the end of the response, as a
+        server does.
+        """
         if self._request is not None:
             message = self._request
             self._request = None
@@ -137,7 +152,9 @@ class _MemoryAnswer(httpx.AsyncByteStream):
         _resolve(self._reader)
 
     def push(self, body: bytes) -> bool:
-        """As a server's: more of the body from outside the task that answers; False where the reader is far behind then."""
+        """As a server's: more of the body from outside the task that answers; False where the
+        reader is far behind then.
+        """
         if body and not self._gone:
             self._parts.append(body)
             _resolve(self._reader)

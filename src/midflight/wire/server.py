@@ -1,4 +1,6 @@
-"""An ASGI application under uvicorn, on a given socket, in an event loop and process that do more than serve it."""
+"""An ASGI application under uvicorn, on a given socket, in an event loop and process that do more
+than serve it.
+"""
 
 import asyncio
 import contextlib
@@ -10,31 +12,47 @@ from collections.abc import Callable, Collection, Generator
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from midflight.errors import ConfigError, Stopping
 from midflight.wire.edge import Fault, fault_of, headers_of, plain_fault, send_fault
 
 HEAD_SECONDS = 30.0
-"""For a client to send the head of a request, once it has connected or begun: a slower one would hold its place for ever."""
+"""For a client to send the head of a request, once it has connected or begun: a slower one would
+hold its place for ever.
+"""
 BODY_BYTES = 4096
 BODY_SECONDS = 60.0
-"""After the head, at least `BODY_BYTES` of the body must come in each `BODY_SECONDS`, unless the application has yet to take what is there: a body may
-take as long as it moves, and a client that sends next to nothing would hold its place for ever."""
+"""After the head, at least `BODY_BYTES` of the body must come in each `BODY_SECONDS`, unless the
+application has yet to take what is there: a body may take as long as it moves, and a client that
+sends next to nothing would hold its place for ever."""
 IDLE_SECONDS = 75
-"""A connection is kept this long without a request. Clients drop theirs sooner (usual: 5 to 60 s), so that none asks on one that is
-being closed."""
+"""A connection is kept this long without a request. Clients drop theirs sooner (usual: 5 to 60 s),
+so that none asks on one that is being closed."""
 LAST_WORDS_SECONDS = 0.3
-"""For what was told to end to be answered, and again for what was cancelled: parts of a second, because a run stops within five."""
+"""For what was told to end to be answered, and again for what was cancelled: parts of a second,
+because a run stops within five.
+"""
 UNREAD_SECONDS = 120.0
-"""A client that takes nothing of its answer for so long is cut off: it would hold its place for ever."""
+"""A client that takes nothing of its answer for so long is cut off: it would hold its place for
+ever.
+"""
 
 
 async def serve_app(
-    app: ASGIApp, listener: socket.socket, *, ready: Callable[[], None], stopping: Callable[[], None] | None = None
+    app: ASGIApp,
+    listener: socket.socket,
+    *,
+    ready: Callable[[], None],
+    stopping: Callable[[], None] | None = None,
 ) -> None:
-    """Serves until cancelled, then drops every connection. `ready` is called once connections are accepted, `stopping` first when it
-    ends: what that makes end is answered. Whatever else is under way is answered 503, unless its answer has begun.
+    """Serves until cancelled, then drops every connection. `ready` is called once connections are
+    accepted, `stopping` first when it ends: what that makes end is answered. Whatever else is under
+    way is answered 503, unless its answer has begun.
 
     There is no access log: paths hold the secrets of sessions. Signals are left to the process.
     """
@@ -69,7 +87,9 @@ async def serve_app(
 
 
 def _failed(record: logging.LogRecord) -> bool:
-    """A request that is dropped has not failed, though uvicorn logs the cancellation of its task as an error."""
+    """A request that is dropped has not failed, though uvicorn logs the cancellation of its task as
+    an error.
+    """
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
@@ -88,12 +108,16 @@ class _Answered:
             await self._app(scope, receive, sending)
         except asyncio.CancelledError:
             if not sending.begun:
-                await send_fault(send, fault_of(Stopping("the server is stopping: try again when it is back.")))
+                await send_fault(
+                    send, fault_of(Stopping("the server is stopping: try again when it is back."))
+                )
             raise
 
 
 class _Sending:
-    """The server's `send`, which also sends more of an answer from outside the task that answers."""
+    """The server's `send`, which also sends more of an answer from outside the task that
+    answers.
+    """
 
     __slots__ = ("_cycle", "_send", "begun")
 
@@ -108,10 +132,17 @@ class _Sending:
         await self._send(message)
 
     def whole(self, status: int, head: bytes, body: bytes) -> bool:
-        """All of an answer in one write, where the client keeps up and its connection goes on. Says whether it was sent: else it must go by
-        `send`. `head` is trusted to be right, length included."""
+        """All of an answer in one write, where the client keeps up and its connection goes on. Says
+        whether it was sent: else it must go by `send`. `head` is trusted to be right, length
+        included."""
         cycle = self._cycle
-        if cycle is None or cycle.response_started or cycle.disconnected or cycle.flow.write_paused or not cycle.keep_alive:
+        if (
+            cycle is None
+            or cycle.response_started
+            or cycle.disconnected
+            or cycle.flow.write_paused
+            or not cycle.keep_alive
+        ):
             return False
         if cycle.scope["method"] == "HEAD":
             return False
@@ -124,8 +155,9 @@ class _Sending:
         return True
 
     def push(self, body: bytes) -> bool:
-        """More of an answer whose length is not known, while nobody is in `send`. Says whether the client keeps up: else the next must go
-        by `send`, which waits. Without bytes nothing is sent."""
+        """More of an answer whose length is not known, while nobody is in `send`. Says whether the
+        client keeps up: else the next must go by `send`, which waits. Without bytes nothing is
+        sent."""
         cycle = self._cycle
         if cycle is None or not cycle.chunked_encoding:
             return False
@@ -135,16 +167,20 @@ class _Sending:
 
 
 class _ClientConnection(HttpToolsProtocol):
-    """Cuts off a client that reads nothing or does not finish its request, and refuses what is not HTTP in the shape of any other error.
+    """Cuts off a client that reads nothing or does not finish its request, and refuses what is not
+    HTTP in the shape of any other error.
 
-    A client that ends its side counts as gone, since nothing tells it from one that has closed the connection.
+    A client that ends its side counts as gone, since nothing tells it from one that has closed the
+    connection.
     """
 
     _stalled: asyncio.TimerHandle | None = None
     _late: asyncio.TimerHandle | None = None
     """Runs until a request is whole: so a wait for its body needs no deadline of its own."""
     _has_begun = _has_head = _has_waited = False
-    """Whether anything was said on the connection; of the request that is coming in, whether its head is whole, and had its time."""
+    """Whether anything was said on the connection; of the request that is coming in, whether its
+    head is whole, and had its time.
+    """
     _num_come = 0
     """Bytes of the body, since its time began."""
 
@@ -200,7 +236,9 @@ class _ClientConnection(HttpToolsProtocol):
 
     def _await_request(self, seconds: float | None = None) -> None:
         if self._late is None:
-            self._late = self.loop.call_later(HEAD_SECONDS if seconds is None else seconds, self._cut_off)
+            self._late = self.loop.call_later(
+                HEAD_SECONDS if seconds is None else seconds, self._cut_off
+            )
 
     def _is_whole(self) -> None:
         if self._late is not None:
@@ -208,7 +246,9 @@ class _ClientConnection(HttpToolsProtocol):
             self._late = None
 
     def _cut_off(self) -> None:
-        """A connection on which nothing has been said is closed without a word; one whose answer is under way has time until that ends."""
+        """A connection on which nothing has been said is closed without a word; one whose answer is
+        under way has time until that ends.
+        """
         self._late = None
         answered = getattr(self.cycle, "response_complete", True)
         if not self._has_begun:
@@ -216,7 +256,9 @@ class _ClientConnection(HttpToolsProtocol):
         elif self.pipeline or not (self._has_head or answered):
             self._await_request()
         elif not self._has_head:
-            message = f"the head of the request was not whole after {HEAD_SECONDS:g} s: send it at once."
+            message = (
+                f"the head of the request was not whole after {HEAD_SECONDS:g} s: send it at once."
+            )
             self._refuse(b"408 Request Timeout", plain_fault(408, message, "head_too_slow"))
         elif not self._has_waited or self._num_come >= BODY_BYTES or self.flow.read_paused:
             self._has_waited = True
@@ -225,7 +267,10 @@ class _ClientConnection(HttpToolsProtocol):
         elif answered:
             self.transport.close()
         else:
-            message = f"less than {BODY_BYTES} bytes of the body came in {BODY_SECONDS:g} s: send it faster."
+            message = (
+                f"less than {BODY_BYTES} bytes of the body came in {BODY_SECONDS:g} s: send "
+                "it faster."
+            )
             self._refuse(b"408 Request Timeout", plain_fault(408, message, "body_too_slow"))
 
     def _reading(self) -> None:
@@ -276,7 +321,8 @@ ANY_HOST = "*"
 class OnlyHosts:
     """An application for requests that call it by an address of loopback or one of `names`.
 
-    A web page whose own name was made to lead here (DNS rebinding) has its visitors' browsers ask by that name. `ANY_HOST` lets it.
+    A web page whose own name was made to lead here (DNS rebinding) has its visitors' browsers ask
+    by that name. `ANY_HOST` lets it.
     """
 
     def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
@@ -291,14 +337,15 @@ class OnlyHosts:
             await send({"type": "websocket.close", "code": 1008})
         else:
             message = (
-                f"this server does not answer for the host {name[:80]!r}: ask 127.0.0.1 or localhost, or add the name to gateway.hosts."
+                f"this server does not answer for the host {name[:80]!r}: ask 127.0.0.1 or "
+                "localhost, or add the name to gateway.hosts."
             )
             await send_fault(send, plain_fault(421, message, "unknown_host"))
 
 
 def guarded(app: ASGIApp, *, host: str, names: Collection[str]) -> ASGIApp:
-    """The application as it may listen on `host`: on loopback it answers to the names of loopback and to `names`, elsewhere to any, as
-    it does with `ANY_HOST` among them."""
+    """The application as it may listen on `host`: on loopback it answers to the names of loopback
+    and to `names`, elsewhere to any, as it does with `ANY_HOST` among them."""
     return app if ANY_HOST in names or not is_loopback(host) else OnlyHosts(app, names)
 
 
@@ -308,7 +355,9 @@ def _name_of(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address; a name counts as others do, `localhost` excepted."""
+    """Whether only this machine reaches the address; a name counts as others do, `localhost`
+    excepted.
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -316,28 +365,40 @@ def is_loopback(host: str) -> bool:
 
 
 def exposure(host: str, *, anonymous: bool) -> str | None:
-    """What listening there exposes, as a warning; None on loopback. `anonymous`: requests without a session are answered."""
+    """What listening there exposes, as a warning; None on loopback. `anonymous`: requests without a
+    session are answered.
+    """
     if is_loopback(host):
         return None
-    generation = "generation for everybody, without a token" if anonymous else "generation for whoever holds a session's address"
+    generation = (
+        "generation for everybody, without a token"
+        if anonymous
+        else "generation for whoever holds a session's address"
+    )
     return (
-        f"warning: {host} can be reached from other machines, and there is no TLS. Exposed are {generation}; /health and, unless gateway.private_metrics, /metrics for everybody; "
-        "the control plane and /midflight/v1 for whoever holds the control token. Listen on 127.0.0.1 behind a proxy, or keep the network private."
+        f"warning: {host} can be reached from other machines, and there is no TLS. Exposed are "
+        f"{generation}; /health and, unless gateway.private_metrics, /metrics for everybody; the "
+        "control plane and /midflight/v1 for whoever holds the control token. Listen on 127.0.0.1 "
+        "behind a proxy, or keep the network private."
     )
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, inherited by the part that serves it: the address is known before the part is, and outlives it."""
+    """A listening socket, inherited by the part that serves it: the address is known before the
+    part is, and outlives it.
+    """
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it. Else an answer in two writes waits 40 ms for the client to acknowledge the first.
+        # Connections inherit it. Else an answer in two writes waits 40 ms for the client to
+        # acknowledge the first.
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.bind((host, port))
     except OSError as error:
         made.close()
         raise ConfigError(
-            f"listening on {host}:{port}: {error.strerror}; choose another port (gateway.port, --port), or 0 for a free one"
+            f"listening on {host}:{port}: {error.strerror}; choose another port (gateway.port, "
+            "--port), or 0 for a free one"
         ) from error
     made.listen(1024)
     made.setblocking(False)

@@ -1,1 +1,3 @@
-"""The embedded engine: continuous batching over any decoder-only model of `transformers`, in this process."""
+"""The embedded engine: continuous batching over any decoder-only model of `transformers`, in this
+process.
+"""

@@ -1,4 +1,6 @@
-"""Attention over one slot of keys and values per running sequence, plugged into `transformers` through its interface."""
+"""Attention over one slot of keys and values per running sequence, plugged into `transformers`
+through its interface.
+"""
 
 import math
 import mmap
@@ -22,15 +24,18 @@ Stretch = tuple[Tensor, ...]
 
 
 class KvCache:
-    """For each attention a line of keys and one of values, [slots, kv_heads, context, head_dim]. Lines are made at the first write, and their
-    context grows by doubling; the last doubling ends at `max_context`.
+    """For each attention a line of keys and one of values, [slots, kv_heads, context, head_dim].
+    Lines are made at the first write, and their context grows by doubling; the last doubling ends
+    at `max_context`.
 
-    An attention is (layer, how often the layer has attended before in the same step): some architectures attend twice. Heads and sizes are
-    learned from the first keys written, so any attention shape fits. On a CPU, room takes memory only when it is written to.
+    An attention is (layer, how often the layer has attended before in the same step): some
+    architectures attend twice. Heads and sizes are learned from the first keys written, so any
+    attention shape fits. On a CPU, room takes memory only when it is written to.
 
-    Behind the step that wrote them first, lines of equal shape lie in one block, [slots, lines, kv_heads, context, head_dim]: what is kept of
-    a sequence is copied in one piece. Entries past a sequence's length are finite garbage: they are masked, and a masked value must not be
-    NaN because 0 * NaN is NaN.
+    Behind the step that wrote them first, lines of equal shape lie in one block, [slots, lines,
+    kv_heads, context, head_dim]: what is kept of a sequence is copied in one piece. Entries past a
+    sequence's length are finite garbage: they are masked, and a masked value must not be NaN
+    because 0 * NaN is NaN.
     """
 
     def __init__(self, *, max_slots: int, max_context: int) -> None:
@@ -60,15 +65,22 @@ class KvCache:
         self._look()
 
     def line(self, place: Place, *, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values of all slots; new ones where there are none yet, for tokens such as these, [N, kv_heads, size] each."""
+        """Keys and values of all slots; new ones where there are none yet, for tokens such as
+        these, [N, kv_heads, size] each.
+        """
         if place not in self._lines:
-            empty = [_zeros((self._slots, new.shape[1], self.context, new.shape[-1]), like=new) for new in like]
+            empty = [
+                _zeros((self._slots, new.shape[1], self.context, new.shape[-1]), like=new)
+                for new in like
+            ]
             self._lines[place] = empty[0], empty[1]
             self._loose.append(place)
         return self._lines[place]
 
     def read(self, place: Place, slots: Tensor | slice, *, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [b, kv_heads, length, head_dim] of some slots; a view where `slots` is a slice."""
+        """Keys and values [b, kv_heads, length, head_dim] of some slots; a view where `slots` is a
+        slice.
+        """
         keys, values = self._lines[place]
         return keys[slots, :, :length], values[slots, :, :length]
 
@@ -80,7 +92,8 @@ class KvCache:
 
     def put(self, slot: int, stretch: Stretch, *, start: int, num: int) -> None:
         """Writes the first `num` entries of what was taken, from `start` on."""
-        for block, taken in zip(self._blocks, stretch, strict=False):  # an attention that came later has a block of its own
+        # an attention that came later has a block of its own
+        for block, taken in zip(self._blocks, stretch, strict=False):
             block[slot, :, :, start : start + num] = taken[:, :, :num]
 
     def _gather(self) -> None:
@@ -89,14 +102,21 @@ class KvCache:
         for place in self._loose:
             for kind, line in enumerate(self._lines[place]):
                 alike.setdefault((line.shape[1], line.shape[-1]), []).append((place, kind))
-        self._blocks += [torch.stack([self._lines[place][kind] for place, kind in lines], 1) for lines in alike.values()]
+        self._blocks += [
+            torch.stack([self._lines[place][kind] for place, kind in lines], 1)
+            for lines in alike.values()
+        ]
         self._where += alike.values()
         self._loose = []
         self._look()
 
     def _look(self) -> None:
         """Finds the lines where they are now."""
-        found = {at: block[:, line] for block, lines in zip(self._blocks, self._where, strict=True) for line, at in enumerate(lines)}
+        found = {
+            at: block[:, line]
+            for block, lines in zip(self._blocks, self._where, strict=True)
+            for line, at in enumerate(lines)
+        }
         self._lines = {place: (found[place, 0], found[place, 1]) for place in self._lines}
 
     def _grown(self, old: Tensor) -> Tensor:
@@ -118,7 +138,9 @@ def _halved(most: int, *, least: int) -> int:
 
 
 def _zeros(shape: tuple[int, ...], *, like: Tensor) -> Tensor:
-    """Zeros that take no memory on a CPU before they are written to. The kernel gives such pages; torch's own zeros are written at once."""
+    """Zeros that take no memory on a CPU before they are written to. The kernel gives such pages;
+    torch's own zeros are written at once.
+    """
     num_bytes = math.prod(shape) * like.itemsize
     if like.device.type != "cpu" or num_bytes < mmap.PAGESIZE:
         return like.new_zeros(shape)
@@ -126,8 +148,12 @@ def _zeros(shape: tuple[int, ...], *, like: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 
-def slot_rows(slots: Tensor, positions: Tensor, *, num_heads: int, context: int, stride: int) -> Tensor:
-    """Rows of a line seen as [.., head_dim], token by token: row(n, h) = slot_n * stride + h * context + position_n."""
+def slot_rows(
+    slots: Tensor, positions: Tensor, *, num_heads: int, context: int, stride: int
+) -> Tensor:
+    """Rows of a line seen as [.., head_dim], token by token: row(n, h) = slot_n * stride + h *
+    context + position_n.
+    """
     heads = torch.arange(0, num_heads * context, context, device=slots.device)
     return ((slots * stride + positions)[:, None] + heads).view(-1)
 
@@ -144,15 +170,18 @@ class Reach(NamedTuple):
     window: int | None = None
     """Only so many keys back, their own among them."""
     chunk: int | None = None
-    """Only keys of the stretch of so many positions, counted from the first, in which they stand themselves."""
+    """Only keys of the stretch of so many positions, counted from the first, in which they stand
+    themselves.
+    """
 
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """Sequences [b] of about equal query length, attended together as [b, Q] queries over [b, K] keys.
+    """Sequences [b] of about equal query length, attended together as [b, Q] queries over [b, K]
+    keys.
 
-    Its tokens are [start, end) of the flattened step. Only queries are padded here; linear layers never see padding. `rows` and
-    `picks` are `None` where the queries are the tokens in order.
+    Its tokens are [start, end) of the flattened step. Only queries are padded here; linear layers
+    never see padding. `rows` and `picks` are `None` where the queries are the tokens in order.
     """
 
     slots: Tensor | slice
@@ -169,7 +198,9 @@ class Bucket:
     """Made by the first layer of a step that asks for it."""
 
     def mask(self, reach: Reach, dtype: torch.dtype) -> Tensor:
-        """[b, 1, Q, K]: 0 where a query may look (keys up to its own position, within `reach`), -inf elsewhere."""
+        """[b, 1, Q, K]: 0 where a query may look (keys up to its own position, within `reach`),
+        -inf elsewhere.
+        """
         keys = torch.arange(self.num_keys, device=self.positions.device)
         positions = self.positions[..., None]
         hidden = keys > positions
@@ -177,13 +208,17 @@ class Bucket:
             hidden |= keys <= positions - reach.window
         if reach.chunk is not None:
             hidden |= keys < positions - positions % reach.chunk
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+            hidden, -torch.inf
+        )
         return mask[:, None]
 
 
 @dataclass(slots=True, eq=False)
 class StepPlaces:
-    """Where the N tokens of a step live, and how they attend; the same for all layers but for what `reaches` says."""
+    """Where the N tokens of a step live, and how they attend; the same for all layers but for what
+    `reaches` says.
+    """
 
     cache: KvCache
     slots: Tensor
@@ -194,13 +229,17 @@ class StepPlaces:
     reaches: Mapping[int, Reach]
     """By layer, where the model says it in its configuration."""
     rows: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
-    """By the number of key heads and the rows of a slot, made by the first layer of a step that has so many."""
+    """By the number of key heads and the rows of a slot, made by the first layer of a step that has
+    so many.
+    """
     times: dict[int, int] = field(default_factory=dict[int, int])
     """How often each layer has attended in this step."""
 
     def write(self, place: Place, keys: Tensor, values: Tensor) -> None:
         """Stores the step's tokens: keys [N, kv_heads, D], values [N, kv_heads, E]."""
-        for line, new in zip(self.cache.line(place, like=(keys, values)), (keys, values), strict=True):
+        for line, new in zip(
+            self.cache.line(place, like=(keys, values)), (keys, values), strict=True
+        ):
             slots, heads, context, size = line.shape
             stride = line.stride(0) // size
             rows = torch.as_strided(line, ((slots - 1) * stride + heads * context, size), (size, 1))
@@ -209,7 +248,11 @@ class StepPlaces:
     def _token_rows(self, num_heads: int, stride: int) -> Tensor:
         if (num_heads, stride) not in self.rows:
             self.rows[num_heads, stride] = slot_rows(
-                self.slots, self.positions, num_heads=num_heads, context=self.cache.context, stride=stride
+                self.slots,
+                self.positions,
+                num_heads=num_heads,
+                context=self.cache.context,
+                stride=stride,
             )
         return self.rows[num_heads, stride]
 
@@ -221,7 +264,9 @@ class StepPlaces:
 
 
 STEP: Final[ContextVar[StepPlaces | None]] = ContextVar("midflight_step", default=None)
-"""The engine step that this thread runs. Not handed through the model, because many architectures do not pass on what they do not know."""
+"""The engine step that this thread runs. Not handed through the model, because many architectures
+do not pass on what they do not know.
+"""
 
 
 class Weighing(NamedTuple):
@@ -246,41 +291,84 @@ def slot_attention(
     s_aux: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Query, key and value are [1, heads, N, D] over the flattened tokens of a step; returns [1, N, heads, D].
+    """Query, key and value are [1, heads, N, D] over the flattened tokens of a step; returns [1, N,
+    heads, D].
 
-    Outside an engine step the model attends as it does with `sdpa`, so that the same model also trains and evaluates.
+    Outside an engine step the model attends as it does with `sdpa`, so that the same model also
+    trains and evaluates.
     """
     step = STEP.get()
     weighing = None if softcap is None and s_aux is None else Weighing(scaling, softcap, s_aux)
     if step is None:
         if weighing is not None:
             return _weighed_outside(query, key, value, attention_mask, weighing), None
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **options)  # pyright: ignore[reportArgumentType]
-    if not _UNKNOWN.isdisjoint(options) and (used := [name for name in _UNKNOWN if options.get(name) is not None]):
-        raise NotSupported(f"running the model: its attention uses {used[0]!r}, which the embedded engine does not compute")
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            **options,  # pyright: ignore[reportArgumentType]
+        )
+    if not _UNKNOWN.isdisjoint(options) and (
+        used := [name for name in _UNKNOWN if options.get(name) is not None]
+    ):
+        raise NotSupported(
+            f"running the model: its attention uses {used[0]!r}, which the embedded engine does "
+            "not compute"
+        )
     layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
     place = step.place(layer)
     step.write(place, key[0].transpose(0, 1), value[0].transpose(0, 1))
     reach = step.reaches.get(layer, _EVERYWHERE)
     if sliding_window is not None:
         reach = Reach(sliding_window, reach.chunk)
-    return attend(query[0].transpose(0, 1), place, step, scale=scaling, weighing=weighing, reach=reach)[None], None
+    return attend(
+        query[0].transpose(0, 1), place, step, scale=scaling, weighing=weighing, reach=reach
+    )[None], None
 
 
 _EVERYWHERE: Final = Reach()
 
 
-def attend(queries: Tensor, place: Place, step: StepPlaces, *, scale: float | None, weighing: Weighing | None, reach: Reach) -> Tensor:
-    """Queries [N, heads, D] of a step's tokens over the keys kept at `place`, theirs among them -> [N, heads, E]."""
+def attend(
+    queries: Tensor,
+    place: Place,
+    step: StepPlaces,
+    *,
+    scale: float | None,
+    weighing: Weighing | None,
+    reach: Reach,
+) -> Tensor:
+    """Queries [N, heads, D] of a step's tokens over the keys kept at `place`, theirs among them ->
+    [N, heads, E].
+    """
     outputs = [
-        _attend(queries[bucket.start : bucket.end], place, step.cache, bucket, scale=scale, weighing=weighing, reach=reach)
+        _attend(
+            queries[bucket.start : bucket.end],
+            place,
+            step.cache,
+            bucket,
+            scale=scale,
+            weighing=weighing,
+            reach=reach,
+        )
         for bucket in step.buckets
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _attend(
-    queries: Tensor, place: Place, cache: KvCache, bucket: Bucket, *, scale: float | None, weighing: Weighing | None, reach: Reach
+    queries: Tensor,
+    place: Place,
+    cache: KvCache,
+    bucket: Bucket,
+    *,
+    scale: float | None,
+    weighing: Weighing | None,
+    reach: Reach,
 ) -> Tensor:
     if bucket.rows is not None:
         queries = queries[bucket.rows]
@@ -293,22 +381,32 @@ def _attend(
     kv_heads = keys.shape[1]
     if weighing is not None:
         split = queries.reshape(num, length, heads, -1).transpose(1, 2)
-        out = weighed(split, keys, values, mask=mask, weighing=weighing).transpose(1, 2).reshape(num * length, heads, -1)
+        out = (
+            weighed(split, keys, values, mask=mask, weighing=weighing)
+            .transpose(1, 2)
+            .reshape(num * length, heads, -1)
+        )
     elif length == 1:
         # The query heads that share a key head stand where queries stand: no key is repeated.
         grouped = queries.reshape(num, kv_heads, heads // kv_heads, -1)
         mask = mask.expand(-1, -1, heads // kv_heads, -1)
-        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).reshape(num, heads, -1)
+        out = scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=mask, scale=scale
+        ).reshape(num, heads, -1)
     else:
         split = queries.reshape(num, length, heads, -1).transpose(1, 2)
-        out = scaled_dot_product_attention(split, keys, values, attn_mask=mask, scale=scale, enable_gqa=heads != kv_heads)
+        out = scaled_dot_product_attention(
+            split, keys, values, attn_mask=mask, scale=scale, enable_gqa=heads != kv_heads
+        )
         out = out.transpose(1, 2).reshape(num * length, heads, -1)
     return out if bucket.picks is None else out[bucket.picks]
 
 
-def weighed(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, weighing: Weighing) -> Tensor:
-    """Attention with a softcap or sinks: query [b, heads, Q, D], key [b, kv_heads, K, D], value [b, kv_heads, K, E], mask [b, 1, Q, K] added
-    to the scores -> [b, heads, Q, E].
+def weighed(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, weighing: Weighing
+) -> Tensor:
+    """Attention with a softcap or sinks: query [b, heads, Q, D], key [b, kv_heads, K, D], value [b,
+    kv_heads, K, E], mask [b, 1, Q, K] added to the scores -> [b, heads, Q, E].
 
         w_k = exp(s_k) / (sum_j exp(s_j) + exp(sink)), s = c tanh(scale q k / c) + mask
 
@@ -317,29 +415,42 @@ def weighed(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, weighing
     (num, heads, length, size), kv_heads = query.shape, key.shape[1]
     scale = size**-0.5 if weighing.scale is None else weighing.scale
     grouped = query.reshape(num, kv_heads, heads // kv_heads * length, size)
-    scores = (grouped @ key.transpose(-1, -2) * scale).view(num, kv_heads, heads // kv_heads, length, -1)
+    scores = (grouped @ key.transpose(-1, -2) * scale).view(
+        num, kv_heads, heads // kv_heads, length, -1
+    )
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if weighing.softcap is not None:
         scores = weighing.softcap * torch.tanh(scores / weighing.softcap)
     scores = scores + mask[:, :, None]
     if weighing.sinks is not None:
-        sinks = weighing.sinks.to(scores.dtype).view(kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        sinks = (
+            weighing.sinks.to(scores.dtype).view(kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        )
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
     return (weights.reshape(num, kv_heads, -1, key.shape[2]) @ value).view(num, heads, length, -1)
 
 
-def _weighed_outside(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, weighing: Weighing) -> Tensor:
-    """Outside a step: [b, heads, Q, D] -> [b, Q, heads, E]. No mask means that the queries, the last of the keys, see all before them."""
+def _weighed_outside(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, weighing: Weighing
+) -> Tensor:
+    """Outside a step: [b, heads, Q, D] -> [b, Q, heads, E]. No mask means that the queries, the
+    last of the keys, see all before them.
+    """
     length = query.shape[2]
     num_keys = key.shape[2]
     if mask is None:
-        mask = torch.ones(1, 1, length, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - length)
+        mask = torch.ones(1, 1, length, num_keys, dtype=torch.bool, device=query.device).tril(
+            num_keys - length
+        )
     if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, torch.finfo(query.dtype).min)
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(
+            ~mask, torch.finfo(query.dtype).min
+        )
     return weighed(query, key, value, mask=mask, weighing=weighing).transpose(1, 2)
 
 
 AttentionInterface.register(ATTENTION, slot_attention)
-# Used only outside engine steps: a step passes a mask of four dimensions, which transformers leaves as it is.
+# Used only outside engine steps: a step passes a mask of four dimensions, which transformers leaves
+# as it is.
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -16,7 +16,9 @@ _Command: TypeAlias = tuple[Callable[[], Any], "Future[Any] | None"]
 
 
 class DecodeThread:
-    """Runs commands between two steps, and steps while there is work. Commands may be posted from any thread, also before `run`."""
+    """Runs commands between two steps, and steps while there is work. Commands may be posted from
+    any thread, also before `run`.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -42,7 +44,9 @@ class DecodeThread:
         return future
 
     def run(self, deliver: Callable[[StepOutput], object]) -> None:
-        """Waits for commands while there is no work; ended by `stop`. An error of a step ends it and is raised."""
+        """Waits for commands while there is no work; ended by `stop`. An error of a step ends it
+        and is raised.
+        """
         error = EngineUnavailable("the engine was stopped. Send the request to another engine.")
         busy = False
         try:
@@ -55,16 +59,23 @@ class DecodeThread:
                     self._settle_quiet()
                 busy = self._scheduler.has_work()
         except Exception as cause:
-            error = EngineUnavailable(f"the decode loop crashed: {cause!r}. Restart the engine; requests may be resumed elsewhere.")
+            error = EngineUnavailable(
+                f"the decode loop crashed: {cause!r}. Restart the engine; requests may be resumed "
+                "elsewhere."
+            )
             error.__cause__ = cause
             raise error from cause
         finally:
             self._close(error)
 
     def stop(self) -> None:
-        """Ends `run` after its present step; what was posted and not yet run fails with `EngineUnavailable`."""
+        """Ends `run` after its present step; what was posted and not yet run fails with
+        `EngineUnavailable`.
+        """
         with self._changed:
-            self._ended = self._ended or EngineUnavailable("the engine was stopped. Send the request to another engine.")
+            self._ended = self._ended or EngineUnavailable(
+                "the engine was stopped. Send the request to another engine."
+            )
             self._changed.notify()
 
     def check(self) -> None:
@@ -109,7 +120,9 @@ class DecodeThread:
 
 
 def _run(command: Callable[[], Any], future: Future[Any] | None) -> None:
-    """A command with a future gives its error to the future; the error of one without ends the loop."""
+    """A command with a future gives its error to the future; the error of one without ends the
+    loop.
+    """
     if future is None:
         command()
         return

@@ -19,7 +19,14 @@ from midflight.engines.embedded.scheduler import Scheduler
 from midflight.engines.embedded.scoring import likely_tokens, portions, token_logprobs
 from midflight.engines.embedded.table import PrefixRoom, Submission
 from midflight.engines.embedded.weights import EngineWeights
-from midflight.engines.streams import ChunkStream, ChunkStreams, Outlet, StepOutput, check_request, check_rows
+from midflight.engines.streams import (
+    ChunkStream,
+    ChunkStreams,
+    Outlet,
+    StepOutput,
+    check_request,
+    check_rows,
+)
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.models.routing import routers_of
 from midflight.ports import WeightReceiver
@@ -50,9 +57,11 @@ class Generated:
 
 
 class EmbeddedEngine:
-    """A thin shell: the scheduler owns the requests and runs on one worker thread; the waits are here, on the event loop.
+    """A thin shell: the scheduler owns the requests and runs on one worker thread; the waits are
+    here, on the event loop.
 
-    `run` must run for anything but `generate_all` to come back. Everything else is called on the event loop that runs it.
+    `run` must run for anything but `generate_all` to come back. Everything else is called on the
+    event loop that runs it.
     """
 
     def __init__(
@@ -73,10 +82,12 @@ class EmbeddedEngine:
         guesses: int = 0,
         owns_model: bool = False,
     ) -> None:
-        """`prefixes`: what is kept for requests that begin alike. `records_experts`: of a mixture. `guesses`: tokens ahead, at most.
-        `owns_model`: nobody else writes to its weights, so that copies of them may be used.
+        """`prefixes`: what is kept for requests that begin alike. `records_experts`: of a mixture.
+        `guesses`: tokens ahead, at most. `owns_model`: nobody else writes to its weights, so that
+        copies of them may be used.
 
-        Afterwards `warning` says why the model is served more slowly than others; it is empty where it is not.
+        Afterwards `warning` says why the model is served more slowly than others; it is empty where
+        it is not.
         """
         self._name = name
         self._tokenizer = tokenizer
@@ -86,10 +97,16 @@ class EmbeddedEngine:
         self._max_batch_tokens = max_batch_tokens
         self._capabilities = _capabilities(model, max_context=max_context, max_running=max_running)
         routers = routers_of(model) if records_experts else None
-        sizes = {"max_running": max_running, "max_batch_tokens": max_batch_tokens, "max_context": max_context}
+        sizes = {
+            "max_running": max_running,
+            "max_batch_tokens": max_batch_tokens,
+            "max_context": max_context,
+        }
         runner, self._manner, self.warning = served(model, packs=owns_model, **sizes)
         self._weights = EngineWeights(model, receiver, version=version, lay_out=runner.laid_out)
-        self._scheduler = Scheduler(runner, version=version, prefixes=prefixes, routers=routers, guesses=guesses, **sizes)
+        self._scheduler = Scheduler(
+            runner, version=version, prefixes=prefixes, routers=routers, guesses=guesses, **sizes
+        )
         self._thread = DecodeThread(self._scheduler)
         self._runs = False
         self._counter = itertools.count(1)
@@ -97,9 +114,13 @@ class EmbeddedEngine:
         """The id of each request that has not ended, by its handle."""
         self._grammars = Grammars(tokenizer, vocab_size=self._capabilities.vocab_size)
         self._compiling: dict[int, str] = {}
-        """The id of each request whose grammar is being compiled, by a ticket. An abort removes the ticket."""
+        """The id of each request whose grammar is being compiled, by a ticket. An abort removes the
+        ticket.
+        """
         self._one_compilation = asyncio.Lock()
-        """Only one grammar is compiled at a time, so that compiling takes at most one core from decoding."""
+        """Only one grammar is compiled at a time, so that compiling takes at most one core from
+        decoding.
+        """
         self._local = ChunkStreams()
         self._outlets: dict[int, Outlet] = {_LOCAL: self._local}
         self._lease: asyncio.TimerHandle | None = None
@@ -118,7 +139,9 @@ class EmbeddedEngine:
         return self._capabilities
 
     async def run(self) -> None:
-        """Decodes until cancelled. A crash of the decode loop ends every open request with `EngineUnavailable`, and this call too."""
+        """Decodes until cancelled. A crash of the decode loop ends every open request with
+        `EngineUnavailable`, and this call too.
+        """
         self._runs = True
         deliver = partial(asyncio.get_running_loop().call_soon_threadsafe, self._on_step)
         error = EngineUnavailable("the engine was stopped. Send the request to another engine.")
@@ -133,10 +156,12 @@ class EmbeddedEngine:
             for outlet in list(self._outlets.values()):
                 outlet.fail(error)
 
-    # --- Requests ----------------------------------------------------------------------------------------------------
+    # --- Requests ---------------------------------------------------------------------------------
 
     async def generate(self, request: types.GenerateRequest) -> AsyncGenerator[types.Chunk]:
-        """Yields until a chunk with `finish`. Each wait is for the decode thread, or for `run` to end; the first also for `submit`."""
+        """Yields until a chunk with `finish`. Each wait is for the decode thread, or for `run` to
+        end; the first also for `submit`.
+        """
         handle = await self.submit(request, outlet=_LOCAL)
         stream = ChunkStream(eager=request.eager)
         self._local.open(handle, stream)
@@ -149,8 +174,14 @@ class EmbeddedEngine:
                 self.abort_handles(frozenset({handle}))
 
     async def abort(self, request_id: str | None) -> None:
-        self._compiling = {t: known for t, known in self._compiling.items() if request_id not in (None, known)}
-        handles = None if request_id is None else frozenset(h for h, known in self._live.items() if known == request_id)
+        self._compiling = {
+            t: known for t, known in self._compiling.items() if request_id not in (None, known)
+        }
+        handles = (
+            None
+            if request_id is None
+            else frozenset(h for h, known in self._live.items() if known == request_id)
+        )
         if handles is None or handles:
             await asyncio.wrap_future(self._thread.call(lambda: self._scheduler.abort(handles)))
 
@@ -166,9 +197,11 @@ class EmbeddedEngine:
         self.abort_handles(handles)
 
     async def submit(self, request: types.GenerateRequest, *, outlet: int) -> int:
-        """Queues a request and returns its handle, which appears in the steps given to its outlet. `RequestRejected` if it is not in order.
+        """Queues a request and returns its handle, which appears in the steps given to its outlet.
+        `RequestRejected` if it is not in order.
 
-        Waits only where it has a grammar: for those before it to be compiled, and for the thread that compiles it.
+        Waits only where it has a grammar: for those before it to be compiled, and for the thread
+        that compiles it.
         """
         self._check(request)
         if request.sampling.grammar is None:
@@ -185,18 +218,23 @@ class EmbeddedEngine:
             self._thread.post(lambda: self._scheduler.abort(handles))
 
     def generate_all(self, requests: Sequence[types.GenerateRequest]) -> list[Generated]:
-        """Generates in the calling thread, where `run` does not: for warm starts and tests. In the order of `requests`.
+        """Generates in the calling thread, where `run` does not: for warm starts and tests. In the
+        order of `requests`.
 
         The error of a request whose grammar fails is raised when all others have ended.
         """
         if self._runs:
-            raise EngineError("generating inline: the engine's loop runs. Use `generate` while it does.")
+            raise EngineError(
+                "generating inline: the engine's loop runs. Use `generate` while it does."
+            )
         for request in requests:
             self._check(request)
         submissions = [self._submission(r, _LOCAL, self._constraint(r)) for r in requests]
         for submission in submissions:
             self._scheduler.submit(submission)
-        rows: dict[int, list[tuple[int, float, types.Version, types.Version]]] = {s.handle: [] for s in submissions}
+        rows: dict[int, list[tuple[int, float, types.Version, types.Version]]] = {
+            s.handle: [] for s in submissions
+        }
         tops: dict[int, list[tuple[tuple[int, float], ...]]] = {s.handle: [] for s in submissions}
         kept: dict[int, list[bytes]] = {s.handle: [] for s in submissions if s.request.wants_kept}
         finishes: dict[int, types.Finish] = {}
@@ -217,44 +255,82 @@ class EmbeddedEngine:
         if failures:
             raise failures[0]
         handles = [s.handle for s in submissions]
-        return [_generated(rows[h], tuple(tops[h]), finishes[h], tuple(kept.get(h, ())), experts.get(h, b"")) for h in handles]
+        return [
+            _generated(
+                rows[h], tuple(tops[h]), finishes[h], tuple(kept.get(h, ())), experts.get(h, b"")
+            )
+            for h in handles
+        ]
 
-    async def score(self, token_ids: types.Int32, row_offsets: types.Int32, *, temperature: float) -> types.Float32:
-        """As the port's `Scorer`, under the weights served when a row's turn comes. Waits for the decode thread.
+    async def score(
+        self, token_ids: types.Int32, row_offsets: types.Int32, *, temperature: float
+    ) -> types.Float32:
+        """As the port's `Scorer`, under the weights served when a row's turn comes. Waits for the
+        decode thread.
 
-        Between two of its steps it scores some rows, at most `max_batch_tokens` tokens or one row: for so long generation waits.
+        Between two of its steps it scores some rows, at most `max_batch_tokens` tokens or one row:
+        for so long generation waits.
         """
         c = self._capabilities
-        check_rows(token_ids, row_offsets, temperature=temperature, vocab_size=c.vocab_size, max_context=c.max_context)
+        check_rows(
+            token_ids,
+            row_offsets,
+            temperature=temperature,
+            vocab_size=c.vocab_size,
+            max_context=c.max_context,
+        )
         found = np.zeros(len(token_ids), dtype=np.float32)
         rows = np.split(token_ids, row_offsets[1:-1])
         places = np.split(np.arange(len(token_ids)), row_offsets[1:-1])
         for portion in portions(np.diff(row_offsets), max_tokens=self._max_batch_tokens):
             scoring = partial(
-                token_logprobs, self._model, [rows[row] for row in portion], temperature=temperature, resumes=self._manner.resumes
+                token_logprobs,
+                self._model,
+                [rows[row] for row in portion],
+                temperature=temperature,
+                resumes=self._manner.resumes,
             )
             try:
                 scores = await asyncio.wrap_future(self._thread.call(scoring))
             except RuntimeError as error:
-                raise EngineError(f"scoring {len(token_ids)} tokens: {error}. Lower engine.max_batch_tokens if memory ran out.") from error
+                raise EngineError(
+                    f"scoring {len(token_ids)} tokens: {error}. Lower engine.max_batch_tokens if "
+                    "memory ran out."
+                ) from error
             found[np.concatenate([places[row] for row in portion])] = np.concatenate(scores)
         return found
 
-    async def prompt_logprobs(self, token_ids: Sequence[int], *, top: int) -> Sequence[types.Likely]:
-        """As the port's `PromptScorer`. Waits for the decode thread, which generates nothing meanwhile."""
+    async def prompt_logprobs(
+        self, token_ids: Sequence[int], *, top: int
+    ) -> Sequence[types.Likely]:
+        """As the port's `PromptScorer`. Waits for the decode thread, which generates nothing
+        meanwhile.
+        """
         row = np.asarray(token_ids, dtype=np.int32)
         c = self._capabilities
-        check_rows(row, np.array([0, len(row)], dtype=np.int32), temperature=1.0, vocab_size=c.vocab_size, max_context=c.max_context)
-        scoring = partial(likely_tokens, self._model, token_ids, top=top, resumes=self._manner.resumes)
+        check_rows(
+            row,
+            np.array([0, len(row)], dtype=np.int32),
+            temperature=1.0,
+            vocab_size=c.vocab_size,
+            max_context=c.max_context,
+        )
+        scoring = partial(
+            likely_tokens, self._model, token_ids, top=top, resumes=self._manner.resumes
+        )
         try:
             return await asyncio.wrap_future(self._thread.call(scoring))
         except RuntimeError as error:
-            raise EngineError(f"scoring a prompt of {len(row)} tokens: {error}. Send a shorter one if memory ran out.") from error
+            raise EngineError(
+                f"scoring a prompt of {len(row)} tokens: {error}. Send a shorter one if memory ran "
+                "out."
+            ) from error
 
-    # --- Pauses and weights ------------------------------------------------------------------------------------------
+    # --- Pauses and weights -----------------------------------------------------------------------
 
     async def pause(self, mode: types.PauseMode) -> None:
-        """Returns once no token will be produced; waits for the step in progress, and for `drain` for the requests to finish.
+        """Returns once no token will be produced; waits for the step in progress, and for `drain`
+        for the requests to finish.
 
         The lease starts anew with each call: an engine whose controller died resumes by itself.
         """
@@ -276,7 +352,9 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._weights.stage, manifest)
 
     async def commit(self, version: types.Version) -> types.Attestation:
-        """Waits for the step in progress. Without a pause, running requests go on over the keys they have, as in `keep`."""
+        """Waits for the step in progress. Without a pause, running requests go on over the keys
+        they have, as in `keep`.
+        """
         return await asyncio.wrap_future(self._thread.call(lambda: self._commit(version)))
 
     async def health(self) -> types.EngineHealth:
@@ -306,7 +384,9 @@ class EmbeddedEngine:
     def _start_lease(self) -> None:
         self._end_lease()
         if self._scheduler.paused is not None:
-            self._lease = asyncio.get_running_loop().call_later(self._lease_seconds, self._lease_ended)
+            self._lease = asyncio.get_running_loop().call_later(
+                self._lease_seconds, self._lease_ended
+            )
 
     def _end_lease(self) -> None:
         if self._lease is not None:
@@ -314,42 +394,77 @@ class EmbeddedEngine:
             self._lease = None
 
     def _lease_ended(self) -> None:
-        """Resumes, unless a caller still waits for a pause: a drain may take longer than a lease."""
+        """Resumes, unless a caller still waits for a pause: a drain may take longer than a
+        lease.
+        """
         if self._pausing:
             self._start_lease()
             return
-        _log.warning("engine %s: paused for %g s without renewal; resuming by itself", self._name, self._lease_seconds)
+        _log.warning(
+            "engine %s: paused for %g s without renewal; resuming by itself",
+            self._name,
+            self._lease_seconds,
+        )
         with contextlib.suppress(EngineUnavailable):
             self._thread.post(self._scheduler.resume)
 
-    # --- Between the threads -----------------------------------------------------------------------------------------
+    # --- Between the threads ----------------------------------------------------------------------
 
     async def _compiled(self, request: types.GenerateRequest, outlet: int) -> Submission:
-        """Waits for a grammar's turn and its compilation. An abort meanwhile is kept in the submission."""
+        """Waits for a grammar's turn and its compilation. An abort meanwhile is kept in the
+        submission.
+        """
         ticket = next(self._counter)
         self._compiling[ticket] = request.request_id
         try:
             async with self._one_compilation:
                 constraint = await asyncio.to_thread(self._constraint, request)
-            return self._submission(request, outlet, constraint, aborted=ticket not in self._compiling)
+            return self._submission(
+                request, outlet, constraint, aborted=ticket not in self._compiling
+            )
         finally:
             self._compiling.pop(ticket, None)
 
     def _check(self, request: types.GenerateRequest) -> None:
-        check_request(request, vocab_size=self._capabilities.vocab_size, max_context=self._capabilities.max_context)
+        check_request(
+            request,
+            vocab_size=self._capabilities.vocab_size,
+            max_context=self._capabilities.max_context,
+        )
 
     def _constraint(self, request: types.GenerateRequest) -> Constraint | None:
         """Blocking, for as long as the grammar takes to compile."""
         grammar = request.sampling.grammar
-        return None if grammar is None else self._grammars.constraint(grammar, request.input_ids[request.num_prompt_tokens :])
+        return (
+            None
+            if grammar is None
+            else self._grammars.constraint(grammar, request.input_ids[request.num_prompt_tokens :])
+        )
 
     def _submission(
-        self, request: types.GenerateRequest, outlet: int, constraint: Constraint | None = None, *, aborted: bool = False
+        self,
+        request: types.GenerateRequest,
+        outlet: int,
+        constraint: Constraint | None = None,
+        *,
+        aborted: bool = False,
     ) -> Submission:
         sampling = request.sampling
-        matcher = StopMatcher(self._tokenizer, sampling.stop, min_tokens=sampling.min_tokens) if any(sampling.stop) else None
+        matcher = (
+            StopMatcher(self._tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
+            if any(sampling.stop)
+            else None
+        )
         ends = () if sampling.ignore_eos else tuple(sorted(self._tokenizer.eos_token_ids))
-        return Submission(next(self._counter), outlet, request, (*ends, *sampling.stop_token_ids), matcher, constraint, aborted)
+        return Submission(
+            next(self._counter),
+            outlet,
+            request,
+            (*ends, *sampling.stop_token_ids),
+            matcher,
+            constraint,
+            aborted,
+        )
 
     def _on_step(self, step: StepOutput) -> None:
         """Called on the event loop, once per step."""
@@ -361,10 +476,16 @@ class EmbeddedEngine:
             if outlet is not None:
                 outlet.put(step if len(step.touched) == 1 else step.for_outlet(number))
         if step.num_running:
-            self._record(EngineStepped(self._name, step.started, step.ended, len(step.token_ids), step.num_running))
+            self._record(
+                EngineStepped(
+                    self._name, step.started, step.ended, len(step.token_ids), step.num_running
+                )
+            )
 
 
-def _capabilities(model: PreTrainedModel, *, max_context: int, max_running: int) -> types.Capabilities:
+def _capabilities(
+    model: PreTrainedModel, *, max_context: int, max_running: int
+) -> types.Capabilities:
     return types.Capabilities(
         pause_modes=frozenset(types.PauseMode),
         logprob_kind=types.LogprobKind.SAMPLED,
@@ -387,5 +508,9 @@ def _generated(
     kept: tuple[bytes, ...],
     experts: bytes,
 ) -> Generated:
-    token_ids, logprobs, versions, kv_versions = zip(*rows, strict=True) if rows else ((), (), (), ())
-    return Generated(token_ids, logprobs, versions, kv_versions, finish, top_logprobs, kept, experts)
+    token_ids, logprobs, versions, kv_versions = (
+        zip(*rows, strict=True) if rows else ((), (), (), ())
+    )
+    return Generated(
+        token_ids, logprobs, versions, kv_versions, finish, top_logprobs, kept, experts
+    )

@@ -1,4 +1,6 @@
-"""What the experts of each running sequence's tokens were, for routing replay in the trainer (`models.routing`)."""
+"""What the experts of each running sequence's tokens were, for routing replay in the trainer
+(`models.routing`).
+"""
 
 from collections.abc import Sequence
 
@@ -14,8 +16,9 @@ from midflight.types import UInt8, fill_unknown
 class ExpertRecords:
     """One array for each slot, [positions, bytes of a token], 255 where nothing was computed.
 
-    The first choice of a position stays: when keys are computed again under new weights, the tokens sampled before keep the experts
-    that they were sampled with. A prompt whose keys are copied from another slot has the experts of that one.
+    The first choice of a position stays: when keys are computed again under new weights, the tokens
+    sampled before keep the experts that they were sampled with. A prompt whose keys are copied from
+    another slot has the experts of that one.
     """
 
     def __init__(self, routers: Routers) -> None:
@@ -34,7 +37,9 @@ class ExpertRecords:
             start += len(part)
 
     def of(self, slot: int) -> UInt8:
-        """The record of the slot's sequence, as far as it goes; it stays when that has ended, until the slot is taken again."""
+        """The record of the slot's sequence, as far as it goes; it stays when that has ended, until
+        the slot is taken again.
+        """
         return self._of_slot[slot]
 
     def forward(self, runner: AnyRunner, batch: StepBatch) -> torch.Tensor:
@@ -43,7 +48,9 @@ class ExpertRecords:
             logits = runner.forward(batch)
         found = self._routers.packed(chosen)
         start = 0
-        for slot, first, count in zip(batch.slots.tolist(), batch.starts.tolist(), batch.counts.tolist(), strict=True):
+        for slot, first, count in zip(
+            batch.slots.tolist(), batch.starts.tolist(), batch.counts.tolist(), strict=True
+        ):
             fill_unknown(self._of_slot[slot][first : first + count], found[start : start + count])
             start += count
         return logits

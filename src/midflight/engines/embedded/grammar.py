@@ -1,6 +1,8 @@
-"""Answers of a given form: which tokens a grammar allows next. llguidance does the parsing; here are its bounds and its errors.
+"""Answers of a given form: which tokens a grammar allows next. llguidance does the parsing; here
+are its bounds and its errors.
 
-A constraint is a function of the output tokens alone, so a resumed answer goes on under the constraint it was interrupted with (I5).
+A constraint is a function of the output tokens alone, so a resumed answer goes on under the
+constraint it was interrupted with (I5).
 """
 
 import threading
@@ -18,32 +20,47 @@ from midflight.text.tokenizer import Tokenizer
 from midflight.types import Grammar, GrammarKind
 
 _MAX_TEXT: Final = 65_536
-"""Characters of a grammar: many times the longest tool lists; with the limits below it compiles in fractions of a second."""
+"""Characters of a grammar: many times the longest tool lists; with the limits below it compiles in
+fractions of a second.
+"""
 _MAX_CACHED: Final = 64
 """Compiled grammars kept: a run has few, one for each environment and each list of tools."""
 _MAX_MESSAGE: Final = 300
-"""Characters of llguidance's message that are passed on: it quotes the grammar, which may be long."""
+"""Characters of llguidance's message that are passed on: it quotes the grammar, which may be
+long.
+"""
 _WHITESPACE: Final = r"[ \n\r\t]{0,40}"
 """Between JSON tokens: enough for indented JSON, and no endless answer of blanks."""
 
 
 class Constraint:
-    """What one answer may say next. Errors are `RequestRejected`: the request ends, nothing else does."""
+    """What one answer may say next. Errors are `RequestRejected`: the request ends, nothing else
+    does.
+    """
 
-    def __init__(self, matcher: llguidance.LLMatcher, *, ends: frozenset[int], vocab_size: int) -> None:
+    def __init__(
+        self, matcher: llguidance.LLMatcher, *, ends: frozenset[int], vocab_size: int
+    ) -> None:
         self._matcher = matcher
         self._ends = ends
         self._vocab_size = vocab_size
         self.ended = False
-        """Whether an end of turn followed a complete answer: nothing may come after it, whatever `ignore_eos` says."""
+        """Whether an end of turn followed a complete answer: nothing may come after it, whatever
+        `ignore_eos` says.
+        """
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Which ids [V] may come next, one at least. Ends of turn are among them where the answer may be over."""
+        """Which ids [V] may come next, one at least. Ends of turn are among them where the answer
+        may be over.
+        """
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
         bits = np.unpackbits(mask, bitorder="little", count=self._vocab_size).astype(np.bool_)
         if not bits.any():
-            raise _rejected("no token of the vocabulary continues the answer", "Send a grammar whose answers the tokenizer can write.")
+            raise _rejected(
+                "no token of the vocabulary continues the answer",
+                "Send a grammar whose answers the tokenizer can write.",
+            )
         return bits
 
     def advance(self, token_ids: Sequence[int]) -> None:
@@ -57,11 +74,15 @@ class Constraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise _rejected(self._matcher.get_error(), "Send a simpler grammar, or the answer's own tokens.")
+            raise _rejected(
+                self._matcher.get_error(), "Send a simpler grammar, or the answer's own tokens."
+            )
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. For one thread at a time, which need not be the decode thread."""
+    """Compiles grammars for one tokenizer. For one thread at a time, which need not be the decode
+    thread.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -72,17 +93,29 @@ class Grammars:
         self._one_at_a_time = threading.Lock()
 
     def constraint(self, grammar: Grammar, output_ids: Sequence[int]) -> Constraint:
-        """After the tokens so far. Blocking. `RequestRejected` where the grammar does not compile, is too large, or forbids them."""
+        """After the tokens so far. Blocking. `RequestRejected` where the grammar does not compile,
+        is too large, or forbids them.
+        """
         with self._one_at_a_time:
             matcher = self._matcher(grammar).deep_copy()
         constraint = Constraint(matcher, ends=self._ends, vocab_size=self._vocab_size)
         constraint.advance(output_ids)
         return constraint
 
-    def for_server(self, grammar: Grammar, output_ids: Sequence[int], *, barred: Sequence[int], least: int) -> str:
-        """What a server's plugin is told of an answer; see `inside/midflight_shape.py`. Blocking. `RequestRejected` as `constraint`."""
+    def for_server(
+        self, grammar: Grammar, output_ids: Sequence[int], *, barred: Sequence[int], least: int
+    ) -> str:
+        """What a server's plugin is told of an answer; see `inside/midflight_shape.py`. Blocking.
+        `RequestRejected` as `constraint`.
+        """
         self.constraint(grammar, output_ids)
-        said = {"grammar": _source(grammar), "after": output_ids, "ends": sorted(self._ends), "barred": barred, "least": least}
+        said = {
+            "grammar": _source(grammar),
+            "after": output_ids,
+            "ends": sorted(self._ends),
+            "barred": barred,
+            "least": least,
+        }
         return msgspec.json.encode(said).decode()
 
     def _matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
@@ -97,9 +130,12 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         if len(grammar.text) > _MAX_TEXT:
             raise _rejected(f"it has {len(grammar.text)} characters", f"Send at most {_MAX_TEXT}.")
-        # Its other limits (fuel of the lexer, size of the grammar) are llguidance's own: they bound the time of a compilation and of a mask.
-        limits = llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # about 2 kB each
-        matcher = llguidance.LLMatcher(self._known_tokens(), _source(grammar), log_level=0, limits=limits)
+        # Its other limits (fuel of the lexer, size of the grammar) are llguidance's own: they bound
+        # the time of a compilation and of a mask. about 2 kB each
+        limits = llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+        matcher = llguidance.LLMatcher(
+            self._known_tokens(), _source(grammar), log_level=0, limits=limits
+        )
         if matcher.is_error():
             raise _rejected(matcher.get_error(), "Correct the grammar, or leave it out.")
         return matcher
@@ -108,12 +144,20 @@ class Grammars:
         """Made at the first grammar: it takes a second where the vocabulary is large."""
         if self._vocabulary is None:
             if not self._ends:
-                raise _rejected("the model names no end of text, so no answer could end", "Name eos_token_id in its config.json.")
+                raise _rejected(
+                    "the model names no end of text, so no answer could end",
+                    "Name eos_token_id in its config.json.",
+                )
             size = max(self._vocab_size, self._tokenizer.vocab_size)
             try:
-                self._vocabulary = llguidance.LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=size, eos_token=sorted(self._ends))
+                self._vocabulary = llguidance.LLTokenizer(
+                    self._tokenizer.backend.to_str(), n_vocab=size, eos_token=sorted(self._ends)
+                )
             except ValueError as error:
-                raise _rejected(f"the model's tokenizer cannot be constrained ({error})", "Use a byte-level tokenizer.") from error
+                raise _rejected(
+                    f"the model's tokenizer cannot be constrained ({error})",
+                    "Use a byte-level tokenizer.",
+                ) from error
         return self._vocabulary
 
 
@@ -125,7 +169,9 @@ def _source(grammar: Grammar) -> str:
         case GrammarKind.LARK:
             return llguidance.LLMatcher.grammar_from_lark(grammar.text)
         case GrammarKind.JSON_SCHEMA:
-            return llguidance.LLMatcher.grammar_from_json_schema(_schema(grammar.text), defaults={"whitespace_pattern": _WHITESPACE})
+            return llguidance.LLMatcher.grammar_from_json_schema(
+                _schema(grammar.text), defaults={"whitespace_pattern": _WHITESPACE}
+            )
 
 
 def _schema(text: str) -> str:
@@ -139,4 +185,7 @@ def _schema(text: str) -> str:
 
 
 def _rejected(why: str, remedy: str) -> RequestRejected:
-    return RequestRejected(f"constraining the answer: {' '.join(why.split())[:_MAX_MESSAGE]}. {remedy}", param="grammar")
+    return RequestRejected(
+        f"constraining the answer: {' '.join(why.split())[:_MAX_MESSAGE]}. {remedy}",
+        param="grammar",
+    )

@@ -1,4 +1,6 @@
-"""Forward passes for models whose sequences cannot share one: each sequence alone, over a cache that the model makes for itself."""
+"""Forward passes for models whose sequences cannot share one: each sequence alone, over a cache
+that the model makes for itself.
+"""
 
 import copy
 import inspect
@@ -16,7 +18,9 @@ from midflight.models.caches import cache_name
 
 
 class LoneRunner:
-    """As `Runner`, and right for any architecture that `transformers` generates with; a step takes a pass for each sequence."""
+    """As `Runner`, and right for any architecture that `transformers` generates with; a step takes
+    a pass for each sequence.
+    """
 
     keeps_states = True
     """A sequence can only go on where its cache was taken."""
@@ -25,11 +29,16 @@ class LoneRunner:
     def __init__(self, model: PreTrainedModel, *, serial: bool) -> None:
         self.model = model.eval()
         self._serial = serial
-        """Whether a sequence goes on by one token at a time, because the model goes on wrongly by several."""
+        """Whether a sequence goes on by one token at a time, because the model goes on wrongly by
+        several.
+        """
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         name = cache_name(model)
         if name is None:
-            raise NotSupported(f"running the model: {type(model).__name__} keeps nothing of a sequence that it could be continued from")
+            raise NotSupported(
+                f"running the model: {type(model).__name__} keeps nothing of a sequence that it "
+                "could be continued from"
+            )
         self._name = name
         self._caches: dict[int, Any] = {}
 
@@ -39,10 +48,14 @@ class LoneRunner:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
-        """Logits [R, V] of the wanted tokens, each the last of its sequence; what the model keeps of all tokens is stored."""
+        """Logits [R, V] of the wanted tokens, each the last of its sequence; what the model keeps
+        of all tokens is stored.
+        """
         logits = list[Tensor]()
         start = 0
-        for slot, first, count in zip(*(x.tolist() for x in (batch.slots, batch.starts, batch.counts)), strict=True):
+        for slot, first, count in zip(
+            *(x.tolist() for x in (batch.slots, batch.starts, batch.counts)), strict=True
+        ):
             tokens = torch.from_numpy(batch.tokens[start : start + count]).to(self.model.device)
             last = self._extend(slot, tokens, first=first)
             start += count
@@ -50,7 +63,9 @@ class LoneRunner:
         return torch.stack(logits) if logits else torch.empty(0, 0)
 
     def take(self, slot: int, *, start: int, end: int, at_end: bool) -> "WholeCache":
-        """See `KeepsSpans`: what the model keeps is of all tokens together, so that it stands behind the last alone."""
+        """See `KeepsSpans`: what the model keeps is of all tokens together, so that it stands
+        behind the last alone.
+        """
         del start, end
         return WholeCache(copy.deepcopy(self._caches[slot]) if at_end else None)
 
@@ -64,7 +79,9 @@ class LoneRunner:
         cache = self._caches.pop(slot, None) if first else None
         logits = tokens.new_empty(0)
         for part in parts:
-            options: dict[str, object] = {"logits_to_keep": 1} if "logits_to_keep" in self._takes else {}
+            options: dict[str, object] = (
+                {"logits_to_keep": 1} if "logits_to_keep" in self._takes else {}
+            )
             out = self.model(input_ids=part[None], use_cache=True, **{self._name: cache}, **options)
             cache = out[self._name]
             logits = cast(Tensor, out.logits)[0, -1]

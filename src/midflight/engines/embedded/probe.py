@@ -1,9 +1,12 @@
-"""Whether the engine computes a model as the model computes itself: tried when the model is loaded, in the first way that is right.
+"""Whether the engine computes a model as the model computes itself: tried when the model is loaded,
+in the first way that is right.
 
-Plain families go without their modules (`PlainRunner`); sequences share steps and slots where that is right (`Runner`), else each goes
-alone (`LoneRunner`), and where nothing that the model keeps can be used the whole sequence is computed for each token (`WholeRunner`). A model
-for which nothing is right is refused by name. Tried are prefill at once and in parts, a prefix copied to another slot, decodes of several slots with a free one
-between them, a slot that is used again, and scores in one stretch and in several.
+Plain families go without their modules (`PlainRunner`); sequences share steps and slots where that
+is right (`Runner`), else each goes alone (`LoneRunner`), and where nothing that the model keeps can
+be used the whole sequence is computed for each token (`WholeRunner`). A model for which nothing is
+right is refused by name. Tried are prefill at once and in parts, a prefix copied to another slot,
+decodes of several slots with a free one between them, a slot that is used again, and scores in one
+stretch and in several.
 """
 
 import logging
@@ -59,9 +62,18 @@ class Manner:
     """Rows are scored in stretches, each over what is kept of those before."""
 
 
-_MANNERS = (Manner(plain=True), Manner(), Manner(serial=True), Manner(lone=True), Manner(lone=True, serial=True), Manner(whole=True))
+_MANNERS = (
+    Manner(plain=True),
+    Manner(),
+    Manner(serial=True),
+    Manner(lone=True),
+    Manner(lone=True, serial=True),
+    Manner(whole=True),
+)
 _found: dict[tuple[str, bool, int, int], tuple[Manner, Proof]] = {}
-"""By configuration, whether adapters or the like are in it, and limits: the answer does not depend on the weights."""
+"""By configuration, whether adapters or the like are in it, and limits: the answer does not depend
+on the weights.
+"""
 
 
 def engine_verdict(model: PreTrainedModel, *, max_context: int, max_batch_tokens: int) -> Proof:
@@ -70,9 +82,15 @@ def engine_verdict(model: PreTrainedModel, *, max_context: int, max_batch_tokens
 
 
 def served(
-    model: PreTrainedModel, *, max_running: int, max_context: int, max_batch_tokens: int, packs: bool = False
+    model: PreTrainedModel,
+    *,
+    max_running: int,
+    max_context: int,
+    max_batch_tokens: int,
+    packs: bool = False,
 ) -> tuple[AnyRunner, Manner, str]:
-    """The runner of a model, how it computes, and what is to be said of a way that is slower. `packs`: see `PlainRunner`.
+    """The runner of a model, how it computes, and what is to be said of a way that is slower.
+    `packs`: see `PlainRunner`.
 
     `ConfigError` names the architecture that no way is right for, and the remedy.
     """
@@ -82,12 +100,20 @@ def served(
     if verdict.reason:
         _log.warning("%s", verdict.reason)
     runner = _runner(model, manner, max_running=max_running, max_context=max_context, packs=packs)
-    runner.forward(step_batch([(0, 0, np.zeros(1, dtype=np.int64))]))  # what cannot run at all fails now, not under a request
+    # what cannot run at all fails now, not under a request
+    runner.forward(step_batch([(0, 0, np.zeros(1, dtype=np.int64))]))
     return runner, manner, verdict.reason
 
 
-def _judge(model: PreTrainedModel, *, max_context: int, max_batch_tokens: int) -> tuple[Manner, Proof]:
-    key = (f"{type(model).__name__} {model.config.to_json_string(use_diff=False)}", is_plain(model), max_context, max_batch_tokens)
+def _judge(
+    model: PreTrainedModel, *, max_context: int, max_batch_tokens: int
+) -> tuple[Manner, Proof]:
+    key = (
+        f"{type(model).__name__} {model.config.to_json_string(use_diff=False)}",
+        is_plain(model),
+        max_context,
+        max_batch_tokens,
+    )
     if key not in _found:
         before = attention_of(model)
         try:
@@ -97,12 +123,16 @@ def _judge(model: PreTrainedModel, *, max_context: int, max_batch_tokens: int) -
     return _found[key]
 
 
-def _tried(model: PreTrainedModel, *, max_context: int, max_batch_tokens: int) -> tuple[Manner, Proof]:
+def _tried(
+    model: PreTrainedModel, *, max_context: int, max_batch_tokens: int
+) -> tuple[Manner, Proof]:
     name = kind_of(model)
     if (longest := _longest(model)) is not None and max_context > longest:
         reason = (
-            f"{name} turns positions by frequencies that depend on the length of the sequence once it has more than {longest} tokens, so that "
-            f"what was computed of a token before is wrong after; set model.max_context (now {max_context}) to at most {longest}, or engine.kind to vllm or sglang."
+            f"{name} turns positions by frequencies that depend on the length of the sequence once "
+            f"it has more than {longest} tokens, so that what was computed of a token before is "
+            f"wrong after; set model.max_context (now {max_context}) to at most {longest}, or "
+            "engine.kind to vllm or sglang."
         )
         return Manner(), Proof("engine", Way.REFUSED, reason=reason)
     tried = model if is_small(model) else stand_in(model)
@@ -127,7 +157,13 @@ def _tried(model: PreTrainedModel, *, max_context: int, max_batch_tokens: int) -
             continue
         if errors[-1] < TOLERANCE:
             return _with_scores(
-                tried, manner, rows, expected, Proof("engine", _way(manner), errors[-1], reason=_slower(tried, manner, max_context))
+                tried,
+                manner,
+                rows,
+                expected,
+                Proof(
+                    "engine", _way(manner), errors[-1], reason=_slower(tried, manner, max_context)
+                ),
             )
     found = f"its log-probabilities are {min(errors):.2g} nats off" if errors else failures[-1]
     reason = f"{name} is not computed rightly by it ({found}); set engine.kind to vllm or sglang."
@@ -135,9 +171,19 @@ def _tried(model: PreTrainedModel, *, max_context: int, max_batch_tokens: int) -
 
 
 def _longest(model: PreTrainedModel) -> int | None:
-    """Tokens up to which rotary frequencies do not depend on how many there are; none where they never do."""
-    changing = [module for module in model.modules() if str(getattr(module, "rope_type", "")) in ("dynamic", "longrope")]
-    lengths = [int(length) for module in changing if (length := _original_length(module, model)) is not None]
+    """Tokens up to which rotary frequencies do not depend on how many there are; none where they
+    never do.
+    """
+    changing = [
+        module
+        for module in model.modules()
+        if str(getattr(module, "rope_type", "")) in ("dynamic", "longrope")
+    ]
+    lengths = [
+        int(length)
+        for module in changing
+        if (length := _original_length(module, model)) is not None
+    ]
     return min(lengths, default=None)
 
 
@@ -146,18 +192,33 @@ def _original_length(module: Any, model: PreTrainedModel) -> int | None:
     if module.rope_type == "dynamic":
         return getattr(module, "original_max_seq_len", None) or text.max_position_embeddings
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
-    return rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    return rope.get("original_max_position_embeddings") or getattr(
+        text, "original_max_position_embeddings", None
+    )
 
 
 def _manners(model: PreTrainedModel, num_tokens: int) -> Sequence[Manner]:
-    """The ways to try, the fastest first. Where the model scales its attention by a place in the step, steps have one sequence once
-    they are long enough for it to matter."""
+    """The ways to try, the fastest first. Where the model scales its attention by a place in the
+    step, steps have one sequence once they are long enough for it to matter."""
     text: Any = model.config.get_text_config()
-    by_place = bool(getattr(text, "attn_temperature_tuning", False)) and num_tokens >= int(text.floor_scale)
-    return [manner for manner in _MANNERS if (manner.lone or manner.whole or not by_place) and (not manner.plain or is_plain(model))]
+    by_place = bool(getattr(text, "attn_temperature_tuning", False)) and num_tokens >= int(
+        text.floor_scale
+    )
+    return [
+        manner
+        for manner in _MANNERS
+        if (manner.lone or manner.whole or not by_place) and (not manner.plain or is_plain(model))
+    ]
 
 
-def _runner(model: PreTrainedModel, manner: Manner, *, max_running: int, max_context: int, packs: bool = False) -> AnyRunner:
+def _runner(
+    model: PreTrainedModel,
+    manner: Manner,
+    *,
+    max_running: int,
+    max_context: int,
+    packs: bool = False,
+) -> AnyRunner:
     if manner.whole:
         return WholeRunner(model)
     if manner.lone:
@@ -178,40 +239,54 @@ def _slower(model: PreTrainedModel, manner: Manner, max_context: int) -> str:
     name = kind_of(model)
     if manner.lone:
         return (
-            f"{name} is served one sequence at a time: the same numbers, slower. With vllm or sglang as engine.kind sequences share a step."
+            f"{name} is served one sequence at a time: the same numbers, slower. With vllm or "
+            "sglang as engine.kind sequences share a step."
         )
     if not manner.whole:
         return ""
     length = min(max_context, LONGEST)
     return (
-        f"{name} is served without keeping anything of a sequence, which is computed whole for each of its tokens: the same numbers, and slower "
-        f"the longer it is. At {length} tokens a token takes {WholeRunner(model).slowdown(length):.1f} times as long as at the first (measured "
-        "here), and sequences are computed one after the other. vllm or sglang as engine.kind may serve it faster."
+        f"{name} is served without keeping anything of a sequence, which is computed whole for "
+        f"each of its tokens: the same numbers, and slower the longer it is. At {length} tokens a "
+        f"token takes {WholeRunner(model).slowdown(length):.1f} times as long as at the first "
+        "(measured here), and sequences are computed one after the other. vllm or sglang as "
+        "engine.kind may serve it faster."
     )
 
 
-# --- The trial --------------------------------------------------------------------------------------------------------
+# --- The trial ------------------------------------------------------------------------------------
 
 
 Plan = dict[int, tuple[int, int]]
-"""What a step brings: of each slot the row that it runs, and how many of the row's tokens it has afterwards."""
+"""What a step brings: of each slot the row that it runs, and how many of the row's tokens it has
+afterwards.
+"""
 
 
 def _plan(rows: Sequence[Row]) -> tuple[list[Plan], int, list[Plan]]:
-    """Steps, the length at which slot 0 is then copied to slot 2, and the steps after. Row 2 begins as row 0 does."""
+    """Steps, the length at which slot 0 is then copied to slot 2, and the steps after. Row 2 begins
+    as row 0 does.
+    """
     shared = min(len(rows[0]), len(rows[2]))
     fork = int((rows[0][:shared] != rows[2][:shared]).argmax())
     long = len(rows[0])
     middle = len(rows[3])
     before: list[Plan] = [{0: (0, fork // 2), 1: (1, 1)}, {0: (0, fork), 1: (1, 2)}]
-    after: list[Plan] = [{0: (0, long - 4), 1: (1, 3), 2: (2, fork + 1), 3: (3, max(1, middle - 4))}]
-    after += [{0: (0, long - 4 + n), 1: (1, 3 + n), 2: (2, fork + 1 + n), 3: (3, middle - 4 + n)} for n in (1, 2, 3, 4)]
+    after: list[Plan] = [
+        {0: (0, long - 4), 1: (1, 3), 2: (2, fork + 1), 3: (3, max(1, middle - 4))}
+    ]
+    after += [
+        {0: (0, long - 4 + n), 1: (1, 3 + n), 2: (2, fork + 1 + n), 3: (3, middle - 4 + n)}
+        for n in (1, 2, 3, 4)
+    ]
     after += [{1: (3, middle // 2)}, {1: (3, middle // 2 + 1)}]  # slot 1 is used again
     return before, fork, after
 
 
 class _Trial:
-    """Runs steps and compares the log-probabilities after the last token of each sequence with those of the model alone."""
+    """Runs steps and compares the log-probabilities after the last token of each sequence with
+    those of the model alone.
+    """
 
     def __init__(self, runner: AnyRunner, rows: Sequence[Row], expected: Sequence[Tensor]) -> None:
         self._runner = runner
@@ -235,10 +310,22 @@ class _Trial:
             return
         parts.sort(key=lambda part: (part[0] > 1, part[0], part[1]))
         logits = self._runner.forward(
-            step_batch([(slot, start, self._rows[row][start : start + count]) for count, slot, row, start in parts])
+            step_batch(
+                [
+                    (slot, start, self._rows[row][start : start + count])
+                    for count, slot, row, start in parts
+                ]
+            )
         )
         for found, (count, _, row, start) in zip(logits, parts, strict=True):
-            error = (found.float().log_softmax(-1) - self._expected[row][start + count - 1].to(found.device)).abs().max()
+            error = (
+                (
+                    found.float().log_softmax(-1)
+                    - self._expected[row][start + count - 1].to(found.device)
+                )
+                .abs()
+                .max()
+            )
             self.worst = max(self.worst, float(error.nan_to_num(nan=torch.inf)))
 
     def copy(self, length: int) -> None:
@@ -252,20 +339,33 @@ def _copy(runner: KeepsSpans, length: int) -> None:
 
 
 def step_batch(parts: Sequence[tuple[int, int, Row]]) -> StepBatch:
-    """Of slots, the places at which they go on, and the tokens they bring; in the order that `StepBatch` asks for. The last token of each is wanted."""
-    slots, starts = (np.array(column, dtype=np.int64) for column in zip(*((slot, start) for slot, start, _ in parts), strict=True))
+    """Of slots, the places at which they go on, and the tokens they bring; in the order that
+    `StepBatch` asks for. The last token of each is wanted.
+    """
+    slots, starts = (
+        np.array(column, dtype=np.int64)
+        for column in zip(*((slot, start) for slot, start, _ in parts), strict=True)
+    )
     counts = np.array([len(tokens) for _, _, tokens in parts])
-    positions = np.concatenate([np.arange(start, start + len(tokens)) for _, start, tokens in parts])
+    positions = np.concatenate(
+        [np.arange(start, start + len(tokens)) for _, start, tokens in parts]
+    )
     tokens = np.concatenate([tokens for _, _, tokens in parts])
     wanted = np.zeros(len(tokens), dtype=np.bool_)
     wanted[np.cumsum(counts) - 1] = True
     return StepBatch(slots, starts, counts, tokens, positions, np.repeat(slots, counts), wanted)
 
 
-def _generation_error(model: PreTrainedModel, manner: Manner, rows: Sequence[Row], expected: Sequence[Tensor]) -> float:
-    """The worst difference in any log-probability after any token that a sequence may be continued from, in nats."""
+def _generation_error(
+    model: PreTrainedModel, manner: Manner, rows: Sequence[Row], expected: Sequence[Tensor]
+) -> float:
+    """The worst difference in any log-probability after any token that a sequence may be continued
+    from, in nats.
+    """
     before, fork, after = _plan(rows)
-    trial = _Trial(_runner(model, manner, max_running=4, max_context=max(map(len, rows))), rows, expected)
+    trial = _Trial(
+        _runner(model, manner, max_running=4, max_context=max(map(len, rows))), rows, expected
+    )
     for plan in before:
         trial.run(plan)
     trial.copy(fork)
@@ -275,25 +375,40 @@ def _generation_error(model: PreTrainedModel, manner: Manner, rows: Sequence[Row
 
 
 def _with_scores(
-    model: PreTrainedModel, manner: Manner, rows: Sequence[Row], expected: Sequence[Tensor], verdict: Proof
+    model: PreTrainedModel,
+    manner: Manner,
+    rows: Sequence[Row],
+    expected: Sequence[Tensor],
+    verdict: Proof,
 ) -> tuple[Manner, Proof]:
     """The manner completed by a way to score that is right."""
     targets = [
-        log[:-1].gather(-1, torch.from_numpy(row[1:, None]).to(log.device))[:, 0].cpu() for row, log in zip(rows, expected, strict=True)
+        log[:-1].gather(-1, torch.from_numpy(row[1:, None]).to(log.device))[:, 0].cpu()
+        for row, log in zip(rows, expected, strict=True)
     ]
     vocabulary = expected[0].shape[-1]
     worst = torch.inf
     for resumes in (True, False):
         try:
             scores = token_logprobs(
-                model, [row.astype(np.int32) for row in rows], temperature=1.0, max_logits=len(rows) * vocabulary * 7, resumes=resumes
+                model,
+                [row.astype(np.int32) for row in rows],
+                temperature=1.0,
+                max_logits=len(rows) * vocabulary * 7,
+                resumes=resumes,
             )
         except Exception:  # as above
             continue
-        worst = max(float((torch.from_numpy(got[1:]) - target).abs().max()) for got, target in zip(scores, targets, strict=True))
+        worst = max(
+            float((torch.from_numpy(got[1:]) - target).abs().max())
+            for got, target in zip(scores, targets, strict=True)
+        )
         if worst < TOLERANCE:
             error = max(worst, verdict.logprob_error or 0.0)
             return replace(manner, resumes=resumes), replace(verdict, logprob_error=error)
     return manner, replace(
-        verdict, way=Way.REFUSED, logprob_error=worst, reason=f"its scores are {worst:.2g} nats off; set engine.kind to vllm or sglang."
+        verdict,
+        way=Way.REFUSED,
+        logprob_error=worst,
+        reason=f"its scores are {worst:.2g} nats off; set engine.kind to vllm or sglang.",
     )

@@ -1,9 +1,12 @@
-"""The matrix products of a plain family: over weights as they lie in memory, or packed as oneDNN likes them best.
+"""The matrix products of a plain family: over weights as they lie in memory, or packed as oneDNN
+likes them best.
 
-A packed product of few rows takes two thirds of the time, because weights are read in the order in which they are multiplied (measured on AVX-512,
-1 to 64 rows by 576 x 3072: 0.55 to 0.75 of MKL's). The pack is a copy: as many bytes again.
+A packed product of few rows takes two thirds of the time, because weights are read in the order in
+which they are multiplied (measured on AVX-512, 1 to 64 rows by 576 x 3072: 0.55 to 0.75 of MKL's).
+The pack is a copy: as many bytes again.
 
-A step multiplies four times in each layer, so `of` and `added` are functions of torch that have the weights already: nothing of Python lies between.
+A step multiplies four times in each layer, so `of` and `added` are functions of torch that have the
+weights already: nothing of Python lies between.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from midflight.models.names import side_by_side
 _ROWS = 32
 """Rows that weights are packed for; others are multiplied almost as fast."""
 _TOLERANCE = 1e-4
-"""Largest difference between the two ways to multiply, as a share of the largest number: rounding is a hundredth of it."""
+"""Largest difference between the two ways to multiply, as a share of the largest number: rounding
+is a hundredth of it.
+"""
 
 
 class Product(Protocol):
@@ -70,14 +75,18 @@ def _added_to_both(to: Tensor, x: Tensor, *, bias: Tensor, weight: Tensor) -> Te
 
 @dataclass(slots=True, eq=False)
 class PackedProduct:
-    """Over a copy in oneDNN's own order. What is written to the weights afterwards does not reach it."""
+    """Over a copy in oneDNN's own order. What is written to the weights afterwards does not reach
+    it.
+    """
 
     packed: Tensor
     bias: Tensor | None
     of: Callable[[Tensor], Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.of = partial(_multiplying, W=self.packed, B=self.bias, attr="none", scalars=[], algorithm="")
+        self.of = partial(
+            _multiplying, W=self.packed, B=self.bias, attr="none", scalars=[], algorithm=""
+        )
 
     @classmethod
     def joined(cls, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> PackedProduct:
@@ -92,14 +101,18 @@ class PackedProduct:
 
 
 _onednn: Any = torch.ops.mkldnn
-"""The operators that torch's own compiler multiplies with on a CPU. They are private: `packing_is_right` tries them."""
+"""The operators that torch's own compiler multiplies with on a CPU. They are private:
+`packing_is_right` tries them.
+"""
 _packing: Any = getattr(_onednn, "_reorder_linear_weight", None)
 _multiplying: Any = getattr(_onednn, "_linear_pointwise", None)
 
 
 @torch.inference_mode()
 def packing_is_right(weights: Sequence[Tensor]) -> bool:
-    """Whether this torch packs on this processor, and multiplies with the pack as with these weights: tried with one row and with several."""
+    """Whether this torch packs on this processor, and multiplies with the pack as with these
+    weights: tried with one row and with several.
+    """
     if _packing is None or _multiplying is None or not torch.backends.mkldnn.is_available():
         return False
     draw = torch.Generator().manual_seed(0)
@@ -113,6 +126,9 @@ def packing_is_right(weights: Sequence[Tensor]) -> bool:
             found = packed.added(to, x), to + packed.of(x)
         except RuntimeError:
             return False
-        if any(float((each - expected).abs().max()) > _TOLERANCE * float(expected.abs().max()) for each in found):
+        if any(
+            float((each - expected).abs().max()) > _TOLERANCE * float(expected.abs().max())
+            for each in found
+        ):
             return False
     return True

@@ -1,12 +1,16 @@
-"""Choosing tokens for a whole batch at once, with noise that depends on (seed, position, token id) and nothing else (I5).
+"""Choosing tokens for a whole batch at once, with noise that depends on (seed, position, token id)
+and nothing else (I5).
 
-SplitMix64 (Steele, Lea and Flood 2014) is used as a counter-based generator, and the Gumbel-max trick draws from the
-distribution: token = argmax over kept ids of log p + g, g = -log(-log u). Because the noise of an id does not depend on what
-else is in the batch, nor on how often the generation was interrupted, the same request gives the same tokens.
+SplitMix64 (Steele, Lea and Flood 2014) is used as a counter-based generator, and the Gumbel-max
+trick draws from the distribution: token = argmax over kept ids of log p + g, g = -log(-log u).
+Because the noise of an id does not depend on what else is in the batch, nor on how often the
+generation was interrupted, the same request gives the same tokens.
 
-Rows are sampled a few at a time: the numbers of a large vocabulary and many rows would go through main memory again and again.
+Rows are sampled a few at a time: the numbers of a large vocabulary and many rows would go through
+main memory again and again.
 
-Before temperature the logits are adjusted, in this order: penalties, bias, grammar. Rows that ask for nothing are not touched.
+Before temperature the logits are adjusted, in this order: penalties, bias, grammar. Rows that ask
+for nothing are not touched.
 """
 
 from __future__ import annotations
@@ -27,7 +31,9 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Penalties:
-    """Of P of a step's rows. They are a function of the tokens so far, never of state, so that a resume changes nothing (I5)."""
+    """Of P of a step's rows. They are a function of the tokens so far, never of state, so that a
+    resume changes nothing (I5).
+    """
 
     rows: Ints
     """[P]"""
@@ -42,12 +48,20 @@ class Penalties:
     presence: NDArray[np.float64]
 
     def part(self, start: int, stop: int) -> Penalties | None:
-        """The penalties of the step's rows [start, stop), counted from `start`. None where no row has any."""
+        """The penalties of the step's rows [start, stop), counted from `start`. None where no row
+        has any.
+        """
         own = (self.rows >= start) & (self.rows < stop)
         if not own.any():
             return None
         factors = (self.repetition[own], self.frequency[own], self.presence[own])
-        return Penalties(self.rows[own] - start, self.tokens[own], self.num_prompt[own], self.length[own], *factors)
+        return Penalties(
+            self.rows[own] - start,
+            self.tokens[own],
+            self.num_prompt[own],
+            self.length[own],
+            *factors,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +75,11 @@ class Biases:
     def part(self, start: int, stop: int) -> Biases | None:
         """See `Penalties.part`."""
         own = (self.rows >= start) & (self.rows < stop)
-        return Biases(self.rows[own] - start, self.token_ids[own], self.values[own]) if own.any() else None
+        return (
+            Biases(self.rows[own] - start, self.token_ids[own], self.values[own])
+            if own.any()
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +97,9 @@ class Masks:
         return Masks(self.rows[own] - start, self.allowed[own]) if own.any() else None
 
     def without(self, suppressed: Ints) -> tuple[Masks, NDArray[np.bool_]]:
-        """Takes ids [G, W] (padded with -1) away; also which rows [G] stayed as they were because nothing would have been left."""
+        """Takes ids [G, W] (padded with -1) away; also which rows [G] stayed as they were because
+        nothing would have been left.
+        """
         fewer = self.allowed.copy()
         row, column = np.nonzero(suppressed >= 0)
         fewer[row, suppressed[row, column]] = False
@@ -94,7 +114,8 @@ def penalised(logits: Tensor, penalties: Penalties) -> Tensor:
         z_j <- z_j / r if z_j > 0 else z_j r    for every id j in prompt or output,
         z_j <- z_j - f n_j - p [n_j > 0]        where n_j counts j in the output alone.
 
-    The first is Keskar et al. 2019 (CTRL), eq. 2, which divides negative logits too; they would become likelier.
+    The first is Keskar et al. 2019 (CTRL), eq. 2, which divides negative logits too; they would
+    become likelier.
     """
     rows = _on(penalties.rows, logits)
     tokens = _on(penalties.tokens, logits)
@@ -106,7 +127,11 @@ def penalised(logits: Tensor, penalties: Penalties) -> Tensor:
     repetition = _column(penalties.repetition, logits)
     part = torch.where(seen, torch.where(part > 0, part / repetition, part * repetition), part)
     counts = _counts(tokens, output, like=part)
-    part = part - _column(penalties.frequency, logits) * counts - _column(penalties.presence, logits) * (counts > 0)
+    part = (
+        part
+        - _column(penalties.frequency, logits) * counts
+        - _column(penalties.presence, logits) * (counts > 0)
+    )
     return logits.index_copy(0, rows, part)
 
 
@@ -119,7 +144,9 @@ def biased(logits: Tensor, biases: Biases) -> Tensor:
 def masked(logits: Tensor, masks: Masks) -> Tensor:
     """Logits [R, V], -inf where a row's grammar forbids the id."""
     rows = _on(masks.rows, logits)
-    return logits.index_copy(0, rows, logits[rows].masked_fill(~_on(masks.allowed, logits), -torch.inf))
+    return logits.index_copy(
+        0, rows, logits[rows].masked_fill(~_on(masks.allowed, logits), -torch.inf)
+    )
 
 
 def _counts(tokens: Tensor, counted: Tensor, *, like: Tensor) -> Tensor:
@@ -136,7 +163,9 @@ def _column(values: NDArray[np.generic], like: Tensor) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """The two's complement reading of 64 unsigned bits: torch computes modulo 2^64 on signed words."""
+    """The two's complement reading of 64 unsigned bits: torch computes modulo 2^64 on signed
+    words.
+    """
     return value - 2**64 if value >= 2**63 else value
 
 
@@ -188,7 +217,9 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """What was chosen for R rows, and the likeliest: at most W of each row, likeliest first (ties: lower id), filled up with id -1."""
+    """What was chosen for R rows, and the likeliest: at most W of each row, likeliest first (ties:
+    lower id), filled up with id -1.
+    """
 
     token_ids: NDArray[np.int64]
     logprobs: NDArray[np.float64]
@@ -198,26 +229,41 @@ class Sampled:
     top_logprobs: NDArray[np.float64]
     """[R, W]"""
     kept: tuple[bytes | None, ...] = ()
-    """[R] what truncation left of the vocabulary, records of `types.kept`, `None` for rows that do not ask; empty where none does."""
+    """[R] what truncation left of the vocabulary, records of `types.kept`, `None` for rows that do
+    not ask; empty where none does.
+    """
 
     def of(self, rows: NDArray[np.bool_]) -> Sampled:
         """Of some of the rows [R]."""
         if rows.all():
             return self
         kept = tuple(itertools.compress(self.kept, rows.tolist()))
-        return Sampled(self.token_ids[rows], self.logprobs[rows], self.top_ids[rows], self.top_logprobs[rows], kept)
+        return Sampled(
+            self.token_ids[rows],
+            self.logprobs[rows],
+            self.top_ids[rows],
+            self.top_logprobs[rows],
+            kept,
+        )
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
-    """From logits [R, V]. All log-probabilities are of the distribution sampled: after adjustments, temperature and truncation, renormalised.
+    """From logits [R, V]. All log-probabilities are of the distribution sampled: after adjustments,
+    temperature and truncation, renormalised.
 
-    Temperature 0 is greedy: the likeliest token after adjustments, with log-probabilities of temperature 1 and no truncation.
+    Temperature 0 is greedy: the likeliest token after adjustments, with log-probabilities of
+    temperature 1 and no truncation.
     """
     num, vocab_size = logits.shape
     rows = max(1, _AT_ONCE // vocab_size) if logits.device.type == "cpu" else num
     if num > rows:
         starts = range(0, num, rows)
-        return _together([sample(logits[start : start + rows], batch.part(start, start + rows)) for start in starts])
+        return _together(
+            [
+                sample(logits[start : start + rows], batch.part(start, start + rows))
+                for start in starts
+            ]
+        )
     logits = logits.double()
     if batch.penalties is not None:
         logits = penalised(logits, batch.penalties)
@@ -236,7 +282,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
         token_ids = torch.where(_on(greedy, logits), logits.argmax(-1), token_ids)
     logprobs = log_p.gather(-1, token_ids[:, None])[:, 0].cpu().numpy()
     top_ids, top_logprobs = (
-        _likeliest(log_p, batch.num_top) if batch.num_top is not None else (np.empty((len(log_p), 0), np.int64), np.empty((len(log_p), 0)))
+        _likeliest(log_p, batch.num_top)
+        if batch.num_top is not None
+        else (np.empty((len(log_p), 0), np.int64), np.empty((len(log_p), 0)))
     )
     kept = _kept(log_p, batch.wants_kept) if batch.wants_kept is not None else ()
     return Sampled(token_ids.cpu().numpy(), logprobs, top_ids, top_logprobs, kept)
@@ -251,7 +299,9 @@ def _together(parts: list[Sampled]) -> Sampled:
     return Sampled(
         np.concatenate([part.token_ids for part in parts]),
         np.concatenate([part.logprobs for part in parts]),
-        np.concatenate([np.pad(part.top_ids, _to(width, part), constant_values=-1) for part in parts]),
+        np.concatenate(
+            [np.pad(part.top_ids, _to(width, part), constant_values=-1) for part in parts]
+        ),
         np.concatenate([np.pad(part.top_logprobs, _to(width, part)) for part in parts]),
         tuple(itertools.chain.from_iterable(part.kept for part in parts)),
     )
@@ -263,10 +313,12 @@ def _to(width: int, part: Sampled) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _drawn(log_p: Tensor, batch: SamplingBatch) -> Tensor:
-    """argmax of log p + g, [R]; ties: lower id. Logarithms are taken of the noise of ids that may win, which are some dozens.
+    """argmax of log p + g, [R]; ties: lower id. Logarithms are taken of the noise of ids that may
+    win, which are some dozens.
 
-    With E = -log u the winner has the least E / p, and 1 - u <= E <= 37.5 (1 - u), because u >= 2^-54. So it is among the ids whose (1 - u) / p is at
-    most `_NEAR` times the least of all. Single precision decides this; an id whose p it cannot tell from 0 never wins.
+    With E = -log u the winner has the least E / p, and 1 - u <= E <= 37.5 (1 - u), because u >=
+    2^-54. So it is among the ids whose (1 - u) / p is at most `_NEAR` times the least of all.
+    Single precision decides this; an id whose p it cannot tell from 0 never wins.
     """
     bits = _noise_bits(batch.seeds, batch.positions, vocab_size=log_p.shape[1], device=log_p.device)
     left = ((~bits >> 11) & (2**53 - 1)).float().add_(0.5).mul_(2.0**-53)
@@ -290,17 +342,37 @@ def _kept(log_p: Tensor, wanted: NDArray[np.bool_]) -> tuple[bytes | None, ...]:
     return tuple(records.get(row) for row in range(len(log_p)))
 
 
-def gumbel_noise(seeds: NDArray[np.int64], positions: NDArray[np.int64], *, vocab_size: int, device: torch.device) -> Tensor:
-    """Noise [R, V] in float64: g_j = -log(-log u_j), with u_j = ((mix(key + (j + 1) GAMMA) >> 11) + 1/2) 2^-53 and key = mix(mix(seed) + (position + 1) GAMMA)."""
-    return _exponential(_noise_bits(seeds, positions, vocab_size=vocab_size, device=device)).log_().neg_()
+def gumbel_noise(
+    seeds: NDArray[np.int64], positions: NDArray[np.int64], *, vocab_size: int, device: torch.device
+) -> Tensor:
+    """Noise [R, V] in float64: g_j = -log(-log u_j), with u_j = ((mix(key + (j + 1) GAMMA) >> 11) +
+    1/2) 2^-53 and key = mix(mix(seed) + (position + 1) GAMMA).
+    """
+    return (
+        _exponential(_noise_bits(seeds, positions, vocab_size=vocab_size, device=device))
+        .log_()
+        .neg_()
+    )
 
 
-def _noise_bits(seeds: NDArray[np.int64], positions: NDArray[np.int64], *, vocab_size: int, device: torch.device) -> Tensor:
-    """The mixed words [R, V] that u is made of. numpy has shifts of unsigned words, and takes half the time of torch."""
-    key = _mixed(_mixed(seeds.view(np.uint64)) + (positions + 1).view(np.uint64) * np.uint64(_UNSIGNED[0]))
+def _noise_bits(
+    seeds: NDArray[np.int64], positions: NDArray[np.int64], *, vocab_size: int, device: torch.device
+) -> Tensor:
+    """The mixed words [R, V] that u is made of. numpy has shifts of unsigned words, and takes half
+    the time of torch.
+    """
+    key = _mixed(
+        _mixed(seeds.view(np.uint64)) + (positions + 1).view(np.uint64) * np.uint64(_UNSIGNED[0])
+    )
     if device.type == "cpu":
-        return torch.from_numpy(_mixed(key[:, None] + _strides(vocab_size, device).numpy().view(np.uint64)).view(np.int64))
-    return _mix(torch.from_numpy(key.view(np.int64)).to(device)[:, None] + _strides(vocab_size, device))
+        return torch.from_numpy(
+            _mixed(key[:, None] + _strides(vocab_size, device).numpy().view(np.uint64)).view(
+                np.int64
+            )
+        )
+    return _mix(
+        torch.from_numpy(key.view(np.int64)).to(device)[:, None] + _strides(vocab_size, device)
+    )
 
 
 def _exponential(bits: Tensor) -> Tensor:
@@ -343,7 +415,9 @@ def _suppress(logits: Tensor, suppressed: NDArray[np.int64]) -> Tensor:
 
 
 def _truncated(log_p: Tensor, batch: SamplingBatch) -> Tensor:
-    """log p [R, V], truncated: cuts and renormalises only the rows that ask for it: the others need no sort."""
+    """log p [R, V], truncated: cuts and renormalises only the rows that ask for it: the others need
+    no sort.
+    """
     nucleus = (batch.top_p < 1) | (batch.top_k > 0)
     rows = np.flatnonzero((nucleus | (batch.min_p > 0)) & (batch.temperature > 0))
     if not len(rows):
@@ -352,13 +426,17 @@ def _truncated(log_p: Tensor, batch: SamplingBatch) -> Tensor:
     part = log_p[index]
     kept = part >= part.amax(-1, keepdim=True) + _column(batch.min_p[rows], part).log()
     if nucleus[rows].any():
-        kept &= _nucleus(part, top_k=_column(batch.top_k[rows], part), top_p=_column(batch.top_p[rows], part))
+        kept &= _nucleus(
+            part, top_k=_column(batch.top_k[rows], part), top_p=_column(batch.top_p[rows], part)
+        )
     part = part.masked_fill(~kept, -torch.inf)
     return log_p.index_copy(0, index, part - part.logsumexp(-1, keepdim=True))
 
 
 def _nucleus(log_p: Tensor, *, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Which of [r, V] are kept: the `top_k` most likely ids (ties: lower id first), and of these, renormalised, the fewest that hold `top_p`."""
+    """Which of [r, V] are kept: the `top_k` most likely ids (ties: lower id first), and of these,
+    renormalised, the fewest that hold `top_p`.
+    """
     sorted_log_p, order = log_p.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(log_p.shape[-1], device=log_p.device)
     keep = (rank < top_k) | (top_k == 0)
@@ -370,8 +448,12 @@ def _nucleus(log_p: Tensor, *, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.zeros_like(keep).scatter_(-1, order, keep)
 
 
-def _likeliest(log_p: Tensor, num_top: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The `num_top` [R] likeliest ids of each row of [R, V] that are possible at all, and their log-probabilities."""
+def _likeliest(
+    log_p: Tensor, num_top: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The `num_top` [R] likeliest ids of each row of [R, V] that are possible at all, and their
+    log-probabilities.
+    """
     width = min(int(num_top.max(initial=0)), log_p.shape[-1])
     ids = np.full((len(log_p), width), -1)
     logprobs = np.zeros((len(log_p), width))
@@ -379,7 +461,8 @@ def _likeliest(log_p: Tensor, num_top: NDArray[np.int64]) -> tuple[NDArray[np.in
         return ids, logprobs
     rows = np.flatnonzero(num_top)
     part = log_p[_on(rows, log_p)]
-    # Equal values at the border are all taken in, so that ids decide between them; a stable sort would visit the whole vocabulary.
+    # Equal values at the border are all taken in, so that ids decide between them; a stable sort
+    # would visit the whole vocabulary.
     near = (part >= part.topk(width).values[:, -1:]) & (part > -torch.inf)
     row, column = near.nonzero().T.cpu().numpy()
     value = part[near].cpu().numpy()

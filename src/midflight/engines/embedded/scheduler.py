@@ -1,4 +1,6 @@
-"""Which sequences run in a step. A step is three verbs: schedule, run, postprocess. Synchronous: only the decode thread calls it."""
+"""Which sequences run in a step. A step is three verbs: schedule, run, postprocess. Synchronous:
+only the decode thread calls it.
+"""
 
 import time
 from collections import deque
@@ -27,7 +29,9 @@ _LENGTH = Finish(FinishReason.LENGTH)
 
 
 class Scheduler:
-    """Continuous batching: first in, first out; a slot per running request; every step mixes decodes and chunks of prefill."""
+    """Continuous batching: first in, first out; a slot per running request; every step mixes
+    decodes and chunks of prefill.
+    """
 
     def __init__(
         self,
@@ -41,14 +45,17 @@ class Scheduler:
         routers: Routers | None = None,
         guesses: int = 0,
     ) -> None:
-        """`prefixes`: what is kept for requests that begin alike. `routers`: of a model whose choices of experts are recorded. `guesses`: at
-        most so many tokens ahead; none where a sequence can't go back, or what its experts were would be written down. A runner that keeps
+        """`prefixes`: what is kept for requests that begin alike. `routers`: of a model whose
+        choices of experts are recorded. `guesses`: at most so many tokens ahead; none where a
+        sequence can't go back, or what its experts were would be written down. A runner that keeps
         nothing of a sequence has no use for either."""
         self._runner = runner
         self._threads = StepThreads()
         self._num_parameters = sum(parameter.numel() for parameter in runner.model.parameters())
         self._experts = None if routers is None else ExpertRecords(routers)
-        self._guesses = 0 if runner.keeps_states or runner.recomputes or routers is not None else guesses
+        self._guesses = (
+            0 if runner.keeps_states or runner.recomputes or routers is not None else guesses
+        )
         self._table = SlotTable(max_running=max_running, max_context=max_context)
         self._max_batch_tokens = max(max_batch_tokens, max_running)
         self._waiting: deque[Submission] = deque()
@@ -56,7 +63,9 @@ class Scheduler:
         self._prefixes = Prefixes(runner, max_bytes=self._room.num_bytes, experts=self._experts)
         self._turn = 0
         self._last_turn = np.zeros(max_running, dtype=np.int64)
-        """By slot the step in which it ran last, where steps have room for some whole sequences only."""
+        """By slot the step in which it ran last, where steps have room for some whole sequences
+        only.
+        """
         self._leaders: dict[tuple[int, ...], int] = {}
         """By its prompt, the slot that computes what others wait for."""
         self._left = set[int]()
@@ -75,7 +84,7 @@ class Scheduler:
         self.num_reused = 0
         """Tokens that did not, because they had before."""
 
-    # --- What there is to do -----------------------------------------------------------------------------------------
+    # --- What there is to do ----------------------------------------------------------------------
 
     @property
     def num_running(self) -> int:
@@ -99,7 +108,7 @@ class Scheduler:
             return self._table.num_active == 0 and not self._may_admit()
         return self.paused is not None
 
-    # --- Verbs from outside, between two steps -----------------------------------------------------------------------
+    # --- Verbs from outside, between two steps ----------------------------------------------------
 
     def submit(self, submission: Submission) -> None:
         """Queues a request, or ends it at once where its tokens so far already do."""
@@ -124,7 +133,9 @@ class Scheduler:
                 self._end(slot, _ABORT)
 
     def pause(self, mode: PauseMode) -> None:
-        """The last mode counts: a paused engine that is paused in another mode acts on the requests it holds by the new one."""
+        """The last mode counts: a paused engine that is paused in another mode acts on the requests
+        it holds by the new one.
+        """
         if self.paused is mode:
             return
         self.paused = mode
@@ -140,7 +151,9 @@ class Scheduler:
         self.paused = None
 
     def serve(self, version: Version) -> None:
-        """The weights have changed: tokens from now on are of `version`; keys stored before keep their own."""
+        """The weights have changed: tokens from now on are of `version`; keys stored before keep
+        their own.
+        """
         self.version = version
         self._leaders.clear()
         self._prefixes.forget(before=self._oldest_usable)
@@ -149,7 +162,7 @@ class Scheduler:
     def _oldest_usable(self) -> Version:
         return self.version - self._room.age
 
-    # --- A step ------------------------------------------------------------------------------------------------------
+    # --- A step -----------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> StepOutput:
@@ -157,11 +170,17 @@ class Scheduler:
         started = time.monotonic()
         batch = None if self.paused is not None and self.is_quiet() else self._schedule()
         if batch is None:
-            return self._flush(StepOutput(version=self.version, started=started, ended=time.monotonic()))
+            return self._flush(
+                StepOutput(version=self.version, started=started, ended=time.monotonic())
+            )
         touched = frozenset(self._table.outlets[batch.slots].tolist())
         running = self._table.num_active
         with self._threads.of(self._num_parameters * len(batch.tokens)):
-            logits = self._runner.forward(batch) if self._experts is None else self._experts.forward(self._runner, batch)
+            logits = (
+                self._runner.forward(batch)
+                if self._experts is None
+                else self._experts.forward(self._runner, batch)
+            )
             self._mark_cached(batch)
             rows = np.flatnonzero(batch.wanted)
             masks = None
@@ -169,7 +188,11 @@ class Scheduler:
                 rows, logits, masks = self._constrained(batch, rows, logits)
             slots = batch.token_slots[rows]
             positions = batch.positions[rows] + 1
-            sampled = sample(logits, self._table.sampling(slots, positions, masks)) if len(slots) else _nothing_sampled()
+            sampled = (
+                sample(logits, self._table.sampling(slots, positions, masks))
+                if len(slots)
+                else _nothing_sampled()
+            )
         if self._guesses and len(slots):
             stand = self._that_stand(slots, sampled.token_ids, guessed=batch.tokens[rows])
             slots = slots[stand]
@@ -195,7 +218,9 @@ class Scheduler:
         )
 
     def _schedule(self) -> StepBatch | None:
-        """Admits what fits, then decodes all and prefills in order of arrival, within the token budget."""
+        """Admits what fits, then decodes all and prefills in order of arrival, within the token
+        budget.
+        """
         table = self._table
         if self._waiting or table.blocked.any():
             self._admit()
@@ -206,7 +231,8 @@ class Scheduler:
             return self._schedule_whole(ready)
         missing = table.length - table.cached
         if self._runner.keeps_states:
-            # A prompt that others may copy stops before its last token, which is where they take it over.
+            # A prompt that others may copy stops before its last token, which is where they take it
+            # over.
             missing -= table.leading & (missing > 1)
         wanted = missing
         missing = missing[ready]
@@ -219,17 +245,22 @@ class Scheduler:
         chunks = chunks[counts > 0]
         counts = counts[counts > 0]
         order = np.argsort(counts, kind="stable")
-        # A prefill whose chunk is one token is attended like a decode, so it stands among them, in order of slots.
+        # A prefill whose chunk is one token is attended like a decode, so it stands among them, in
+        # order of slots.
         slots = np.concatenate([singles, chunks[order]])
         counts = np.concatenate([np.ones(len(singles), dtype=np.int64), counts[order]])
         num_single = int((counts == 1).sum())
         slots[:num_single].sort()
-        if self._guesses and num_single == len(slots) <= self._max_batch_tokens // (1 + self._guesses):
+        if self._guesses and num_single == len(slots) <= self._max_batch_tokens // (
+            1 + self._guesses
+        ):
             slots, counts = self._guess(slots)
         return self._batch(slots, counts)
 
     def _schedule_whole(self, ready: Ints) -> StepBatch:
-        """Whole sequences, within the token budget or one: those first that have waited longest for a token, so that every answer grows."""
+        """Whole sequences, within the token budget or one: those first that have waited longest for
+        a token, so that every answer grows.
+        """
         table = self._table
         table.cached[ready] = 0
         waiting = ready[np.argsort(self._last_turn[ready], kind="stable")]
@@ -242,7 +273,9 @@ class Scheduler:
         return self._batch(slots, table.length[slots])
 
     def _guess(self, slots: Ints) -> tuple[Ints, Ints]:
-        """Writes behind each sequence what it may go on with. Slots and counts of tokens, in the order that a batch has."""
+        """Writes behind each sequence what it may go on with. Slots and counts of tokens, in the
+        order that a batch has.
+        """
         table = self._table
         counts = np.ones(len(slots), dtype=np.int64)
         room = np.minimum(table.guesses[slots], table.limit[slots] - table.length[slots] - 1)
@@ -257,14 +290,18 @@ class Scheduler:
         return slots[order], counts[order]
 
     def _that_stand(self, slots: Ints, token_ids: Ints, *, guessed: Ints) -> NDArray[np.bool_]:
-        """[R] Whether each sampled token stands: all guesses before it are what was sampled, and none of them ended its sequence. `guessed`
-        [R] is what each row was computed behind."""
+        """[R] Whether each sampled token stands: all guesses before it are what was sampled, and
+        none of them ended its sequence. `guessed` [R] is what each row was computed behind."""
         first = np.flatnonzero(np.diff(slots, prepend=-1))
-        wrong = (np.append(guessed[1:], -1) != token_ids) | (self._table.stop_ids[slots] == token_ids[:, None]).any(1)
+        wrong = (np.append(guessed[1:], -1) != token_ids) | (
+            self._table.stop_ids[slots] == token_ids[:, None]
+        ).any(1)
         before = np.cumsum(wrong) - wrong
         counts = np.diff(first, append=len(slots))
         stand = before == np.repeat(before[first], counts)
-        self._table.guesses[slots[first]] = np.minimum(self._guesses, 2 * np.add.reduceat(stand, first, dtype=np.int64) - 1)
+        self._table.guesses[slots[first]] = np.minimum(
+            self._guesses, 2 * np.add.reduceat(stand, first, dtype=np.int64) - 1
+        )
         return stand
 
     def _batch(self, slots: Ints, counts: Ints) -> StepBatch:
@@ -285,19 +322,27 @@ class Scheduler:
     def _mark_cached(self, batch: StepBatch) -> None:
         table = self._table
         fresh = batch.starts == 0
-        table.kv_version[batch.slots] = np.where(fresh, self.version, np.minimum(table.kv_version[batch.slots], self.version))
-        table.cached[batch.slots] = np.minimum(batch.starts + batch.counts, table.length[batch.slots])
+        table.kv_version[batch.slots] = np.where(
+            fresh, self.version, np.minimum(table.kv_version[batch.slots], self.version)
+        )
+        table.cached[batch.slots] = np.minimum(
+            batch.starts + batch.counts, table.length[batch.slots]
+        )
         self.num_computed += len(batch.tokens)
-        copyable = table.cached[batch.slots] == table.length[batch.slots] - self._runner.keeps_states
+        copyable = (
+            table.cached[batch.slots] == table.length[batch.slots] - self._runner.keeps_states
+        )
         for slot in batch.slots[copyable & table.leading[batch.slots]].tolist():
             table.leading[slot] = False
             if self._leaders.get(prompt := table.prompt(slot)) == slot:
                 del self._leaders[prompt]
                 self._add_prefix(slot)
 
-    def _constrained(self, batch: StepBatch, wanted: Ints, logits: Tensor) -> tuple[Ints, Tensor, Masks | None]:
-        """Asks the grammars what they allow. A request whose grammar allows nothing ends here; returned are the wanted tokens [R] and logits
-        [R, V] of the others."""
+    def _constrained(
+        self, batch: StepBatch, wanted: Ints, logits: Tensor
+    ) -> tuple[Ints, Tensor, Masks | None]:
+        """Asks the grammars what they allow. A request whose grammar allows nothing ends here;
+        returned are the wanted tokens [R] and logits [R, V] of the others."""
         slots = batch.token_slots[wanted]
         rows = np.flatnonzero(self._table.constrained[slots])
         kept = np.ones(len(slots), dtype=np.bool_)
@@ -310,21 +355,33 @@ class Scheduler:
                 self._fail(int(slots[row]), error)
         rows = (np.cumsum(kept) - 1)[rows[kept[rows]]]
         masks = Masks(rows, np.stack(allowed)) if allowed else None
-        return (wanted, logits, masks) if kept.all() else (wanted[kept], logits[torch.from_numpy(kept).to(logits.device)], masks)
+        return (
+            (wanted, logits, masks)
+            if kept.all()
+            else (wanted[kept], logits[torch.from_numpy(kept).to(logits.device)], masks)
+        )
 
     def _postprocess(self, slots: Ints, positions: Ints, token_ids: Ints) -> Ints:
-        """Appends the tokens and ends what they end; returns the version of the oldest key each token attended to."""
+        """Appends the tokens and ends what they end; returns the version of the oldest key each
+        token attended to.
+        """
         table = self._table
         kv_versions = table.kv_version[slots]
         table.append(slots, positions, token_ids)
         self.num_tokens += len(slots)
         stopped = (table.stop_ids[slots] == token_ids[:, None]).any(1)
         full = positions + 1 >= table.limit[slots]
-        for row in np.flatnonzero(stopped | full | table.has_matcher[slots] | table.constrained[slots]).tolist():
+        for row in np.flatnonzero(
+            stopped | full | table.has_matcher[slots] | table.constrained[slots]
+        ).tolist():
             slot = int(slots[row])
             token_id = int(token_ids[row])
             try:
-                finish = Finish(FinishReason.STOP, token_id) if stopped[row] else self._finish(slot, token_id)
+                finish = (
+                    Finish(FinishReason.STOP, token_id)
+                    if stopped[row]
+                    else self._finish(slot, token_id)
+                )
             except RequestRejected as error:
                 self._fail(slot, error)
                 continue
@@ -333,7 +390,9 @@ class Scheduler:
         return kv_versions
 
     def _finish(self, slot: int, token_id: int) -> Finish | None:
-        """What follows from a token that is no stop id; `RequestRejected` where the grammar gives up on it."""
+        """What follows from a token that is no stop id; `RequestRejected` where the grammar gives
+        up on it.
+        """
         submission = self._table.submissions[slot]
         assert submission is not None
         if submission.constraint is not None:
@@ -343,7 +402,7 @@ class Scheduler:
         match = submission.matcher.feed((token_id,)) if submission.matcher else None
         return Finish(FinishReason.STOP, match.stop) if match else None
 
-    # --- Admission ---------------------------------------------------------------------------------------------------
+    # --- Admission --------------------------------------------------------------------------------
 
     def _may_admit(self) -> bool:
         if not self._waiting:
@@ -351,7 +410,8 @@ class Scheduler:
         return self.paused is None or self._waiting[0].handle < self._drain_before
 
     def _admit(self) -> None:
-        while self._left:  # before a slot is taken again, and before anybody looks for what is there
+        # before a slot is taken again, and before anybody looks for what is there
+        while self._left:
             self._add_prefix(self._left.pop())
         for slot in np.flatnonzero(self._table.blocked).tolist():
             self._place(slot)
@@ -362,8 +422,9 @@ class Scheduler:
             self._place(slot)
 
     def _place(self, slot: int) -> None:
-        """Decides where the keys of a new sequence come from: what is known of its beginning, now or when another has computed the same
-        prompt, and its own prefill. The logits of its last token are always computed anew, for this request to sample from."""
+        """Decides where the keys of a new sequence come from: what is known of its beginning, now
+        or when another has computed the same prompt, and its own prefill. The logits of its last
+        token are always computed anew, for this request to sample from."""
         table = self._table
         prompt = table.prompt(slot)
         table.blocked[slot] = prompt in self._leaders
@@ -395,7 +456,11 @@ class Scheduler:
         match = matcher.feed(request.input_ids[request.num_prompt_tokens :]) if matcher else None
         if match:
             return Finish(FinishReason.STOP, match.stop)
-        return _LENGTH if request.remaining <= 0 or len(request.input_ids) >= self._table.max_context else None
+        return (
+            _LENGTH
+            if request.remaining <= 0 or len(request.input_ids) >= self._table.max_context
+            else None
+        )
 
     def _end(self, slot: int, finish: Finish) -> None:
         length = int(self._table.length[slot])
@@ -425,7 +490,9 @@ class Scheduler:
         experts = tuple(self._records)
         self._records = []
         touched = output.touched | {outlet for _, outlet, _ in (*finishes, *failures)}
-        return replace(output, finishes=finishes, failures=failures, experts=experts, touched=touched)
+        return replace(
+            output, finishes=finishes, failures=failures, experts=experts, touched=touched
+        )
 
 
 def _nothing_sampled() -> Sampled:

@@ -18,7 +18,9 @@ MAX_LOGITS = 2**26
 
 
 def portions(lengths: NDArray[np.int64], *, max_tokens: int) -> list[list[int]]:
-    """Rows that go through the model together, by number, shortest first: at most `max_tokens` with their padding, or one row."""
+    """Rows that go through the model together, by number, shortest first: at most `max_tokens` with
+    their padding, or one row.
+    """
     made: list[list[int]] = []
     for row in np.argsort(lengths, kind="stable").tolist():
         if made and (len(made[-1]) + 1) * int(lengths[row]) <= max_tokens:
@@ -30,9 +32,15 @@ def portions(lengths: NDArray[np.int64], *, max_tokens: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def token_logprobs(
-    model: PreTrainedModel, rows: Sequence[Int32], *, temperature: float, max_logits: int | None = None, resumes: bool = True
+    model: PreTrainedModel,
+    rows: Sequence[Int32],
+    *,
+    temperature: float,
+    max_logits: int | None = None,
+    resumes: bool = True,
 ) -> list[Float32]:
-    """log softmax(logits / temperature) of each token after those before it in its row; 0 for the first, which nothing predicts.
+    """log softmax(logits / temperature) of each token after those before it in its row; 0 for the
+    first, which nothing predicts.
 
     Padding stands behind the tokens, where causal attention never looks.
     """
@@ -46,39 +54,64 @@ def token_logprobs(
 
 @torch.inference_mode()
 def likely_tokens(
-    model: PreTrainedModel, row: Sequence[int], *, top: int, max_logits: int | None = None, resumes: bool = True
+    model: PreTrainedModel,
+    row: Sequence[int],
+    *,
+    top: int,
+    max_logits: int | None = None,
+    resumes: bool = True,
 ) -> list[Likely]:
-    """Of each token but the first: it, then the `top` likeliest at its place, each with its log-probability at temperature 1."""
+    """Of each token but the first: it, then the `top` likeliest at its place, each with its
+    log-probability at temperature 1.
+    """
     ids = torch.tensor([row], device=model.device)
     found: list[Likely] = []
     for places, logits in _stretches(model, ids, max_logits=max_logits, resumes=resumes):
         scores = _log_softmax(logits, 1.0)
         own = ids[:, places]
         best, which = scores[0].topk(min(top, scores.shape[-1]), dim=-1)
-        pairs = zip(own[0].tolist(), _chosen(scores, own)[0].tolist(), which.tolist(), best.tolist(), strict=True)
-        found += [((token, logprob), *zip(others, theirs, strict=True)) for token, logprob, others, theirs in pairs]
+        pairs = zip(
+            own[0].tolist(),
+            _chosen(scores, own)[0].tolist(),
+            which.tolist(),
+            best.tolist(),
+            strict=True,
+        )
+        found += [
+            ((token, logprob), *zip(others, theirs, strict=True))
+            for token, logprob, others, theirs in pairs
+        ]
     return found
 
 
-def _stretches(model: PreTrainedModel, ids: Tensor, *, max_logits: int | None, resumes: bool) -> Iterator[tuple[slice, Tensor]]:
-    """The places from the second on, a stretch at a time, and the logits that predict them: [b, k, V].
+def _stretches(
+    model: PreTrainedModel, ids: Tensor, *, max_logits: int | None, resumes: bool
+) -> Iterator[tuple[slice, Tensor]]:
+    """The places from the second on, a stretch at a time, and the logits that predict them: [b, k,
+    V].
 
-    The logits of long rows need not all be there at once: their columns go through the model over the keys of those before, or,
-    where the model does not go on rightly from those (`resumes`), with all columns before them again.
+    The logits of long rows need not all be there at once: their columns go through the model over
+    the keys of those before, or, where the model does not go on rightly from those (`resumes`),
+    with all columns before them again.
     """
     max_logits = MAX_LOGITS if max_logits is None else max_logits
     width = max(1, max_logits // (len(ids) * int(model.config.get_text_config().vocab_size)))
     takes = frozenset(inspect.signature(model.forward).parameters)
     name = cache_name(model) if resumes else None
     if resumes and name is None:
-        raise NotSupported(f"scoring: {type(model).__name__} keeps nothing of a sequence that it could be continued from")
+        raise NotSupported(
+            f"scoring: {type(model).__name__} keeps nothing of a sequence that it could be "
+            "continued from"
+        )
     past = None
     for start in range(0, ids.shape[1] - 1, width):
         end = min(start + width, ids.shape[1] - 1)
         first = start if resumes else 0
         options: dict[str, object] = {} if name is None else {name: past}
         if resumes and "position_ids" in takes:
-            options["position_ids"] = torch.arange(start, end, device=ids.device).expand(len(ids), -1)
+            options["position_ids"] = torch.arange(start, end, device=ids.device).expand(
+                len(ids), -1
+            )
         if "logits_to_keep" in takes and not resumes:
             options["logits_to_keep"] = end - start
         out = model(input_ids=ids[:, first:end], use_cache=resumes, **options)
@@ -95,7 +128,9 @@ def _padded(rows: Sequence[Int32], device: torch.device) -> Tensor:
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """Computed in float32, or float64 for a float64 model. There is no third copy of them at the usual temperature, which is 1."""
+    """Computed in float32, or float64 for a float64 model. There is no third copy of them at the
+    usual temperature, which is 1.
+    """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     scaled = logits if temperature == 1 else logits / temperature
     return scaled.log_softmax(-1)

@@ -1,7 +1,9 @@
-"""Recurrent and convolution states: one row per running sequence, for the layers that keep such a state in place of keys and values.
+"""Recurrent and convolution states: one row per running sequence, for the layers that keep such a
+state in place of keys and values.
 
-`transformers` runs these layers over whole sequences. Inside an engine step, whose tokens stand one after the other, such a layer is run
-once for each cohort of sequences that bring equally many tokens, over a cache that holds the rows of these sequences alone.
+`transformers` runs these layers over whole sequences. Inside an engine step, whose tokens stand one
+after the other, such a layer is run once for each cohort of sequences that bring equally many
+tokens, over a cache that holds the rows of these sequences alone.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class Cohort:
 
 
 def cohorts(slots: Ints, starts: Ints, counts: Ints, device: torch.device) -> list[Cohort]:
-    """Of a step's sequences, in their order. Slots that are a range are read and written in place."""
+    """Of a step's sequences, in their order. Slots that are a range are read and written in
+    place.
+    """
     kinds = np.stack([counts, starts == 0])
     edges = np.flatnonzero((np.diff(kinds) != 0).any(0)) + 1
     bounds = [0, *edges.tolist(), len(counts)]
@@ -53,13 +57,27 @@ def cohorts(slots: Ints, starts: Ints, counts: Ints, device: torch.device) -> li
     for first, last in itertools.pairwise(bounds):
         part = slots[first:last]
         is_range = bool((np.diff(part) == 1).all())
-        where = slice(int(part[0]), int(part[-1]) + 1) if is_range else torch.from_numpy(part).to(device)
-        made.append(Cohort(where, last - first, int(offsets[first]), int(offsets[last]), fresh=bool(starts[first] == 0)))
+        where = (
+            slice(int(part[0]), int(part[-1]) + 1)
+            if is_range
+            else torch.from_numpy(part).to(device)
+        )
+        made.append(
+            Cohort(
+                where,
+                last - first,
+                int(offsets[first]),
+                int(offsets[last]),
+                fresh=bool(starts[first] == 0),
+            )
+        )
     return made
 
 
 class States:
-    """A tensor [slots, ...] per state, made when a layer first leaves one. Rows of slots that begin anew are never read."""
+    """A tensor [slots, ...] per state, made when a layer first leaves one. Rows of slots that begin
+    anew are never read.
+    """
 
     def __init__(self, *, max_slots: int) -> None:
         self._max_slots = max_slots
@@ -68,7 +86,9 @@ class States:
         self.cohorts: list[Cohort] = []
         """Of the step that runs."""
         self.serial = False
-        """Whether sequences go on by one token at a time, because the layers go on wrongly by several."""
+        """Whether sequences go on by one token at a time, because the layers go on wrongly by
+        several.
+        """
 
     def reserve(self, *, slots: int) -> None:
         if slots <= self._slots:
@@ -78,7 +98,7 @@ class States:
             self._rows[key] = old.new_zeros(self._slots, *old.shape[1:])
             self._rows[key][: len(old)] = old
 
-    # --- Out of the rows, and back -----------------------------------------------------------------------------------
+    # --- Out of the rows, and back ----------------------------------------------------------------
 
     def take(self, slot: int) -> Mapping[Key, Tensor]:
         """Copies the slot's states as they are now."""
@@ -88,7 +108,7 @@ class States:
         for key, state in states.items():
             self._rows[key][slot] = state
 
-    # --- A layer inside a step ---------------------------------------------------------------------------------------
+    # --- A layer inside a step --------------------------------------------------------------------
 
     def run(self, layer: StatefulLayer, given: dict[str, Any]) -> object:
         """What the layer gives for all tokens [1, N, ...] of the step, cohort by cohort."""
@@ -99,7 +119,10 @@ class States:
             width = 1 if self.serial and not cohort.fresh else length
             pieces: list[Any] = []
             for first in range(0, length, width):
-                arguments = {name: part(name, value, cohort, slice(first, first + width)) for name, value in given.items()}
+                arguments = {
+                    name: part(name, value, cohort, slice(first, first + width))
+                    for name, value in given.items()
+                }
                 arguments[layer.cache_name] = Cache(layers=[*[view] * (layer.index + 1)])
                 pieces.append(layer.inner(**arguments))
             self._store(layer, cohort, view)
@@ -126,7 +149,10 @@ class States:
         return view
 
     def _store(self, layer: StatefulLayer, cohort: Cohort, view: LinearAttentionLayer) -> None:
-        kinds: list[tuple[Kind, dict[int, Tensor | None]]] = [("conv", view.conv_states), ("recurrent", view.recurrent_states)]
+        kinds: list[tuple[Kind, dict[int, Tensor | None]]] = [
+            ("conv", view.conv_states),
+            ("recurrent", view.recurrent_states),
+        ]
         for kind, states in kinds:
             for state, new in states.items():
                 if new is None:
@@ -135,7 +161,10 @@ class States:
                 if key not in self._rows:
                     self._rows[key] = new.new_zeros(self._slots, *new.shape[1:])
                 rows = self._rows[key]
-                if isinstance(cohort.slots, slice) and rows[cohort.slots].data_ptr() == new.data_ptr():
+                if (
+                    isinstance(cohort.slots, slice)
+                    and rows[cohort.slots].data_ptr() == new.data_ptr()
+                ):
                     continue  # it was changed in place
                 rows[cohort.slots] = new
 
@@ -171,18 +200,29 @@ class StatefulLayer:
 
 
 def part(name: str, value: object, cohort: Cohort, columns: slice) -> object:
-    """What an argument is for some of a cohort's tokens: of tensors over the step's tokens [1, N, ...], these as [b, l, ...]."""
+    """What an argument is for some of a cohort's tokens: of tensors over the step's tokens [1, N,
+    ...], these as [b, l, ...].
+    """
     if name == "attention_mask":
         return None  # there is no padding
     if isinstance(value, tuple):
         return tuple(part("", each, cohort, columns) for each in cast("tuple[object, ...]", value))
-    if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == 1 and value.shape[1] >= cohort.end:
-        return value[:, cohort.start : cohort.end].reshape(cohort.num, -1, *value.shape[2:])[:, columns]
+    if (
+        isinstance(value, Tensor)
+        and value.dim() > 1
+        and value.shape[0] == 1
+        and value.shape[1] >= cohort.end
+    ):
+        return value[:, cohort.start : cohort.end].reshape(cohort.num, -1, *value.shape[2:])[
+            :, columns
+        ]
     return value
 
 
 def _joined(outputs: list[Any], shape: Callable[[Tensor], Tensor]) -> Any:
-    """Outputs of a layer one after the other, along the tokens; of what it gives beside them, the last."""
+    """Outputs of a layer one after the other, along the tokens; of what it gives beside them, the
+    last.
+    """
     firsts: list[Tensor] = [shape(out[0] if isinstance(out, tuple) else out) for out in outputs]
     whole = firsts[0] if len(firsts) == 1 else torch.cat(firsts, dim=1)
     return (whole, *outputs[-1][1:]) if isinstance(outputs[-1], tuple) else whole
@@ -190,14 +230,18 @@ def _joined(outputs: list[Any], shape: Callable[[Tensor], Tensor]) -> Any:
 
 @torch.inference_mode()
 def stateful(model: PreTrainedModel) -> bool:
-    """Whether any module keeps a state. Those that do are run cohort by cohort inside engine steps from now on."""
+    """Whether any module keeps a state. Those that do are run cohort by cohort inside engine steps
+    from now on.
+    """
     found = _found(model)
     for number, (module, (name, cache)) in enumerate(found.items()):
         if hasattr(module, _WRAPPED):
             continue
         index = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
         num_states = cast("LinearAttentionLayer", cache.layers[index]).number_of_states
-        layer = StatefulLayer(module.forward, inspect.signature(module.forward), name, number, index, num_states)
+        layer = StatefulLayer(
+            module.forward, inspect.signature(module.forward), name, number, index, num_states
+        )
         setattr(module, _WRAPPED, layer)
         module.forward = layer
         if tuple(getattr(module, "time_step_limit", None) or _ANY_STEP) != _ANY_STEP:
@@ -209,15 +253,17 @@ _ANY_STEP: Final = (0.0, torch.inf)
 
 
 def _limit_steps(module: Any, _: nn.Module, __: object, projected: Tensor) -> Tensor:
-    """Where a layer of Mamba 2 limits its time steps, `transformers` does so over whole sequences, but not over a single token.
+    """Where a layer of Mamba 2 limits its time steps, `transformers` does so over whole sequences,
+    but not over a single token.
 
-    The last of the projections [b, L, ...] are d, one for each head, and the time step is softplus(d + bias). Limiting d where it
-    comes from limits it in both.
+    The last of the projections [b, L, ...] are d, one for each head, and the time step is
+    softplus(d + bias). Limiting d where it comes from limits it in both.
     """
     if projected.shape[1] != 1:
         return projected
     bounds = torch.tensor(module.time_step_limit, dtype=torch.float64)
-    low, high = (bounds + (-torch.expm1(-bounds)).log()).tolist()  # softplus of these are the bounds
+    # softplus of these are the bounds
+    low, high = (bounds + (-torch.expm1(-bounds)).log()).tolist()
     limited = projected.clone()
     steps = limited[..., -module.num_heads :]
     bias = module.dt_bias
@@ -226,7 +272,9 @@ def _limit_steps(module: Any, _: nn.Module, __: object, projected: Tensor) -> Te
 
 
 def _found(model: PreTrainedModel) -> dict[nn.Module, tuple[str, Cache]]:
-    """The innermost modules during whose run a state comes into the cache, each with the parameter that takes the cache."""
+    """The innermost modules during whose run a state comes into the cache, each with the parameter
+    that takes the cache.
+    """
     before: dict[nn.Module, set[tuple[int, int]]] = {}
     found: dict[nn.Module, tuple[str, Cache]] = {}
 
@@ -234,7 +282,9 @@ def _found(model: PreTrainedModel) -> dict[nn.Module, tuple[str, Cache]]:
         if (given := _cache(module, args, options)) is not None:
             before[module] = _states_in(given[1])
 
-    def leave(module: nn.Module, args: tuple[object, ...], options: dict[str, object], output: object) -> None:
+    def leave(
+        module: nn.Module, args: tuple[object, ...], options: dict[str, object], output: object
+    ) -> None:
         given = _cache(module, args, options)
         if given is None or _states_in(given[1]) == before.get(module, set()):
             return
@@ -250,7 +300,9 @@ def _found(model: PreTrainedModel) -> dict[nn.Module, tuple[str, Cache]]:
     return found
 
 
-def _cache(module: nn.Module, args: tuple[object, ...], options: dict[str, object]) -> tuple[str, Cache] | None:
+def _cache(
+    module: nn.Module, args: tuple[object, ...], options: dict[str, object]
+) -> tuple[str, Cache] | None:
     """The cache that a module was called with, and the parameter that took it."""
     forward: Any = getattr(module, _WRAPPED, None)
     signature = forward.parameters if forward is not None else inspect.signature(module.forward)
@@ -267,6 +319,9 @@ def _states_in(cache: Cache) -> set[tuple[int, int]]:
 def _initialised(cache: Cache) -> Iterator[tuple[int, int]]:
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            for state, made in (*layer.is_conv_states_initialized.items(), *layer.is_recurrent_states_initialized.items()):
+            for state, made in (
+                *layer.is_conv_states_initialized.items(),
+                *layer.is_recurrent_states_initialized.items(),
+            ):
                 if made:
                     yield number, state

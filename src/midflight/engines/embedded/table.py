@@ -1,8 +1,10 @@
-"""The running sequences as arrays over slots, so that a step costs no Python per request, and what was computed of sequences before.
+"""The running sequences as arrays over slots, so that a step costs no Python per request, and what
+was computed of sequences before.
 
-That is a tree of spans of tokens: a request computes only what no other has (I5). A span is a copy out of the slot of a sequence, and goes
-into the slot of another in one piece. A tree by single tokens finds the whole of a conversation again, where blocks of a fixed size would
-find it up to the last whole block; and slots stay in one piece, which attention over them needs.
+That is a tree of spans of tokens: a request computes only what no other has (I5). A span is a copy
+out of the slot of a sequence, and goes into the slot of another in one piece. A tree by single
+tokens finds the whole of a conversation again, where blocks of a fixed size would find it up to the
+last whole block; and slots stay in one piece, which attention over them needs.
 """
 
 import heapq
@@ -25,7 +27,9 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Submission:
-    """A request inside the engine. `handle` is unique in the engine's life and grows; `outlet` says where its tokens go."""
+    """A request inside the engine. `handle` is unique in the engine's life and grows; `outlet` says
+    where its tokens go.
+    """
 
     handle: int
     outlet: int
@@ -39,9 +43,11 @@ class Submission:
 
 
 class SlotTable:
-    """One row per slot; a row means something while `active`. Invariant: 0 <= cached < length <= limit for active rows.
+    """One row per slot; a row means something while `active`. Invariant: 0 <= cached < length <=
+    limit for active rows.
 
-    `cached` counts tokens whose keys are stored. A sequence is decoding when one token is missing, prefilling when more are.
+    `cached` counts tokens whose keys are stored. A sequence is decoding when one token is missing,
+    prefilling when more are.
     """
 
     def __init__(self, *, max_running: int, max_context: int) -> None:
@@ -69,8 +75,12 @@ class SlotTable:
         self.top_k = np.zeros(n, dtype=np.int64)
         self.stop_ids = np.full((n, 2), -1, dtype=np.int64)
         self.has_matcher = np.zeros(n, dtype=np.bool_)
-        self.constrained, self.penalised, self.biased, self.wants_kept = (np.zeros(n, dtype=np.bool_) for _ in range(4))
-        """Rows that need more than the arrays here say; a step in which there is none pays for none."""
+        self.constrained, self.penalised, self.biased, self.wants_kept = (
+            np.zeros(n, dtype=np.bool_) for _ in range(4)
+        )
+        """Rows that need more than the arrays here say; a step in which there is none pays for
+        none.
+        """
         self.guesses = np.zeros(n, dtype=np.int64)
         """How many tokens to guess ahead in the next step, at most."""
         self.num_top = np.zeros(n, dtype=np.int64)
@@ -133,8 +143,8 @@ class SlotTable:
         return constraint
 
     def sampling(self, slots: Ints, positions: Ints, masks: Masks | None = None) -> SamplingBatch:
-        """How to sample the token at each position, from what stands before it in its slot. Where a grammar leaves only ends of turn, it
-        wins over `min_tokens`."""
+        """How to sample the token at each position, from what stands before it in its slot. Where a
+        grammar leaves only ends of turn, it wins over `min_tokens`."""
         below = positions < self.least[slots]
         suppressed = np.where(below[:, None], self.stop_ids[slots], -1) if below.any() else None
         if masks is not None and suppressed is not None:
@@ -174,7 +184,9 @@ class SlotTable:
         return Penalties(
             rows=rows,
             tokens=self.tokens[asking, : int(length.max())],
-            num_prompt=np.array([self._submission(slot).request.num_prompt_tokens for slot in asking.tolist()]),
+            num_prompt=np.array(
+                [self._submission(slot).request.num_prompt_tokens for slot in asking.tolist()]
+            ),
             length=length,
             repetition=np.array([p.repetition_penalty for p in params]),
             frequency=np.array([p.frequency_penalty for p in params]),
@@ -183,26 +195,34 @@ class SlotTable:
 
     def _biases(self, slots: Ints) -> Biases:
         rows = np.flatnonzero(self.biased[slots]).tolist()
-        triples = [(row, *pair) for row in rows for pair in self._submission(int(slots[row])).request.sampling.logit_bias]
+        triples = [
+            (row, *pair)
+            for row in rows
+            for pair in self._submission(int(slots[row])).request.sampling.logit_bias
+        ]
         row, token_id, value = zip(*triples, strict=True)
         return Biases(np.array(row), np.array(token_id), np.array(value, dtype=np.float64))
 
     def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
         width = self.stop_ids.shape[1]
         if len(ids) > width:
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, len(ids) - width)), constant_values=-1)
+            self.stop_ids = np.pad(
+                self.stop_ids, ((0, 0), (0, len(ids) - width)), constant_values=-1
+            )
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(ids)] = ids
 
 
-# --- What was computed before -----------------------------------------------------------------------------------------
+# --- What was computed before ---------------------------------------------------------------------
 
 
 class PrefixRoom(NamedTuple):
     """How much is kept."""
 
     num_bytes: int = 2**28
-    """Of keys, values and states. With 0 nothing is kept, and each request computes its whole prompt."""
+    """Of keys, values and states. With 0 nothing is kept, and each request computes its whole
+    prompt.
+    """
     age: int = 0
     """How many versions older than those served the weights may be that it was computed by."""
 
@@ -214,7 +234,9 @@ class Computed(Protocol):
     def num_bytes(self) -> int: ...
     @property
     def has_state(self) -> bool:
-        """Whether a sequence can go on behind its last token, where that takes more than the keys of each token."""
+        """Whether a sequence can go on behind its last token, where that takes more than the keys
+        of each token.
+        """
         ...
 
     def cut(self, start: int, end: int) -> "Computed":
@@ -228,11 +250,15 @@ class KeepsSpans(Protocol):
     @property
     def keeps_states(self) -> bool: ...
     def take(self, slot: int, *, start: int, end: int, at_end: bool) -> Computed:
-        """Of tokens [start, end) of the sequence in the slot. `at_end`: it has no more now, so that its state is that behind them."""
+        """Of tokens [start, end) of the sequence in the slot. `at_end`: it has no more now, so that
+        its state is that behind them.
+        """
         ...
 
     def put(self, slot: int, spans: Sequence[tuple[Any, int]]) -> None:
-        """Of what the same runner took: the slot begins with these, one after the other, each up to a number of its tokens."""
+        """Of what the same runner took: the slot begins with these, one after the other, each up to
+        a number of its tokens.
+        """
         ...
 
 
@@ -250,9 +276,13 @@ class _Span:
 
 
 class Prefixes:
-    """At most `max_bytes` are kept: what was used longest ago goes first, ends before beginnings. With 0 nothing is kept."""
+    """At most `max_bytes` are kept: what was used longest ago goes first, ends before beginnings.
+    With 0 nothing is kept.
+    """
 
-    def __init__(self, runner: KeepsSpans, *, max_bytes: int, experts: ExpertRecords | None = None) -> None:
+    def __init__(
+        self, runner: KeepsSpans, *, max_bytes: int, experts: ExpertRecords | None = None
+    ) -> None:
         self._runner = runner
         self._max_bytes = max_bytes
         self._experts = experts
@@ -262,22 +292,28 @@ class Prefixes:
         self.num_bytes = 0
 
     def fill(self, slot: int, tokens: Ints) -> tuple[int, Version]:
-        """Puts what is known of a sequence that begins with `tokens` into the slot. Returns of how many tokens, always fewer than there are,
-        and of the oldest weights among them."""
+        """Puts what is known of a sequence that begins with `tokens` into the slot. Returns of how
+        many tokens, always fewer than there are, and of the oldest weights among them."""
         found = self._walk(tokens[:-1])
         if self._runner.keeps_states:
-            while found and not (found[-1][1] == len(found[-1][0].tokens) and found[-1][0].computed.has_state):
+            while found and not (
+                found[-1][1] == len(found[-1][0].tokens) and found[-1][0].computed.has_state
+            ):
                 found.pop()
         if not found:
             return 0, 0
         self._runner.put(slot, [(span.computed, num) for span, num in found])
         if self._experts is not None:
-            self._experts.fill(slot, [span.experts[:num] for span, num in found if span.experts is not None])
+            self._experts.fill(
+                slot, [span.experts[:num] for span, num in found if span.experts is not None]
+            )
         self._use(found[-1][0])
         return sum(num for _, num in found), min(span.version for span, _ in found)
 
     def add(self, slot: int, tokens: Ints, *, version: Version) -> None:
-        """The slot holds the keys of all `tokens`, the oldest of `version`. What was known of them from older weights is replaced."""
+        """The slot holds the keys of all `tokens`, the oldest of `version`. What was known of them
+        from older weights is replaced.
+        """
         if not self._max_bytes or not len(tokens):
             return
         last: _Span | None = None
@@ -286,10 +322,17 @@ class Prefixes:
             last = known if num == len(known.tokens) else self._split(known, num)
             start = end
             end = end + num
-            if last.version < version or (self._runner.keeps_states and end == len(tokens) and not last.computed.has_state):
+            if last.version < version or (
+                self._runner.keeps_states and end == len(tokens) and not last.computed.has_state
+            ):
                 self._fill(last, slot, start=start, version=version, at_end=end == len(tokens))
         if end < len(tokens):
-            last = self._grow(last, tokens[end:].copy(), self._runner.take(slot, start=end, end=len(tokens), at_end=True), version)
+            last = self._grow(
+                last,
+                tokens[end:].copy(),
+                self._runner.take(slot, start=end, end=len(tokens), at_end=True),
+                version,
+            )
             last.experts = self._chosen(slot, end, len(tokens))
         if last is not None:
             self._use(last)
@@ -324,7 +367,9 @@ class Prefixes:
         return found
 
     def _split(self, span: _Span, num: int) -> _Span:
-        """Makes two of a span; returns the first, of `num` tokens. The other keeps the place, and what stands behind it."""
+        """Makes two of a span; returns the first, of `num` tokens. The other keeps the place, and
+        what stands behind it.
+        """
         tokens = span.tokens
         computed = span.computed
         siblings = self._roots if span.parent is None else span.parent.children
@@ -340,7 +385,9 @@ class Prefixes:
         self.num_bytes += span.computed.num_bytes
         return first
 
-    def _grow(self, parent: _Span | None, tokens: Ints, computed: Computed, version: Version) -> _Span:
+    def _grow(
+        self, parent: _Span | None, tokens: Ints, computed: Computed, version: Version
+    ) -> _Span:
         span = _Span(tokens, computed, version, None, parent)
         (self._roots if parent is None else parent.children)[int(tokens[0])] = span
         self._spans[span] = None

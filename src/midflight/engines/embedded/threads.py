@@ -1,4 +1,6 @@
-"""How many threads a step takes: measured while steps are made, because what a thread costs depends on who else uses its core."""
+"""How many threads a step takes: measured while steps are made, because what a thread costs depends
+on who else uses its core.
+"""
 
 import time
 from collections.abc import Generator
@@ -7,7 +9,9 @@ from contextlib import contextmanager
 import torch
 
 _WORK_OF_A_THREAD = 4e7
-"""Products (parameters times tokens) of a step from which on one more thread usually saves more than waiting for it costs."""
+"""Products (parameters times tokens) of a step from which on one more thread usually saves more
+than waiting for it costs.
+"""
 _TRIAL = 4
 """Steps in a row that try another number of threads: the first of them also starts threads."""
 _PAUSES = 32, 1024
@@ -15,10 +19,12 @@ _PAUSES = 32, 1024
 
 
 class StepThreads:
-    """Steps of each size, a power of two of products, take the number of threads that makes them fastest.
+    """Steps of each size, a power of two of products, take the number of threads that makes them
+    fastest.
 
-    A second thread halves the products at best. On a core that others use too, every product waits until it has its turn, and a step can
-    take ten times as long as with one. So now and then a few steps take twice or half as many, less often the longer that does not pay.
+    A second thread halves the products at best. On a core that others use too, every product waits
+    until it has its turn, and a step can take ten times as long as with one. So now and then a few
+    steps take twice or half as many, less often the longer that does not pay.
     """
 
     def __init__(self) -> None:
@@ -26,7 +32,9 @@ class StepThreads:
 
     @contextmanager
     def of(self, work: float) -> Generator[None]:
-        """Meanwhile as many threads compute as are best for so many products, of those that there are."""
+        """Meanwhile as many threads compute as are best for so many products, of those that there
+        are.
+        """
         most = torch.get_num_threads()
         if most == 1:
             yield
@@ -44,7 +52,9 @@ class StepThreads:
 
 
 class _Size:
-    """`number` is what the next step takes: as usual, or in a trial of its neighbour among 1, 2, 4, ... and all."""
+    """`number` is what the next step takes: as usual, or in a trial of its neighbour among 1, 2, 4,
+    ... and all.
+    """
 
     def __init__(self, most: int, *, usual: int) -> None:
         self._numbers = [1 << n for n in range(most.bit_length()) if 1 << n < most] + [most]
@@ -71,7 +81,11 @@ class _Size:
 
     def _neighbour(self) -> int:
         at = self._numbers.index(self._usual)
-        return self._numbers[at + 1] if at == 0 or (self._up and at + 1 < len(self._numbers)) else self._numbers[at - 1]
+        return (
+            self._numbers[at + 1]
+            if at == 0 or (self._up and at + 1 < len(self._numbers))
+            else self._numbers[at - 1]
+        )
 
     def _judge(self, seconds: float) -> None:
         pays = seconds < self._seconds

@@ -1,4 +1,6 @@
-"""The second set of weights: brought in while decoding goes on, made live between two steps (I7)."""
+"""The second set of weights: brought in while decoding goes on, made live between two steps
+(I7).
+"""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -25,23 +27,33 @@ class _StagedTensors:
 
 
 class EngineWeights:
-    """The weights served and the ones staged. `stage` runs in any one thread; `commit` on the decode thread only.
+    """The weights served and the ones staged. `stage` runs in any one thread; `commit` on the
+    decode thread only.
 
     At most one version is staged: a later stage replaces it.
     """
 
     def __init__(
-        self, model: PreTrainedModel, receiver: WeightReceiver, *, version: Version, lay_out: Callable[[Tensors], Tensors] = dict
+        self,
+        model: PreTrainedModel,
+        receiver: WeightReceiver,
+        *,
+        version: Version,
+        lay_out: Callable[[Tensors], Tensors] = dict,
     ) -> None:
         """`lay_out` puts tensors by name into memory as the runner wants them."""
         self._model = model
         self._receiver = receiver
         self._lay_out = lay_out
         self._served = Attestation(version=version, fingerprint=model_fingerprint(model))
-        self._shapes = {name: (t.shape, t.dtype, t.device) for name, t in named_tensors(model).items()}
+        self._shapes = {
+            name: (t.shape, t.dtype, t.device) for name, t in named_tensors(model).items()
+        }
         self._staged: _StagedTensors | None = None
         self._replaced: dict[str, Tensor] = {}
-        """Weights of the version before, kept until the next stage: giving memory back takes longer than a swap may."""
+        """Weights of the version before, kept until the next stage: giving memory back takes longer
+        than a swap may.
+        """
         self._staging = threading.Lock()
 
     @property
@@ -49,9 +61,11 @@ class EngineWeights:
         return self._served
 
     def stage(self, manifest: WeightManifest) -> None:
-        """Fetches a version, which the receiver verifies. Blocking. Whatever fails, the weights served stay as they are.
+        """Fetches a version, which the receiver verifies. Blocking. Whatever fails, the weights
+        served stay as they are.
 
-        Nothing is fetched where the version has the very weights that are served: the first one, or that of a step that changed nothing.
+        Nothing is fetched where the version has the very weights that are served: the first one, or
+        that of a step that changed nothing.
         """
         with self._staging:
             self._replaced = {}
@@ -60,18 +74,25 @@ class EngineWeights:
                 return
             tensors = self._received(manifest)
             self._check_shapes(manifest, tensors)
-            self._staged = _StagedTensors(manifest.version, manifest.fingerprint, self._converted(tensors))
+            self._staged = _StagedTensors(
+                manifest.version, manifest.fingerprint, self._converted(tensors)
+            )
 
     def commit(self, version: Version) -> Attestation:
-        """Makes the staged version live without copying. Committing the version already served changes nothing, unless it was staged under
-        another fingerprint: several trainer ranks cut tensors otherwise than the folder that an engine starts from."""
+        """Makes the staged version live without copying. Committing the version already served
+        changes nothing, unless it was staged under another fingerprint: several trainer ranks cut
+        tensors otherwise than the folder that an engine starts from."""
         waiting = self._staged
         staged = waiting if waiting is not None and waiting.version == version else None
-        if version == self._served.version and (staged is None or staged.fingerprint == self._served.fingerprint):
+        if version == self._served.version and (
+            staged is None or staged.fingerprint == self._served.fingerprint
+        ):
             return self._served
         if staged is None:
             has = "nothing is staged" if waiting is None else f"version {waiting.version} is staged"
-            raise EngineError(f"committing version {version}: {has}. Stage version {version} first.")
+            raise EngineError(
+                f"committing version {version}: {has}. Stage version {version} first."
+            )
         if staged.tensors is not None:
             self._replaced = assign(self._model, staged.tensors)
         self._staged = None
@@ -82,7 +103,10 @@ class EngineWeights:
         views = self._receiver.fetch(manifest)
         missing = [s.name for s in manifest.tensors if s.name not in views]
         if missing:
-            raise WeightsCorrupt(f"staging version {manifest.version}: tensor {missing[0]!r} was not received. Publish the version again.")
+            raise WeightsCorrupt(
+                f"staging version {manifest.version}: tensor {missing[0]!r} was not received. "
+                "Publish the version again."
+            )
         return as_tensors(manifest.tensors, views)
 
     def _check_shapes(self, manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> None:
@@ -90,18 +114,24 @@ class EngineWeights:
         different = sorted(tensors.keys() ^ self._shapes.keys())
         if different:
             raise WeightsCorrupt(
-                f"staging version {manifest.version}: tensor {different[0]!r} is in only one of manifest and model. "
-                "Trainer and engine must load the same model."
+                f"staging version {manifest.version}: tensor {different[0]!r} is in only one of "
+                "manifest and model. Trainer and engine must load the same model."
             )
         for name, tensor in tensors.items():
             if tensor.shape != self._shapes[name][0]:
                 raise WeightsCorrupt(
-                    f"staging version {manifest.version}: tensor {name!r} has shape {tuple(tensor.shape)}, "
-                    f"the model needs {tuple(self._shapes[name][0])}. Trainer and engine must load the same model."
+                    f"staging version {manifest.version}: tensor {name!r} has shape "
+                    f"{tuple(tensor.shape)}, the model needs {tuple(self._shapes[name][0])}. "
+                    "Trainer and engine must load the same model."
                 )
 
     def _converted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self._lay_out({name: t.to(device=self._shapes[name][2], dtype=self._shapes[name][1]) for name, t in tensors.items()})
+        return self._lay_out(
+            {
+                name: t.to(device=self._shapes[name][2], dtype=self._shapes[name][1])
+                for name, t in tensors.items()
+            }
+        )
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:

@@ -1,4 +1,6 @@
-"""Forward passes for models of which nothing can be kept: each step computes whole sequences, each alone, as the model itself does."""
+"""Forward passes for models of which nothing can be kept: each step computes whole sequences, each
+alone, as the model itself does.
+"""
 
 import inspect
 import time
@@ -13,7 +15,9 @@ from midflight.engines.embedded.runner import Runner, StepBatch
 
 
 class WholeRunner:
-    """As `Runner`, and right for any model whose logits do not depend on later tokens. A step brings the whole of each of its sequences."""
+    """As `Runner`, and right for any model whose logits do not depend on later tokens. A step
+    brings the whole of each of its sequences.
+    """
 
     keeps_states = False
     recomputes = True
@@ -28,7 +32,9 @@ class WholeRunner:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
-        """Logits [R, V] of the last token of each sequence. Every sequence begins at its first token."""
+        """Logits [R, V] of the last token of each sequence. Every sequence begins at its first
+        token.
+        """
         logits = list[Tensor]()
         start = 0
         for count in batch.counts.tolist():
@@ -48,11 +54,15 @@ class WholeRunner:
     def _last(self, tokens: Tensor) -> Tensor:
         """The logits [V] after the last of the tokens [L]."""
         options: dict[str, object] = {"logits_to_keep": 1} if self._picks_logits else {}
-        return cast(Tensor, self.model(input_ids=tokens[None], use_cache=False, **options).logits)[0, -1]
+        return cast(Tensor, self.model(input_ids=tokens[None], use_cache=False, **options).logits)[
+            0, -1
+        ]
 
     @torch.inference_mode()
     def slowdown(self, num_tokens: int) -> float:
-        """How many times as long a token takes as the last of `num_tokens` as it takes as the first: the least of three runs of each."""
+        """How many times as long a token takes as the last of `num_tokens` as it takes as the
+        first: the least of three runs of each.
+        """
         tokens = torch.zeros(num_tokens, dtype=torch.long, device=self.model.device)
         return self._seconds(tokens) / self._seconds(tokens[:1])
 

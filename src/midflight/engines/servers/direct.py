@@ -1,6 +1,8 @@
-"""Weights that come straight into a server's workers, by the server's own routes, which our plugin inside it makes wait for nothing.
+"""Weights that come straight into a server's workers, by the server's own routes, which our plugin
+inside it makes wait for nothing.
 
-The companion gives orders and asks what the workers hold. In the pause they only swap what has come for what they serve.
+The companion gives orders and asks what the workers hold. In the pause they only swap what has come
+for what they serve.
 """
 
 import logging
@@ -21,7 +23,9 @@ _OF = "a server that Midflight's plugin is in"
 
 class DirectServer(ServerWorkers, Protocol):
     async def take(self, version: Version, *, recompute: bool) -> None:
-        """In a pause, or between two steps: what came, or what was served before it, becomes what is served, in all workers or in none."""
+        """In a pause, or between two steps: what came, or what was served before it, becomes what
+        is served, in all workers or in none.
+        """
         ...
 
 
@@ -36,7 +40,9 @@ class VllmWorkers:
         return _states(part(answer, "results", of=_OF))
 
     async def receive(self, order: TransferOrder) -> None:
-        await self._client.post("/init_weight_transfer_engine", {"init_info": {"order": msgspec.to_builtins(order)}})
+        await self._client.post(
+            "/init_weight_transfer_engine", {"init_info": {"order": msgspec.to_builtins(order)}}
+        )
 
     async def take(self, version: Version, *, recompute: bool) -> None:
         """Caches were cleared by the pause, where they had to be."""
@@ -52,17 +58,31 @@ class SglangWorkers:
         self._client = client
 
     async def states(self) -> Sequence[WorkerState]:
-        return _states(part(await self._client.get("/server_info"), "internal_states", 0, "midflight", of=_OF))
+        return _states(
+            part(await self._client.get("/server_info"), "internal_states", 0, "midflight", of=_OF)
+        )
 
     async def receive(self, order: TransferOrder) -> None:
-        body = {"master_address": order.host, "master_port": order.port, "rank_offset": order.rank, "world_size": order.world}
+        body = {
+            "master_address": order.host,
+            "master_port": order.port,
+            "rank_offset": order.rank,
+            "world_size": order.world,
+        }
         said = f"midflight:{msgspec.json.encode(order).decode()}"
-        await self._client.post("/init_weights_update_group", {**body, "group_name": said, "backend": order.backend})
+        await self._client.post(
+            "/init_weights_update_group", {**body, "group_name": said, "backend": order.backend}
+        )
 
     async def take(self, version: Version, *, recompute: bool) -> None:
         """Clearing its cache is refused while requests hold keys: only retracted ones hold none."""
         nothing: Mapping[str, list[str]] = {"names": [], "dtypes": [], "shapes": []}
-        body = {**nothing, "group_name": "midflight:", "weight_version": str(version), "flush_cache": recompute}
+        body = {
+            **nothing,
+            "group_name": "midflight:",
+            "weight_version": str(version),
+            "flush_cache": recompute,
+        }
         await self._client.post("/update_weights_from_distributed", body)
 
 
@@ -73,7 +93,10 @@ def _states(said: object) -> Sequence[WorkerState]:
         raise EngineError(f"reading {str(said)[:200]!r}: {error}. Attach to {_OF}.") from error
 
 
-WORKERS: Mapping[str, Callable[[ServerClient], DirectServer]] = {"vllm": VllmWorkers, "sglang": SglangWorkers}
+WORKERS: Mapping[str, Callable[[ServerClient], DirectServer]] = {
+    "vllm": VllmWorkers,
+    "sglang": SglangWorkers,
+}
 
 
 class DirectWay:
@@ -88,8 +111,12 @@ class DirectWay:
         """Whether differences may come to it."""
         self._said = set[str]()
 
-    async def opens(self, client: ServerClient, manifest: WeightManifest, *, same_names: bool) -> bool:
-        """Whether this version comes by it. Where it does not, it is written as a folder like every other, and the log says why."""
+    async def opens(
+        self, client: ServerClient, manifest: WeightManifest, *, same_names: bool
+    ) -> bool:
+        """Whether this version comes by it. Where it does not, it is written as a folder like every
+        other, and the log says why.
+        """
         if manifest.transport != TRANSPORT:
             return False
         if not same_names:
@@ -104,7 +131,9 @@ class DirectWay:
             self._is_open = len(states) > 0
             self._changes = all(state.held is not None for state in states)
         if manifest.deltas and not self._changes:
-            return self._closed(client, "it is a difference, for which the server's interpreter must have xxhash")
+            return self._closed(
+                client, "it is a difference, for which the server's interpreter must have xxhash"
+            )
         return True
 
     async def bring(self, client: ServerClient, manifest: WeightManifest) -> None:
@@ -117,6 +146,10 @@ class DirectWay:
     def _closed(self, client: ServerClient, why: str) -> bool:
         """Whatever it is, it is said once."""
         if why not in self._said:
-            _log.warning("engine %s gets its weights from a folder and not straight from the trainer: %s", client.name, why)
+            _log.warning(
+                "engine %s gets its weights from a folder and not straight from the trainer: %s",
+                client.name,
+                why,
+            )
             self._said.add(why)
         return False

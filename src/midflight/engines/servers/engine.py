@@ -1,4 +1,5 @@
-"""A real inference server behind the engine port: requests, pauses and weights, over whatever wire the server has.
+"""A real inference server behind the engine port: requests, pauses and weights, over whatever wire
+the server has.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -34,11 +35,17 @@ from midflight.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 _LAST_WORDS_SECONDS = 2.0
-"""For a server to end what it was told to abort, with its last tokens; after that the answer ends here without them."""
+"""For a server to end what it was told to abort, with its last tokens; after that the answer ends
+here without them.
+"""
 _QUIET_SECONDS = 0.02
-"""The least between two readings that show a pause: tokens that were on their way when the last step ended have come by then."""
+"""The least between two readings that show a pause: tokens that were on their way when the last
+step ended have come by then.
+"""
 _MOST_QUIET_SECONDS = 0.5
-"""The most. On a busy machine tokens are as late as answers are, so the time of an answer is the measure between the two."""
+"""The most. On a busy machine tokens are as late as answers are, so the time of an answer is the
+measure between the two.
+"""
 _MAX_READINGS = 50
 """A server that still makes tokens after so many readings ignores its pause."""
 _ABORTED = types.Finish(types.FinishReason.ABORT)
@@ -47,9 +54,9 @@ _ABORTED = types.Finish(types.FinishReason.ABORT)
 class ServerEngine:
     """Implements the engine port. `run` holds the connection; nothing else works without it.
 
-    New requests wait here while the server is paused, so that none is caught in its own gate. Weights are staged in a folder of
-    ours and loaded by the server in a pause. Where a load fails, the server is paused until another succeeds: it never serves
-    weights that are not whole (I7).
+    New requests wait here while the server is paused, so that none is caught in its own gate.
+    Weights are staged in a folder of ours and loaded by the server in a pause. Where a load fails,
+    the server is paused until another succeeds: it never serves weights that are not whole (I7).
     """
 
     _merges = True  # versions of adapters into their base
@@ -70,8 +77,10 @@ class ServerEngine:
         start_seconds: float = EngineSection().start_seconds,
         works: Works | None = None,
     ) -> None:
-        """`model`: the folder that holds the weights of `version`, which the server starts with (`first_folder`), or is given when attached.
-        `num_workers`: processes that are to compute for the server; None is as many as it has. `start_seconds` and `works`: see `ServerClient`."""
+        """`model`: the folder that holds the weights of `version`, which the server starts with
+        (`first_folder`), or is given when attached. `num_workers`: processes that are to compute
+        for the server; None is as many as it has. `start_seconds` and `works`: see
+        `ServerClient`."""
         self._num_workers = num_workers
         self._name = name
         self._server = server
@@ -110,7 +119,9 @@ class ServerEngine:
         return self._found.capabilities
 
     async def run(self) -> None:
-        """Attaches, then serves until cancelled. `EngineError` when the server is not one that we can work with."""
+        """Attaches, then serves until cancelled. `EngineError` when the server is not one that we
+        can work with.
+        """
         try:
             async with self._client:
                 await self._attach()
@@ -120,7 +131,9 @@ class ServerEngine:
             self._area.remove()
 
     async def _serve(self, tasks: asyncio.TaskGroup) -> None:
-        """Waits for its cancellation, and then ends all requests. After that no task is started in the group, which ends."""
+        """Waits for its cancellation, and then ends all requests. After that no task is started in
+        the group, which ends.
+        """
         self._tasks = tasks
         self._attached.set()
         try:
@@ -132,22 +145,42 @@ class ServerEngine:
                 self._leave(running)
 
     async def attached(self) -> str:
-        """Waits until `run` has attached; ended by that, or by the failure of its task group. What people should know of the server, if anything."""
+        """Waits until `run` has attached; ended by that, or by the failure of its task group. What
+        people should know of the server, if anything.
+        """
         await self._attached.wait()
         return self._found.caution if self._found else ""
 
-    # --- Requests ----------------------------------------------------------------------------------------------------
+    # --- Requests ---------------------------------------------------------------------------------
 
     async def generate(self, request: types.GenerateRequest) -> AsyncGenerator[types.Chunk]:
-        """Yields until a chunk with `finish`. Each wait is for the server, or for the end of a pause."""
-        check_request(request, vocab_size=self.capabilities.vocab_size, max_context=self.capabilities.max_context)
+        """Yields until a chunk with `finish`. Each wait is for the server, or for the end of a
+        pause.
+        """
+        check_request(
+            request,
+            vocab_size=self.capabilities.vocab_size,
+            max_context=self.capabilities.max_context,
+        )
         check_features(request.sampling, self.capabilities.features, engine=self._name)
         if self._tasks is None:
             raise self._client.unavailable("is not attached")
-        eos = () if request.sampling.ignore_eos and request.sampling.grammar is None else sorted(self.tokenizer.eos_token_ids)
-        running = ServerRequest(request, ChunkStream(eager=request.eager), ends=(*eos, *request.sampling.stop_token_ids))
+        eos = (
+            ()
+            if request.sampling.ignore_eos and request.sampling.grammar is None
+            else sorted(self.tokenizer.eos_token_ids)
+        )
+        running = ServerRequest(
+            request, ChunkStream(eager=request.eager), ends=(*eos, *request.sampling.stop_token_ids)
+        )
         if request.remaining <= 0 or len(request.input_ids) == self.capabilities.max_context:
-            yield types.Chunk((), (), self._live.version, self._live.version, types.Finish(types.FinishReason.LENGTH))
+            yield types.Chunk(
+                (),
+                (),
+                self._live.version,
+                self._live.version,
+                types.Finish(types.FinishReason.LENGTH),
+            )
             return
         self._running[running] = None
         running.reading = self._tasks.create_task(self._read(running))
@@ -161,7 +194,9 @@ class ServerEngine:
                 self._tell_abort(running)
 
     async def _read(self, running: ServerRequest) -> None:
-        """Waits for its grammar and the gate, then for events up to the last. Its errors go to the request's stream, and end nothing else."""
+        """Waits for its grammar and the gate, then for events up to the last. Its errors go to the
+        request's stream, and end nothing else.
+        """
         try:
             if running.request.sampling.grammar is not None:
                 running.shape = await asyncio.to_thread(self._shape, running)
@@ -175,7 +210,9 @@ class ServerEngine:
                 tokens = reader.read(event)
                 num = len(tokens.token_ids)
                 if len(tokens.logprobs) != num or len(tokens.top_logprobs) not in (0, num):
-                    raise self._client.unavailable(f"sent {num} tokens with {len(tokens.logprobs)} log-probabilities")
+                    raise self._client.unavailable(
+                        f"sent {num} tokens with {len(tokens.logprobs)} log-probabilities"
+                    )
                 given = running.take(running.attempt, tokens)
                 self._num_tokens += len(given.token_ids)
                 if given.finish is not None:
@@ -188,14 +225,18 @@ class ServerEngine:
                 self._leave(running)
 
     def _shape(self, running: ServerRequest) -> str:
-        """Blocking. Also a server that compiles grammars itself would refuse this one: here it is refused as by every engine."""
+        """Blocking. Also a server that compiles grammars itself would refuse this one: here it is
+        refused as by every engine.
+        """
         request = running.request
         sampling = running.request.sampling
         if self._grammars is None:
             self._grammars = Grammars(self.tokenizer, vocab_size=self.capabilities.vocab_size)
         assert sampling.grammar is not None
         output_ids = request.input_ids[request.num_prompt_tokens :]
-        return self._grammars.for_server(sampling.grammar, output_ids, barred=running.ends, least=sampling.min_tokens)
+        return self._grammars.for_server(
+            sampling.grammar, output_ids, barred=running.ends, least=sampling.min_tokens
+        )
 
     def _leave(self, running: ServerRequest) -> None:
         """Forgets a request that has ended, and stops reading its answer."""
@@ -206,23 +247,29 @@ class ServerEngine:
         if running.reading is not None and running.reading is not asyncio.current_task():
             running.reading.cancel()
 
-    # --- Aborts ------------------------------------------------------------------------------------------------------
+    # --- Aborts -----------------------------------------------------------------------------------
 
     async def abort(self, request_id: str | None) -> None:
-        """A request that has tokens ends with the server's last words. One that has none, or is frozen, ends here at once: a server
-        forgets an abort that comes before its request."""
+        """A request that has tokens ends with the server's last words. One that has none, or is
+        frozen, ends here at once: a server forgets an abort that comes before its request."""
         self._abort_these([r for r in self._running if request_id in (None, r.request.request_id)])
 
     def _abort_these(self, requests: list[ServerRequest]) -> None:
         for running in requests:
-            if running.attempt is None or not running.attempt.num_tokens or self._paused is not None:
+            if (
+                running.attempt is None
+                or not running.attempt.num_tokens
+                or self._paused is not None
+            ):
                 self._end_here(running)
             else:
                 self._tell_abort(running)
                 asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._end_here, running)
 
     def _end_here(self, running: ServerRequest) -> None:
-        """Ends the request with the tokens that have come; does nothing if it has ended meanwhile."""
+        """Ends the request with the tokens that have come; does nothing if it has ended
+        meanwhile.
+        """
         if running.ended:
             return
         running.stream.end(self._live.version, _ABORTED)
@@ -230,7 +277,9 @@ class ServerEngine:
         self._tell_abort(running)
 
     def _tell_abort(self, running: ServerRequest) -> None:
-        """Tells the server to abort, without waiting: the server notices the closed connection at the latest."""
+        """Tells the server to abort, without waiting: the server notices the closed connection at
+        the latest.
+        """
         if self._tasks is not None and running.attempt is not None:
             self._tasks.create_task(self._abort_at_server(running.id))
 
@@ -239,10 +288,12 @@ class ServerEngine:
             async with asyncio.timeout(_LAST_WORDS_SECONDS):
                 await self._server.abort(self._client, request_id)
 
-    # --- Pauses ------------------------------------------------------------------------------------------------------
+    # --- Pauses -----------------------------------------------------------------------------------
 
     async def pause(self, mode: types.PauseMode) -> None:
-        """Returns when the server makes no token, read twice; `drain` waits before for the requests that it has, or for `resume`."""
+        """Returns when the server makes no token, read twice; `drain` waits before for the requests
+        that it has, or for `resume`.
+        """
         if mode is types.PauseMode.DRAIN:
             self._gate.clear()
             await self._idle.wait()
@@ -264,7 +315,9 @@ class ServerEngine:
             await self._resume_server()
 
     async def _pause_server(self, mode: types.PauseMode) -> None:
-        """Pauses the server. It counts as paused from the first moment, even if the call fails, until `resume`."""
+        """Pauses the server. It counts as paused from the first moment, even if the call fails,
+        until `resume`.
+        """
         self._gate.clear()
         was_paused = self._paused is not None
         self._held = False
@@ -276,7 +329,10 @@ class ServerEngine:
 
     async def _resume_server(self, *, admit: bool = True) -> None:
         if not self._whole:
-            raise EngineError(f"resuming engine {self._name!r}: its weights are not whole; stage and commit a version first.")
+            raise EngineError(
+                f"resuming engine {self._name!r}: its weights are not whole; stage and commit a "
+                "version first."
+            )
         if self._paused is not None:
             self._held = False
             await self._server.resume(self._client)
@@ -285,7 +341,9 @@ class ServerEngine:
             self._gate.set()
 
     async def _all_said(self) -> None:
-        """Waits for the last words of requests that the pause ended, and ends those that have none."""
+        """Waits for the last words of requests that the pause ended, and ends those that have
+        none.
+        """
         at_server = [r for r in self._running if r.attempt is not None]
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_SECONDS):
@@ -296,7 +354,9 @@ class ServerEngine:
             self._end_here(running)
 
     async def _quiet(self) -> None:
-        """Waits for the end of the server's step, however long it is, and then for two equal readings; `PauseIgnored` when there are none."""
+        """Waits for the end of the server's step, however long it is, and then for two equal
+        readings; `PauseIgnored` when there are none.
+        """
         await self._server.settle(self._client)
         loop = asyncio.get_running_loop()
         for _ in range(_MAX_READINGS):
@@ -306,29 +366,43 @@ class ServerEngine:
             await asyncio.sleep(min(max(loop.time() - since, _QUIET_SECONDS), _MOST_QUIET_SECONDS))
             if self._num_tokens == before:
                 return
-        raise PauseIgnored(f"pausing engine {self._name!r}: it says that it is paused and goes on making tokens; restart it.")
+        raise PauseIgnored(
+            f"pausing engine {self._name!r}: it says that it is paused and goes on making tokens; "
+            "restart it."
+        )
 
-    # --- Weights -----------------------------------------------------------------------------------------------------
+    # --- Weights ----------------------------------------------------------------------------------
 
     async def stage(self, manifest: types.WeightManifest) -> None:
-        """Waits for a worker thread, which the transport feeds, or for the server's own workers; the server generates meanwhile."""
+        """Waits for a worker thread, which the transport feeds, or for the server's own workers;
+        the server generates meanwhile.
+        """
         async with self._staging:
             self._next = None
             direct = self._direct
-            if direct is not None and await direct.opens(self._client, manifest, same_names=self._area.is_in_files(manifest)):
+            if direct is not None and await direct.opens(
+                self._client, manifest, same_names=self._area.is_in_files(manifest)
+            ):
                 await direct.bring(self._client, manifest)
                 self._next = StagedFolder(manifest.version, manifest.fingerprint, None)
             else:
-                self._next = await asyncio.to_thread(self._area.write, manifest, beside=self._live.folder)
+                self._next = await asyncio.to_thread(
+                    self._area.write, manifest, beside=self._live.folder
+                )
 
     async def commit(self, version: types.Version) -> types.Attestation:
-        """Waits for the server to load what was staged. Without a pause of the caller it makes one of its own, where it needs one."""
+        """Waits for the server to load what was staged. Without a pause of the caller it makes one
+        of its own, where it needs one.
+        """
         async with self._control, self._staging:
             if (staged := self._staged(version)) is self._live:
                 return types.Attestation(version, staged.fingerprint)
             own_pause = self._paused is None
             admitted = self._gate.is_set()
-            if own_pause and (staged.folder is not None or self.capabilities.commit_mode is not types.PauseMode.KEEP):
+            if own_pause and (
+                staged.folder is not None
+                or self.capabilities.commit_mode is not types.PauseMode.KEEP
+            ):
                 await self._pause_server(self.capabilities.commit_mode or types.PauseMode.KEEP)
             self._gate.clear()
             try:
@@ -342,15 +416,24 @@ class ServerEngine:
     def _staged(self, version: types.Version) -> StagedFolder:
         """What is live already where nothing else is staged."""
         staged = self._next
-        if staged is None and self._whole and self._live.version == version and self._live.fingerprint:
+        if (
+            staged is None
+            and self._whole
+            and self._live.version == version
+            and self._live.fingerprint
+        ):
             return self._live
         if staged is None or staged.version != version:
             has = "nothing is staged" if staged is None else f"version {staged.version} is staged"
-            raise EngineError(f"committing version {version}: {has}. Stage version {version} first.")
+            raise EngineError(
+                f"committing version {version}: {has}. Stage version {version} first."
+            )
         return staged
 
     async def _load(self, staged: StagedFolder) -> None:
-        """Rolls back to the weights that were live where the new ones cannot be loaded; where that fails too, they are not whole."""
+        """Rolls back to the weights that were live where the new ones cannot be loaded; where that
+        fails too, they are not whole.
+        """
         self._whole = False
         recomputed = self._paused is types.PauseMode.RECOMPUTE
         try:
@@ -362,30 +445,42 @@ class ServerEngine:
         self._whole = True
         for running in self._running:
             if running.attempt is not None:
-                running.attempt.changed(staged.version, recomputed=recomputed, late=0 if recomputed else self._server.late_labels)
+                running.attempt.changed(
+                    staged.version,
+                    recomputed=recomputed,
+                    late=0 if recomputed else self._server.late_labels,
+                )
         self._live = staged
 
     async def _give(self, staged: StagedFolder, *, recompute: bool) -> None:
         if staged.folder is not None:
-            await self._server.load(self._client, staged.folder, staged.version, recompute=recompute)
+            await self._server.load(
+                self._client, staged.folder, staged.version, recompute=recompute
+            )
         elif self._direct is not None:
             await self._direct.take(self._client, staged.version, recompute=recompute)
 
-    # --- Health ------------------------------------------------------------------------------------------------------
+    # --- Health -----------------------------------------------------------------------------------
 
     async def health(self) -> types.EngineHealth:
-        """Asks the server which weights it serves. A server that was restarted without our knowing is given the weights it should have."""
+        """Asks the server which weights it serves. A server that was restarted without our knowing
+        is given the weights it should have.
+        """
         if not self._control.locked():
             live, label = await self._asked()
             unfinished = not self._whole and self._paused is None  # the last time
-            if (label != str(live.version) or unfinished) and live is self._live and not self._control.locked():
+            if (
+                (label != str(live.version) or unfinished)
+                and live is self._live
+                and not self._control.locked()
+            ):
                 async with self._control:
                     await self._attach()
         return self.reading()
 
     async def _asked(self) -> tuple[StagedFolder, str]:
-        """What was live when the server was asked, and what it says that it serves. Those who ask meanwhile wait for the same answer: at a frozen
-        server their questions would pile up."""
+        """What was live when the server was asked, and what it says that it serves. Those who ask
+        meanwhile wait for the same answer: at a frozen server their questions would pile up."""
         if self._asking is not None:
             return await asyncio.shield(self._asking)
         asking = self._asking = asyncio.get_running_loop().create_future()
@@ -394,7 +489,9 @@ class ServerEngine:
         finally:
             self._asking = None
             if not asking.done():
-                asking.set_exception(self._client.unavailable("did not say which weights it serves"))
+                asking.set_exception(
+                    self._client.unavailable("did not say which weights it serves")
+                )
                 asking.exception()  # there may be nobody else who waits
         return asking.result()
 
@@ -410,13 +507,19 @@ class ServerEngine:
         )
 
     async def _attach(self) -> None:
-        """Makes the server serve the weights that we say it serves, whatever it served before and however it was left."""
+        """Makes the server serve the weights that we say it serves, whatever it served before and
+        however it was left.
+        """
         found = await self._server.attach(self._client)
         check_same_model(found.model, self._area.first, url=self._client.url)
-        if None not in (self._num_workers, found.num_workers) and self._num_workers != found.num_workers:
+        if (
+            None not in (self._num_workers, found.num_workers)
+            and self._num_workers != found.num_workers
+        ):
             raise EngineError(
-                f"attaching to {self._client.url}: {found.num_workers} processes compute for this server, and engine.servers says "
-                f"{self._num_workers} (tensor x pipeline x data parallel); start it over as many, or mend engine.servers."
+                f"attaching to {self._client.url}: {found.num_workers} processes compute for this "
+                f"server, and engine.servers says {self._num_workers} (tensor x pipeline x data "
+                "parallel); start it over as many, or mend engine.servers."
             )
         self._found = found
         if found.label != str(self._live.version) or not self._live.fingerprint:
@@ -429,11 +532,19 @@ class ServerEngine:
             await self._server.pause(self._client, mode_at_server(self._paused))
 
     async def _give_live_weights(self, found: Found) -> None:
-        """Gives the server the live weights, in a pause; only a label if it has just started from our model's folder and these are still live."""
+        """Gives the server the live weights, in a pause; only a label if it has just started from
+        our model's folder and these are still live.
+        """
         if found.untouched and found.model == str(self._area.first) and self._live is self._first:
             await self._server.relabel(self._client, self._live.version)
             return
-        _log.info("engine %s serves weights %r of %s: giving it version %d", self._name, found.label, found.model, self._live.version)
+        _log.info(
+            "engine %s serves weights %r of %s: giving it version %d",
+            self._name,
+            found.label,
+            found.model,
+            self._live.version,
+        )
         self._whole = False
         self._gate.clear()
         await self._server.pause(self._client, types.PauseMode.RECOMPUTE)

@@ -16,9 +16,11 @@ class Releases:
     tried: str
 
     def caution(self, version: str, *, url: str) -> str:
-        """What people should know of a server of this version, empty if there is nothing. `EngineError` for one that is too old.
+        """What people should know of a server of this version, empty if there is nothing.
+        `EngineError` for one that is too old.
 
-        A build from sources whose number says nothing (`0.0.0.dev3`, `0.1.dev1+g12ab`) is taken as an untried one.
+        A build from sources whose number says nothing (`0.0.0.dev3`, `0.1.dev1+g12ab`) is taken as
+        an untried one.
         """
         try:
             found = Version(version)
@@ -27,13 +29,19 @@ class Releases:
         unnumbered = found.is_devrelease and found.release < (0, 2)
         if not unnumbered and found < Version(self.oldest):
             raise EngineError(
-                f"attaching to {url}: {self.server} {version} is older than what this Midflight works with; "
-                f"use {self.oldest} or newer ({self.tried} is the newest that was tried)."
+                f"attaching to {url}: {self.server} {version} is older than what this Midflight "
+                f"works with; use {self.oldest} or newer ({self.tried} is the newest that was "
+                "tried)."
             )
-        return self._untried(version) if unnumbered or found.release > Version(self.tried).release else ""
+        return (
+            self._untried(version)
+            if unnumbered or found.release > Version(self.tried).release
+            else ""
+        )
 
     def _untried(self, version: str) -> str:
         return (
-            f"{self.server} {version} has not been tried with this Midflight, which was tested with {self.oldest} to {self.tried}. The run goes on; "
-            f"if the engine fails, use {self.tried}."
+            f"{self.server} {version} has not been tried with this Midflight, which was tested "
+            f"with {self.oldest} to {self.tried}. The run goes on; if the engine fails, use "
+            f"{self.tried}."
         )

@@ -1,6 +1,8 @@
-"""What a kind of inference server is to us: its wire, as a Protocol. `vllm.py` and `sglang.py` implement it.
+"""What a kind of inference server is to us: its wire, as a Protocol. `vllm.py` and `sglang.py`
+implement it.
 
-HTTP to it, with errors that name the server and the path. And one request at it, with the versions of its tokens (I6), synchronous.
+HTTP to it, with errors that name the server and the path. And one request at it, with the versions
+of its tokens (I6), synchronous.
 """
 
 from __future__ import annotations
@@ -21,31 +23,56 @@ import numpy as np
 
 from midflight.allowance import Allowance, Expired
 from midflight.engines.streams import ChunkStream
-from midflight.errors import EngineError, EngineUnavailable, ModelNotFound, Overloaded, RequestRejected
+from midflight.errors import (
+    EngineError,
+    EngineUnavailable,
+    ModelNotFound,
+    Overloaded,
+    RequestRejected,
+)
 from midflight.models.sizes import ModelSizes, sizes_of
-from midflight.types import Capabilities, Finish, FinishReason, GenerateRequest, PauseMode, Segment, UInt8, Version
+from midflight.types import (
+    Capabilities,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    PauseMode,
+    Segment,
+    UInt8,
+    Version,
+)
 from midflight.wire.client import HttpClient
 
 _JSON = {"Content-Type": "application/json"}
 _LINE_BYTES = 2**28
-"""Of one event: a server that repeats what it said sends the longest answer in one, and a record of experts takes kilobytes a token."""
+"""Of one event: a server that repeats what it said sends the longest answer in one, and a record of
+experts takes kilobytes a token.
+"""
 _OF_THE_REQUEST = (400, 413, 422)
-"""Statuses that judge what was asked. Any other may be of whatever stands before the server, or took its port: elsewhere it may succeed."""
+"""Statuses that judge what was asked. Any other may be of whatever stands before the server, or
+took its port: elsewhere it may succeed.
+"""
 
 
 Works: TypeAlias = Callable[[], Callable[[], bool]]
-"""It is called once for each wait, and returns a function that says whether the server has worked since the last call of that function."""
+"""It is called once for each wait, and returns a function that says whether the server has worked
+since the last call of that function.
+"""
 
 
 class ServerClient:
-    """Connections to one server. Every call waits for the answer as long as the server works, so that a slow one may load the largest model.
+    """Connections to one server. Every call waits for the answer as long as the server works, so
+    that a slow one may load the largest model.
 
-    Callers have deadlines of their own, but may be gone: a call that never ended would keep all others waiting.
+    Callers have deadlines of their own, but may be gone: a call that never ended would keep all
+    others waiting.
     """
 
-    def __init__(self, name: str, url: str, *, patience_seconds: float, works: Works | None = None) -> None:
-        """A call is given up when the server has done nothing for so long; where `works` is not given, because it cannot be seen, when it has not
-        answered for so long."""
+    def __init__(
+        self, name: str, url: str, *, patience_seconds: float, works: Works | None = None
+    ) -> None:
+        """A call is given up when the server has done nothing for so long; where `works` is not
+        given, because it cannot be seen, when it has not answered for so long."""
         self.name = name
         self.url = url
         self._patience_seconds = patience_seconds
@@ -63,7 +90,9 @@ class ServerClient:
         return _json(await self._call("GET", path, None))
 
     async def settle(self, path: str) -> None:
-        """Asks what the server answers between two steps only, and waits for that however long the step is."""
+        """Asks what the server answers between two steps only, and waits for that however long the
+        step is.
+        """
         await self.get(path)
 
     async def post(self, path: str, body: object = None) -> object:
@@ -74,24 +103,37 @@ class ServerClient:
         described = await self.get("/openapi.json")
         paths = described.get("paths") if isinstance(described, dict) else None
         if not isinstance(paths, dict):
-            raise EngineError(f"{self._who} describes no routes at /openapi.json: neither vLLM nor SGLang listens there. Check the URL.")
+            raise EngineError(
+                f"{self._who} describes no routes at /openapi.json: neither vLLM nor SGLang "
+                "listens there. Check the URL."
+            )
         return frozenset(map(str, paths))
 
     async def _call(self, method: str, path: str, body: object) -> bytes:
-        patience = Allowance(self._patience_seconds, moved=None if self._works is None else self._works())
+        patience = Allowance(
+            self._patience_seconds, moved=None if self._works is None else self._works()
+        )
         try:
             async with patience:
                 answer = await self._http.call(method, path, _encoded(body), headers=_JSON)
         except Expired:
             stood = "" if self._works is None else ", and did nothing"
-            what = f"did not answer {path} for {self._patience_seconds:g} s{stood}; raise engine.start_seconds if it is only slow"
+            what = (
+                f"did not answer {path} for {self._patience_seconds:g} s{stood}; raise "
+                "engine.start_seconds if it is only slow"
+            )
             raise self.unavailable(what) from None
         if answer.status >= 300:
-            raise EngineError(f"{self._who} answered {path} with {answer.status}: {_shown(answer.content)}. Look at its log.")
+            raise EngineError(
+                f"{self._who} answered {path} with {answer.status}: {_shown(answer.content)}. Look "
+                "at its log."
+            )
         return answer.content
 
     async def events(self, path: str, body: object) -> AsyncIterator[bytes]:
-        """Data of each server-sent event but the closing `[DONE]`. `RequestRejected` where the server refuses the request."""
+        """Data of each server-sent event but the closing `[DONE]`. `RequestRejected` where the
+        server refuses the request.
+        """
         async with self._http.open("POST", path, _encoded(body), headers=_JSON) as answer:
             if answer.status != 200:
                 raise self._refusal(answer, path, await answer.read())
@@ -100,10 +142,14 @@ class ServerClient:
                     if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
                         yield data
             except ValueError as error:
-                raise self.unavailable(f"broke off its answer to {path} with a line that is too long: {error!r}") from error
+                raise self.unavailable(
+                    f"broke off its answer to {path} with a line that is too long: {error!r}"
+                ) from error
 
     def unavailable(self, what: str) -> EngineUnavailable:
-        return EngineUnavailable(f"{self._who} {what}. Send the request to another engine, or wait for this one.")
+        return EngineUnavailable(
+            f"{self._who} {what}. Send the request to another engine, or wait for this one."
+        )
 
     def _refusal(self, answer: aiohttp.ClientResponse, path: str, content: bytes) -> Exception:
         said = f"{self._who} answered {path} with {answer.status}: {_shown(content)}"
@@ -135,7 +181,9 @@ def _shown(content: bytes) -> str:
 
 
 def part(answer: object, *path: str | int, of: str) -> object:
-    """A part of a JSON answer; `EngineError` where it is not there. `of` names the server that gave it, and the version it takes."""
+    """A part of a JSON answer; `EngineError` where it is not there. `of` names the server that gave
+    it, and the version it takes.
+    """
     at = answer
     for key in path:
         if isinstance(at, dict) and key in at:
@@ -143,7 +191,10 @@ def part(answer: object, *path: str | int, of: str) -> object:
         elif isinstance(at, list) and isinstance(key, int) and key < len(cast(list[object], at)):
             at = cast(list[object], at)[key]
         else:
-            raise EngineError(f"reading {str(answer)[:200]!r}: it has no {'.'.join(map(str, path))}. Attach to {of}.")
+            raise EngineError(
+                f"reading {str(answer)[:200]!r}: it has no {'.'.join(map(str, path))}. Attach to "
+                f"{of}."
+            )
     return at
 
 
@@ -152,7 +203,8 @@ def number(answer: object, *path: str | int, of: str) -> int:
     found = part(answer, *path, of=of)
     if not isinstance(found, int):
         raise EngineError(
-            f"reading {str(answer)[:200]!r}: {'.'.join(map(str, path))} is {found!r}, expected a whole number. Attach to {of}."
+            f"reading {str(answer)[:200]!r}: {'.'.join(map(str, path))} is {found!r}, expected a "
+            f"whole number. Attach to {of}."
         )
     return found
 
@@ -167,20 +219,32 @@ class EventTokens:
     """For each token, where asked for: the likeliest (id, log-probability), likeliest first."""
     finish: Finish | None = None
     spans: tuple[tuple[str, int, int], ...] = ()
-    """On the last piece: (label of the weights, first token, one past the last), over all tokens of the request."""
+    """On the last piece: (label of the weights, first token, one past the last), over all tokens of
+    the request.
+    """
     experts: UInt8 | None = None
-    """On the last piece of a server that records them: packed, of prompt and output but their last token"""
+    """On the last piece of a server that records them: packed, of prompt and output but their last
+    token
+    """
 
 
 def recorded_experts(encoded: str, *, num_choices: int | None, num_experts: int) -> UInt8:
-    """A server's base64 of int32, `num_choices` for each token, or of numpy's own format, as [T, bytes] of `Row.experts`."""
+    """A server's base64 of int32, `num_choices` for each token, or of numpy's own format, as [T,
+    bytes] of `Row.experts`.
+    """
     data = base64.b64decode(encoded)
     kind = "u1" if num_experts <= 256 else "<u2"
     try:
-        numbers = np.load(BytesIO(data), allow_pickle=False) if num_choices is None else np.frombuffer(data, "<i4").reshape(-1, num_choices)
+        numbers = (
+            np.load(BytesIO(data), allow_pickle=False)
+            if num_choices is None
+            else np.frombuffer(data, "<i4").reshape(-1, num_choices)
+        )
         return np.ascontiguousarray(numbers.reshape(len(numbers), -1).astype(kind)).view(np.uint8)
     except ValueError as error:
-        raise EngineUnavailable(f"reading a server's record of experts: {error}. Set correction.routing_replay = false.") from error
+        raise EngineUnavailable(
+            f"reading a server's record of experts: {error}. Set correction.routing_replay = false."
+        ) from error
 
 
 class EventReader(Protocol):
@@ -200,7 +264,8 @@ class Found:
     """Of the weights it serves; a version of ours where it is a number."""
     model: str
     """The folder that it says its weights are from."""
-    num_workers: int | None = None  # processes that compute for it, as far as it says: one for each GPU where there are any
+    # processes that compute for it, as far as it says: one for each GPU where there are any
+    num_workers: int | None = None
     caution: str = ""
     """What people should know of its version."""
 
@@ -215,15 +280,21 @@ UNLABELLED = "default"
 
 
 class Server(Protocol):
-    """One server. Calls wait for its answers, within their caller's deadline; an answer that is missing is `EngineUnavailable`."""
+    """One server. Calls wait for its answers, within their caller's deadline; an answer that is
+    missing is `EngineUnavailable`.
+    """
 
     @property
     def late_labels(self) -> int:
-        """Tokens after a change of weights in `keep` that its account of versions may give to the new ones wrongly."""
+        """Tokens after a change of weights in `keep` that its account of versions may give to the
+        new ones wrongly.
+        """
         ...
 
     async def attach(self, client: ServerClient) -> Found:
-        """Ends a pause that was left, and asks the server what it is and can. `EngineError` names what is wrong with it: another kind, too old, started without what we need."""
+        """Ends a pause that was left, and asks the server what it is and can. `EngineError` names
+        what is wrong with it: another kind, too old, started without what we need.
+        """
         ...
 
     async def label(self, client: ServerClient) -> str:
@@ -241,17 +312,24 @@ class Server(Protocol):
     async def abort(self, client: ServerClient, request_id: str) -> None: ...
 
     async def pause(self, client: ServerClient, mode: PauseMode) -> None:
-        """Keep, recompute or abort; the step that is under way may still make tokens (see `settle`). Not called in a pause; `resume` is."""
+        """Keep, recompute or abort; the step that is under way may still make tokens (see
+        `settle`). Not called in a pause; `resume` is.
+        """
         ...
 
     async def settle(self, client: ServerClient) -> None:
-        """Waits for the step that is under way: returns when the server has heeded all that it was told before."""
+        """Waits for the step that is under way: returns when the server has heeded all that it was
+        told before.
+        """
         ...
 
     async def resume(self, client: ServerClient) -> None: ...
 
-    async def load(self, client: ServerClient, folder: Path, version: Version, *, recompute: bool) -> None:
-        """In a pause: makes the weights of a model folder live, and labels them. Where it fails they may be of both.
+    async def load(
+        self, client: ServerClient, folder: Path, version: Version, *, recompute: bool
+    ) -> None:
+        """In a pause: makes the weights of a model folder live, and labels them. Where it fails
+        they may be of both.
 
         `recompute`: the pause is of that mode, so no key of the old weights may be used again.
         """
@@ -259,7 +337,9 @@ class Server(Protocol):
 
 
 def cut(piece: EventTokens, *, ends: tuple[int, ...], start: int, min_tokens: int) -> EventTokens:
-    """The piece up to the first token that ends the answer, where the server went on; `start` output tokens came before it."""
+    """The piece up to the first token that ends the answer, where the server went on; `start`
+    output tokens came before it.
+    """
     for i, token in enumerate(piece.token_ids):
         if token in ends and start + i + 1 > min_tokens:
             return replace(
@@ -277,11 +357,21 @@ def mode_at_server(mode: PauseMode) -> PauseMode:
     return PauseMode.KEEP if mode is PauseMode.DRAIN else mode
 
 
-_OF_THE_SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+_OF_THE_SHAPES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+)
 
 
 def check_same_model(theirs: str, ours: Path, *, url: str) -> None:
-    """`EngineError` where they certainly differ: our weights would not fit, and a token id outside its vocabulary kills SGLang."""
+    """`EngineError` where they certainly differ: our weights would not fit, and a token id outside
+    its vocabulary kills SGLang.
+    """
     found = _sizes(Path(theirs))
     wanted = _sizes(ours)
     if found is None or wanted is None:
@@ -289,8 +379,9 @@ def check_same_model(theirs: str, ours: Path, *, url: str) -> None:
     for name in _OF_THE_SHAPES:
         if getattr(found, name) != getattr(wanted, name):
             raise EngineError(
-                f"attaching to {url}: it serves {theirs!r}, whose {name} is {getattr(found, name)}, and {str(ours)!r} has "
-                f"{getattr(wanted, name)}; start the server with the same model, or give its model to Midflight (--model, model.path)."
+                f"attaching to {url}: it serves {theirs!r}, whose {name} is "
+                f"{getattr(found, name)}, and {str(ours)!r} has {getattr(wanted, name)}; start the "
+                "server with the same model, or give its model to Midflight (--model, model.path)."
             )
 
 
@@ -313,22 +404,28 @@ class _Change:
 
 
 class Attempt:
-    """Labels tokens as they come, never newer than they are, and knows at the end what the server says of them.
+    """Labels tokens as they come, never newer than they are, and knows at the end what the server
+    says of them.
 
-    A server tells at the end of an answer which tokens are of which weights, so what comes before is labelled by what is known
-    here: after a change the next event may have been on its way, and keeps the label before. Where a request ran under weights
-    that changed, keys made before the change stay in `keep` and are recomputed otherwise.
+    A server tells at the end of an answer which tokens are of which weights, so what comes before
+    is labelled by what is known here: after a change the next event may have been on its way, and
+    keeps the label before. Where a request ran under weights that changed, keys made before the
+    change stay in `keep` and are recomputed otherwise.
     """
 
     def __init__(self, version: Version) -> None:
         self._changes = [_Change(version, version, 0)]
         self._label = version
         self._num_behind = 0
-        """Events to come that may be of the weights before: one that was on its way, and what the server labels too early."""
+        """Events to come that may be of the weights before: one that was on its way, and what the
+        server labels too early.
+        """
         self.num_tokens = 0
 
     def changed(self, version: Version, *, recomputed: bool, late: int) -> None:
-        """New weights went live; `late`: tokens after it that the server's account may give to them wrongly."""
+        """New weights went live; `late`: tokens after it that the server's account may give to them
+        wrongly.
+        """
         kv_version = version if recomputed else self._changes[-1].kv_version
         self._changes.append(_Change(version, kv_version, late))
         self._num_behind = 1 + late
@@ -342,11 +439,21 @@ class Attempt:
         return self._label, self._kv(self._label)
 
     def account(self, event: EventTokens) -> tuple[Segment, ...]:
-        """The server's own account of all tokens; empty where it gives none, or one that does not fit what was received."""
+        """The server's own account of all tokens; empty where it gives none, or one that does not
+        fit what was received.
+        """
         spans = [(int(label), start, end) for label, start, end in event.spans if label.isdigit()]
-        if len(spans) != len(event.spans) or not spans or spans[-1][2] != self.num_tokens or not _contiguous(spans):
+        if (
+            len(spans) != len(event.spans)
+            or not spans
+            or spans[-1][2] != self.num_tokens
+            or not _contiguous(spans)
+        ):
             return ()
-        starts = [min(start + self._late(version), self.num_tokens) if start else 0 for version, start, _ in spans]
+        starts = [
+            min(start + self._late(version), self.num_tokens) if start else 0
+            for version, start, _ in spans
+        ]
         ends = [*starts[1:], self.num_tokens]
         return tuple(
             Segment(version, self._kv(version), start, end)
@@ -355,7 +462,10 @@ class Attempt:
         )
 
     def _kv(self, version: Version) -> Version:
-        return next((c.kv_version for c in reversed(self._changes) if c.version == version), min(version, self._changes[0].kv_version))
+        return next(
+            (c.kv_version for c in reversed(self._changes) if c.version == version),
+            min(version, self._changes[0].kv_version),
+        )
 
     def _late(self, version: Version) -> int:
         return next((c.late for c in reversed(self._changes) if c.version == version), 0)
@@ -370,17 +480,22 @@ class ServerRequest:
     ends: tuple[int, ...] = ()
     """The token ids that end its answer."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """At the server: of fixed length, because some match ids by their beginning, and never used twice."""
+    """At the server: of fixed length, because some match ids by their beginning, and never used
+    twice.
+    """
     shape: str = ""
     """Its grammar and where it stands, for our plugin in the server."""
-    adapter: str = ""  # the server's name of the version that it is sampled by, where versions are adapters
+    # the server's name of the version that it is sampled by, where versions are adapters
+    adapter: str = ""
     attempt: Attempt | None = None
     """From when the server was asked."""
     reading: asyncio.Task[None] | None = None
     ended: bool = False
 
     def take(self, attempt: Attempt, event: EventTokens) -> EventTokens:
-        """Labels the tokens of an event and gives them to the caller, up to one that ends the answer; returns what was given."""
+        """Labels the tokens of an event and gives them to the caller, up to one that ends the
+        answer; returns what was given.
+        """
         done = self.request.num_output_tokens + attempt.num_tokens
         event = cut(event, ends=self.ends, start=done, min_tokens=self.request.sampling.min_tokens)
         version, kv_version = attempt.labels(any_tokens=bool(event.token_ids))
@@ -390,14 +505,25 @@ class ServerRequest:
             self.stream.add(token_id, logprob, version=version, kv_version=kv_version, top=top)
         if event.finish is not None:
             attested = () if self.adapter else attempt.account(event)
-            self.stream.end(version, event.finish, attested=attested, experts=self._record(event.experts, attempt))
+            self.stream.end(
+                version,
+                event.finish,
+                attested=attested,
+                experts=self._record(event.experts, attempt),
+            )
         return event
 
     def _record(self, experts: UInt8 | None, attempt: Attempt) -> bytes:
-        """Of all tokens of the attempt, as `Chunk.experts`: the server may have made more than were given, and has none of the last."""
+        """Of all tokens of the attempt, as `Chunk.experts`: the server may have made more than were
+        given, and has none of the last.
+        """
         if experts is None:
             return b""
-        unknown = np.full((len(self.request.input_ids) + attempt.num_tokens, experts.shape[1]), 255, dtype=np.uint8)
+        unknown = np.full(
+            (len(self.request.input_ids) + attempt.num_tokens, experts.shape[1]),
+            255,
+            dtype=np.uint8,
+        )
         return np.concatenate([experts, unknown[len(experts) :]])[: len(unknown)].tobytes()
 
 

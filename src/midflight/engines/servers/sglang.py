@@ -1,6 +1,8 @@
-"""SGLang's wire: tokens in and out by `/generate`, pauses by `/pause_generation`, weights from a folder in memory.
+"""SGLang's wire: tokens in and out by `/generate`, pauses by `/pause_generation`, weights from a
+folder in memory.
 
-Tried with 0.5.22 and 0.5.23: 0.5.20, the first with spans of versions, dies when a pause takes requests back, and 0.5.21 gives no direct way. See docs/engines.md for how it is started and why.
+Tried with 0.5.22 and 0.5.23: 0.5.20, the first with spans of versions, dies when a pause takes
+requests back, and 0.5.21 gives no direct way. See docs/engines.md for how it is started and why.
 """
 
 import math
@@ -12,23 +14,48 @@ from typing import cast
 import msgspec
 
 from midflight.engines.servers.releases import Releases
-from midflight.engines.servers.server import EventTokens, Found, ServerClient, ServerRequest, number, part, recorded_experts
+from midflight.engines.servers.server import (
+    EventTokens,
+    Found,
+    ServerClient,
+    ServerRequest,
+    number,
+    part,
+    recorded_experts,
+)
 from midflight.errors import EngineError, EngineUnavailable, RequestRejected
-from midflight.types import Capabilities, Feature, Finish, FinishReason, GenerateRequest, LogprobKind, PauseMode, UInt8, Version
+from midflight.types import (
+    Capabilities,
+    Feature,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    LogprobKind,
+    PauseMode,
+    UInt8,
+    Version,
+)
 from midflight.types.generation import Api, copied
 
 RELEASES = Releases("SGLang", oldest="0.5.22", tried="0.5.23")
-_NEEDED = ("/pause_generation", "/continue_generation", "/update_weights_from_disk", "/update_weight_version")
+_NEEDED = (
+    "/pause_generation",
+    "/continue_generation",
+    "/update_weights_from_disk",
+    "/update_weight_version",
+)
 _MODES = {PauseMode.KEEP: "in_place", PauseMode.RECOMPUTE: "retract", PauseMode.ABORT: "abort"}
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _FEATURES = frozenset({Feature.LOGIT_BIAS, Feature.TOP_LOGPROBS})
-"""And penalties without the overlap scheduler, which weighs each token a step late, and one of the prompt for it."""
+"""And penalties without the overlap scheduler, which weighs each token a step late, and one of the
+prompt for it.
+"""
 GRAMMAR_BACKEND = "midflight"
 """Of our plugin: a server that was started with it goes on in the middle of a grammar."""
 _REFUSED = 400
 _INEXACT = (
-    "engine.deterministic is set, and SGLang was started without --enable-deterministic-inference; start it with that, or remove "
-    "engine.deterministic."
+    "engine.deterministic is set, and SGLang was started without "
+    "--enable-deterministic-inference; start it with that, or remove engine.deterministic."
 )
 
 _Entry = tuple[float | None, int, str | None]
@@ -75,10 +102,12 @@ _number_of = partial(number, of="SGLang 0.5.22 or newer")
 
 
 class SglangReader:
-    """An event has all tokens so far, or with incremental streaming those since the last one, which an abort repeats: how many are
-    new is said by `completion_tokens` alone."""
+    """An event has all tokens so far, or with incremental streaming those since the last one, which
+    an abort repeats: how many are new is said by `completion_tokens` alone."""
 
-    def __init__(self, request: GenerateRequest, *, num_experts: int = 0, num_choices: int = 0) -> None:
+    def __init__(
+        self, request: GenerateRequest, *, num_experts: int = 0, num_choices: int = 0
+    ) -> None:
         """`num_experts`: of a mixture whose choices it records, `num_choices` for each token."""
         self._num_tops = request.sampling.top_logprobs
         self._num_experts = num_experts
@@ -89,18 +118,29 @@ class SglangReader:
         try:
             said = _decode(event)
         except msgspec.DecodeError as error:
-            raise EngineUnavailable(f"reading SGLang's answer {event[:200]!r}: {error}. Use SGLang 0.5.22 or newer.") from error
-        if said.error is not None and said.error.code == _REFUSED and "LoRA adapter" not in said.error.message:  # one it has lost
+            raise EngineUnavailable(
+                f"reading SGLang's answer {event[:200]!r}: {error}. Use SGLang 0.5.22 or newer."
+            ) from error
+        # one it has lost
+        if (
+            said.error is not None
+            and said.error.code == _REFUSED
+            and "LoRA adapter" not in said.error.message
+        ):
             raise RequestRejected(f"SGLang refused the request: {said.error.message}.")
         if said.error is not None or said.meta_info is None:
-            raise EngineUnavailable(f"SGLang ended an answer with {event[:300]!r}. Look at its log.")
+            raise EngineUnavailable(
+                f"SGLang ended an answer with {event[:300]!r}. Look at its log."
+            )
         meta = said.meta_info
         num_new = self._num_new(meta, num_ids=len(said.output_ids))
         self._num_tokens += num_new
         return EventTokens(
             token_ids=_last(said.output_ids, num_new),
             logprobs=tuple(_number(p) for p, _, _ in _last(meta.output_token_logprobs, num_new)),
-            top_logprobs=tuple(self._likeliest(t) for t in _last(meta.output_top_logprobs, num_new)) if self._num_tops else (),
+            top_logprobs=tuple(self._likeliest(t) for t in _last(meta.output_top_logprobs, num_new))
+            if self._num_tops
+            else (),
             finish=None if meta.finish_reason is None else _finish(meta.finish_reason),
             spans=tuple((s.version, s.start, s.end) for s in meta.weight_versions),
             experts=self._experts(meta),
@@ -110,18 +150,22 @@ class SglangReader:
         """It sends what it has so far with every event; only the last one has all."""
         if meta.finish_reason is None or meta.routed_experts is None or not self._num_experts:
             return None
-        return recorded_experts(meta.routed_experts, num_choices=self._num_choices, num_experts=self._num_experts)
+        return recorded_experts(
+            meta.routed_experts, num_choices=self._num_choices, num_experts=self._num_experts
+        )
 
     def _num_new(self, meta: _Meta, *, num_ids: int) -> int:
-        """Of an abort that does not bring them, none: they are lost, and made again where the request is resumed."""
+        """Of an abort that does not bring them, none: they are lost, and made again where the
+        request is resumed.
+        """
         num_new = max(0, meta.completion_tokens - self._num_tokens)
         if num_new <= min(num_ids, len(meta.output_token_logprobs)):
             return num_new
         if meta.finish_reason is not None and meta.finish_reason.type == "abort":
             return 0
         raise EngineUnavailable(
-            f"reading SGLang's answer: of {num_new} new tokens it brought {num_ids} ids and {len(meta.output_token_logprobs)} "
-            "log-probabilities. Use SGLang 0.5.22 or newer."
+            f"reading SGLang's answer: of {num_new} new tokens it brought {num_ids} ids and "
+            f"{len(meta.output_token_logprobs)} log-probabilities. Use SGLang 0.5.22 or newer."
         )
 
     def _likeliest(self, entries: tuple[_Entry, ...] | None) -> tuple[tuple[int, float], ...]:
@@ -133,7 +177,9 @@ def _last(items: tuple, num: int) -> tuple:  # type: ignore[type-arg]
 
 
 def _number(logprob: float | None) -> float:
-    """JSON has no infinity: what is none is the log-probability of the impossible, which is nonsense for a sampled token."""
+    """JSON has no infinity: what is none is the log-probability of the impossible, which is
+    nonsense for a sampled token.
+    """
     return float("-inf") if logprob is None else logprob
 
 
@@ -144,7 +190,9 @@ def _finish(said: _SglangFinish) -> Finish:
         raise EngineUnavailable(f"SGLang gave up a request: {said.message}. Look at its log.")
     reason = _REASONS.get(said.type)
     if reason is None:
-        raise EngineUnavailable(f"SGLang ended an answer with finish_reason {said.type!r}. Look at its log.")
+        raise EngineUnavailable(
+            f"SGLang ended an answer with finish_reason {said.type!r}. Look at its log."
+        )
     return Finish(reason, said.matched if reason is FinishReason.STOP else None)
 
 
@@ -164,7 +212,11 @@ class SglangServer:
         num_adapters: int = 0,
         direct: bool = False,
     ) -> None:
-        """`direct`: versions come straight to its workers, which swap them between two steps. `theirs`: others started it, so it runs as many requests as it says. `num_experts`: of a mixture's layer, where it is to say which ones it chose, `num_choices` of all layers for each token. `num_adapters`: versions that it is to keep, if they are such."""
+        """`direct`: versions come straight to its workers, which swap them between two steps.
+        `theirs`: others started it, so it runs as many requests as it says. `num_experts`: of a
+        mixture's layer, where it is to say which ones it chose, `num_choices` of all layers for
+        each token. `num_adapters`: versions that it is to keep, if they are such.
+        """
         self.num_adapters = num_adapters
         self._vocab_size = vocab_size
         self._max_running = max_running
@@ -175,12 +227,16 @@ class SglangServer:
         self._num_choices = num_choices
         self._records = False
         self._room = max_context
-        """Some tokens less than its context: it refuses a longer prompt, and an answer to be resumed is one."""
+        """Some tokens less than its context: it refuses a longer prompt, and an answer to be
+        resumed is one.
+        """
         self._overlaps = True
         self._direct = direct
         self._swaps = False
         self._seeds = deterministic
-        """Whether noise is a function of seed and position, as ours is, so that it survives a resume."""
+        """Whether noise is a function of seed and position, as ours is, so that it survives a
+        resume.
+        """
 
     @property
     def late_labels(self) -> int:
@@ -190,16 +246,26 @@ class SglangServer:
     async def attach(self, client: ServerClient) -> Found:
         paths = await client.paths()
         if "/server_info" not in paths:
-            raise EngineError(f"attaching to {client.url}: no SGLang listens there; check the URL and --engine (engine.urls, engine.kind).")
+            raise EngineError(
+                f"attaching to {client.url}: no SGLang listens there; check the URL and --engine "
+                "(engine.urls, engine.kind)."
+            )
         info = await client.get("/server_info")
         version = str(_part(info, "version"))
         caution = RELEASES.caution(version, url=client.url)
         if missing := [path for path in _NEEDED if path not in paths]:
-            raise EngineError(f"attaching to {client.url}: SGLang {version} has no {missing[0]}; use {RELEASES.tried}.")
+            raise EngineError(
+                f"attaching to {client.url}: SGLang {version} has no {missing[0]}; use "
+                f"{RELEASES.tried}."
+            )
         self._check(client, cast(dict[str, object], info))
         await self.resume(client)
         model = await client.get("/model_info")
-        running = self._max_running if _part(info, "max_running_requests") is None else _number_of(info, "max_running_requests")
+        running = (
+            self._max_running
+            if _part(info, "max_running_requests") is None
+            else _number_of(info, "max_running_requests")
+        )
         features = self._features(cast(dict[str, object], info))
         self._room = min(_number_of(info, "max_req_input_len"), self._max_context)
         return Found(
@@ -230,32 +296,48 @@ class SglangServer:
         if self._deterministic and info.get("enable_deterministic_inference") is not True:
             raise EngineError(f"attaching to {client.url}: {_INEXACT}")
         kept = [info.get(name) for name in ("max_loras_per_batch", "max_loaded_loras")]
-        if self.num_adapters and not (info.get("enable_lora") and all(n is None or cast(int, n) >= self.num_adapters for n in kept)):
+        if self.num_adapters and not (
+            info.get("enable_lora")
+            and all(n is None or cast(int, n) >= self.num_adapters for n in kept)
+        ):
             raise EngineError(
-                f"attaching to {client.url}: SGLang was started without room for {self.num_adapters} adapters (rollout.max_staleness + 2); start "
-                f"it with --enable-lora and --max-loras-per-batch {self.num_adapters}, or set lora.merged = true."
+                f"attaching to {client.url}: SGLang was started without room for "
+                f"{self.num_adapters} adapters (rollout.max_staleness + 2); start it with "
+                f"--enable-lora and --max-loras-per-batch {self.num_adapters}, or set lora.merged "
+                "= true."
             )
 
     def _features(self, info: Mapping[str, object]) -> frozenset[Feature]:
-        """What it was started with: keeps what it records and how it samples, and says what else it can do."""
+        """What it was started with: keeps what it records and how it samples, and says what else it
+        can do.
+        """
         self._records = bool(self._num_experts) and info.get("enable_return_routed_experts") is True
         self._overlaps = info.get("disable_overlap_schedule") is not True
         has_plugin = info.get("grammar_backend") == GRAMMAR_BACKEND
-        self._swaps = self._direct and has_plugin and info.get("device") == "cpu"  # elsewhere it loads, beside a step that may be under way
+        # elsewhere it loads, beside a step that may be under way
+        self._swaps = self._direct and has_plugin and info.get("device") == "cpu"
         self._seeds = self._deterministic or (has_plugin and info.get("device") == "cpu")
-        return _FEATURES.union(() if self._overlaps else {Feature.PENALTIES}, {Feature.GRAMMARS} if has_plugin else ())
+        return _FEATURES.union(
+            () if self._overlaps else {Feature.PENALTIES}, {Feature.GRAMMARS} if has_plugin else ()
+        )
 
     async def label(self, client: ServerClient) -> str:
         return str(_part(await client.get("/model_info"), "weight_version"))
 
     async def relabel(self, client: ServerClient, version: Version) -> None:
-        await client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        await client.post(
+            "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
+        )
 
     def body(self, asked: ServerRequest, *, salt: str) -> tuple[str, dict[str, object]]:
-        """With the seed where the server goes by it and the client asked for it. A deterministic one gives all requests without one the same."""
+        """With the seed where the server goes by it and the client asked for it. A deterministic
+        one gives all requests without one the same.
+        """
         request = asked.request
         seeded = self._deterministic or (self._seeds and asked.request.seeded)
-        sampling = _sampling(request, asked.ends, room=self._room - len(request.input_ids), seeded=seeded)
+        sampling = _sampling(
+            request, asked.ends, room=self._room - len(request.input_ids), seeded=seeded
+        )
         if asked.shape:
             sampling |= {"ebnf": asked.shape, "min_new_tokens": 0}  # our plugin sees to these
         return "/generate", {
@@ -271,7 +353,11 @@ class SglangServer:
         }
 
     def reader(self, request: GenerateRequest) -> SglangReader:
-        return SglangReader(request, num_experts=self._num_experts if self._records else 0, num_choices=self._num_choices)
+        return SglangReader(
+            request,
+            num_experts=self._num_experts if self._records else 0,
+            num_choices=self._num_choices,
+        )
 
     async def abort(self, client: ServerClient, request_id: str) -> None:
         await client.post("/abort_request", {"rid": request_id})
@@ -280,14 +366,20 @@ class SglangServer:
         await client.post("/pause_generation", {"mode": _MODES[mode]})
 
     async def settle(self, client: ServerClient) -> None:
-        """It says that it is paused before its scheduler has read of it. This question is read by the scheduler, in order."""
+        """It says that it is paused before its scheduler has read of it. This question is read by
+        the scheduler, in order.
+        """
         await client.settle("/server_info")
 
     async def resume(self, client: ServerClient) -> None:
         await client.post("/continue_generation", {})
 
-    async def load(self, client: ServerClient, folder: Path, version: Version, *, recompute: bool) -> None:
-        """Clearing its cache is refused, after the weights have changed, while requests hold keys: only retracted ones hold none."""
+    async def load(
+        self, client: ServerClient, folder: Path, version: Version, *, recompute: bool
+    ) -> None:
+        """Clearing its cache is refused, after the weights have changed, while requests hold keys:
+        only retracted ones hold none.
+        """
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": recompute}
         await client.post("/update_weights_from_disk", body)
 
@@ -304,8 +396,12 @@ def _keys(info: object) -> int | None:
     return told if isinstance(told, int) and told > 0 else None
 
 
-def _sampling(request: GenerateRequest, ends: tuple[int, ...], *, room: int, seeded: bool) -> dict[str, object]:
-    """What SGLang takes as it is, and what it is told in its own way. It refuses a request that could become longer than its context."""
+def _sampling(
+    request: GenerateRequest, ends: tuple[int, ...], *, room: int, seeded: bool
+) -> dict[str, object]:
+    """What SGLang takes as it is, and what it is told in its own way. It refuses a request that
+    could become longer than its context.
+    """
     s = request.sampling
     most = min(request.remaining, room)
     given = copied(s, Api.SGLANG) | {

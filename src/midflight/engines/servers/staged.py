@@ -1,10 +1,14 @@
-"""The weights that a server loads next: a model folder of our own in memory, written while it generates.
+"""The weights that a server loads next: a model folder of our own in memory, written while it
+generates.
 
-A server loads whole weights, by the names and shapes of the folder that it started from. Versions come as the trainer and the embedded
-engine have them in memory, which for mixtures of experts is another form: their conversion is here, at the last moment, and not
-where a version is published. So one version serves engines of every kind, the embedded one takes it by assignment without a copy, a
-fingerprint is of what was trained, and the work falls beside the steps of the trainer. Where a version is adapters, they stay that, as PEFT
-writes them, or are merged into their base here. Conversion and merging import torch; a version whose names are those of the folder is written without it.
+A server loads whole weights, by the names and shapes of the folder that it started from. Versions
+come as the trainer and the embedded engine have them in memory, which for mixtures of experts is
+another form: their conversion is here, at the last moment, and not where a version is published. So
+one version serves engines of every kind, the embedded one takes it by assignment without a copy, a
+fingerprint is of what was trained, and the work falls beside the steps of the trainer. Where a
+version is adapters, they stay that, as PEFT writes them, or are merged into their base here.
+Conversion and merging import torch; a version whose names are those of the folder is written
+without it.
 """
 
 from __future__ import annotations
@@ -40,25 +44,35 @@ class StagedFolder:
     version: Version
     fingerprint: str
     folder: Path | None
-    """A Hugging Face model folder with these weights, or one of adapters; none where they are with the server's workers already."""
+    """A Hugging Face model folder with these weights, or one of adapters; none where they are with
+    the server's workers already.
+    """
     adapter: str = ""
     """The server's name of them, where they are adapters."""
 
 
 class StagingArea:
-    """Two folders that only we write to: the one that is served, to go back to, and the one that comes next.
+    """Two folders that only we write to: the one that is served, to go back to, and the one that
+    comes next.
 
-    What a publisher does to its bytes after they were verified cannot reach a server (I7). On tmpfs a server loads at the speed
-    of memory. Blocking. Any thread may write. A write goes on even if its caller has left, and the next waits for it.
+    What a publisher does to its bytes after they were verified cannot reach a server (I7). On tmpfs
+    a server loads at the speed of memory. Blocking. Any thread may write. A write goes on even if
+    its caller has left, and the next waits for it.
     """
 
-    def __init__(self, place: Path, *, model: Path, receiver: WeightReceiver, merges: bool = True) -> None:
-        """`model`: the folder that the server's weights are from; names and shapes of what is served of it are those of every version.
-        `merges`: adapters go into their base; else they stay what they are, and the server starts from the base."""
+    def __init__(
+        self, place: Path, *, model: Path, receiver: WeightReceiver, merges: bool = True
+    ) -> None:
+        """`model`: the folder that the server's weights are from; names and shapes of what is
+        served of it are those of every version. `merges`: adapters go into their base; else they
+        stay what they are, and the server starts from the base."""
         self._place = place
         self._model = model
         self._receiver = receiver
-        self._adapter, self.first = adapter_of(model), first_folder(model, place) if merges else model
+        self._adapter, self.first = (
+            adapter_of(model),
+            first_folder(model, place) if merges else model,
+        )
         self._merges = merges
         self._shapes = tensor_shapes(model)
         self._names: FileNames | None = None
@@ -66,7 +80,9 @@ class StagingArea:
         self._writing = threading.Lock()
 
     def write(self, manifest: WeightManifest, *, beside: Path | None) -> StagedFolder:
-        """Fetches and verifies a version and writes its folder, not over the one at `beside`. `WeightsCorrupt` where it does not fit."""
+        """Fetches and verifies a version and writes its folder, not over the one at `beside`.
+        `WeightsCorrupt` where it does not fit.
+        """
         folder = next(f for f in (self._place / "0", self._place / "1") if f != beside)
         self._check(manifest)
         with self._writing:
@@ -74,11 +90,16 @@ class StagingArea:
             with _room_for(manifest.version, folder):
                 _fresh_copy(self._model, folder)
                 if self._adapter is not None:
-                    _write_merged(self._model, self._adapter, folder, given=(manifest.tensors, views))
+                    _write_merged(
+                        self._model, self._adapter, folder, given=(manifest.tensors, views)
+                    )
                 elif self._names is not None:
                     self._write_converted(self._names, folder, manifest.tensors, views)
                 else:
-                    _write_tensors(folder / "model.safetensors", ((spec, views[spec.name]) for spec in manifest.tensors))
+                    _write_tensors(
+                        folder / "model.safetensors",
+                        ((spec, views[spec.name]) for spec in manifest.tensors),
+                    )
         return StagedFolder(manifest.version, manifest.fingerprint, folder)
 
     def begin(self, version: Version) -> StagedFolder:
@@ -88,7 +109,9 @@ class StagingArea:
         return StagedFolder(version, "", self._adapter.folder, adapter_version(version))
 
     def write_adapter(self, manifest: WeightManifest) -> StagedFolder:
-        """Fetches and verifies a version of adapters and writes it as PEFT does, beside those before it. `WeightsCorrupt` where it does not fit."""
+        """Fetches and verifies a version of adapters and writes it as PEFT does, beside those
+        before it. `WeightsCorrupt` where it does not fit.
+        """
         assert self._adapter is not None
         name = adapter_version(manifest.version)
         folder = self._place / name
@@ -99,7 +122,9 @@ class StagingArea:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
                 shutil.copy(self._adapter.folder / CONFIG, folder)
-                _write_tensors(folder / WEIGHTS, ((spec, views[spec.name]) for spec in manifest.tensors))
+                _write_tensors(
+                    folder / WEIGHTS, ((spec, views[spec.name]) for spec in manifest.tensors)
+                )
         return StagedFolder(manifest.version, manifest.fingerprint, folder, name)
 
     def remove_adapters(self, *, but: Set[str]) -> None:
@@ -109,8 +134,12 @@ class StagingArea:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def is_in_files(self, manifest: WeightManifest) -> bool:
-        """Whether a version has just the tensors of the server's model folder. `WeightsCorrupt` where it does, in other shapes."""
-        if self._adapter is not None or self._shapes.keys() != {spec.name for spec in manifest.tensors}:
+        """Whether a version has just the tensors of the server's model folder. `WeightsCorrupt`
+        where it does, in other shapes.
+        """
+        if self._adapter is not None or self._shapes.keys() != {
+            spec.name for spec in manifest.tensors
+        }:
             return False
         self._check(manifest)
         return True
@@ -128,25 +157,39 @@ class StagingArea:
         for name, shape in given.items():
             if name not in self._shapes:
                 raise WeightsCorrupt(
-                    f"{deed}: the server's model has no tensor {name!r}.{nearest(name, self._shapes)} Trainer and engine must load the same model."
+                    f"{deed}: the server's model has no tensor "
+                    f"{name!r}.{nearest(name, self._shapes)} Trainer and engine must load the same "
+                    "model."
                 )
             if shape != self._shapes[name]:
                 raise WeightsCorrupt(
-                    f"{deed}: tensor {name!r} has shape {shape}, the server's model needs {self._shapes[name]}. "
-                    "Trainer and engine must load the same model."
+                    f"{deed}: tensor {name!r} has shape {shape}, the server's model needs "
+                    f"{self._shapes[name]}. Trainer and engine must load the same model."
                 )
         if missing := sorted(needed - given.keys()):
-            raise WeightsCorrupt(f"{deed}: tensor {missing[0]!r} is missing. Publish every tensor of the model.")
+            raise WeightsCorrupt(
+                f"{deed}: tensor {missing[0]!r} is missing. Publish every tensor of the model."
+            )
 
-    def _converted(self, given: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, tuple[int, ...]], Set[str]]:
+    def _converted(
+        self, given: Mapping[str, tuple[int, ...]]
+    ) -> tuple[dict[str, tuple[int, ...]], Set[str]]:
         """Names and shapes in files of tensors in memory, and the names that there must be."""
         from midflight.models.conversion import FileNames
 
         self._names = self._names or FileNames(self._model, self._shapes)
         return self._names.shapes(given), self._shapes.keys() - self._names.unread
 
-    def _write_converted(self, names: FileNames, folder: Path, specs: tuple[TensorSpec, ...], views: Mapping[str, memoryview]) -> None:
-        """What is not trained of a multimodal model lies beside it, in one file for all versions."""
+    def _write_converted(
+        self,
+        names: FileNames,
+        folder: Path,
+        specs: tuple[TensorSpec, ...],
+        views: Mapping[str, memoryview],
+    ) -> None:
+        """What is not trained of a multimodal model lies beside it, in one file for all
+        versions.
+        """
         from midflight.models.names import as_bytes, as_tensors
 
         tensors = names.tensors(as_tensors(specs, views))
@@ -164,7 +207,8 @@ def _room_for(version: Version, folder: Path) -> Generator[None]:
         yield
     except OSError as error:
         raise EngineUnavailable(
-            f"staging version {version} in {str(folder)!r}: {error}; make room there (containers: --shm-size)."
+            f"staging version {version} in {str(folder)!r}: {error}; make room there (containers: "
+            "--shm-size)."
         ) from error
 
 
@@ -174,7 +218,9 @@ def adapter_version(version: Version) -> str:
 
 
 def first_folder(model: Path, place: Path) -> Path:
-    """What a server starts with: the model's folder, or one at `place` where it has adapters, which `write_first` writes."""
+    """What a server starts with: the model's folder, or one at `place` where it has adapters, which
+    `write_first` writes.
+    """
     return model if adapter_of(model) is None else place / "first"
 
 
@@ -186,7 +232,10 @@ def write_first(model: Path, place: Path) -> Path:
             _fresh_copy(model, folder)
             _write_merged(model, adapter, folder)
         except OSError as error:
-            raise RunFailed(f"writing the first weights in {str(folder)!r}: {error}; make room there (containers: --shm-size).") from error
+            raise RunFailed(
+                f"writing the first weights in {str(folder)!r}: {error}; make room there "
+                "(containers: --shm-size)."
+            ) from error
     return folder
 
 
@@ -202,16 +251,26 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def _fresh_copy(model: Path, folder: Path) -> None:
     """All of a model folder but its weights and adapters."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", FOLDER))
+    shutil.copytree(
+        model,
+        folder,
+        ignore=shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", FOLDER),
+    )
 
 
 def _write_tensors(path: Path, tensors: Iterable[tuple[TensorSpec, memoryview]]) -> None:
-    """A safetensors file, from bytes as they lie: an 8-byte length, a JSON header, the tensors one after the other."""
+    """A safetensors file, from bytes as they lie: an 8-byte length, a JSON header, the tensors one
+    after the other.
+    """
     given = list(tensors)
     entries = dict[str, object]()
     end = 0
     for spec, _ in given:
-        entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (end, end + spec.num_bytes)}
+        entries[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": spec.shape,
+            "data_offsets": (end, end + spec.num_bytes),
+        }
         end += spec.num_bytes
     header = msgspec.json.encode(entries)
     header += b" " * (-len(header) % _ALIGNMENT)
@@ -235,8 +294,11 @@ def _write_rest(model: Path, path: Path, names: frozenset[str]) -> None:
 _Given = tuple[tuple[TensorSpec, ...], Mapping[str, memoryview]]
 
 
-def _write_merged(model: Path, adapter: Adapter, folder: Path, *, given: _Given | None = None) -> None:
-    """Writes the base of `model` with `given` adapters merged into it to `folder`, in the base's dtype; without any, with its own.
+def _write_merged(
+    model: Path, adapter: Adapter, folder: Path, *, given: _Given | None = None
+) -> None:
+    """Writes the base of `model` with `given` adapters merged into it to `folder`, in the base's
+    dtype; without any, with its own.
 
     Imports torch, which a companion without adapters does without.
     """
@@ -249,4 +311,8 @@ def _write_merged(model: Path, adapter: Adapter, folder: Path, *, given: _Given 
     base: dict[str, Any] = {}
     for path in sorted(model.glob("*.safetensors")):
         base |= load_file(path)
-    save_file(merged(base, adapters, scale=adapter.scale), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        merged(base, adapters, scale=adapter.scale),
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )

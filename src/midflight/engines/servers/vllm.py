@@ -1,7 +1,9 @@
-"""vLLM's wire: tokens in and out by `/inference/v1/generate`, pauses by `/pause`, weights by our own loader in its workers.
+"""vLLM's wire: tokens in and out by `/inference/v1/generate`, pauses by `/pause`, weights by our
+own loader in its workers.
 
-Tried with 0.32.0. Started with `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out`, `--logprobs-mode processed_logprobs` and
-`--worker-extension-cls midflight_vllm.Loader`; see docs/engines.md for what each is for.
+Tried with 0.32.0. Started with `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out`, `--logprobs-mode
+processed_logprobs` and `--worker-extension-cls midflight_vllm.Loader`; see docs/engines.md for what
+each is for.
 """
 
 import re
@@ -16,7 +18,15 @@ import msgspec
 from midflight import types
 from midflight.engines.servers.command import INSIDE
 from midflight.engines.servers.releases import Releases
-from midflight.engines.servers.server import EventTokens, Found, ServerClient, ServerRequest, number, part, recorded_experts
+from midflight.engines.servers.server import (
+    EventTokens,
+    Found,
+    ServerClient,
+    ServerRequest,
+    number,
+    part,
+    recorded_experts,
+)
 from midflight.errors import EngineError, EngineUnavailable, RequestRejected
 from midflight.types.generation import Api, copied
 
@@ -31,17 +41,27 @@ _NEEDED = {
 """Routes that we cannot do without, and how to get them."""
 _LOAD = "/v1/load_lora_adapter"
 _UNLOAD = "/v1/unload_lora_adapter"
-_ADAPTED = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set lora.merged = true"
-_REASONS = {"stop": types.FinishReason.STOP, "length": types.FinishReason.LENGTH, "abort": types.FinishReason.ABORT}
+_ADAPTED = (
+    "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set lora.merged = true"
+)
+_REASONS = {
+    "stop": types.FinishReason.STOP,
+    "length": types.FinishReason.LENGTH,
+    "abort": types.FinishReason.ABORT,
+}
 _NO_NUMBER = -9999.0
 """Stands for minus infinity, NaN, and a log-probability that it has not got."""
 _CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(block_size|num_gpu_blocks)="(\d+)"')
 _OF_THE_FORM = "Internal server error"
-"""How it ends a request whose grammar does not compile there. Of an engine that died it says something else."""
+"""How it ends a request whose grammar does not compile there. Of an engine that died it says
+something else.
+"""
 _LOADER = "midflight_load"
 _LOADER_READY = "midflight_ready"
-_FEATURES = frozenset({types.Feature.PENALTIES, types.Feature.LOGIT_BIAS, types.Feature.TOP_LOGPROBS})
+_FEATURES = frozenset(
+    {types.Feature.PENALTIES, types.Feature.LOGIT_BIAS, types.Feature.TOP_LOGPROBS}
+)
 
 
 class _Logprob(msgspec.Struct, frozen=True):
@@ -86,7 +106,9 @@ _decode = msgspec.json.Decoder(_VllmEvent).decode
 
 
 class VllmReader:
-    """Each event has the tokens since the one before; the last one also says which weights made which token."""
+    """Each event has the tokens since the one before; the last one also says which weights made
+    which token.
+    """
 
     def __init__(self, request: types.GenerateRequest, *, num_experts: int = 0) -> None:
         """`num_experts`: of a mixture whose choices it records."""
@@ -98,9 +120,14 @@ class VllmReader:
         try:
             said = _decode(event)
         except msgspec.DecodeError as error:
-            raise EngineUnavailable(f"reading vLLM's answer {event[:200]!r}: {error}. Use vLLM 0.32 or newer.") from error
+            raise EngineUnavailable(
+                f"reading vLLM's answer {event[:200]!r}: {error}. Use vLLM 0.32 or newer."
+            ) from error
         if said.error is not None and self._begins_form and _OF_THE_FORM in str(said.error):
-            raise RequestRejected(f"vLLM took no answer of this form: {event[:300]!r}. Send a simpler grammar.", param="grammar")
+            raise RequestRejected(
+                f"vLLM took no answer of this form: {event[:300]!r}. Send a simpler grammar.",
+                param="grammar",
+            )
         if said.error is not None or not said.choices:
             raise EngineUnavailable(f"vLLM ended an answer with {event[:300]!r}. Look at its log.")
         choice = said.choices[0]
@@ -122,20 +149,29 @@ class VllmReader:
         return recorded_experts(encoded, num_choices=None, num_experts=self._num_experts)
 
     def _likeliest(self, content: _Content) -> tuple[tuple[int, float], ...]:
-        """vLLM puts the sampled token first, and the rest of one more than was asked for after it."""
-        ranked = sorted({top.token_id: top.logprob for top in content.top_logprobs}.items(), key=lambda pair: -pair[1])
+        """vLLM puts the sampled token first, and the rest of one more than was asked for after
+        it.
+        """
+        ranked = sorted(
+            {top.token_id: top.logprob for top in content.top_logprobs}.items(),
+            key=lambda pair: -pair[1],
+        )
         return tuple(ranked[: self._num_tops])
 
 
 def _number(logprob: float) -> float:
-    """What vLLM has no number for is the log-probability of the impossible, which is nonsense for a sampled token."""
+    """What vLLM has no number for is the log-probability of the impossible, which is nonsense for a
+    sampled token.
+    """
     return logprob if logprob > _NO_NUMBER else float("-inf")
 
 
 def _finish(choice: _VllmChoice) -> types.Finish:
     reason = _REASONS.get(choice.finish_reason or "")
     if reason is None:
-        raise EngineUnavailable(f"vLLM ended an answer with finish_reason {choice.finish_reason!r}. Look at its log.")
+        raise EngineUnavailable(
+            f"vLLM ended an answer with finish_reason {choice.finish_reason!r}. Look at its log."
+        )
     return types.Finish(reason, choice.stop_reason if reason is types.FinishReason.STOP else None)
 
 
@@ -144,9 +180,19 @@ class VllmServer:
 
     late_labels = 0
 
-    def __init__(self, *, vocab_size: int, max_running: int, theirs: bool = False, num_experts: int = 0, num_adapters: int = 0) -> None:
-        """`theirs`: others started it, so it is asked how many requests it runs, and has `max_running` only where it does not say.
-        `num_experts`: of a mixture's layer, where it is to say which ones it chose. `num_adapters`: versions that it is to keep, if they are such."""
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_running: int,
+        theirs: bool = False,
+        num_experts: int = 0,
+        num_adapters: int = 0,
+    ) -> None:
+        """`theirs`: others started it, so it is asked how many requests it runs, and has
+        `max_running` only where it does not say. `num_experts`: of a mixture's layer, where it is
+        to say which ones it chose. `num_adapters`: versions that it is to keep, if they are
+        such."""
         self._vocab_size = vocab_size
         self._max_running = max_running
         self._theirs = theirs
@@ -158,12 +204,17 @@ class VllmServer:
     async def attach(self, client: ServerClient) -> Found:
         paths = await client.paths()
         if "/version" not in paths:
-            raise EngineError(f"attaching to {client.url}: no vLLM listens there; check the URL and --engine (engine.urls, engine.kind).")
+            raise EngineError(
+                f"attaching to {client.url}: no vLLM listens there; check the URL and --engine "
+                "(engine.urls, engine.kind)."
+            )
         version = str(_part(await client.get("/version"), "version"))
         caution = RELEASES.caution(version, url=client.url)
         for path, remedy in {**_NEEDED, **({_LOAD: _ADAPTED} if self.num_adapters else {})}.items():
             if path not in paths:
-                raise EngineError(f"attaching to {client.url}: vLLM {version} has no {path}; {remedy}.")
+                raise EngineError(
+                    f"attaching to {client.url}: vLLM {version} has no {path}; {remedy}."
+                )
         model = _part(await client.get("/v1/models"), "data", 0)
         if _part(await client.get("/is_paused"), "is_paused") is True:
             await self.resume(client)
@@ -185,14 +236,18 @@ class VllmServer:
                 vocab_size=self._vocab_size,
                 max_running=await self._running(client, paths),
                 max_keys=await _keys(client),
-                features=_FEATURES | {types.Feature.GRAMMARS} if await _says_yes(client, "midflight_grammars") else _FEATURES,
+                features=_FEATURES | {types.Feature.GRAMMARS}
+                if await _says_yes(client, "midflight_grammars")
+                else _FEATURES,
             ),
             label=await self.label(client),
             model=str(_part(model, "root")),
         )
 
     async def _running(self, client: ServerClient, paths: frozenset[str]) -> int:
-        """Its `--max-num-seqs`. One that was started here has ours; the question looks at the whole machine and takes seconds."""
+        """Its `--max-num-seqs`. One that was started here has ours; the question looks at the whole
+        machine and takes seconds.
+        """
         if self._theirs and "/server_info" in paths:
             with suppress(EngineError):
                 info = await client.get("/server_info?config_format=json")
@@ -206,7 +261,9 @@ class VllmServer:
         await client.post("/update_weight_version", {"new_version": str(version)})
 
     def body(self, asked: ServerRequest, *, salt: str) -> tuple[str, dict[str, object]]:
-        """With a seed only where our loader sees to it: on a CPU it kills vLLM at a prompt in pieces, and it would begin anew at a resume."""
+        """With a seed only where our loader sees to it: on a CPU it kills vLLM at a prompt in
+        pieces, and it would begin anew at a resume.
+        """
         request = asked.request
         sampling = _sampling(request, asked.ends)
         if request.seeded and self._seeds:
@@ -230,7 +287,9 @@ class VllmServer:
 
     async def pause(self, client: ServerClient, mode: types.PauseMode) -> None:
         clear = "true" if mode is types.PauseMode.RECOMPUTE else "false"
-        await client.post(f"/pause?mode={'abort' if mode is types.PauseMode.ABORT else 'keep'}&clear_cache={clear}")
+        await client.post(
+            f"/pause?mode={'abort' if mode is types.PauseMode.ABORT else 'keep'}&clear_cache={clear}"
+        )
 
     async def settle(self, client: ServerClient) -> None:
         await client.settle("/is_paused")
@@ -238,7 +297,9 @@ class VllmServer:
     async def resume(self, client: ServerClient) -> None:
         await client.post("/resume")
 
-    async def load(self, client: ServerClient, folder: Path, version: types.Version, *, recompute: bool) -> None:
+    async def load(
+        self, client: ServerClient, folder: Path, version: types.Version, *, recompute: bool
+    ) -> None:
         """Caches were cleared by the pause, where they had to be."""
         await client.post("/collective_rpc", {"method": _LOADER, "args": [str(folder)]})
         await self.relabel(client, version)
@@ -247,12 +308,16 @@ class VllmServer:
         await client.post(_LOAD, {"lora_name": name, "lora_path": folder})
 
     async def unload_adapter(self, client: ServerClient, name: str) -> None:
-        """Its name is free at once; its memory, when another takes it, which is the one unused for longest."""
+        """Its name is free at once; its memory, when another takes it, which is the one unused for
+        longest.
+        """
         await client.post(_UNLOAD, {"lora_name": name})
 
 
 async def _logprob_kind(client: ServerClient) -> types.LogprobKind:
-    """Of a token that had no alternative: 0 after truncation, less before. The request also warms the server up."""
+    """Of a token that had no alternative: 0 after truncation, less before. The request also warms
+    the server up.
+    """
     sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0}
     answer = await client.post(_GENERATE, {"token_ids": [0], "sampling_params": sampling})
     logprob = _part(answer, "choices", 0, "logprobs", "content", 0, "logprob")
@@ -260,9 +325,16 @@ async def _logprob_kind(client: ServerClient) -> types.LogprobKind:
 
 
 async def _keys(client: ServerClient) -> int | None:
-    """Tokens that its blocks hold, of all its replicas; none where its metrics, which are in no description of its routes, do not say."""
+    """Tokens that its blocks hold, of all its replicas; none where its metrics, which are in no
+    description of its routes, do not say.
+    """
     found = await _caches(client)
-    return sum(int(cache.get("block_size", 0)) * int(cache.get("num_gpu_blocks", 0)) for cache in found) or None
+    return (
+        sum(
+            int(cache.get("block_size", 0)) * int(cache.get("num_gpu_blocks", 0)) for cache in found
+        )
+        or None
+    )
 
 
 async def _caches(client: ServerClient) -> Sequence[Mapping[str, str]]:
@@ -275,16 +347,16 @@ async def _caches(client: ServerClient) -> Sequence[Mapping[str, str]]:
 
 
 async def _check_loader(client: ServerClient) -> int | None:
-    """Before anything is generated: without the loader a run would get as far as its first new version. Returns how many workers have it,
-    of all replicas: those of the first one answer."""
+    """Before anything is generated: without the loader a run would get as far as its first new
+    version. Returns how many workers have it, of all replicas: those of the first one answer."""
     try:
         answer = await client.post("/collective_rpc", {"method": _LOADER_READY})
     except EngineUnavailable:
         raise
     except EngineError as error:
         raise EngineError(
-            f"attaching to {client.url}: vLLM has not loaded what makes new weights live; start it with "
-            f"--worker-extension-cls midflight_vllm.Loader and PYTHONPATH={INSIDE}. {error}"
+            f"attaching to {client.url}: vLLM has not loaded what makes new weights live; start it "
+            f"with --worker-extension-cls midflight_vllm.Loader and PYTHONPATH={INSIDE}. {error}"
         ) from error
     workers = _results(answer)
     return len(workers) * max(1, len(await _caches(client))) if workers else None
@@ -308,8 +380,14 @@ async def _says_yes(client: ServerClient, method: str) -> bool:
 
 
 def _shaped(shape: str) -> dict[str, object]:
-    """Any text, to vLLM itself: that takes the request into its machinery of grammars, where our plugin puts the real one."""
-    return {"structured_outputs": {"regex": "(?s:.*)"}, "extra_args": {"midflight": shape}, "min_tokens": 0}
+    """Any text, to vLLM itself: that takes the request into its machinery of grammars, where our
+    plugin puts the real one.
+    """
+    return {
+        "structured_outputs": {"regex": "(?s:.*)"},
+        "extra_args": {"midflight": shape},
+        "min_tokens": 0,
+    }
 
 
 def _sampling(request: types.GenerateRequest, ends: tuple[int, ...]) -> dict[str, object]:

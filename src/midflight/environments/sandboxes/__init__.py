@@ -1,1 +1,3 @@
-"""Where code that a model wrote runs, so that it can harm nobody: namespaces on this machine, or a class of one's own."""
+"""Where code that a model wrote runs, so that it can harm nobody: namespaces on this machine, or a
+class of one's own.
+"""

@@ -13,12 +13,16 @@ from midflight.errors import ConfigError
 
 
 def sandbox(**limits: Any) -> Sandbox:
-    """One of an agent's own: the options are those of `[environment.sandbox]`, and errors as those of `sandbox_of`."""
+    """One of an agent's own: the options are those of `[environment.sandbox]`, and errors as those
+    of `sandbox_of`.
+    """
     return sandbox_of(SandboxSection(**limits))
 
 
 def sandbox_of(section: SandboxSection) -> Sandbox:
-    """`SandboxUnavailable` where nothing isolates as it is told to; `ConfigError` for a class that cannot be had."""
+    """`SandboxUnavailable` where nothing isolates as it is told to; `ConfigError` for a class that
+    cannot be had.
+    """
     if section.kind == "bubblewrap":
         found: Sandbox = Bubblewrap(section)
     elif section.kind == "trusted":
@@ -26,9 +30,14 @@ def sandbox_of(section: SandboxSection) -> Sandbox:
     elif section.kind in MAKERS:
         found = Remote(section)
     else:
-        made = load_entry(section.kind, option="environment.sandbox.kind", such_as="my_sandbox:Remote")
+        made = load_entry(
+            section.kind, option="environment.sandbox.kind", such_as="my_sandbox:Remote"
+        )
         if not callable(made):
-            raise ConfigError(f"environment.sandbox.kind is {section.kind!r}, which cannot be called with the section; name a class.")
+            raise ConfigError(
+                f"environment.sandbox.kind is {section.kind!r}, which cannot be called with the "
+                "section; name a class."
+            )
         found = cast("Sandbox", made(section))
     found.check()
     return found

@@ -1,6 +1,8 @@
-"""Who makes boxes on other machines: each by its maker's own client, which is all of it that is known here.
+"""Who makes boxes on other machines: each by its maker's own client, which is all of it that is
+known here.
 
-A box is asked for a script of `sh`, and for its end. Its maker ends it too, after its life, so none is left behind by a process that died.
+A box is asked for a script of `sh`, and for its end. Its maker ends it too, after its life, so none
+is left behind by a process that died.
 """
 
 import math
@@ -21,7 +23,9 @@ IMAGE = "python:3.12-slim"
 NOBODY = "65534:65534"
 
 Shell: TypeAlias = Callable[[str, float], Awaitable[tuple[int, str]]]
-"""Runs a script within so many seconds: its exit status and its output. Waits for its end; raises what the maker's client raises."""
+"""Runs a script within so many seconds: its exit status and its output. Waits for its end; raises
+what the maker's client raises.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +39,53 @@ class Maker:
     remedy: str
 
     def client(self, extra: str) -> Any:
-        """Its package. `ConfigError` names the extra that brings it; `SandboxUnavailable` a key that is not there."""
+        """Its package. `ConfigError` names the extra that brings it; `SandboxUnavailable` a key
+        that is not there.
+        """
         found = package(self.package, extra=extra)
         if missing := [key for key in self.keys if not os.environ.get(key)]:
-            raise SandboxUnavailable(f"environment.sandbox.kind = {extra!r} needs the variable {missing[0]}, which is not set; set it.")
+            raise SandboxUnavailable(
+                f"environment.sandbox.kind = {extra!r} needs the variable {missing[0]}, which is "
+                "not set; set it."
+            )
         return found
 
 
 @asynccontextmanager
 async def docker_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerator[Shell]:
-    """A container: of its image's user where it is furnished, else of nobody, who writes to its `/tmp` alone."""
+    """A container: of its image's user where it is furnished, else of nobody, who writes to its
+    `/tmp` alone.
+    """
     docker = package("docker", extra="docker")
     name = f"midflight-{uuid4().hex}"
     client: Any = await in_thread(lambda: docker.from_env(timeout=math.ceil(furnished.seconds)))
-    closed = {} if furnished.folders or furnished.build else {"user": NOBODY, "read_only": True, "cap_drop": ["ALL"]}
+    closed = (
+        {}
+        if furnished.folders or furnished.build
+        else {"user": NOBODY, "read_only": True, "cap_drop": ["ALL"]}
+    )
 
     def made() -> Any:
         image = furnished.image or section.image or IMAGE
         if furnished.build is not None:
             image = client.images.build(path=str(furnished.build), rm=True)[0].id
         return client.containers.run(
-            image, ["sleep", str(math.ceil(furnished.seconds))], entrypoint=[], name=name, detach=True, auto_remove=True, init=True,
-            mem_limit=f"{section.memory_mb}m", memswap_limit=f"{section.memory_mb}m", nano_cpus=10**9, pids_limit=section.processes + 8,
-            security_opt=["no-new-privileges"], tmpfs={"/tmp": f"size={section.disk_mb}m,mode=1777,exec"},
-            **({} if section.network else {"network_mode": "none"}), **closed,
-        )  # fmt: skip
+            image,
+            ["sleep", str(math.ceil(furnished.seconds))],
+            entrypoint=[],
+            name=name,
+            detach=True,
+            auto_remove=True,
+            init=True,
+            mem_limit=f"{section.memory_mb}m",
+            memswap_limit=f"{section.memory_mb}m",
+            nano_cpus=10**9,
+            pids_limit=section.processes + 8,
+            security_opt=["no-new-privileges"],
+            tmpfs={"/tmp": f"size={section.disk_mb}m,mode=1777,exec"},
+            **({} if section.network else {"network_mode": "none"}),
+            **closed,
+        )
 
     def removed() -> None:
         with suppress(docker.errors.APIError):  # it was never made, or its life is over
@@ -71,7 +97,9 @@ async def docker_box(section: SandboxSection, furnished: Furnished) -> AsyncGene
 
         async def shell(script: str, seconds: float) -> tuple[int, str]:
             del seconds
-            ran: Any = await in_thread(lambda: container.exec_run(["sh", "-c", script], stderr=False))
+            ran: Any = await in_thread(
+                lambda: container.exec_run(["sh", "-c", script], stderr=False)
+            )
             return ran.exit_code, (ran.output or b"").decode(errors="replace")
 
         yield shell
@@ -85,7 +113,9 @@ async def e2b_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerat
     e2b = package("e2b", extra="e2b")
     template = furnished.image or section.image or None
     seconds = math.ceil(furnished.seconds)
-    box = await e2b.AsyncSandbox.create(template, timeout=seconds, allow_internet_access=section.network)
+    box = await e2b.AsyncSandbox.create(
+        template, timeout=seconds, allow_internet_access=section.network
+    )
 
     async def shell(script: str, seconds: float) -> tuple[int, str]:
         try:
@@ -106,9 +136,15 @@ async def daytona_box(section: SandboxSection, furnished: Furnished) -> AsyncGen
     daytona = package("daytona", extra="daytona")
     asked = daytona.CreateSandboxFromImageParams(
         image=furnished.image or section.image or IMAGE,
-        resources=daytona.Resources(cpu=1, memory=math.ceil(section.memory_mb / 1024), disk=max(1, math.ceil(section.disk_mb / 1024))),
-        network_block_all=not section.network, auto_stop_interval=math.ceil(furnished.seconds / 60), auto_delete_interval=0,
-    )  # fmt: skip
+        resources=daytona.Resources(
+            cpu=1,
+            memory=math.ceil(section.memory_mb / 1024),
+            disk=max(1, math.ceil(section.disk_mb / 1024)),
+        ),
+        network_block_all=not section.network,
+        auto_stop_interval=math.ceil(furnished.seconds / 60),
+        auto_delete_interval=0,
+    )
     async with daytona.AsyncDaytona() as client:
         box = await client.create(asked, timeout=furnished.seconds)
 
@@ -131,7 +167,12 @@ async def modal_box(section: SandboxSection, furnished: Furnished) -> AsyncGener
     memory = (section.memory_mb, section.memory_mb)
     seconds = math.ceil(furnished.seconds)
     box = await modal.Sandbox.create.aio(
-        app=app, image=image, timeout=seconds, cpu=(1.0, 1.0), memory=memory, block_network=not section.network
+        app=app,
+        image=image,
+        timeout=seconds,
+        cpu=(1.0, 1.0),
+        memory=memory,
+        block_network=not section.network,
     )
 
     async def shell(script: str, seconds: float) -> tuple[int, str]:
@@ -147,9 +188,22 @@ async def modal_box(section: SandboxSection, furnished: Furnished) -> AsyncGener
 
 MAKERS = {
     "docker": Maker("docker", (), docker_box, "start Docker, or say in DOCKER_HOST where it is"),
-    "e2b": Maker("e2b", ("E2B_API_KEY",), e2b_box, "see the key in E2B_API_KEY, the template, and E2B's status page"),
-    "daytona": Maker("daytona", ("DAYTONA_API_KEY",), daytona_box, "see the key in DAYTONA_API_KEY, the image, and Daytona's status page"),
+    "e2b": Maker(
+        "e2b",
+        ("E2B_API_KEY",),
+        e2b_box,
+        "see the key in E2B_API_KEY, the template, and E2B's status page",
+    ),
+    "daytona": Maker(
+        "daytona",
+        ("DAYTONA_API_KEY",),
+        daytona_box,
+        "see the key in DAYTONA_API_KEY, the image, and Daytona's status page",
+    ),
     "modal": Maker(
-        "modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), modal_box, "see the token in MODAL_TOKEN_ID, the image, and Modal's status page"
+        "modal",
+        ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"),
+        modal_box,
+        "see the token in MODAL_TOKEN_ID, the image, and Modal's status page",
     ),
 }

@@ -1,4 +1,6 @@
-"""The port: what a sandbox is given, and what it says; and the limits that any process is held to."""
+"""The port: what a sandbox is given, and what it says; and the limits that any process is held
+to.
+"""
 
 import asyncio
 import io
@@ -41,26 +43,43 @@ class Sandbox(Protocol):
         """Tries once whether it can isolate. `SandboxUnavailable` says why not, and what to do."""
         ...
 
-    async def run(self, command: Sequence[str], *, files: Mapping[str, str | bytes] = ..., stdin: str = "") -> Ran:
-        """Waits for the program's end; ended by it, by a limit, or by cancellation, after which nothing of it runs any more.
+    async def run(
+        self, command: Sequence[str], *, files: Mapping[str, str | bytes] = ..., stdin: str = ""
+    ) -> Ran:
+        """Waits for the program's end; ended by it, by a limit, or by cancellation, after which
+        nothing of it runs any more.
 
-        `files` lie in its working folder, by path relative to that. What it leaves behind is gone with it.
-        `SandboxLost` if there is no sandbox to run it in: that says nothing about the program, so nothing must be scored by it.
+        `files` lie in its working folder, by path relative to that. What it leaves behind is gone
+        with it. `SandboxLost` if there is no sandbox to run it in: that says nothing about the
+        program, so nothing must be scored by it.
         """
         ...
 
-    async def python(self, code: str, *, files: Mapping[str, str | bytes] = ..., stdin: str = "") -> Ran:
-        """The same of a Python program, with this interpreter's packages where the sandbox has them."""
+    async def python(
+        self, code: str, *, files: Mapping[str, str | bytes] = ..., stdin: str = ""
+    ) -> Ran:
+        """The same of a Python program, with this interpreter's packages where the sandbox has
+        them.
+        """
         ...
 
 
 class Box(Protocol):
-    """A sandbox for several programs, one after another: what one leaves in its folders the next one finds."""
+    """A sandbox for several programs, one after another: what one leaves in its folders the next
+    one finds.
+    """
 
     async def run(
-        self, command: Sequence[str], *, files: Mapping[str, str | bytes] = ..., stdin: str = "", seconds: float | None = None
+        self,
+        command: Sequence[str],
+        *,
+        files: Mapping[str, str | bytes] = ...,
+        stdin: str = "",
+        seconds: float | None = None,
     ) -> Ran:
-        """As that of a sandbox. `files` are put there before, by absolute path; `seconds` takes the place of the section's."""
+        """As that of a sandbox. `files` are put there before, by absolute path; `seconds` takes the
+        place of the section's.
+        """
         ...
 
 
@@ -78,7 +97,9 @@ class Furnished:
     """A folder with a Dockerfile, which is built for it."""
     files: Mapping[str, str | bytes] = field(default_factory=dict[str, "str | bytes"])
     seconds: float = 3600.0
-    """Of its whole life, where it is elsewhere: after that its maker ends it, whatever became of us."""
+    """Of its whole life, where it is elsewhere: after that its maker ends it, whatever became of
+    us.
+    """
 
 
 class LastingSandbox(Sandbox, Protocol):
@@ -107,7 +128,10 @@ def checked(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts:
-            raise ValueError(f"files of a sandbox lie in its working folder: {name!r} does not; give a relative path without '..'.")
+            raise ValueError(
+                f"files of a sandbox lie in its working folder: {name!r} does not; give a relative "
+                "path without '..'."
+            )
     return {name: text.encode() if isinstance(text, str) else text for name, text in files.items()}
 
 
@@ -115,7 +139,12 @@ class Limited:
     """A process with three pipes that was just started, under its limits."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, limits: SandboxSection, *, held: Callable[[], int], kill: Callable[[], None]
+        self,
+        process: asyncio.subprocess.Process,
+        limits: SandboxSection,
+        *,
+        held: Callable[[], int],
+        kill: Callable[[], None],
     ) -> None:
         """`held`: bytes of memory that it and all below it have now. `kill` ends them all."""
         self._process = process
@@ -125,12 +154,17 @@ class Limited:
         self._why: Ended | None = None
 
     async def ended(self, stdin: str) -> Ran:
-        """Waits for its end; ended by it, by a limit, or by cancellation. Then nothing of it runs any more."""
+        """Waits for its end; ended by it, by a limit, or by cancellation. Then nothing of it runs
+        any more.
+        """
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
             async with asyncio.TaskGroup() as tasks:
-                out, err = (tasks.create_task(self._read(stream)) for stream in (self._process.stdout, self._process.stderr))
+                out, err = (
+                    tasks.create_task(self._read(stream))
+                    for stream in (self._process.stdout, self._process.stderr)
+                )
                 beside = [tasks.create_task(self._write(stdin)), tasks.create_task(self._watch())]
                 try:
                     async with asyncio.timeout(self._limits.seconds):

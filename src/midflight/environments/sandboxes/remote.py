@@ -1,4 +1,6 @@
-"""Programs in boxes on other machines: whoever makes the box, what is run in it, and how it is bounded, is the same."""
+"""Programs in boxes on other machines: whoever makes the box, what is run in it, and how it is
+bounded, is the same.
+"""
 
 import asyncio
 import base64
@@ -20,7 +22,9 @@ WORK = "/tmp/sandbox"
 ANSWER_SHARE = 0.2
 """A maker has this share of `start_seconds` for each answer."""
 HELD_SHARE = 0.1
-"""A program has this share of `start_seconds` to end after its limit. Then its box is asked for a sign."""
+"""A program has this share of `start_seconds` to end after its limit. Then its box is asked for a
+sign.
+"""
 CHUNK = 45_000
 """Characters of an archive in one command: Modal takes 64 KiB of arguments."""
 FORGET = "for name in $(env | grep -E '^(E2B|DAYTONA|MODAL)_' | cut -d= -f1); do unset $name; done"
@@ -43,16 +47,26 @@ class Remote:
             with ThreadPoolExecutor(1) as thread:
                 ran = thread.submit(asyncio.run, self.run(["true"])).result()
         except SandboxLost as lost:
-            raise SandboxUnavailable(f"{lost} For environment.sandbox.kind = {self._limits.kind!r}: {self._maker.remedy}.") from lost
+            raise SandboxUnavailable(
+                f"{lost} For environment.sandbox.kind = {self._limits.kind!r}: "
+                f"{self._maker.remedy}."
+            ) from lost
         if not ran.ok:
             raise SandboxUnavailable(
-                f"environment.sandbox: in a box of {self._limits.kind} even `true` fails ({ran.stderr[-300:]}); see its image."
+                f"environment.sandbox: in a box of {self._limits.kind} even `true` fails "
+                f"({ran.stderr[-300:]}); see its image."
             )
 
-    async def python(self, code: str, *, files: Mapping[str, str | bytes] = {}, stdin: str = "") -> Ran:
-        return await self.run(["python3", "-I", "-B", "main.py"], files={**files, "main.py": code}, stdin=stdin)
+    async def python(
+        self, code: str, *, files: Mapping[str, str | bytes] = {}, stdin: str = ""
+    ) -> Ran:
+        return await self.run(
+            ["python3", "-I", "-B", "main.py"], files={**files, "main.py": code}, stdin=stdin
+        )
 
-    async def run(self, command: Sequence[str], *, files: Mapping[str, str | bytes] = {}, stdin: str = "") -> Ran:
+    async def run(
+        self, command: Sequence[str], *, files: Mapping[str, str | bytes] = {}, stdin: str = ""
+    ) -> Ran:
         given = {f"{WORK}/{name}": data for name, data in checked(files).items()}
         life = self._limits.seconds + 2 * self._limits.start_seconds
         async with self._opened(Furnished(start=WORK, seconds=life)) as box:
@@ -60,7 +74,9 @@ class Remote:
 
     @asynccontextmanager
     async def opened(self, furnished: Furnished) -> AsyncGenerator[Box]:
-        async with self._opened(replace(furnished, seconds=furnished.seconds + self._limits.start_seconds)) as box:
+        async with self._opened(
+            replace(furnished, seconds=furnished.seconds + self._limits.start_seconds)
+        ) as box:
             if furnished.folders or furnished.files:
                 await box.run(["mkdir", "-p", *furnished.folders], files=furnished.files)
             yield box
@@ -68,7 +84,9 @@ class Remote:
     @asynccontextmanager
     async def _opened(self, furnished: Furnished) -> AsyncGenerator["RemoteBox"]:
         stack = AsyncExitStack()
-        making = asyncio.create_task(stack.enter_async_context(self._maker.box(self._limits, furnished)))
+        making = asyncio.create_task(
+            stack.enter_async_context(self._maker.box(self._limits, furnished))
+        )
         try:
             async with _blamed(f"making a box of {self._limits.kind}", self._limits.start_seconds):
                 shell = await asyncio.shield(making)
@@ -81,7 +99,9 @@ class Remote:
 
 
 class RemoteBox:
-    """Implements `Box`. What a program writes goes into files of the box, of which no more is fetched than may be."""
+    """Implements `Box`. What a program writes goes into files of the box, of which no more is
+    fetched than may be.
+    """
 
     def __init__(self, shell: Shell, limits: SandboxSection, *, start: str) -> None:
         self._run = shell
@@ -91,7 +111,12 @@ class RemoteBox:
         self._held_seconds = HELD_SHARE * limits.start_seconds
 
     async def run(
-        self, command: Sequence[str], *, files: Mapping[str, str | bytes] = {}, stdin: str = "", seconds: float | None = None
+        self,
+        command: Sequence[str],
+        *,
+        files: Mapping[str, str | bytes] = {},
+        stdin: str = "",
+        seconds: float | None = None,
     ) -> Ran:
         limit = math.ceil(seconds or self._limits.seconds)
         await self._put({**files, f"{HERE}/in": stdin})
@@ -99,7 +124,12 @@ class RemoteBox:
         began = loop.time()
         try:
             async with asyncio.timeout(limit + self._held_seconds):
-                status = (await self._shell(self._script(command, limit), limit + self._held_seconds + self._answer_seconds))[0]
+                status = (
+                    await self._shell(
+                        self._script(command, limit),
+                        limit + self._held_seconds + self._answer_seconds,
+                    )
+                )[0]
         except TimeoutError:  # nobody answers, or the program holds up what bounds it
             await self._shell("true", self._answer_seconds)
             status = KILLED
@@ -110,7 +140,11 @@ class RemoteBox:
         if status == KILLED and ended is None:
             ended = "time" if took >= limit else "memory" if await self._ran_out() else None
         return Ran(
-            None if ended else _signed(status), out[:most].decode(errors="replace"), err[:most].decode(errors="replace"), took, ended
+            None if ended else _signed(status),
+            out[:most].decode(errors="replace"),
+            err[:most].decode(errors="replace"),
+            took,
+            ended,
         )
 
     def _script(self, command: Sequence[str], seconds: int) -> str:
@@ -120,8 +154,14 @@ class RemoteBox:
             (
                 f"mkdir -p {start} && cd {start} || exit 125",
                 FORGET,
-                f"ulimit -c 0; ulimit -v {limits.memory_mb * 1024}; ulimit -f {limits.disk_mb * 2048}",
-                f"timeout -s KILL {seconds} {shlex.join(command)} <{HERE}/in >{HERE}/out 2>{HERE}/err",
+                (
+                    f"ulimit -c 0; ulimit -v {limits.memory_mb * 1024}; ulimit -f "
+                    f"{limits.disk_mb * 2048}"
+                ),
+                (
+                    f"timeout -s KILL {seconds} {shlex.join(command)} <{HERE}/in >{HERE}/out "
+                    f"2>{HERE}/err"
+                ),
                 "exit $?",
             )
         )
@@ -130,33 +170,47 @@ class RemoteBox:
         archive = base64.b64encode(gzip.compress(packed(files))).decode()
         script = f"mkdir -p {HERE} && : >{HERE}/given"
         for begin in range(0, len(archive), CHUNK):
-            await self._done(f"{script} && printf %s {archive[begin : begin + CHUNK]} >>{HERE}/given")
+            await self._done(
+                f"{script} && printf %s {archive[begin : begin + CHUNK]} >>{HERE}/given"
+            )
             script = "true"
         await self._done(f"base64 -d <{HERE}/given | gzip -d | tar -x -o -m -f - -C /")
 
     async def _fetched(self, name: str, most: int) -> bytes:
-        """So many bytes of what was written. What a client gives of an answer may lack a part without a word: Docker's reads past what has
-        come along with the head of the answer."""
+        """So many bytes of what was written. What a client gives of an answer may lack a part
+        without a word: Docker's reads past what has come along with the head of the answer."""
         for _ in range(FETCHES):
-            _, said = await self._shell(f"echo '<'; head -c {most} {HERE}/{name} | base64; echo '>'", self._answer_seconds)
+            _, said = await self._shell(
+                f"echo '<'; head -c {most} {HERE}/{name} | base64; echo '>'", self._answer_seconds
+            )
             if said.startswith("<") and said.rstrip().endswith(">"):
                 return base64.b64decode(said.strip()[1:-1])
-        raise SandboxLost("fetching what a program wrote in a box failed: its maker's answers were incomplete.")
+        raise SandboxLost(
+            "fetching what a program wrote in a box failed: its maker's answers were incomplete."
+        )
 
     async def _done(self, script: str) -> None:
         if (await self._shell(script, self._answer_seconds))[0]:
             raise SandboxLost(
-                "putting files into a box failed; it needs mkdir, base64, gzip and tar, room for them, and a user who may write there."
+                "putting files into a box failed; it needs mkdir, base64, gzip and tar, room for "
+                "them, and a user who may write there."
             )
 
     async def _shell(self, script: str, seconds: float) -> tuple[int, str]:
-        """As `Shell`. `SandboxLost` where the maker gives no answer, `TimeoutError` where that takes longer than the caller waits."""
+        """As `Shell`. `SandboxLost` where the maker gives no answer, `TimeoutError` where that
+        takes longer than the caller waits.
+        """
         async with _blamed("running a program in a box", seconds):
             return await self._run(script, seconds)
 
     async def _ran_out(self) -> bool:
-        """Whether the kernel has ended something of the box for its memory; where it does not say, nothing was."""
-        _, said = await self._shell("sed -n 's/^oom_kill //p' /sys/fs/cgroup/memory.events 2>/dev/null || true", self._answer_seconds)
+        """Whether the kernel has ended something of the box for its memory; where it does not say,
+        nothing was.
+        """
+        _, said = await self._shell(
+            "sed -n 's/^oom_kill //p' /sys/fs/cgroup/memory.events 2>/dev/null || true",
+            self._answer_seconds,
+        )
         return said.strip() not in ("", "0")
 
 
@@ -165,7 +219,9 @@ _endings = set[asyncio.Task[None]]()
 
 
 async def _ended(making: asyncio.Task[Shell], stack: AsyncExitStack, start_seconds: float) -> None:
-    """Waits for a box that is being made, whoever has gone meanwhile, because nobody else knows its name; then for its end."""
+    """Waits for a box that is being made, whoever has gone meanwhile, because nobody else knows its
+    name; then for its end.
+    """
     with suppress(Exception):  # its maker ends it
         async with asyncio.timeout(start_seconds):
             await making
@@ -181,7 +237,9 @@ def _signed(status: int) -> int:
 
 @asynccontextmanager
 async def _blamed(deed: str, seconds: float) -> AsyncGenerator[None]:
-    """Whatever a maker's client raises, of classes that have nothing in common, is `SandboxLost`: it says nothing about the program."""
+    """Whatever a maker's client raises, of classes that have nothing in common, is `SandboxLost`:
+    it says nothing about the program.
+    """
     deadline = asyncio.timeout(seconds)
     try:
         async with deadline:
@@ -190,7 +248,10 @@ async def _blamed(deed: str, seconds: float) -> AsyncGenerator[None]:
         raise
     except Exception as error:
         why = (
-            f"no answer within {seconds:g} s (raise environment.sandbox.start_seconds if it is only slow)"
+            (
+                f"no answer within {seconds:g} s (raise environment.sandbox.start_seconds if it is "
+                "only slow)"
+            )
             if deadline.expired()
             else f"{type(error).__name__}: {error}"
         )

@@ -1,4 +1,6 @@
-"""No isolation: programs run as this user, with limits, in a folder of their own, without our environment. For code that is trusted."""
+"""No isolation: programs run as this user, with limits, in a folder of their own, without our
+environment. For code that is trusted.
+"""
 
 import asyncio
 import os
@@ -23,10 +25,14 @@ class Trusted:
     def check(self) -> None:
         """There is nothing to try."""
 
-    async def python(self, code: str, *, files: Mapping[str, str | bytes] = {}, stdin: str = "") -> Ran:
+    async def python(
+        self, code: str, *, files: Mapping[str, str | bytes] = {}, stdin: str = ""
+    ) -> Ran:
         return await self.run(PYTHON, files={**files, "main.py": code}, stdin=stdin)
 
-    async def run(self, command: Sequence[str], *, files: Mapping[str, str | bytes] = {}, stdin: str = "") -> Ran:
+    async def run(
+        self, command: Sequence[str], *, files: Mapping[str, str | bytes] = {}, stdin: str = ""
+    ) -> Ran:
         most = self._limits.memory_mb * 2**20
         words = [
             "prlimit",
@@ -42,14 +48,26 @@ class Trusted:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
             process = await asyncio.create_subprocess_exec(
-                *words, *command, cwd=folder, env={"PATH": f"{sys.prefix}/bin:{os.defpath}", "HOME": folder, "LANG": "C.UTF-8"},
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+                *words,
+                *command,
+                cwd=folder,
+                env={"PATH": f"{sys.prefix}/bin:{os.defpath}", "HOME": folder, "LANG": "C.UTF-8"},
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
                 preexec_fn=os.setpgrp,  # uvloop has no `process_group`
-            )  # fmt: skip
-            return await Limited(process, self._limits, held=lambda: resident(process.pid), kill=lambda: _kill(process.pid)).ended(stdin)
+            )
+            return await Limited(
+                process,
+                self._limits,
+                held=lambda: resident(process.pid),
+                kill=lambda: _kill(process.pid),
+            ).ended(stdin)
 
 
 def _kill(pid: int) -> None:
-    """Its process group, so also what it has left behind in that. The session is the worker's, whose guard ends what a worker leaves."""
+    """Its process group, so also what it has left behind in that. The session is the worker's,
+    whose guard ends what a worker leaves.
+    """
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""One answer: all that is known of one choice, from its first chunk to the recorded turn. Synchronous."""
+"""One answer: all that is known of one choice, from its first chunk to the recorded turn.
+Synchronous.
+"""
 
 import math
 import time
@@ -13,7 +15,18 @@ from midflight.gateway.sessions.history import Prompt
 from midflight.text import StopMatcher, Tokenizer
 from midflight.text.formats import AssistantMessage, MessageParser, Piece
 from midflight.text.formats.assistant import joined
-from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, Likely, Segment, Turn, UInt8, Version, fill_unknown
+from midflight.types import (
+    Chunk,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    Likely,
+    Segment,
+    Turn,
+    UInt8,
+    Version,
+    fill_unknown,
+)
 
 _MAX_LOGPROB = 1e-3
 """Rounding may lift the log-probability of a certain token a little above 0."""
@@ -25,7 +38,9 @@ START: Mark = (0, 0, 0)
 
 
 class News(msgspec.Struct, frozen=True):
-    """New tokens of an answer, and the text that became certain with them (it may lag behind the tokens)."""
+    """New tokens of an answer, and the text that became certain with them (it may lag behind the
+    tokens).
+    """
 
     index: int
     text: str
@@ -48,11 +63,13 @@ class ChatReading(msgspec.Struct, frozen=True, eq=False):
 
 
 class Answer:
-    """Grows by `accept`, over one attempt or several, until `finish` is set; `close` makes the turn of it.
+    """Grows by `accept`, over one attempt or several, until `finish` is set; `close` makes the turn
+    of it.
 
-    Tokens never exceed the request's budget, and a seam between two attempts leaves no gap and no duplicate (I5). Every token
-    has a log-probability and the version that its engine attests, with it or at the end of the attempt (I6). Text and stop
-    strings come from one detokenisation. Told in pieces or told whole, the agent gets the same message.
+    Tokens never exceed the request's budget, and a seam between two attempts leaves no gap and no
+    duplicate (I5). Every token has a log-probability and the version that its engine attests, with
+    it or at the end of the attempt (I6). Text and stop strings come from one detokenisation. Told
+    in pieces or told whole, the agent gets the same message.
     """
 
     finish: Finish | None = None
@@ -90,8 +107,8 @@ class Answer:
         policy_sampled: bool = True,
         chat: ChatReading | None = None,
     ) -> None:
-        """`number`: of its request in the session, which the choices of n > 1 share. The text is told as it comes if the request is
-        `eager`."""
+        """`number`: of its request in the session, which the choices of n > 1 share. The text is
+        told as it comes if the request is `eager`."""
         self.index = index
         self.number = number
         self.prompt = prompt
@@ -117,14 +134,20 @@ class Answer:
         self._pieces: list[Piece] = []
         sampling = request.sampling
         needs_text = request.eager or bool(sampling.stop)
-        self._matcher = StopMatcher(tokenizer, sampling.stop, min_tokens=sampling.min_tokens, keep=self._keep) if needs_text else None
+        self._matcher = (
+            StopMatcher(tokenizer, sampling.stop, min_tokens=sampling.min_tokens, keep=self._keep)
+            if needs_text
+            else None
+        )
 
-    # --- For the engine's side -----------------------------------------------------------------------------------------
+    # --- For the engine's side --------------------------------------------------------------------
 
     @property
     def load(self) -> int:
         """Tokens that the answer will hold on an engine at most."""
-        return len(self.request.input_ids) + max(len(self.output_ids), self.request.sampling.max_tokens)
+        return len(self.request.input_ids) + max(
+            len(self.output_ids), self.request.sampling.max_tokens
+        )
 
     @property
     def room(self) -> int:
@@ -136,33 +159,56 @@ class Answer:
         return max(0, self.num_attempts - 1)
 
     def next_request(self, request_id: str) -> GenerateRequest:
-        """What a new attempt sends: the prompt and all tokens so far; seed, limits and `num_prompt_tokens` do not change."""
+        """What a new attempt sends: the prompt and all tokens so far; seed, limits and
+        `num_prompt_tokens` do not change.
+        """
         self._floor = None
         self.ended = False
         self.num_gained = 0
         self.num_attempts += 1
         asked = self.request
         ids = (*asked.input_ids, *self.output_ids) if self.output_ids else asked.input_ids
-        return GenerateRequest(request_id, ids, asked.num_prompt_tokens, asked.sampling, asked.eager, asked.wants_kept, asked.seeded)
+        return GenerateRequest(
+            request_id,
+            ids,
+            asked.num_prompt_tokens,
+            asked.sampling,
+            asked.eager,
+            asked.wants_kept,
+            asked.seeded,
+        )
 
     def accept(self, chunk: Chunk, *, vocab_size: int) -> None:
-        """Adds what of an engine's chunk belongs to the answer. An abort ends the attempt and not the answer.
+        """Adds what of an engine's chunk belongs to the answer. An abort ends the attempt and not
+        the answer.
 
         Nonsense raises `EngineUnavailable` and changes nothing.
         """
-        wrong = nonsense(chunk, vocab_size=vocab_size, floor=self._floor, num_before=self.num_gained)
+        wrong = nonsense(
+            chunk, vocab_size=vocab_size, floor=self._floor, num_before=self.num_gained
+        )
         if wrong is None and chunk.experts:
             num_tokens = len(self.prompt.ids) + len(self.output_ids) + len(chunk.token_ids)
             if len(chunk.experts) % num_tokens:
-                wrong = f"its record of experts has {len(chunk.experts)} bytes for {num_tokens} tokens"
+                wrong = (
+                    f"its record of experts has {len(chunk.experts)} bytes for {num_tokens} tokens"
+                )
         if wrong is not None:
-            raise EngineUnavailable(f"reading a chunk of {len(chunk.token_ids)} tokens: {wrong}. Check the engine and its adapter.")
+            raise EngineUnavailable(
+                f"reading a chunk of {len(chunk.token_ids)} tokens: {wrong}. Check the engine and "
+                "its adapter."
+            )
         self.ended = chunk.finish is not None
         self._floor = chunk.version
         num_kept, finish = self._cut(chunk.token_ids)
         if num_kept < len(chunk.token_ids):
             self.num_overshoot += len(chunk.token_ids) - num_kept
-            self._add(chunk.token_ids[:num_kept], chunk.logprobs[:num_kept], chunk.top_logprobs[:num_kept], chunk.kept[:num_kept])
+            self._add(
+                chunk.token_ids[:num_kept],
+                chunk.logprobs[:num_kept],
+                chunk.top_logprobs[:num_kept],
+                chunk.kept[:num_kept],
+            )
         elif num_kept:
             self._add(chunk.token_ids, chunk.logprobs, chunk.top_logprobs, chunk.kept)
         self.num_gained += num_kept
@@ -176,22 +222,33 @@ class Answer:
             self._relabel(chunk.attested)
         if chunk.experts:
             self._note_experts(chunk.experts, num_overshoot=len(chunk.token_ids) - num_kept)
-        if finish is None and chunk.finish is not None and chunk.finish.reason is not FinishReason.ABORT:
+        if (
+            finish is None
+            and chunk.finish is not None
+            and chunk.finish.reason is not FinishReason.ABORT
+        ):
             finish = chunk.finish
         self.finish = finish
 
     def end_at_seam(self) -> None:
-        """Finishes the answer between two attempts if no token may follow: after a stop id, or without budget."""
+        """Finishes the answer between two attempts if no token may follow: after a stop id, or
+        without budget.
+        """
         sampling = self.request.sampling
         num_output = len(self.output_ids)
         last = self.output_ids[-1] if num_output > sampling.min_tokens else None
-        if last is not None and (last in sampling.stop_token_ids or (not sampling.ignore_eos and last in self._tokenizer.eos_token_ids)):
+        if last is not None and (
+            last in sampling.stop_token_ids
+            or (not sampling.ignore_eos and last in self._tokenizer.eos_token_ids)
+        ):
             self.finish = Finish(FinishReason.STOP, last)
         elif num_output >= sampling.max_tokens:
             self.finish = Finish(FinishReason.LENGTH)
 
     def replay(self, turn: Turn) -> None:
-        """Takes over a turn that was recorded before: the same tokens, log-probabilities and versions, without an engine."""
+        """Takes over a turn that was recorded before: the same tokens, log-probabilities and
+        versions, without an engine.
+        """
         if self._matcher is not None:
             self._matcher.feed(turn.output_ids)
         self._add(turn.output_ids, turn.logprobs, (), turn.kept)
@@ -201,7 +258,7 @@ class Answer:
         self.num_attempts = turn.num_resumes + 1
         self.finish = turn.finish
 
-    # --- For the agent's side ------------------------------------------------------------------------------------------
+    # --- For the agent's side ---------------------------------------------------------------------
 
     @property
     def mark(self) -> Mark:
@@ -235,9 +292,12 @@ class Answer:
         if self._chat is None:
             self.message = AssistantMessage(self.text)
         else:
-            self.tail_pieces = (self._chat.parser.feed(self.tail) if self.tail else ()) + self._chat.parser.finish()
+            self.tail_pieces = (
+                self._chat.parser.feed(self.tail) if self.tail else ()
+            ) + self._chat.parser.finish()
             self.message = joined(self.pieces)
-        # A record that an engine left out can't be made up: then the turn is context, as if it had never been asked for.
+        # A record that an engine left out can't be made up: then the turn is context, as if it had
+        # never been asked for.
         has_kept = len(self.kept) == len(self.output_ids)
         self._turn = Turn(
             prompt_ids=self.prompt.ids,
@@ -270,13 +330,17 @@ class Answer:
 
     @property
     def versions(self) -> set[Version]:
-        """Of its tokens so far. They may change where an engine says at the end what it was unsure of before."""
+        """Of its tokens so far. They may change where an engine says at the end what it was unsure
+        of before.
+        """
         return {version for version, _, _ in self._labels}
 
-    # --- Inside --------------------------------------------------------------------------------------------------------
+    # --- Inside -----------------------------------------------------------------------------------
 
     def _cut(self, token_ids: tuple[int, ...]) -> tuple[int, Finish | None]:
-        """How many new tokens stand, and the finish that cuts them there, if any does. The matcher has read them then."""
+        """How many new tokens stand, and the finish that cuts them there, if any does. The matcher
+        has read them then.
+        """
         room = self.request.sampling.max_tokens - len(self.output_ids)
         if self._matcher is not None and self._chat is not None and self._chat.one_call:
             cut = self._cut_after_call(self._matcher, token_ids[:room])
@@ -285,18 +349,28 @@ class Answer:
         elif self._matcher is not None:
             match = self._matcher.feed(token_ids if len(token_ids) <= room else token_ids[:room])
             if match is not None:
-                return match.token_index + 1 - len(self.output_ids), Finish(FinishReason.STOP, match.stop)
-        return (len(token_ids), None) if len(token_ids) <= room else (room, Finish(FinishReason.LENGTH))
+                return match.token_index + 1 - len(self.output_ids), Finish(
+                    FinishReason.STOP, match.stop
+                )
+        return (
+            (len(token_ids), None)
+            if len(token_ids) <= room
+            else (room, Finish(FinishReason.LENGTH))
+        )
 
-    def _cut_after_call(self, matcher: StopMatcher, token_ids: tuple[int, ...]) -> tuple[int, Finish] | None:
-        """The same where the agent wants one call: the answer ends with it, and with the end of turn if that comes next. So what the
-        agent sends back is all that was said."""
+    def _cut_after_call(
+        self, matcher: StopMatcher, token_ids: tuple[int, ...]
+    ) -> tuple[int, Finish] | None:
+        """The same where the agent wants one call: the answer ends with it, and with the end of
+        turn if that comes next. So what the agent sends back is all that was said."""
         ends = self._tokenizer.eos_token_ids.union(self.request.sampling.stop_token_ids)
         for place, token_id in enumerate(token_ids):
             if self._has_called and token_id not in ends:
                 return place, Finish(FinishReason.STOP)
             if (match := matcher.feed((token_id,))) is not None:
-                return match.token_index + 1 - len(self.output_ids), Finish(FinishReason.STOP, match.stop)
+                return match.token_index + 1 - len(self.output_ids), Finish(
+                    FinishReason.STOP, match.stop
+                )
             self._tell(matcher)
         return None
 
@@ -309,7 +383,11 @@ class Answer:
                 self._has_called = self._chat.one_call and self._chat.parser.num_calls > 0
 
     def _add(
-        self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], top_logprobs: tuple[Likely, ...], kept: tuple[bytes, ...]
+        self,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[float, ...],
+        top_logprobs: tuple[Likely, ...],
+        kept: tuple[bytes, ...],
     ) -> None:
         self.output_ids += token_ids
         self.logprobs += logprobs
@@ -330,9 +408,15 @@ class Answer:
             self._labels.append([version, kv_version, end])
 
     def _note_experts(self, record: bytes, *, num_overshoot: int) -> None:
-        """An attempt's record of all its tokens. It counts for those that no earlier attempt has computed."""
+        """An attempt's record of all its tokens. It counts for those that no earlier attempt has
+        computed.
+        """
         num_tokens = len(self.prompt.ids) + len(self.output_ids)
-        found = np.frombuffer(record, np.uint8).reshape(num_tokens + num_overshoot, -1)[:num_tokens].copy()
+        found = (
+            np.frombuffer(record, np.uint8)
+            .reshape(num_tokens + num_overshoot, -1)[:num_tokens]
+            .copy()
+        )
         known = self._experts
         self._experts = found
         if known is not None and known.shape[1] == found.shape[1]:
@@ -351,21 +435,33 @@ class Answer:
                 self._label(version, kv_version, end=min(end, start))
         for segment in attested:
             if segment.start < self.num_gained:
-                self._label(segment.version, segment.kv_version, end=start + min(segment.end, self.num_gained))
+                self._label(
+                    segment.version,
+                    segment.kv_version,
+                    end=start + min(segment.end, self.num_gained),
+                )
 
 
 Event: TypeAlias = News | Answer
 """What a reader is told: news of an answer, or the closed answer."""
 
 
-def nonsense(chunk: Chunk, *, vocab_size: int, floor: Version | None, num_before: int) -> str | None:
+def nonsense(
+    chunk: Chunk, *, vocab_size: int, floor: Version | None, num_before: int
+) -> str | None:
     """Why no engine in its senses sends such a chunk (I6); `None` if it makes sense.
 
-    `floor`: the version of the chunk before it in its attempt. `num_before`: the attempt's output tokens before it.
+    `floor`: the version of the chunk before it in its attempt. `num_before`: the attempt's output
+    tokens before it.
     """
     ids = chunk.token_ids
     logprobs = chunk.logprobs
-    if len(ids) == len(logprobs) == 1 and 0 <= ids[0] < vocab_size and -math.inf < logprobs[0] <= _MAX_LOGPROB and not chunk.kept:
+    if (
+        len(ids) == len(logprobs) == 1
+        and 0 <= ids[0] < vocab_size
+        and -math.inf < logprobs[0] <= _MAX_LOGPROB
+        and not chunk.kept
+    ):
         pass  # as most are
     elif len(ids) != len(logprobs):
         return f"it has {len(logprobs)} log-probabilities"
@@ -375,7 +471,10 @@ def nonsense(chunk: Chunk, *, vocab_size: int, floor: Version | None, num_before
         strange = next(i for i in ids if not 0 <= i < vocab_size)
         return f"token id {strange} is outside the vocabulary of {vocab_size}"
     elif not all(map(math.isfinite, logprobs)) or (logprobs and max(logprobs) > _MAX_LOGPROB):
-        return f"a log-probability is {next(p for p in logprobs if not (math.isfinite(p) and p <= _MAX_LOGPROB))}"
+        return (
+            "a log-probability is "
+            f"{next(p for p in logprobs if not (math.isfinite(p) and p <= _MAX_LOGPROB))}"
+        )
     if floor is not None and chunk.version < floor:
         return f"its version went back from {floor} to {chunk.version}"
     if chunk.kv_version > chunk.version:
@@ -391,9 +490,14 @@ def _false_account(chunk: Chunk, *, num_tokens: int) -> str | None:
     version = 0
     for segment in chunk.attested:
         if segment.start != end or segment.end <= end:
-            return f"its account goes on from token {end} with tokens {segment.start} to {segment.end}"
+            return (
+                f"its account goes on from token {end} with tokens {segment.start} to {segment.end}"
+            )
         if segment.version < version or segment.kv_version > segment.version:
-            return f"its account has version {segment.version} with keys of {segment.kv_version} after version {version}"
+            return (
+                f"its account has version {segment.version} with keys of {segment.kv_version} "
+                f"after version {version}"
+            )
         end = segment.end
         version = segment.version
     return None if end == num_tokens else f"its account is of {end} tokens and it sent {num_tokens}"

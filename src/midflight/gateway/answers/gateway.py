@@ -1,4 +1,5 @@
-"""The gateway without a wire: sessions, and calls that become answers. `http` puts it on the network.
+"""The gateway without a wire: sessions, and calls that become answers. `http` puts it on the
+network.
 
 A call is `prepare`d synchronously (every fault of the client shows there) and then `run`.
 """
@@ -10,7 +11,15 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from midflight.errors import ContextExceeded, MidflightError, RequestRejected, SessionClosed, Stopping, Unauthorized, first_error
+from midflight.errors import (
+    ContextExceeded,
+    MidflightError,
+    RequestRejected,
+    SessionClosed,
+    Stopping,
+    Unauthorized,
+    first_error,
+)
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.generation import Generator
 from midflight.gateway.answers.pace import Pace
@@ -24,20 +33,33 @@ from midflight.gateway.sessions.session import CompletionCall, Messages, Session
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
 from midflight.types import RolloutKey, SamplingParams, SessionRecord, Turn, TurnTimes, Version
-from midflight.types.facts import FieldsIgnored, Record, RequestFailed, SessionEnded, TurnFinished, TurnKept
+from midflight.types.facts import (
+    FieldsIgnored,
+    Record,
+    RequestFailed,
+    SessionEnded,
+    TurnFinished,
+    TurnKept,
+)
 from midflight.wire.edge import retry_seconds
 
 LONG_BODY = 2**17
-"""Bytes of a request from which its prompts are looked at first; shorter ones tokenise in some milliseconds."""
+"""Bytes of a request from which its prompts are looked at first; shorter ones tokenise in some
+milliseconds.
+"""
 
 _PIECE = 2**14
-"""Letters tokenised at a time, a few milliseconds each: between two, the event loop has its turn."""
+"""Letters tokenised at a time, a few milliseconds each: between two, the event loop has its
+turn.
+"""
 
 _MAX_KEYS = 16
 """Keys of clients outside sessions whose responses are kept."""
 
 _MARGIN = 2
-"""How many times the context a prompt may have here. A session's own tokens may be other ones than those of its text."""
+"""How many times the context a prompt may have here. A session's own tokens may be other ones than
+those of its text.
+"""
 
 
 class PassedOver(Protocol):
@@ -81,7 +103,10 @@ class Gateway:
         apart: Generator | None = None,
         shard: int | None = None,
     ) -> None:
-        """`apart`: of the engines that answer what no run records nor trains, if there are any. `anonymous`: requests without a session's token are answered, untracked. `strict`: what has no effect is refused."""
+        """`apart`: of the engines that answer what no run records nor trains, if there are any.
+        `anonymous`: requests without a session's token are answered, untracked. `strict`: what has
+        no effect is refused.
+        """
         self.tokenizer = tokenizer
         self.message_format = message_format or MessageFormat(tokenizer)
         self.model = model
@@ -100,45 +125,80 @@ class Gateway:
         self._generator = generator
         self._apart = apart
         self._record = record
-        self._planner = Planner(tokenizer, self.message_format, model=model, limits=limits, run=(run_name, run_seed), strict=strict)
+        self._planner = Planner(
+            tokenizer,
+            self.message_format,
+            model=model,
+            limits=limits,
+            run=(run_name, run_seed),
+            strict=strict,
+        )
         self._anonymous = anonymous
         self._strict = strict
         self._count_all_choices = count_all_choices
-        self._sessions = SessionRegistry(tokenizer, max_sessions=max_sessions, message_format=self.message_format, shard=shard)
+        self._sessions = SessionRegistry(
+            tokenizer, max_sessions=max_sessions, message_format=self.message_format, shard=shard
+        )
         self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
         """Cancellation of the calls running in each session."""
         self._anonymous_kept: OrderedDict[str, KeptResponses] = OrderedDict()
 
-    # --- Sessions, for their owner -----------------------------------------------------------------------------------
+    # --- Sessions, for their owner ----------------------------------------------------------------
 
-    def open(self, key: RolloutKey, *, sampling: SamplingParams, tracked: bool, count_all_choices: bool | None = None) -> OpenSession:
-        """`sampling` gives defaults, and the temperature that counts as the policy's. Too many sessions: `Overloaded`.
+    def open(
+        self,
+        key: RolloutKey,
+        *,
+        sampling: SamplingParams,
+        tracked: bool,
+        count_all_choices: bool | None = None,
+    ) -> OpenSession:
+        """`sampling` gives defaults, and the temperature that counts as the policy's. Too many
+        sessions: `Overloaded`.
 
-        `count_all_choices`: choices (n > 1) that the agent did not continue are trained too, not dropped(unchosen); default: the
-        gateway's."""
+        `count_all_choices`: choices (n > 1) that the agent did not continue are trained too, not
+        dropped(unchosen); default: the gateway's."""
         counts_all = self._count_all_choices if count_all_choices is None else count_all_choices
-        handle = self._sessions.open(key, sampling=sampling, tracked=tracked, address=self.address, count_all_choices=counts_all)
+        handle = self._sessions.open(
+            key,
+            sampling=sampling,
+            tracked=tracked,
+            address=self.address,
+            count_all_choices=counts_all,
+        )
         if tracked and key in self._recorded:
             self._sessions.get(handle.session_id).recorded = self._recorded.pop(key)
         return handle
 
     def replay(self, key: RolloutKey, turns: Iterable[Turn]) -> None:
-        """The next tracked session of this rollout is given these turns again instead of new ones, as far as its agent asks for them (I8)."""
+        """The next tracked session of this rollout is given these turns again instead of new ones,
+        as far as its agent asks for them (I8).
+        """
         self._recorded[key] = RecordedTurns(turns)
 
     def close(self, session_id: str) -> SessionRecord:
-        """Ends the session; what runs in it is cancelled with `SessionClosed`. Closing again gives the record without rows."""
+        """Ends the session; what runs in it is cancelled with `SessionClosed`. Closing again gives
+        the record without rows.
+        """
         first = session_id in self._sessions
         record = self._sessions.close(session_id)
         if first:
-            self._record(SessionEnded(record.num_turns, record.num_branches, record.num_rewritten, record.num_mismatches))
+            self._record(
+                SessionEnded(
+                    record.num_turns,
+                    record.num_branches,
+                    record.num_rewritten,
+                    record.num_mismatches,
+                )
+            )
         self._end_requests(session_id)
         self._generator.forget(session_id)
         return record
 
     def reopen(self, session_id: str) -> OpenSession:
-        """The same session for an agent that begins again after the one before was lost: it is given its completed turns again, as far as
-        it asks for them (I8). What runs in it is cancelled."""
+        """The same session for an agent that begins again after the one before was lost: it is
+        given its completed turns again, as far as it asks for them (I8). What runs in it is
+        cancelled."""
         handle = self._sessions.reopen(session_id, address=self.address)
         self._end_requests(session_id)
         return handle
@@ -166,20 +226,27 @@ class Gateway:
         """All sessions, and their secrets."""
         return self._sessions
 
-    # --- Requests, for agents ----------------------------------------------------------------------------------------
+    # --- Requests, for agents ---------------------------------------------------------------------
 
     def session_for(self, *, path_token: str | None, api_key: str | None) -> Session:
-        """The session a request belongs to: by its path, by its API key, else an anonymous one that leaves no trace."""
+        """The session a request belongs to: by its path, by its API key, else an anonymous one that
+        leaves no trace.
+        """
         if path_token is not None:
             return self._sessions.authorised(path_token)
         if api_key is not None and self._sessions.is_session_token(api_key):
             return self._sessions.authorised(api_key)
         if not self._anonymous:
-            raise Unauthorized("this endpoint serves sessions only: use the base URL or API key that was given for yours.")
+            raise Unauthorized(
+                "this endpoint serves sessions only: use the base URL or API key that was given "
+                "for yours."
+            )
         return Session("anonymous", self.tokenizer, key=None, sampling=None, tracked=False)
 
     def kept_for(self, session: Session, api_key: str | None) -> KeptResponses:
-        """The responses that a session's agent may name; outside sessions, those of the clients with this key."""
+        """The responses that a session's agent may name; outside sessions, those of the clients
+        with this key.
+        """
         if session.key is not None:
             return session.kept
         kept = self._anonymous_kept.pop(api_key or "", None) or KeptResponses()
@@ -189,38 +256,47 @@ class Gateway:
         return kept
 
     def pass_over(self, unread: PassedOver, *, path: str) -> None:
-        """Counts the fields of a request that have no effect; raises what a strict gateway says to them."""
+        """Counts the fields of a request that have no effect; raises what a strict gateway says to
+        them.
+        """
         if self._strict and unread.refusal is not None:
             raise unread.refusal
         if unread.fields:
             self._record(FieldsIgnored(path, unread.labels))
 
     def prepare(self, session: Session, call: CompletionCall) -> Job:
-        """Checks a call and plans its tokens. Raises `RequestRejected` and kin, and `Stopping`; nothing has been generated then."""
+        """Checks a call and plans its tokens. Raises `RequestRejected` and kin, and `Stopping`;
+        nothing has been generated then.
+        """
         if self._stopping:
             raise _stopping()
         if session.is_apart and self._apart is None:
             raise RequestRejected(
-                "asking what is not trained: no engine is reserved for that; set environment.untracked.engines to a number below engine.count, "
-                "or ask a server of your own."
+                "asking what is not trained: no engine is reserved for that; set "
+                "environment.untracked.engines to a number below engine.count, or ask a server of "
+                "your own."
             )
         return self._planner.plan(session, call)
 
     async def check_lengths(self, call: CompletionCall, *, num_bytes: int) -> None:
-        """Waits, if the request is long, until a thread has counted its prompts' tokens piece by piece; `ContextExceeded` where one
-        cannot fit. To be called before `prepare`: a tokenizer keeps the interpreter to itself while it works, and what passes here
-        is some contexts long at most."""
+        """Waits, if the request is long, until a thread has counted its prompts' tokens piece by
+        piece; `ContextExceeded` where one cannot fit. To be called before `prepare`: a tokenizer
+        keeps the interpreter to itself while it works, and what passes here is some contexts long
+        at most."""
         if num_bytes >= LONG_BODY:
             for source in call.sources:
-                await asyncio.to_thread(_check_length, self.tokenizer, source, self.limits, call.prompt_param)
+                await asyncio.to_thread(
+                    _check_length, self.tokenizer, source, self.limits, call.prompt_param
+                )
 
     def count(self, session: Session, source: Source) -> int:
         """Tokens of a prompt, as `prepare` would send it."""
         return len(session.plan(source).ids)
 
     async def run(self, ongoing: Ongoing) -> None:
-        """Waits for the answers of a call that `requests` has begun; ended by them, by the deadline of one, by the close of the
-        session, when no client has read them for too long, or by the cancellation of the caller. Its failure is kept in `ongoing`.
+        """Waits for the answers of a call that `requests` has begun; ended by them, by the deadline
+        of one, by the close of the session, when no client has read them for too long, or by the
+        cancellation of the caller. Its failure is kept in `ongoing`.
         """
         session = ongoing.job.session
         answers = ongoing.job.answers
@@ -245,7 +321,9 @@ class Gateway:
             if isinstance(failure, TimeoutError) and self._stopping:
                 error = _stopping()
             elif isinstance(failure, TimeoutError) and session.closed:
-                error = SessionClosed(f"session {session.session_id} ended while the request ran: open a new one.")
+                error = SessionClosed(
+                    f"session {session.session_id} ended while the request ran: open a new one."
+                )
         except BaseException:  # the caller was cancelled
             error = _stopping()
             raise
@@ -253,10 +331,14 @@ class Gateway:
             self.requests.end(ongoing, error, now=asyncio.get_running_loop().time())
 
     def stop(self) -> None:
-        """Ends every request under way with `Stopping`, which its readers are told, and refuses further ones with it."""
+        """Ends every request under way with `Stopping`, which its readers are told, and refuses
+        further ones with it.
+        """
         self._stopping = True
         now = asyncio.get_running_loop().time()
-        for scope in [scope for scopes in self._scopes.values() for scope in scopes if not scope.expired()]:
+        for scope in [
+            scope for scopes in self._scopes.values() for scope in scopes if not scope.expired()
+        ]:
             scope.reschedule(now)
 
     async def answers(self, job: Job) -> Sequence[Answer]:
@@ -273,7 +355,9 @@ class Gateway:
         return job.answers
 
     def failed(self, session: Session | None, error: BaseException) -> None:
-        """A request ended in an error at the agent's edge: counted and shown, unless the session's owner has ended the session meanwhile."""
+        """A request ended in an error at the agent's edge: counted and shown, unless the session's
+        owner has ended the session meanwhile.
+        """
         if isinstance(error, SessionClosed):
             return
         if session is not None:
@@ -284,13 +368,15 @@ class Gateway:
         session_id = session.session_id if session is not None and session.key is not None else None
         self._record(RequestFailed(session_id, status, f"{type(error).__name__}: {error}"))
 
-    # --- Inside ------------------------------------------------------------------------------------------------------
+    # --- Inside -----------------------------------------------------------------------------------
 
     async def _score_prompts(self, job: Job, *, top: int) -> None:
         """Waits for the engines. The choices of a prompt share what is known of it."""
         affinity = job.session.session_id if job.session.key is not None else ""
         for first in job.answers[:: job.call.n]:
-            scores = await self._generator_of(job.session).prompt_logprobs(first.prompt.ids, top=top, affinity=affinity)
+            scores = await self._generator_of(job.session).prompt_logprobs(
+                first.prompt.ids, top=top, affinity=affinity
+            )
             for answer in job.answers[first.index : first.index + job.call.n]:
                 answer.prompt_logprobs = scores
 
@@ -299,7 +385,9 @@ class Gateway:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for answer in ongoing.job.answers:
-                    tasks.create_task(self._answer(ongoing, answer), name=f"answer {answer.request_id}")
+                    tasks.create_task(
+                        self._answer(ongoing, answer), name=f"answer {answer.request_id}"
+                    )
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
@@ -318,17 +406,21 @@ class Gateway:
                 answer.replay(recorded)
             else:
                 told = ongoing.hear if job.call.stream else _told_whole
-                await self._generator_of(session).generate(answer, affinity=affinity, may_abort=job.call.may_abort, told=told)
+                await self._generator_of(session).generate(
+                    answer, affinity=affinity, may_abort=job.call.may_abort, told=told
+                )
             turn = answer.close()
             if session.finished(answer, turn, reply=answer.text, message=answer.message):
                 self._tell(session, turn)
-        except RequestRejected as refused:  # by an engine, which names fields as `SamplingParams` does
+        except RequestRejected as refused:
+            # by an engine, which names fields as `SamplingParams` does
             refused.param = refused.param and job.call.name_of(refused.param)
             raise
         finally:
             self.num_running -= 1
             session.abandoned(answer)
-        if recorded is None or not session.recorded.in_session:  # else it was counted when it was generated
+        # else it was counted when it was generated
+        if recorded is None or not session.recorded.in_session:
             ended = answer.clock()
             num_versions = len({segment.version for segment in turn.segments})
             if answer.placed and not session.is_apart:
@@ -337,8 +429,19 @@ class Gateway:
             num_resumes = turn.num_resumes
             seconds = ended - started
             if session.key is not None:
-                session.times.append(TurnTimes(started, ended, tuple(answer.placed), tuple(answer.sampled), length))
-            self._record(TurnFinished(session.session_id, len(turn.prompt_ids), length, num_versions, num_resumes, seconds))
+                session.times.append(
+                    TurnTimes(started, ended, tuple(answer.placed), tuple(answer.sampled), length)
+                )
+            self._record(
+                TurnFinished(
+                    session.session_id,
+                    len(turn.prompt_ids),
+                    length,
+                    num_versions,
+                    num_resumes,
+                    seconds,
+                )
+            )
         ongoing.hear()
 
     def _generator_of(self, session: Session) -> Generator:
@@ -346,7 +449,12 @@ class Gateway:
 
     def _tell(self, session: Session, turn: Turn) -> None:
         """Nothing of a session that has ended meanwhile: its rows are handed over already."""
-        if self.on_turn is not None and session.tracked and session.key is not None and not session.closed:
+        if (
+            self.on_turn is not None
+            and session.tracked
+            and session.key is not None
+            and not session.closed
+        ):
             of_role = replace(turn, role=session.role_name) if session.role_name else turn
             self.on_turn(TurnKept(session.key, session.num_recorded - 1, of_role))
 
@@ -371,7 +479,9 @@ def _check_length(tokenizer: Tokenizer, source: Source, limits: EngineLimits, pa
         case Messages():
             _check_count(len(source.messages), limits, param)
             tools = [tool.as_json() for tool in source.tools] or None
-            text = tokenizer.prompt(source.messages, tools=tools, options=source.options, ending=source.ending)
+            text = tokenizer.prompt(
+                source.messages, tools=tools, options=source.options, ending=source.ending
+            )
         case Text(text):
             pass
         case _:
@@ -386,7 +496,7 @@ def _check_count(count: int, limits: EngineLimits, param: str) -> None:
     """`count`: tokens at least. A message is one token or more."""
     if count > _MARGIN * limits.max_context:
         raise ContextExceeded(
-            f"This model's maximum context length is {limits.max_context} tokens, but the {param} has more than "
-            f"{_MARGIN * limits.max_context} tokens. Shorten the {param}.",
+            f"This model's maximum context length is {limits.max_context} tokens, but the {param} "
+            f"has more than {_MARGIN * limits.max_context} tokens. Shorten the {param}.",
             param=param,
         )

@@ -1,4 +1,5 @@
-"""Sessions that were opened from outside this process: how they are scored and ended, and when they end by themselves.
+"""Sessions that were opened from outside this process: how they are scored and ended, and when they
+end by themselves.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -24,9 +25,13 @@ from midflight.wire.edge import same_token
 log = logging.getLogger(__name__)
 
 MAX_ENDED = 10_000
-"""Ended sessions whose records are kept for their owners: some kilobytes each while the rows have not been fetched."""
+"""Ended sessions whose records are kept for their owners: some kilobytes each while the rows have
+not been fetched.
+"""
 MAX_AT_ONCE = 64
-"""Sessions ended between two turns of the event loop: making rows takes about a millisecond each, and answers must not wait long."""
+"""Sessions ended between two turns of the event loop: making rows takes about a millisecond each,
+and answers must not wait long.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,13 +68,17 @@ class _Owned:
 class OwnedSessions:
     """Synchronous; times are those of the running event loop.
 
-    A session is looked at every `session_seconds`. It ends at the first look that finds nothing running and no request since
-    the look before: after at least that long without one, and less than twice as long. Its record is then kept for
-    `session_seconds`, for an owner that comes late; after that the reward stays None. All have the same time to live, so the
-    order of dues is the order of insertion and every move costs O(1). Bounded: open ones by the gateway, ended ones by `max_ended`.
+    A session is looked at every `session_seconds`. It ends at the first look that finds nothing
+    running and no request since the look before: after at least that long without one, and less
+    than twice as long. Its record is then kept for `session_seconds`, for an owner that comes late;
+    after that the reward stays None. All have the same time to live, so the order of dues is the
+    order of insertion and every move costs O(1). Bounded: open ones by the gateway, ended ones by
+    `max_ended`.
     """
 
-    def __init__(self, gateway: Gateway, *, session_seconds: float, max_ended: int = MAX_ENDED) -> None:
+    def __init__(
+        self, gateway: Gateway, *, session_seconds: float, max_ended: int = MAX_ENDED
+    ) -> None:
         self._gateway = gateway
         self._seconds = session_seconds
         self._max_ended = max_ended
@@ -90,36 +99,61 @@ class OwnedSessions:
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._live or session_id in self._ended
 
-    def open(self, *, sampling: SamplingParams, keeps_rows: bool, task: Json = None, count_all_choices: bool = False) -> OpenSession:
-        """`Overloaded` when too many are open. The run neither stores nor trains on it: its tokens are the owner's.
+    def open(
+        self,
+        *,
+        sampling: SamplingParams,
+        keeps_rows: bool,
+        task: Json = None,
+        count_all_choices: bool = False,
+    ) -> OpenSession:
+        """`Overloaded` when too many are open. The run neither stores nor trains on it: its tokens
+        are the owner's.
 
-        The key is drawn at random, so that two sessions never sample alike; a client that wants the same again sends seeds.
+        The key is drawn at random, so that two sessions never sample alike; a client that wants the
+        same again sends seeds.
         """
         key = RolloutKey(GroupKey(0, secrets.randbelow(2**31)), 0, Kind.OUTSIDE)
-        handle = self._gateway.open(key, sampling=sampling, tracked=False, count_all_choices=count_all_choices)
+        handle = self._gateway.open(
+            key, sampling=sampling, tracked=False, count_all_choices=count_all_choices
+        )
         if not (self._live or self._ended):
             self.changed.set()
-        self._live[handle.session_id] = _Owned(key, handle, keeps_rows, task, due=self._now() + self._seconds)
+        self._live[handle.session_id] = _Owned(
+            key, handle, keeps_rows, task, due=self._now() + self._seconds
+        )
         return handle
 
     def check_owner(self, session_id: str, token: str) -> None:
         """`Unauthorized` unless it is the owner's token of this session."""
         known = self._find(session_id).handle.owner_token
         if not same_token(token, known):
-            raise Unauthorized(f"not the owner of session {session_id}: use the owner token that was given when it was opened.")
+            raise Unauthorized(
+                f"not the owner of session {session_id}: use the owner token that was given when "
+                "it was opened."
+            )
 
     def score(self, session_id: str, said: Result) -> None:
-        """Before the end or after it. Giving the same again changes nothing; another one is `RewardFixed`."""
+        """Before the end or after it. Giving the same again changes nothing; another one is
+        `RewardFixed`.
+        """
         owned = self._find(session_id)
         if owned.said is not None and owned.said != said:
-            raise RewardFixed(f"scoring session {session_id}: its reward is {owned.said.reward} already; a reward is given once.")
+            raise RewardFixed(
+                f"scoring session {session_id}: its reward is {owned.said.reward} already; a "
+                "reward is given once."
+            )
         owned.said = said
 
     def end(self, session_id: str) -> OwnedRecord:
-        """Ends it, if it has not ended, and hands its rows over once (I3): asked again, the record comes without them."""
+        """Ends it, if it has not ended, and hands its rows over once (I3): asked again, the record
+        comes without them.
+        """
         owned = self._find(session_id)
         record = owned.record or self._close(session_id)
-        given = OwnedRecord(owned.key, record, owned.task, owned.said or Result(None), owned.rows_given)
+        given = OwnedRecord(
+            owned.key, record, owned.task, owned.said or Result(None), owned.rows_given
+        )
         owned.record = replace(record, rows=())
         owned.rows_given = True
         return given
@@ -130,14 +164,19 @@ class OwnedSessions:
         return said is not None and said.reward is not None
 
     def expire(self) -> float | None:
-        """Does what is due, a bounded part of it; returns when to come again, None while there is nothing."""
+        """Does what is due, a bounded part of it; returns when to come again, None while there is
+        nothing.
+        """
         now = self._now()
         for owned in list(islice(self._live.values(), MAX_AT_ONCE)):
             if owned.due <= now:
                 self._look(owned, now)
         while self._ended and next(iter(self._ended.values())).due <= now:
             self._ended.popitem(last=False)
-        return min((next(iter(kept.values())).due for kept in (self._live, self._ended) if kept), default=None)
+        return min(
+            (next(iter(kept.values())).due for kept in (self._live, self._ended) if kept),
+            default=None,
+        )
 
     def _look(self, owned: _Owned, now: float) -> None:
         session_id = owned.handle.session_id
@@ -159,7 +198,12 @@ class OwnedSessions:
             forgotten, lost = self._ended.popitem(last=False)
             if not lost.rows_given:
                 log.warning(
-                    "session %s is forgotten with its rows: %d ended sessions are kept; end yours sooner", forgotten, self._max_ended
+                    (
+                        "session %s is forgotten with its rows: %d ended sessions are kept; end "
+                        "yours sooner"
+                    ),
+                    forgotten,
+                    self._max_ended,
                 )
         return owned.record
 
@@ -167,7 +211,8 @@ class OwnedSessions:
         found = self._live.get(session_id) or self._ended.get(session_id)
         if found is None:
             raise UnknownSession(
-                f"there is no session {shown(session_id)}: it was not opened here, or ended more than {self._seconds:g} s ago; open a new one."
+                f"there is no session {shown(session_id)}: it was not opened here, or ended more "
+                f"than {self._seconds:g} s ago; open a new one."
             )
         return found
 

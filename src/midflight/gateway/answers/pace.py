@@ -5,7 +5,9 @@ MEMORY = 0.98
 
 
 class Pace:
-    """tokens a second = tokens of the last answers / the seconds from when an engine took each until it was whole"""
+    """tokens a second = tokens of the last answers / the seconds from when an engine took each
+    until it was whole
+    """
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0

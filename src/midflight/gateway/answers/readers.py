@@ -1,8 +1,10 @@
-"""The readers of an answer: the client that asked, and clients that ask the same again. Synchronous, but for a reader's waits.
+"""The readers of an answer: the client that asked, and clients that ask the same again.
+Synchronous, but for a reader's waits.
 
-Usually an answer has one reader. A retry is another one, and begins at the first token. It has the idempotency key of the
-original; or its body and a header that says so, and the original has no reader any more. It is told the original's answer: one
-generation, one turn. Identical calls without either are distinct. Times are the loop's.
+Usually an answer has one reader. A retry is another one, and begins at the first token. It has the
+idempotency key of the original; or its body and a header that says so, and the original has no
+reader any more. It is told the original's answer: one generation, one turn. Identical calls without
+either are distinct. Times are the loop's.
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ from midflight.gateway.sessions.request_clock import OpenRequest
 from midflight.types.names import parted
 
 MAX_KEPT = 1024
-"""Finished answers kept for retries; each holds its tokens, some kilobytes. A retry comes within seconds of the loss."""
+"""Finished answers kept for retries; each holds its tokens, some kilobytes. A retry comes within
+seconds of the loss.
+"""
 MAX_KEY_CHARS = 256
 """Of an idempotency key; SDKs send about 40."""
 MAX_RETRY_AFTER_SECONDS = 60
-"""The most that a refusal advises: long enough for any pause of a handover, short enough to notice that it is over."""
+"""The most that a refusal advises: long enough for any pause of a handover, short enough to notice
+that it is over.
+"""
 
 _SMOOTHING = 0.1
 """Weight of the newest interval in the mean time between two ends: about the last ten count."""
@@ -34,10 +40,20 @@ _SMOOTHING = 0.1
 class Ongoing:
     """A call that is being answered or has been. It ends once, with its answers or with an error.
 
-    Without readers it goes on for `orphan_seconds`; 0 cancels it at once. A new reader keeps it alive again.
+    Without readers it goes on for `orphan_seconds`; 0 cancels it at once. A new reader keeps it
+    alive again.
     """
 
-    __slots__ = ("_readers", "_scope", "created", "delivered", "ended", "error", "job", "orphan_seconds")
+    __slots__ = (
+        "_readers",
+        "_scope",
+        "created",
+        "delivered",
+        "ended",
+        "error",
+        "job",
+        "orphan_seconds",
+    )
 
     def __init__(self, job: Job, *, created: int = 0, orphan_seconds: float = 0.0) -> None:
         """`created`: Unix seconds, as every reader is told."""
@@ -52,7 +68,9 @@ class Ongoing:
         self._scope: asyncio.Timeout | None = None
 
     def runs_in(self, scope: asyncio.Timeout) -> None:
-        """Its generation is cancelled by the deadline of this scope, which the close of its session uses too."""
+        """Its generation is cancelled by the deadline of this scope, which the close of its session
+        uses too.
+        """
         self._scope = scope
 
     def hear(self) -> None:
@@ -84,7 +102,9 @@ class Ongoing:
         return self._scope is not None and self._scope.expired()
 
     def join(self, request: OpenRequest | None = None) -> Reader:
-        """A reader from the first token on. `request` ends with the answer, or when the reader has gone."""
+        """A reader from the first token on. `request` ends with the answer, or when the reader has
+        gone.
+        """
         reader = Reader(self, request)
         if self.ended:
             reader.stop_waiting()
@@ -106,7 +126,9 @@ class Ongoing:
 
 
 class Reader:
-    """One client's place in the answers of a call. What it has not taken yet is merged, so a slow reader costs no memory of its own."""
+    """One client's place in the answers of a call. What it has not taken yet is merged, so a slow
+    reader costs no memory of its own.
+    """
 
     __slots__ = ("_marks", "_request", "_waiter", "done", "gone", "has_news", "ongoing", "tell")
 
@@ -153,7 +175,9 @@ class Reader:
         return events
 
     def news(self) -> asyncio.Future[None]:
-        """Done when there is news, at the end, when the client has left, or after a `wake`. One waits for it at a time."""
+        """Done when there is news, at the end, when the client has left, or after a `wake`. One
+        waits for it at a time.
+        """
         self._waiter = asyncio.get_running_loop().create_future()
         if self.has_news or self.ongoing.ended or self.gone:
             self._waiter.set_result(None)
@@ -203,12 +227,22 @@ class RetryTicket:
 
 
 def retry_ticket(
-    headers: Mapping[bytes, bytes], *, session_id: str | None, api_key: str | None, path: str, body: bytes
+    headers: Mapping[bytes, bytes],
+    *,
+    session_id: str | None,
+    api_key: str | None,
+    path: str,
+    body: bytes,
 ) -> RetryTicket | None:
-    """`None` where nothing tells a retry from a second request: without session and without idempotency key."""
+    """`None` where nothing tells a retry from a second request: without session and without
+    idempotency key.
+    """
     key = headers.get(b"idempotency-key", b"").decode("latin-1") or None
     if key is not None and len(key) > MAX_KEY_CHARS:
-        raise RequestRejected(f"the Idempotency-Key has {len(key)} characters: send {MAX_KEY_CHARS} at most.", param="Idempotency-Key")
+        raise RequestRejected(
+            f"the Idempotency-Key has {len(key)} characters: send {MAX_KEY_CHARS} at most.",
+            param="Idempotency-Key",
+        )
     if session_id is None and key is None:
         return None
     owner = f"session {session_id}" if session_id is not None else f"key {api_key or ''}"
@@ -217,9 +251,13 @@ def retry_ticket(
 
 
 class Requests:
-    """At most `max_requests` under way. One that has a ticket survives the loss of its client for `orphan_seconds`."""
+    """At most `max_requests` under way. One that has a ticket survives the loss of its client for
+    `orphan_seconds`.
+    """
 
-    def __init__(self, *, max_requests: int, orphan_seconds: float, max_kept: int = MAX_KEPT) -> None:
+    def __init__(
+        self, *, max_requests: int, orphan_seconds: float, max_kept: int = MAX_KEPT
+    ) -> None:
         self._max_requests = max_requests
         self._orphan_seconds = orphan_seconds
         self._max_kept = max_kept
@@ -246,14 +284,19 @@ class Requests:
         if not asked.is_retry:
             return None
         alike = self._by_digest.get((asked.owner, asked.digest), ())
-        return next((ongoing for ongoing in alike if ongoing.is_lost and not ongoing.is_cancelled), None)
+        return next(
+            (ongoing for ongoing in alike if ongoing.is_lost and not ongoing.is_cancelled), None
+        )
 
     def check_room(self) -> None:
         """`Overloaded` if there is no room for another request."""
         if self.num_running >= self._max_requests:
             seconds = min(max(1, math.ceil(self._mean_interval)), MAX_RETRY_AFTER_SECONDS)
             raise Overloaded(
-                f"{self.num_running} requests are under way, the most allowed: try again in {seconds} s, or raise gateway.max_requests.",
+                (
+                    f"{self.num_running} requests are under way, the most allowed: try again in "
+                    f"{seconds} s, or raise gateway.max_requests."
+                ),
                 retry_after_seconds=seconds,
             )
 
@@ -278,7 +321,9 @@ class Requests:
             self._forget(ongoing)
 
     def settle(self, ongoing: Ongoing, *, now: float) -> None:
-        """A reader has left. What was told whole can be asked for again by its key alone; nothing can, once its session has ended."""
+        """A reader has left. What was told whole can be asked for again by its key alone; nothing
+        can, once its session has ended.
+        """
         asked = self._tickets.get(ongoing)
         if asked is None or not ongoing.ended or ongoing.is_read:
             return
@@ -292,7 +337,11 @@ class Requests:
 
     def forget_session(self, session_id: str) -> None:
         """Its finished answers; the running ones end by themselves."""
-        for ongoing in [kept for kept in self._kept if parted(self._tickets[kept].owner)[0] == f"session {session_id}"]:
+        for ongoing in [
+            kept
+            for kept in self._kept
+            if parted(self._tickets[kept].owner)[0] == f"session {session_id}"
+        ]:
             self._forget(ongoing)
 
     def _original(self, asked: RetryTicket, key: str) -> Ongoing | None:
@@ -301,7 +350,10 @@ class Requests:
             return None
         if self._tickets[found].digest != asked.digest:
             raise IdempotencyConflict(
-                f"the Idempotency-Key {key!r} was sent with another body before: send the same body again, or a new key.",
+                (
+                    f"the Idempotency-Key {key!r} was sent with another body before: send the same "
+                    "body again, or a new key."
+                ),
                 param="Idempotency-Key",
             )
         return found

@@ -1,4 +1,6 @@
-"""OpenAI's chat completions, `POST /v1/chat/completions`: the body, the messages in it, and how answers are written."""
+"""OpenAI's chat completions, `POST /v1/chat/completions`: the body, the messages in it, and how
+answers are written.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Annotated, cast
@@ -25,11 +27,24 @@ from midflight.gateway.dialects.fields import (
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.session import CompletionCall, Messages
 from midflight.text import Ending, Message, Tokenizer
-from midflight.text.formats import ArgumentsPiece, AssistantMessage, ContentPiece, Piece, ReasoningPiece, ToolCall
+from midflight.text.formats import (
+    ArgumentsPiece,
+    AssistantMessage,
+    ContentPiece,
+    Piece,
+    ReasoningPiece,
+    ToolCall,
+)
 from midflight.types import FinishReason, Json
 from midflight.wire.edge import sse
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 """Roles, with the names that templates know."""
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -47,7 +62,10 @@ _MessageBody = Annotated[
             "type": "object",
             "properties": {
                 "role": {"enum": list(ROLES)},
-                "content": {"type": ["string", "array", "null"], "items": {"type": "object", "required": ["type", "text"]}},
+                "content": {
+                    "type": ["string", "array", "null"],
+                    "items": {"type": "object", "required": ["type", "text"]},
+                },
             },
             "required": ["role"],
         }
@@ -61,7 +79,9 @@ class ChatBody(SamplingBody):
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    tools: Annotated[list[tool_bodies.ToolBody], Field(max_length=tool_bodies.MAX_TOOLS)] | None = None
+    tools: Annotated[list[tool_bodies.ToolBody], Field(max_length=tool_bodies.MAX_TOOLS)] | None = (
+        None
+    )
     tool_choice: tool_bodies.ToolChoiceBody = None
     parallel_tool_calls: bool | None = None
     prompt_logprobs: PromptTop | None = None
@@ -76,22 +96,33 @@ class ChatBody(SamplingBody):
 
 
 def chat_call(body: ChatBody, unread: Unread) -> CompletionCall:
-    """The call that a chat means; raises `RequestRejected` where its fields contradict each other."""
+    """The call that a chat means; raises `RequestRejected` where its fields contradict each
+    other.
+    """
     if body.top_logprobs and not body.logprobs:
-        raise RequestRejected(f"top_logprobs is {body.top_logprobs} without logprobs: send logprobs true with it.", param="top_logprobs")
+        raise RequestRejected(
+            f"top_logprobs is {body.top_logprobs} without logprobs: send logprobs true with it.",
+            param="top_logprobs",
+        )
     chosen = tool_bodies.NONE
     if body.tools or body.tool_choice is not None:
-        chosen = tool_bodies.choice_of(body.tool_choice, tool_bodies.tools_of(tool_bodies.placed(body.tools)))
+        chosen = tool_bodies.choice_of(
+            body.tool_choice, tool_bodies.tools_of(tool_bodies.placed(body.tools))
+        )
     messages = conversation(body.messages, unread)
     return CompletionCall(
-        sources=(Messages(messages, chosen.tools, _options(body, unread), _ending(body, messages)),),
+        sources=(
+            Messages(messages, chosen.tools, _options(body, unread), _ending(body, messages)),
+        ),
         asked=body.asked(_max_tokens(body), top_logprobs=body.top_logprobs),
         n=body.n or 1,
         prompt_logprobs=body.prompt_logprobs,
         stream=bool(body.stream),
         model=body.model,
         prompt_param="messages",
-        names=body.names("max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"),
+        names=body.names(
+            "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        ),
         tool_choice=chosen.choice,
         forced_tool=chosen.forced,
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -124,20 +155,35 @@ def _max_tokens(body: ChatBody) -> int | None:
     old = body.max_tokens
     new = body.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise RequestRejected(f"max_tokens is {old} and max_completion_tokens is {new}: send one of them.", param="max_completion_tokens")
+        raise RequestRejected(
+            f"max_tokens is {old} and max_completion_tokens is {new}: send one of them.",
+            param="max_completion_tokens",
+        )
     return old if new is None else new
 
 
 def conversation(messages: Sequence[JsonObject], unread: Unread) -> tuple[Message, ...]:
-    """Checks every message. A refusal names the place, such as `messages.2.tool_calls.0.function.name`."""
-    return tuple([_plain(message) or _read_message(message, f"messages.{place}", unread) for place, message in enumerate(messages)])
+    """Checks every message. A refusal names the place, such as
+    `messages.2.tool_calls.0.function.name`.
+    """
+    return tuple(
+        [
+            _plain(message) or _read_message(message, f"messages.{place}", unread)
+            for place, message in enumerate(messages)
+        ]
+    )
 
 
 def _plain(message: JsonObject) -> Message | None:
     """A message that is a role and a text, as most are: nothing in it is to be refused."""
     role = message.get("role")
     content = message.get("content")
-    if len(message) != 2 or not isinstance(role, str) or not isinstance(content, str) or role == "tool":
+    if (
+        len(message) != 2
+        or not isinstance(role, str)
+        or not isinstance(content, str)
+        or role == "tool"
+    ):
         return None
     return {"role": ROLES[role], "content": content} if role in ROLES else None
 
@@ -149,13 +195,21 @@ def _read_message(message: JsonObject, param: str, unread: Unread) -> Message:
         remedy = "send role tool" if role == "function" else f"send one of {', '.join(ROLES)}"
         raise RequestRejected(f"{param}.role is {role!r:.80}: {remedy}.", param=f"{param}.role")
     _check_fields(message, role, param)
-    kept: dict[str, Json] = {name: value for name, value in message.items() if name not in _READ and value not in (None, [], {})}
+    kept: dict[str, Json] = {
+        name: value
+        for name, value in message.items()
+        if name not in _READ and value not in (None, [], {})
+    }
     content = _read_content(message, role, param, unread)
     match role:
         case "tool":
-            return kept | tool_result(content, call_id=filled(message.get("tool_call_id"), f"{param}.tool_call_id"))
+            return kept | tool_result(
+                content, call_id=filled(message.get("tool_call_id"), f"{param}.tool_call_id")
+            )
         case "assistant":
-            return kept | assistant(content, reasoning=_read_reasoning(message), calls=_read_calls(message, param))
+            return kept | assistant(
+                content, reasoning=_read_reasoning(message), calls=_read_calls(message, param)
+            )
         case _:
             return kept | {"role": ROLES[role], "content": content}
 
@@ -164,15 +218,28 @@ def _check_fields(message: JsonObject, role: str, param: str) -> None:
     """Refuses fields that no message may hold, or none of this role."""
     for name in ("function_call", "audio"):
         if message.get(name):
-            remedy = "send tool_calls instead" if name == "function_call" else "send its meaning as content"
-            raise RequestRejected(f"{param}.{name} is not supported here: {remedy}.", param=f"{param}.{name}")
+            remedy = (
+                "send tool_calls instead"
+                if name == "function_call"
+                else "send its meaning as content"
+            )
+            raise RequestRejected(
+                f"{param}.{name} is not supported here: {remedy}.", param=f"{param}.{name}"
+            )
     for name in ("name", "refusal", *_REASONING):
         value = message.get(name)
         if value is not None and not isinstance(value, str):
-            raise RequestRejected(f"{param}.{name} is {value!r:.80}: send a text, or leave it out.", param=f"{param}.{name}")
+            raise RequestRejected(
+                f"{param}.{name} is {value!r:.80}: send a text, or leave it out.",
+                param=f"{param}.{name}",
+            )
     if message.get("tool_calls") and role != "assistant":
         raise RequestRejected(
-            f"{param}.tool_calls stands in a message of role {role}: send it in one of role assistant.", param=f"{param}.tool_calls"
+            (
+                f"{param}.tool_calls stands in a message of role {role}: send it in one of role "
+                "assistant."
+            ),
+            param=f"{param}.tool_calls",
         )
 
 
@@ -180,21 +247,35 @@ def _read_content(message: JsonObject, role: str, param: str, unread: Unread) ->
     """The text of a message. Only an assistant's may be missing; a refusal is what it said then."""
     content = message.get("content")
     if content is None and role != "assistant":
-        raise RequestRejected(f"{param}.content is missing: send a text, or a list of text parts.", param=f"{param}.content")
+        raise RequestRejected(
+            f"{param}.content is missing: send a text, or a list of text parts.",
+            param=f"{param}.content",
+        )
     if not content and role == "assistant":
         return str(message.get("refusal") or "")
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestRejected(f"{param}.content is {content!r:.80}: send a text, or a list of text parts.", param=f"{param}.content")
-    return "".join(_read_part(part, f"{param}.content.{place}", unread) for place, part in enumerate(content))
+        raise RequestRejected(
+            f"{param}.content is {content!r:.80}: send a text, or a list of text parts.",
+            param=f"{param}.content",
+        )
+    return "".join(
+        _read_part(part, f"{param}.content.{place}", unread) for place, part in enumerate(content)
+    )
 
 
 def _read_part(part: JsonValue, param: str, unread: Unread) -> str:
-    text = part.get(str(part["type"])) if isinstance(part, dict) and part.get("type") in ("text", "refusal") else None
+    text = (
+        part.get(str(part["type"]))
+        if isinstance(part, dict) and part.get("type") in ("text", "refusal")
+        else None
+    )
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, dict) else part
-        raise RequestRejected(f'{param} is a part of type {kind!r:.80}: send parts of type "text" only.', param=param)
+        raise RequestRejected(
+            f'{param} is a part of type {kind!r:.80}: send parts of type "text" only.', param=param
+        )
     if isinstance(part, dict) and len(part) > 2:
         unread.rest(part, _PART, param)
     return text
@@ -209,20 +290,33 @@ def _read_calls(message: JsonObject, param: str) -> list[Json]:
     if calls is None:
         return []
     if not isinstance(calls, list):
-        raise RequestRejected(f"{param}.tool_calls is {calls!r:.80}: send a list of calls.", param=f"{param}.tool_calls")
+        raise RequestRejected(
+            f"{param}.tool_calls is {calls!r:.80}: send a list of calls.",
+            param=f"{param}.tool_calls",
+        )
     return [_read_call(call, f"{param}.tool_calls.{place}") for place, call in enumerate(calls)]
 
 
 def _read_call(call: JsonValue, param: str) -> Json:
     if not isinstance(call, dict):
-        raise RequestRejected(f"{param} is {call!r:.80}: send an object with id, type and function.", param=param)
+        raise RequestRejected(
+            f"{param} is {call!r:.80}: send an object with id, type and function.", param=param
+        )
     if call.get("type") == tool_bodies.CUSTOM:
-        return tool_bodies.custom_call(call.get("custom"), f"{param}.custom", call_id=filled(call.get("id"), f"{param}.id"))
+        return tool_bodies.custom_call(
+            call.get("custom"), f"{param}.custom", call_id=filled(call.get("id"), f"{param}.id")
+        )
     if call.get("type", "function") != "function":
-        raise RequestRejected(f'{param}.type is {call["type"]!r:.80}: send "function" or "custom".', param=f"{param}.type")
+        raise RequestRejected(
+            f'{param}.type is {call["type"]!r:.80}: send "function" or "custom".',
+            param=f"{param}.type",
+        )
     function = call.get("function")
     if not isinstance(function, dict):
-        raise RequestRejected(f"{param}.function is {function!r:.80}: send an object with name and arguments.", param=f"{param}.function")
+        raise RequestRejected(
+            f"{param}.function is {function!r:.80}: send an object with name and arguments.",
+            param=f"{param}.function",
+        )
     return tool_call(
         call_id=filled(call.get("id"), f"{param}.id"),
         name=filled(function.get("name"), f"{param}.function.name"),
@@ -254,17 +348,26 @@ class ChatExchange:
         """Whether only the text of a frame differs from that of the one before."""
 
     def whole(self, reply: exchange.Reply, answers: Sequence[Answer]) -> Json:
-        body = _envelope(reply, "chat.completion", [self._choice(reply, answer) for answer in answers])
+        body = _envelope(
+            reply, "chat.completion", [self._choice(reply, answer) for answer in answers]
+        )
         body["usage"] = exchange.usage(answers)
         return body | self._of_prompt(reply, answers[0])
 
     def opening(self, reply: exchange.Reply) -> Iterable[Json]:
         for answer in reply.job.answers:
             chunk = self._chunk(reply, answer.index, {"role": "assistant", "content": ""})
-            yield chunk | self._of_prompt(reply, answer) if answer is reply.job.answers[0] else chunk
+            yield (
+                chunk | self._of_prompt(reply, answer) if answer is reply.job.answers[0] else chunk
+            )
 
     def frames(self, reply: exchange.Reply, event: Event) -> "Iterable[Json | bytes]":
-        if self._is_plain and isinstance(event, News) and len(event.pieces) == 1 and isinstance(event.pieces[0], ContentPiece):
+        if (
+            self._is_plain
+            and isinstance(event, News)
+            and len(event.pieces) == 1
+            and isinstance(event.pieces[0], ContentPiece)
+        ):
             before, after = reply.around.get(event.index) or self._template(reply, event.index)
             return (before + _encode(event.pieces[0].text) + after,)
         if isinstance(event, Answer):
@@ -292,7 +395,9 @@ class ChatExchange:
         """What is told of the prompt, once for all choices."""
         told: _Object = {"prompt_token_ids": list(answer.prompt.ids)} if self._token_ids else {}
         if self.call.prompt_logprobs is not None:
-            told["prompt_logprobs"] = exchange.prompt_logprobs(reply.tokenizer, answer.prompt_logprobs)
+            told["prompt_logprobs"] = exchange.prompt_logprobs(
+                reply.tokenizer, answer.prompt_logprobs
+            )
         return told
 
     def _choice(self, reply: exchange.Reply, answer: Answer) -> Json:
@@ -300,7 +405,9 @@ class ChatExchange:
         choice: _Object = {
             "index": answer.index,
             "message": self._message(answer.message, answer.request_id),
-            "logprobs": self._content(reply.tokenizer, turn.output_ids, turn.logprobs, answer.top_logprobs),
+            "logprobs": self._content(
+                reply.tokenizer, turn.output_ids, turn.logprobs, answer.top_logprobs
+            ),
             **self._finish(answer),
         }
         if self._token_ids:
@@ -318,21 +425,42 @@ class ChatExchange:
         return ended
 
     def _of_tokens(self, tokenizer: Tokenizer, event: News) -> _Object:
-        """What is told about the tokens themselves. It comes with them, even while their text is held back."""
+        """What is told about the tokens themselves. It comes with them, even while their text is
+        held back.
+        """
         told: _Object = {}
         if self._logprobs:
-            told["logprobs"] = self._content(tokenizer, event.token_ids, event.logprobs, event.top_logprobs)
+            told["logprobs"] = self._content(
+                tokenizer, event.token_ids, event.logprobs, event.top_logprobs
+            )
         if self._token_ids:
             told["token_ids"] = list(event.token_ids)
         return told
 
-    def _content(self, tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], top: exchange.Alternatives) -> Json:
+    def _content(
+        self,
+        tokenizer: Tokenizer,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        top: exchange.Alternatives,
+    ) -> Json:
         if not self._logprobs:
             return None
-        return {"content": exchange.logprob_entries(tokenizer, token_ids, logprobs, top, as_ids=self._names_as_ids), "refusal": None}
+        return {
+            "content": exchange.logprob_entries(
+                tokenizer, token_ids, logprobs, top, as_ids=self._names_as_ids
+            ),
+            "refusal": None,
+        }
 
     def _chunk(self, reply: exchange.Reply, index: int, delta: _Object, **more: Json) -> _Object:
-        choice: _Object = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        choice: _Object = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": None,
+            **more,
+        }
         chunk = _envelope(reply, "chat.completion.chunk", [choice])
         if self._usage_so_far:
             chunk["usage"] = exchange.usage_so_far(reply.job.answers, self._num_streamed)
@@ -342,21 +470,31 @@ class ChatExchange:
 
     def _template(self, reply: exchange.Reply, index: int) -> tuple[bytes, bytes]:
         """An event of content without its text."""
-        before, content, after = sse(self._chunk(reply, index, {"content": ""})).partition(b'"content":""')
+        before, content, after = sse(self._chunk(reply, index, {"content": ""})).partition(
+            b'"content":""'
+        )
         reply.around[index] = before + content[:-2], after
         return reply.around[index]
 
     def _message(self, message: AssistantMessage, request_id: str) -> Json:
         """Content is null in a message that only calls tools."""
-        written: _Object = {"role": "assistant", "content": message.content or (None if message.tool_calls else ""), "refusal": None}
+        written: _Object = {
+            "role": "assistant",
+            "content": message.content or (None if message.tool_calls else ""),
+            "refusal": None,
+        }
         if message.reasoning:
             written |= _reasoning(message.reasoning)
         if message.tool_calls:
-            written["tool_calls"] = [self._call(call, request_id, index) for index, call in enumerate(message.tool_calls)]
+            written["tool_calls"] = [
+                self._call(call, request_id, index) for index, call in enumerate(message.tool_calls)
+            ]
         return written
 
     def _deltas(self, pieces: Sequence[Piece], request_id: str) -> list[_Object]:
-        """A call is announced without its arguments first, because clients that gather streams expect that. They come as they are read."""
+        """A call is announced without its arguments first, because clients that gather streams
+        expect that. They come as they are read.
+        """
         deltas: list[_Object] = []
         for piece in pieces:
             if isinstance(piece, ContentPiece):
@@ -365,21 +503,52 @@ class ChatExchange:
                 deltas.append(_reasoning(piece.text))
             elif isinstance(piece, ArgumentsPiece):
                 if piece.text:
-                    deltas.append({"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]})
+                    deltas.append(
+                        {
+                            "tool_calls": [
+                                {"index": piece.index, "function": {"arguments": piece.text}}
+                            ]
+                        }
+                    )
             else:
-                deltas.append({"tool_calls": [{"index": piece.index, **self._call(piece.call, request_id, piece.index, told=False)}]})
+                deltas.append(
+                    {
+                        "tool_calls": [
+                            {
+                                "index": piece.index,
+                                **self._call(piece.call, request_id, piece.index, told=False),
+                            }
+                        ]
+                    }
+                )
                 if not piece.begins:
                     written = self._call(piece.call, request_id, piece.index)
                     kind = str(written["type"])
                     part = "input" if kind == tool_bodies.CUSTOM else "arguments"
-                    deltas.append({"tool_calls": [{"index": piece.index, kind: {part: cast(_Object, written[kind])[part]}}]})
+                    deltas.append(
+                        {
+                            "tool_calls": [
+                                {
+                                    "index": piece.index,
+                                    kind: {part: cast(_Object, written[kind])[part]},
+                                }
+                            ]
+                        }
+                    )
         return deltas
 
     def _call(self, call: ToolCall, request_id: str, index: int, *, told: bool = True) -> _Object:
         """`told`: with its arguments."""
         if call.name in self._custom:
-            written: _Object = {"name": call.name, "input": tool_bodies.custom_input(call.arguments) if told else ""}
-            return {"id": exchange.call_id(request_id, index), "type": tool_bodies.CUSTOM, tool_bodies.CUSTOM: written}
+            written: _Object = {
+                "name": call.name,
+                "input": tool_bodies.custom_input(call.arguments) if told else "",
+            }
+            return {
+                "id": exchange.call_id(request_id, index),
+                "type": tool_bodies.CUSTOM,
+                tool_bodies.CUSTOM: written,
+            }
         function: _Object = {"name": call.name, "arguments": call.arguments if told else ""}
         return {"id": exchange.call_id(request_id, index), "type": "function", "function": function}
 

@@ -77,7 +77,10 @@ class CompletionExchange:
         self.call = CompletionCall(
             sources=sources(parsed.prompt),
             asked=parsed.asked(parsed.max_tokens, top_logprobs=parsed.logprobs),
-            names={**parsed.names(top_logprobs="logprobs"), "prompt_logprobs": "prompt_logprobs" if self._prompt_logprobs else "echo"},
+            names={
+                **parsed.names(top_logprobs="logprobs"),
+                "prompt_logprobs": "prompt_logprobs" if self._prompt_logprobs else "echo",
+            },
             n=parsed.n or 1,
             prompt_logprobs=_scored(parsed),
             stream=bool(parsed.stream),
@@ -86,15 +89,32 @@ class CompletionExchange:
         )
 
     def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
-        return {**_envelope(reply, [self._choice(reply, answer) for answer in answers]), "usage": usage(answers)}
+        return {
+            **_envelope(reply, [self._choice(reply, answer) for answer in answers]),
+            "usage": usage(answers),
+        }
 
     def opening(self, reply: Reply) -> Iterable[Json]:
-        for answer in reply.job.answers if self._token_ids or self._echo or self._prompt_logprobs else ():
-            ids: _Object = {"prompt_token_ids": list(answer.prompt.ids), "token_ids": []} if self._token_ids else {}
+        for answer in (
+            reply.job.answers if self._token_ids or self._echo or self._prompt_logprobs else ()
+        ):
+            ids: _Object = (
+                {"prompt_token_ids": list(answer.prompt.ids), "token_ids": []}
+                if self._token_ids
+                else {}
+            )
             if self._echo and self._logprobs:
                 ids["logprobs"] = self._spread_prompt(reply.tokenizer, answer)
-                self._offsets[answer.index] = sum(len(token_text(reply.tokenizer, i)) for i in answer.prompt.ids)
-            yield self._chunk(reply, answer.index, self._echoed(reply.tokenizer, answer), **ids, **self._of_prompt(reply.tokenizer, answer))
+                self._offsets[answer.index] = sum(
+                    len(token_text(reply.tokenizer, i)) for i in answer.prompt.ids
+                )
+            yield self._chunk(
+                reply,
+                answer.index,
+                self._echoed(reply.tokenizer, answer),
+                **ids,
+                **self._of_prompt(reply.tokenizer, answer),
+            )
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
         if isinstance(event, Answer):
@@ -103,7 +123,9 @@ class CompletionExchange:
             return
         self._num_streamed += len(event.token_ids)
         if event.text or self._logprobs or self._token_ids:
-            yield self._chunk(reply, event.index, event.text, **self._of_tokens(reply.tokenizer, event))
+            yield self._chunk(
+                reply, event.index, event.text, **self._of_tokens(reply.tokenizer, event)
+            )
 
     def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
         if self._include_usage:
@@ -114,7 +136,9 @@ class CompletionExchange:
         if self._logprobs:
             start = self._offsets.get(event.index, 0)
             told["logprobs"] = self._spread(tokenizer, event, event.token_ids, start=start)
-            self._offsets[event.index] = start + sum(len(token_text(tokenizer, i)) for i in event.token_ids)
+            self._offsets[event.index] = start + sum(
+                len(token_text(tokenizer, i)) for i in event.token_ids
+            )
         if self._token_ids:
             told["token_ids"] = list(event.token_ids)
         return told
@@ -146,10 +170,18 @@ class CompletionExchange:
         """The prompt as it was sent, where it is to be told again."""
         if not self._echo:
             return ""
-        return tokenizer.decode(answer.prompt.ids) if answer.prompt.text is None else answer.prompt.text
+        return (
+            tokenizer.decode(answer.prompt.ids)
+            if answer.prompt.text is None
+            else answer.prompt.text
+        )
 
     def _of_prompt(self, tokenizer: Tokenizer, answer: Answer) -> _Object:
-        return {"prompt_logprobs": prompt_logprobs(tokenizer, answer.prompt_logprobs)} if self._prompt_logprobs else {}
+        return (
+            {"prompt_logprobs": prompt_logprobs(tokenizer, answer.prompt_logprobs)}
+            if self._prompt_logprobs
+            else {}
+        )
 
     def _all_logprobs(self, tokenizer: Tokenizer, answer: Answer) -> Json:
         """Those of the answer, behind those of the prompt where it is told again."""
@@ -157,8 +189,16 @@ class CompletionExchange:
         if not self._echo:
             return self._spread(tokenizer, answer, ids, start=0)
         first = self._spread_prompt(tokenizer, answer)
-        second = self._spread(tokenizer, answer, ids, start=sum(len(token_text(tokenizer, i)) for i in answer.prompt.ids))
-        return {name: [*one, *_listed(second[name])] if isinstance(one, list) else None for name, one in first.items()}
+        second = self._spread(
+            tokenizer,
+            answer,
+            ids,
+            start=sum(len(token_text(tokenizer, i)) for i in answer.prompt.ids),
+        )
+        return {
+            name: [*one, *_listed(second[name])] if isinstance(one, list) else None
+            for name, one in first.items()
+        }
 
     def _spread_prompt(self, tokenizer: Tokenizer, answer: Answer) -> _Object:
         """As `_spread`, of the prompt's tokens; nothing predicts the first."""
@@ -166,7 +206,13 @@ class CompletionExchange:
         scored = answer.prompt_logprobs
         top = self.call.asked.number("top_logprobs")
         lengths = [len(token_text(tokenizer, i)) for i in ids]
-        named: list[Json] = [None, *(dict(self._named(tokenizer, (at[0], *reversed(at[1 : 1 + (top or 0)])))) for at in scored)]
+        named: list[Json] = [
+            None,
+            *(
+                dict(self._named(tokenizer, (at[0], *reversed(at[1 : 1 + (top or 0)]))))
+                for at in scored
+            ),
+        ]
         return {
             "tokens": [token_name(tokenizer, i, as_id=self._names_as_ids) for i in ids],
             "token_logprobs": [None, *(at[0][1] for at in scored)],
@@ -174,26 +220,40 @@ class CompletionExchange:
             "text_offset": cast("list[Json]", list(accumulate(lengths[:-1], initial=0))),
         }
 
-    def _spread(self, tokenizer: Tokenizer, event: Event, token_ids: Sequence[int], *, start: int) -> _Object:
-        """OpenAI's four parallel lists. Offsets count letters of the tokens' own texts. Alternatives also hold the sampled token."""
+    def _spread(
+        self, tokenizer: Tokenizer, event: Event, token_ids: Sequence[int], *, start: int
+    ) -> _Object:
+        """OpenAI's four parallel lists. Offsets count letters of the tokens' own texts.
+        Alternatives also hold the sampled token.
+        """
         logprobs = event.logprobs if isinstance(event, News) else event.turn.logprobs
         lengths = [len(token_text(tokenizer, i)) for i in token_ids]
         pairs = list(zip(token_ids, logprobs, strict=True))
         rows = zip(pairs, alternatives(event.top_logprobs, len(pairs)), strict=True)
-        top: list[Json] = [dict(self._named(tokenizer, (pair, *reversed(others)))) for pair, others in rows]
+        top: list[Json] = [
+            dict(self._named(tokenizer, (pair, *reversed(others)))) for pair, others in rows
+        ]
         return {
             "tokens": [token_name(tokenizer, i, as_id=self._names_as_ids) for i in token_ids],
             "token_logprobs": list(logprobs),
             "top_logprobs": top if event.top_logprobs else None,
-            "text_offset": cast("list[Json]", list(accumulate(lengths[:-1], initial=start)) if lengths else []),
+            "text_offset": cast(
+                "list[Json]", list(accumulate(lengths[:-1], initial=start)) if lengths else []
+            ),
         }
 
-    def _named(self, tokenizer: Tokenizer, pairs: Iterable[tuple[int, float]]) -> Iterable[tuple[str, Json]]:
-        """Pairs by name. If several tokens have the same text, the last pair counts, which is the likeliest."""
+    def _named(
+        self, tokenizer: Tokenizer, pairs: Iterable[tuple[int, float]]
+    ) -> Iterable[tuple[str, Json]]:
+        """Pairs by name. If several tokens have the same text, the last pair counts, which is the
+        likeliest.
+        """
         return ((token_name(tokenizer, i, as_id=self._names_as_ids), p) for i, p in pairs)
 
     def _chunk(self, reply: Reply, index: int, text: str, **more: Json) -> Json:
-        chunk = _envelope(reply, [{"index": index, "text": text, "logprobs": None, "finish_reason": None, **more}])
+        chunk = _envelope(
+            reply, [{"index": index, "text": text, "logprobs": None, "finish_reason": None, **more}]
+        )
         if self._usage_so_far:
             chunk["usage"] = usage_so_far(reply.job.answers, self._num_streamed)
         elif self._include_usage:
@@ -214,10 +274,16 @@ def _envelope(reply: Reply, choices: list[Json]) -> _Object:
 def _check(body: CompletionBody) -> None:
     """Refuses fields that contradict each other or ask for what is not supported."""
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
-        raise RequestRejected("max_tokens is 0: send 1 or more, or ask for the prompt by `echo`.", param="max_tokens")
+        raise RequestRejected(
+            "max_tokens is 0: send 1 or more, or ask for the prompt by `echo`.", param="max_tokens"
+        )
     if body.best_of not in (None, body.n or 1):
         raise RequestRejected(
-            f"best_of is {body.best_of}, which is not supported here: leave it out, or send n = {body.n or 1}.", param="best_of"
+            (
+                f"best_of is {body.best_of}, which is not supported here: leave it out, or send n "
+                f"= {body.n or 1}."
+            ),
+            param="best_of",
         )
 
 
@@ -238,14 +304,23 @@ def sources(prompt: JsonValue, *, param: str = "prompt") -> tuple[Source, ...]:
     if isinstance(prompt, list) and prompt:
         if all(isinstance(item, int) for item in prompt):
             return (token_ids(prompt, param),)
-        return tuple(Text(item) if isinstance(item, str) else token_ids(item, f"{param}.{k}") for k, item in enumerate(prompt))
-    raise RequestRejected(f"{param} is {prompt!r:.80}: send a text, token ids, or a list of either.", param=param)
+        return tuple(
+            Text(item) if isinstance(item, str) else token_ids(item, f"{param}.{k}")
+            for k, item in enumerate(prompt)
+        )
+    raise RequestRejected(
+        f"{param} is {prompt!r:.80}: send a text, token ids, or a list of either.", param=param
+    )
 
 
 def token_ids(value: JsonValue, param: str) -> TokenIds:
     if not isinstance(value, list) or not all(type(item) is int for item in value):
-        raise RequestRejected(f"{param} is {value!r:.80}: send a text or a list of token ids.", param=param)
+        raise RequestRejected(
+            f"{param} is {value!r:.80}: send a text or a list of token ids.", param=param
+        )
     ids = tuple(cast("list[int]", value))
     if bad := [i for i in ids if not 0 <= i <= MAX_TOKEN_ID]:
-        raise RequestRejected(f"{param} holds token id {bad[0]!r:.80}: send ids of the vocabulary.", param=param)
+        raise RequestRejected(
+            f"{param} holds token id {bad[0]!r:.80}: send ids of the vocabulary.", param=param
+        )
     return TokenIds(ids)

@@ -1,4 +1,6 @@
-"""What clients ask of the form of an answer: texts that match something; and the body that OpenAI's dialects share."""
+"""What clients ask of the form of an answer: texts that match something; and the body that OpenAI's
+dialects share.
+"""
 
 import json
 import re
@@ -21,11 +23,23 @@ MAX_DEPTH = 64
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("additionalProperties", "not", "if", "then", "else", "contains", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
+_SINGLE = (
+    "additionalProperties",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "propertyNames",
+    "unevaluatedProperties",
+    "unevaluatedItems",
+)
 
 
 def check_schema(schema: JsonValue, param: str, *, of_object: bool = False) -> dict[str, JsonValue]:
-    """The schema, if its keywords have the types that JSON Schema gives them. With `of_object` it must describe an object."""
+    """The schema, if its keywords have the types that JSON Schema gives them. With `of_object` it
+    must describe an object.
+    """
     _check(schema, param, depth=0)
     if not isinstance(schema, dict):
         raise _refused(param, f"is {schema!r:.80}: send a JSON schema, which is an object.")
@@ -34,7 +48,9 @@ def check_schema(schema: JsonValue, param: str, *, of_object: bool = False) -> d
     try:
         json.dumps(schema, allow_nan=False)
     except ValueError:
-        raise _refused(param, "holds a number that JSON cannot write: send finite numbers.") from None
+        raise _refused(
+            param, "holds a number that JSON cannot write: send finite numbers."
+        ) from None
     return schema
 
 
@@ -71,7 +87,9 @@ def _parts(schema: dict[str, JsonValue], param: str) -> Iterable[tuple[str, Json
             yield from ((f"{place}.{key}", part) for key, part in value.items())
 
 
-_TEXTS: Mapping[str, type] = dict.fromkeys(("$ref", "$id", "title", "description", "pattern", "format"), str)
+_TEXTS: Mapping[str, type] = dict.fromkeys(
+    ("$ref", "$id", "title", "description", "pattern", "format"), str
+)
 
 
 def _check_keywords(schema: dict[str, JsonValue], param: str) -> None:
@@ -97,18 +115,24 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def grammar_of(body: BaseModel, *, prefix: str = "") -> tuple[str, Grammar] | None:
-    """The name of the field that says what the answer must match, and the grammar. Two such fields are refused."""
+    """The name of the field that says what the answer must match, and the grammar. Two such fields
+    are refused.
+    """
     sent = body.model_fields_set
     if sent.isdisjoint(_READERS):
         return None
     found = [
         (prefix + name, grammar)
         for name, read in _READERS.items()
-        if name in sent and (value := getattr(body, name, None)) is not None and (grammar := read(value, prefix + name)) is not None
+        if name in sent
+        and (value := getattr(body, name, None)) is not None
+        and (grammar := read(value, prefix + name)) is not None
     ]
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
-        raise RequestRejected(f"{names} both say what the answer must match: send one of them.", param=found[1][0])
+        raise RequestRejected(
+            f"{names} both say what the answer must match: send one of them.", param=found[1][0]
+        )
     return found[0] if found else None
 
 
@@ -128,19 +152,31 @@ def _response_format(value: JsonValue, param: str) -> Grammar | None:
         case "json_schema":
             return _named_schema(value.get("json_schema"), f"{param}.json_schema")
         case kind:
-            raise RequestRejected(f"{param}.type is {kind!r:.80}: send text, json_object or json_schema.", param=f"{param}.type")
+            raise RequestRejected(
+                f"{param}.type is {kind!r:.80}: send text, json_object or json_schema.",
+                param=f"{param}.type",
+            )
 
 
 def _named_schema(value: JsonValue, param: str) -> Grammar:
-    """OpenAI's wrapping of a schema. `strict` makes no difference: answers always match the schema."""
+    """OpenAI's wrapping of a schema. `strict` makes no difference: answers always match the
+    schema.
+    """
     if not isinstance(value, dict):
-        raise RequestRejected(f"{param} is {value!r:.80}: send an object with a name and a schema.", param=param)
+        raise RequestRejected(
+            f"{param} is {value!r:.80}: send an object with a name and a schema.", param=param
+        )
     typed(value, param, {"strict": bool, "description": str})
     name = value.get("name", "schema")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RequestRejected(f"{param}.name is {name!r:.80}: send 1 to 64 of the letters A-Z, a-z, 0-9, _ and -.", param=f"{param}.name")
+        raise RequestRejected(
+            f"{param}.name is {name!r:.80}: send 1 to 64 of the letters A-Z, a-z, 0-9, _ and -.",
+            param=f"{param}.name",
+        )
     if value.get("schema") is None:
-        raise RequestRejected(f"{param}.schema is missing: send a JSON schema.", param=f"{param}.schema")
+        raise RequestRejected(
+            f"{param}.schema is missing: send a JSON schema.", param=f"{param}.schema"
+        )
     return _schema(value["schema"], f"{param}.schema")
 
 
@@ -155,7 +191,10 @@ def _decoded(text: str, param: str) -> JsonValue:
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError as error:
-        raise RequestRejected(f"{param} is {text!r:.80}, which is not JSON ({error}): send a JSON schema.", param=param) from None
+        raise RequestRejected(
+            f"{param} is {text!r:.80}, which is not JSON ({error}): send a JSON schema.",
+            param=param,
+        ) from None
 
 
 def _regex(value: JsonValue, param: str) -> Grammar:
@@ -165,16 +204,25 @@ def _regex(value: JsonValue, param: str) -> Grammar:
 def _choice(value: JsonValue, param: str) -> Grammar:
     """A grammar for one of several texts."""
     if not isinstance(value, list) or not value:
-        raise RequestRejected(f"{param} is {value!r:.80}: send a list of the texts to choose from.", param=param)
+        raise RequestRejected(
+            f"{param} is {value!r:.80}: send a list of the texts to choose from.", param=param
+        )
     texts = [_text(text, f"{param}.{place}") for place, text in enumerate(value)]
-    return Grammar(GrammarKind.REGEX, _bounded("|".join(_SPECIAL.sub(r"\\\g<0>", text) for text in texts), param))
+    return Grammar(
+        GrammarKind.REGEX,
+        _bounded("|".join(_SPECIAL.sub(r"\\\g<0>", text) for text in texts), param),
+    )
 
 
 def _lark(value: JsonValue, param: str) -> Grammar:
     text = _text(value, param)
     if "::=" in text:
         raise RequestRejected(
-            f"{param} is written in EBNF with ::=, which is not read here: write it in llguidance's Lark dialect.", param=param
+            (
+                f"{param} is written in EBNF with ::=, which is not read here: write it in "
+                "llguidance's Lark dialect."
+            ),
+            param=param,
         )
     return Grammar(GrammarKind.LARK, text)
 
@@ -186,10 +234,13 @@ def _structured(value: JsonValue, param: str) -> Grammar | None:
     for name in given:
         if name not in _INNER:
             raise RequestRejected(
-                f"unknown field {f'{param}.{name}'[:80]!r}: leave it out.{nearest(name, _INNER)}", param=f"{param}.{name}"[:80]
+                f"unknown field {f'{param}.{name}'[:80]!r}: leave it out.{nearest(name, _INNER)}",
+                param=f"{param}.{name}"[:80],
             )
     if len(given) > 1:
-        raise RequestRejected(f"{param} holds {' and '.join(given)}: send one of them.", param=param)
+        raise RequestRejected(
+            f"{param} holds {' and '.join(given)}: send one of them.", param=param
+        )
     return next((_INNER[name](inner, f"{param}.{name}") for name, inner in given.items()), None)
 
 
@@ -199,7 +250,9 @@ def _text(value: JsonValue, param: str) -> str:
 
 def _bounded(text: str, param: str) -> str:
     if len(text) > MAX_LETTERS:
-        raise RequestRejected(f"{param} has {len(text)} letters: send {MAX_LETTERS} at most.", param=param)
+        raise RequestRejected(
+            f"{param} has {len(text)} letters: send {MAX_LETTERS} at most.", param=param
+        )
     return text
 
 
@@ -264,10 +317,14 @@ class SamplingBody(OPENAI.on(ModelBody)):
 
     @cached_property
     def grammar(self) -> tuple[str, Grammar] | None:
-        """The name of the field that says what the answer must match, and the grammar. `RequestRejected` if several fields do."""
+        """The name of the field that says what the answer must match, and the grammar.
+        `RequestRejected` if several fields do.
+        """
         return grammar_of(self)
 
-    def names(self, max_tokens: str = "max_tokens", *, top_logprobs: str = "top_logprobs") -> Mapping[str, str]:
+    def names(
+        self, max_tokens: str = "max_tokens", *, top_logprobs: str = "top_logprobs"
+    ) -> Mapping[str, str]:
         """What the client calls the parameters of `asked`, where the names differ."""
         grammar = "grammar" if self.grammar is None else self.grammar[0]
         return {"max_tokens": max_tokens, "top_logprobs": top_logprobs, "grammar": grammar}

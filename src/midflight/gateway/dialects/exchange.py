@@ -1,4 +1,6 @@
-"""What every dialect offers the HTTP shell, and the pieces of answers that several dialects write."""
+"""What every dialect offers the HTTP shell, and the pieces of answers that several dialects
+write.
+"""
 
 import hashlib
 from collections import OrderedDict
@@ -29,7 +31,9 @@ class Reply(msgspec.Struct, frozen=True):
     headers: tuple[tuple[bytes, bytes], ...] = ()
     """What the head of the answer says of the request."""
     around: dict[int, tuple[bytes, bytes]] = {}
-    """Of each choice what stands before and after the text in an event that holds nothing else new."""
+    """Of each choice what stands before and after the text in an event that holds nothing else
+    new.
+    """
 
 
 class Exchange(Protocol):
@@ -68,11 +72,15 @@ class Repeatable(Protocol):
 E = TypeVar("E", bound=Repeatable)
 _MAX_KEPT = 256
 _MAX_KEPT_BYTES = 16_384
-"""Bodies that are kept, and the length of each: those of some batches of groups, in 40 MB at most with what was read."""
+"""Bodies that are kept, and the length of each: those of some batches of groups, in 40 MB at most
+with what was read.
+"""
 
 
 class Recent(Generic[E]):
-    """Reads bodies as `read` does. The rollouts of a group begin with the same body, so it is parsed and checked once for all of them."""
+    """Reads bodies as `read` does. The rollouts of a group begin with the same body, so it is
+    parsed and checked once for all of them.
+    """
 
     def __init__(self, read: Callable[[bytes], E]) -> None:
         self._read = read
@@ -101,7 +109,9 @@ def told_alone(exchange: Exchange, fault: Fault) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """A wire format as a route: where it is, how a body is read, and how its errors and its stream look."""
+    """A wire format as a route: where it is, how a body is read, and how its errors and its stream
+    look.
+    """
 
     path: str
     exchange: Callable[[bytes], Exchange]
@@ -113,7 +123,9 @@ class Dialect:
     broken: Callable[[Exchange, Fault], Json] = told_alone
     """The last frame of a stream that fails after it began."""
     named_events: bool = False
-    """Frames are preceded by an `event:` line with their `type`, and no `[DONE]` ends the stream."""
+    """Frames are preceded by an `event:` line with their `type`, and no `[DONE]` ends the
+    stream.
+    """
 
 
 Alternatives: TypeAlias = Sequence[Likely]
@@ -121,8 +133,15 @@ Alternatives: TypeAlias = Sequence[Likely]
 
 
 def call_id(request_id: str, index: int) -> str:
-    """The id of a tool call. It is the same in a stream and in a whole answer, and differs between answers and calls."""
-    return "call_" + hashlib.blake2b(f"{index}.{request_id}".encode(errors="surrogatepass"), digest_size=12).hexdigest()
+    """The id of a tool call. It is the same in a stream and in a whole answer, and differs between
+    answers and calls.
+    """
+    return (
+        "call_"
+        + hashlib.blake2b(
+            f"{index}.{request_id}".encode(errors="surrogatepass"), digest_size=12
+        ).hexdigest()
+    )
 
 
 def usage(answers: Sequence[Answer]) -> Json:
@@ -138,7 +157,11 @@ def usage_so_far(answers: Sequence[Answer], completion_tokens: int) -> Json:
 
 
 def _usage(prompt_tokens: int, completion_tokens: int) -> Json:
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens}
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
 
 
 def weight_versions(turn: Turn) -> Json:
@@ -152,7 +175,9 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def token_name(tokenizer: Tokenizer, token_id: int, *, as_id: bool) -> str:
-    """The name of a token in lists of log-probabilities: its text, or `token_id:` and its id (vLLM's `return_tokens_as_token_ids`)."""
+    """The name of a token in lists of log-probabilities: its text, or `token_id:` and its id
+    (vLLM's `return_tokens_as_token_ids`).
+    """
     return f"token_id:{token_id}" if as_id else token_text(tokenizer, token_id)
 
 
@@ -168,12 +193,18 @@ def alternatives(top: Alternatives, num_tokens: int) -> Alternatives:
 
 
 def prompt_logprobs(tokenizer: Tokenizer, scored: Sequence[Likely]) -> Json:
-    """vLLM's list: for each token of a prompt an object by id of what may stand there, itself first; nothing for the first token."""
+    """vLLM's list: for each token of a prompt an object by id of what may stand there, itself
+    first; nothing for the first token.
+    """
 
     def at(likely: Likely) -> Json:
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(likely[1:], 1)}
         return {
-            str(token_id): {"logprob": logprob, "rank": ranks.get(token_id), "decoded_token": token_text(tokenizer, token_id)}
+            str(token_id): {
+                "logprob": logprob,
+                "rank": ranks.get(token_id),
+                "decoded_token": token_text(tokenizer, token_id),
+            }
             for token_id, logprob in likely
         }
 
@@ -181,14 +212,27 @@ def prompt_logprobs(tokenizer: Tokenizer, scored: Sequence[Likely]) -> Json:
 
 
 def logprob_entries(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], top: Alternatives, *, as_ids: bool = False
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    top: Alternatives,
+    *,
+    as_ids: bool = False,
 ) -> list[Json]:
-    """OpenAI's list of tokens with log-probabilities, each with its alternatives where they were asked for."""
+    """OpenAI's list of tokens with log-probabilities, each with its alternatives where they were
+    asked for.
+    """
 
     def entry(token_id: int, logprob: float) -> dict[str, Json]:
-        return {"token": token_name(tokenizer, token_id, as_id=as_ids), "logprob": logprob, "bytes": token_bytes(tokenizer, token_id)}
+        return {
+            "token": token_name(tokenizer, token_id, as_id=as_ids),
+            "logprob": logprob,
+            "bytes": token_bytes(tokenizer, token_id),
+        }
 
     return [
         {**entry(i, p), "top_logprobs": [entry(*other) for other in others]}
-        for (i, p), others in zip(zip(token_ids, logprobs, strict=True), alternatives(top, len(token_ids)), strict=True)
+        for (i, p), others in zip(
+            zip(token_ids, logprobs, strict=True), alternatives(top, len(token_ids)), strict=True
+        )
     ]

@@ -1,4 +1,6 @@
-"""Anthropic's Messages API, `POST /v1/messages`: how answers are written, whole and as events. `docs/messages.md` lists its fields."""
+"""Anthropic's Messages API, `POST /v1/messages`: how answers are written, whole and as events.
+`docs/messages.md` lists its fields.
+"""
 
 import json
 import secrets
@@ -71,11 +73,16 @@ class MessagesExchange:
     def _told_ids(self, answer: Answer) -> dict[str, Json]:
         if not self._token_ids:
             return {}
-        return {"token_ids": list(answer.turn.output_ids), "weight_versions": weight_versions(answer.turn)}
+        return {
+            "token_ids": list(answer.turn.output_ids),
+            "weight_versions": weight_versions(answer.turn),
+        }
 
 
 def messages_fault(error: BaseException) -> Fault:
-    """An error as Anthropic's clients read it. The text of an unexpected error goes to the log only."""
+    """An error as Anthropic's clients read it. The text of an unexpected error goes to the log
+    only.
+    """
     request_id = f"req_{secrets.token_hex(12)}"
     status = 500
     message = "the gateway failed on this request; its log has the traceback."
@@ -84,7 +91,11 @@ def messages_fault(error: BaseException) -> Fault:
         status = error.status
         message = str(error)
         code = error.code
-    detail: dict[str, Json] = {"type": _ERROR_TYPES.get(status, _other_type(status)), "message": message, "details": {"error_code": code}}
+    detail: dict[str, Json] = {
+        "type": _ERROR_TYPES.get(status, _other_type(status)),
+        "message": message,
+        "details": {"error_code": code},
+    }
     headers = ((b"request-id", request_id.encode()), *retry_headers(error))
     return Fault(status, {"type": "error", "error": detail, "request_id": request_id}, headers)
 
@@ -106,7 +117,9 @@ def _other_type(status: int) -> str:
 
 
 def _ending(answer: Answer) -> dict[str, Json]:
-    """Why the message ended. If it calls tools, that is the reason given, whatever ended its text."""
+    """Why the message ended. If it calls tools, that is the reason given, whatever ended its
+    text.
+    """
     finish = answer.turn.finish
     if finish.reason is FinishReason.LENGTH:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -132,9 +145,13 @@ _THINKING = "thinking"
 
 
 def content(pieces: Sequence[Piece], request_id: str) -> list[Json]:
-    """The blocks of a whole message. Neighbouring pieces of a kind are one block. There is at least one block, because agents read the first."""
+    """The blocks of a whole message. Neighbouring pieces of a kind are one block. There is at least
+    one block, because agents read the first.
+    """
     told = [piece for piece in pieces if isinstance(piece, CallPiece) or piece.text]
-    return [_block(list(group), request_id) for _, group in groupby(told, key=_place)] or [_opened(_TEXT)]
+    return [_block(list(group), request_id) for _, group in groupby(told, key=_place)] or [
+        _opened(_TEXT)
+    ]
 
 
 class BlockStream:
@@ -156,7 +173,9 @@ class BlockStream:
                 case CallPiece(index, call, begins):
                     yield from self._start(tool_use(call.name, index, self._request_id), "tool_use")
                     if not begins:
-                        yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+                        yield self._delta(
+                            {"type": "input_json_delta", "partial_json": call.arguments}
+                        )
                 case ArgumentsPiece(_, text) if text:
                     yield self._delta({"type": "input_json_delta", "partial_json": text})
                 case ArgumentsPiece():
@@ -194,12 +213,21 @@ class BlockStream:
 
 def tool_use(name: str, index: int, request_id: str) -> dict[str, Json]:
     """The block of a call, without its input."""
-    return {"type": "tool_use", "id": "toolu_" + call_id(request_id, index).removeprefix("call_"), "name": name, "input": {}}
+    return {
+        "type": "tool_use",
+        "id": "toolu_" + call_id(request_id, index).removeprefix("call_"),
+        "name": name,
+        "input": {},
+    }
 
 
 def _opened(kind: str) -> dict[str, Json]:
     """A block without its text. The signature of thinking is empty."""
-    return {"type": _TEXT, "text": ""} if kind == _TEXT else {"type": _THINKING, "thinking": "", "signature": ""}
+    return (
+        {"type": _TEXT, "text": ""}
+        if kind == _TEXT
+        else {"type": _THINKING, "thinking": "", "signature": ""}
+    )
 
 
 def _place(piece: Piece) -> str | int:
@@ -216,6 +244,10 @@ def _place(piece: Piece) -> str | int:
 def _block(pieces: Sequence[Piece], request_id: str) -> Json:
     first = pieces[0]
     if isinstance(first, CallPiece):
-        return tool_use(first.call.name, first.index, request_id) | {"input": cast(Json, json.loads(first.call.arguments))}
+        return tool_use(first.call.name, first.index, request_id) | {
+            "input": cast(Json, json.loads(first.call.arguments))
+        }
     kind = _TEXT if isinstance(first, ContentPiece) else _THINKING
-    return _opened(kind) | {kind: "".join(piece.text for piece in pieces if not isinstance(piece, CallPiece))}
+    return _opened(kind) | {
+        kind: "".join(piece.text for piece in pieces if not isinstance(piece, CallPiece))
+    }

@@ -1,7 +1,8 @@
-"""Requests of Anthropic's Messages API: the bodies, and their messages, which are lists of blocks, as the chat messages that templates read.
+"""Requests of Anthropic's Messages API: the bodies, and their messages, which are lists of blocks,
+as the chat messages that templates read.
 
-There is one form for what an agent sends back: an assistant message becomes the same message that stands for the recorded answer,
-so that its tokens are found again (I4).
+There is one form for what an agent sends back: an assistant message becomes the same message that
+stands for the recorded answer, so that its tokens are found again (I4).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,13 @@ from midflight.errors import RequestRejected
 from midflight.gateway.dialects import fields, policy
 from midflight.gateway.dialects.constraints import check_schema, schema_grammar
 from midflight.gateway.dialects.policy import Unread
-from midflight.gateway.dialects.tool_bodies import MAX_TOOLS, check_known, left_out, placed, tools_of
+from midflight.gateway.dialects.tool_bodies import (
+    MAX_TOOLS,
+    check_known,
+    left_out,
+    placed,
+    tools_of,
+)
 from midflight.gateway.sessions.session import Asked, CompletionCall, Messages, ToolChoice
 from midflight.text import Message
 from midflight.text.formats import Tool
@@ -43,7 +50,13 @@ BLOCK_FIELDS: Mapping[str, frozenset[str]] = {
         "tool_result": ("tool_use_id", "content", "is_error"),
     }.items()
 }
-_KINDS: Mapping[str, type] = {"title": str, "context": str, "signature": str, "data": str, "is_error": bool}
+_KINDS: Mapping[str, type] = {
+    "title": str,
+    "context": str,
+    "signature": str,
+    "data": str,
+    "is_error": bool,
+}
 _OF_MESSAGE = frozenset({"role", "content"})
 
 
@@ -54,15 +67,29 @@ class BlockReader:
         self._unread = unread
 
     def conversation(self, system: JsonValue, messages: Sequence[Block]) -> tuple[Message, ...]:
-        """The whole conversation, the system text first. Raises `RequestRejected` that names the block."""
-        said = _text(self._blocks(system, _BLOCKS["system"], "system")) if system is not None else ""
+        """The whole conversation, the system text first. Raises `RequestRejected` that names the
+        block.
+        """
+        said = (
+            _text(self._blocks(system, _BLOCKS["system"], "system")) if system is not None else ""
+        )
         first: list[Message] = [{"role": "system", "content": said}] if said else []
-        return (*first, *(m for place, message in enumerate(messages) for m in self._messages(message, f"messages.{place}")))
+        return (
+            *first,
+            *(
+                m
+                for place, message in enumerate(messages)
+                for m in self._messages(message, f"messages.{place}")
+            ),
+        )
 
     def _messages(self, message: Block, param: str) -> list[Message]:
         role = message.get("role")
         if not isinstance(role, str) or role not in _BLOCKS:
-            raise RequestRejected(f"{param}.role is {role!r:.80}: send one of {', '.join(_BLOCKS)}.", param=f"{param}.role")
+            raise RequestRejected(
+                f"{param}.role is {role!r:.80}: send one of {', '.join(_BLOCKS)}.",
+                param=f"{param}.role",
+            )
         if len(message) > len(_OF_MESSAGE):
             self._unread.rest(message, _OF_MESSAGE, param)
         blocks = self._blocks(message.get("content"), _BLOCKS[role], f"{param}.content")
@@ -75,8 +102,14 @@ class BlockReader:
                 return [{"role": role, "content": _text(blocks)}]
 
     def _user(self, blocks: Sequence[Block], param: str) -> list[Message]:
-        """Each result of a tool is a message of its own. They come before what the user says in the same message."""
-        results = [self._result(b, f"{param}.{place}") for place, b in enumerate(blocks) if b["type"] == "tool_result"]
+        """Each result of a tool is a message of its own. They come before what the user says in the
+        same message.
+        """
+        results = [
+            self._result(b, f"{param}.{place}")
+            for place, b in enumerate(blocks)
+            if b["type"] == "tool_result"
+        ]
         text = _text(blocks)
         return [*results, {"role": "user", "content": text}] if text or not results else results
 
@@ -84,20 +117,31 @@ class BlockReader:
         """A failed result (`is_error`) is treated like any other: its text says what failed."""
         content = block.get("content")
         text = "" if content is None else _text(self._blocks(content, _RESULTS, f"{param}.content"))
-        return fields.tool_result(text, call_id=fields.filled(block.get("tool_use_id"), f"{param}.tool_use_id"))
+        return fields.tool_result(
+            text, call_id=fields.filled(block.get("tool_use_id"), f"{param}.tool_use_id")
+        )
 
     def _blocks(self, content: JsonValue, kinds: Sequence[str], param: str) -> list[Block]:
-        """Blocks of these kinds; a string is one block of text. What is told in another form is a block of text too."""
+        """Blocks of these kinds; a string is one block of text. What is told in another form is a
+        block of text too.
+        """
         if isinstance(content, str):
             return [{"type": "text", "text": content}]
         if not isinstance(content, list):
-            raise RequestRejected(f"{param} is {content!r:.80}: send a text, or a list of blocks.", param=param)
-        return [self._block(value, kinds, f"{param}.{place}") for place, value in enumerate(content)]
+            raise RequestRejected(
+                f"{param} is {content!r:.80}: send a text, or a list of blocks.", param=param
+            )
+        return [
+            self._block(value, kinds, f"{param}.{place}") for place, value in enumerate(content)
+        ]
 
     def _block(self, value: JsonValue, kinds: Sequence[str], param: str) -> Block:
         kind = value.get("type") if isinstance(value, dict) else value
         if not isinstance(value, dict) or not isinstance(kind, str) or kind not in kinds:
-            raise RequestRejected(f"{param} is a block of type {kind!r:.80}: send {' or '.join(kinds)} here.", param=param)
+            raise RequestRejected(
+                f"{param} is a block of type {kind!r:.80}: send {' or '.join(kinds)} here.",
+                param=param,
+            )
         if not value.keys() <= BLOCK_FIELDS[kind]:
             self._unread.rest(value, BLOCK_FIELDS[kind], param)
         fields.typed(value, param, _KINDS)
@@ -113,7 +157,9 @@ class BlockReader:
         return value
 
     def _document(self, block: Block, param: str) -> str:
-        """A document of text, or what a search found: title, where it is from, and the text, in lines of their own."""
+        """A document of text, or what a search found: title, where it is from, and the text, in
+        lines of their own.
+        """
         source = block.get("source")
         content = block.get("content")
         place = f"{param}.content"
@@ -121,30 +167,44 @@ class BlockReader:
             if not isinstance(source, dict) or source.get("type") not in ("text", "content"):
                 kind = source.get("type") if isinstance(source, dict) else source
                 remedy = "the model reads text, send a source of type text or content"
-                raise RequestRejected(f"{param}.source is of type {kind!r:.80}: {remedy}.", param=f"{param}.source")
+                raise RequestRejected(
+                    f"{param}.source is of type {kind!r:.80}: {remedy}.", param=f"{param}.source"
+                )
             fields.typed(source, f"{param}.source", {"media_type": str})
             held = "data" if source["type"] == "text" else "content"
             content = source.get(held)
             place = f"{param}.source.{held}"
             source = block.get("context")
         elif source is not None and not isinstance(source, str):
-            raise RequestRejected(f"{param}.source is {source!r:.80}: send a text.", param=f"{param}.source")
+            raise RequestRejected(
+                f"{param}.source is {source!r:.80}: send a text.", param=f"{param}.source"
+            )
         lines = [block.get("title"), source]
         text = _text(self._blocks(content, ("text",), place))
         return "\n".join([*(line for line in lines if isinstance(line, str) and line), text])
 
 
 def _assistant(blocks: Sequence[Block], param: str) -> Message:
-    """Joins the texts, the thinking and the calls, because a chat message has no order between them."""
-    calls = [_call(b, f"{param}.{place}") for place, b in enumerate(blocks) if b["type"] == "tool_use"]
-    thinking = "".join(fields.text_of(b, "thinking", f"{param}.{place}") for place, b in enumerate(blocks) if b["type"] == "thinking")
+    """Joins the texts, the thinking and the calls, because a chat message has no order between
+    them.
+    """
+    calls = [
+        _call(b, f"{param}.{place}") for place, b in enumerate(blocks) if b["type"] == "tool_use"
+    ]
+    thinking = "".join(
+        fields.text_of(b, "thinking", f"{param}.{place}")
+        for place, b in enumerate(blocks)
+        if b["type"] == "thinking"
+    )
     return fields.assistant(_text(blocks), reasoning=thinking, calls=calls)
 
 
 def _call(block: Block, param: str) -> Json:
     given = block.get("input")
     if not isinstance(given, dict):
-        raise RequestRejected(f"{param}.input is {given!r:.80}: send an object.", param=f"{param}.input")
+        raise RequestRejected(
+            f"{param}.input is {given!r:.80}: send an object.", param=f"{param}.input"
+        )
     return fields.tool_call(
         call_id=fields.filled(block.get("id"), f"{param}.id"),
         name=fields.filled(block.get("name"), f"{param}.name"),
@@ -207,7 +267,9 @@ class Choosing(fields.Body):
 
 
 class ThinkingBody(fields.Body):
-    harmless: ClassVar[Mapping[str, str]] = {"budget_tokens": "`max_tokens` bounds thinking and text together"}
+    harmless: ClassVar[Mapping[str, str]] = {
+        "budget_tokens": "`max_tokens` bounds thinking and text together"
+    }
     ignored: ClassVar[Mapping[str, str]] = {
         "display": "thinking is shown as it is",
         "block_binding": "thinking that is sent back is read as it is",
@@ -223,7 +285,9 @@ class OutputFormat(fields.Body):
 
 
 class OutputConfig(fields.Body):
-    ignored: ClassVar[Mapping[str, str]] = {"task_budget": "`max_tokens` bounds each answer, and nothing bounds several together"}
+    ignored: ClassVar[Mapping[str, str]] = {
+        "task_budget": "`max_tokens` bounds each answer, and nothing bounds several together"
+    }
 
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -248,10 +312,17 @@ class PromptBody(fields.RequestBody):
         """Raises `RequestRejected` that names what cannot be a prompt."""
         tools = tools_of(placed(self.tools)) if self.tools else ()
         messages = BlockReader(unread).conversation(self.system, self.messages)
-        return Messages(messages, tools, self._options(), fields.ending(messages, opens=messages[-1]["role"] == "assistant"))
+        return Messages(
+            messages,
+            tools,
+            self._options(),
+            fields.ending(messages, opens=messages[-1]["role"] == "assistant"),
+        )
 
     def _options(self) -> dict[str, Json]:
-        """Options for the chat template. Templates that do not read them write what they always write."""
+        """Options for the chat template. Templates that do not read them write what they always
+        write.
+        """
         options: dict[str, Json] = {}
         if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
             options["enable_thinking"] = self.thinking.type == "enabled"
@@ -265,7 +336,10 @@ _ANTHROPIC = fields.SamplingFields(Api.ANTHROPIC)
 
 class MessagesBody(_ANTHROPIC.on(PromptBody)):
     max_tokens: fields.Tokens
-    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=fields.MAX_STOPS)] | None = None
+    stop_sequences: (
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=fields.MAX_STOPS)]
+        | None
+    ) = None
     stream: bool | None = None
     return_token_ids: bool | None = None
     thread: JsonValue = None
@@ -282,11 +356,16 @@ class MessagesBody(_ANTHROPIC.on(PromptBody)):
         if choosing.type == "none":
             return ToolChoice.NONE, None
         if not tools:
-            raise RequestRejected(f"tool_choice is {choosing.type!r} without tools: send tools, or leave it out.", param="tool_choice")
+            raise RequestRejected(
+                f"tool_choice is {choosing.type!r} without tools: send tools, or leave it out.",
+                param="tool_choice",
+            )
         if choosing.type == "any":
             return ToolChoice.REQUIRED, None
         if choosing.name is None:
-            raise RequestRejected("tool_choice.name is missing: send the name of a tool.", param="tool_choice.name")
+            raise RequestRejected(
+                "tool_choice.name is missing: send the name of a tool.", param="tool_choice.name"
+            )
         check_known(choosing.name, tools, param="tool_choice.name")
         return ToolChoice.REQUIRED, choosing.name
 
@@ -308,9 +387,17 @@ class MessagesBody(_ANTHROPIC.on(PromptBody)):
 
 
 def messages_call(body: MessagesBody, unread: Unread) -> CompletionCall:
-    """The call that a body means; raises `RequestRejected` where its fields contradict each other."""
+    """The call that a body means; raises `RequestRejected` where its fields contradict each
+    other.
+    """
     if body.thread is not None:
-        raise ThreadRefused("thread is not supported here: leave it out, and send the whole conversation as messages.", param="thread")
+        raise ThreadRefused(
+            (
+                "thread is not supported here: leave it out, and send the whole conversation as "
+                "messages."
+            ),
+            param="thread",
+        )
     prompt = body.prompt(unread)
     choice, forced = body.choice(prompt.tools)
     return CompletionCall(
@@ -321,6 +408,7 @@ def messages_call(body: MessagesBody, unread: Unread) -> CompletionCall:
         prompt_param="messages",
         tool_choice=choice,
         forced_tool=forced,
-        parallel_tool_calls=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
+        parallel_tool_calls=body.tool_choice is None
+        or not body.tool_choice.disable_parallel_tool_use,
         names={**_ANTHROPIC.names, "grammar": body.format_param},
     )

@@ -9,7 +9,13 @@ from midflight.errors import RequestRejected
 from midflight.gateway.answers.answer import START, Answer, Event, News
 from midflight.gateway.dialects.completions import PROMPT_SCHEMA, sources
 from midflight.gateway.dialects.constraints import grammar_of
-from midflight.gateway.dialects.exchange import Alternatives, Reply, alternatives, token_text, weight_versions
+from midflight.gateway.dialects.exchange import (
+    Alternatives,
+    Reply,
+    alternatives,
+    token_text,
+    weight_versions,
+)
 from midflight.gateway.dialects.fields import RequestBody, SamplingFields, TopLogprobs, parse
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.session import Asked, CompletionCall
@@ -41,24 +47,32 @@ class NativeSampling(_NATIVE.on(RequestBody)):
     def call_parts(self, *, top_logprobs: int | None) -> tuple[Asked, Mapping[str, str]]:
         """What is asked for, and what the client calls it."""
         param, grammar = grammar_of(self, prefix=_PREFIX) or ("grammar", None)
-        return _NATIVE.asked(self, top_logprobs=top_logprobs, grammar=grammar), {**_NAMES, "grammar": param}
+        return _NATIVE.asked(self, top_logprobs=top_logprobs, grammar=grammar), {
+            **_NAMES,
+            "grammar": param,
+        }
 
 
-_NAMES: Mapping[str, str] = {**_NATIVE.names, "top_logprobs": "top_logprobs_num", "prompt_logprobs": "logprob_start_len"}
+_NAMES: Mapping[str, str] = {
+    **_NATIVE.names,
+    "top_logprobs": "top_logprobs_num",
+    "prompt_logprobs": "logprob_start_len",
+}
 
 
 def _single(value: object) -> object:
     """Refuses a list: SGLang takes one value for each prompt, the gateway one for all."""
     if isinstance(value, list):
         raise ValueError(
-            "one value holds for all prompts of a request; send it alone, and prompts that differ in it as requests of their own"
+            "one value holds for all prompts of a request; send it alone, and prompts that differ "
+            "in it as requests of their own"
         )
     return value
 
 
 class Wording:
-    """How output tokens become the text that is told. By default it is what every other client of the gateway is told: without special
-    tokens and without what ended the answer."""
+    """How output tokens become the text that is told. By default it is what every other client of
+    the gateway is told: without special tokens and without what ended the answer."""
 
     def __init__(self, sampling: NativeSampling) -> None:
         self._skips_special = sampling.skip_special_tokens is not False
@@ -67,7 +81,11 @@ class Wording:
 
     def text(self, tokenizer: Tokenizer, answer: Answer) -> str:
         """Of a closed answer."""
-        return answer.text if self._is_default else self._ended(tokenizer, answer.turn.output_ids, answer.turn.finish)
+        return (
+            answer.text
+            if self._is_default
+            else self._ended(tokenizer, answer.turn.output_ids, answer.turn.finish)
+        )
 
     def so_far(self, tokenizer: Tokenizer, answer: Answer, told: News) -> str:
         """Of an answer that goes on: nothing that may have to be taken back."""
@@ -75,37 +93,53 @@ class Wording:
             return told.text
         if answer.finish is not None:
             return self._ended(tokenizer, told.token_ids, answer.finish)
-        text = tokenizer.decode(told.token_ids, skip_special=self._skips_special).rstrip(_REPLACEMENT)
+        text = tokenizer.decode(told.token_ids, skip_special=self._skips_special).rstrip(
+            _REPLACEMENT
+        )
         stops = answer.request.sampling.stop if self._trims else ()
-        held = max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        held = max(
+            (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
+        )
         return text[: len(text) - held]
 
     def _ended(self, tokenizer: Tokenizer, ids: Sequence[int], finish: Finish) -> str:
         if self._trims and isinstance(finish.matched, int):
             ids = ids[:-1]
         text = tokenizer.decode(ids, skip_special=self._skips_special)
-        return text.rpartition(finish.matched)[0] if self._trims and isinstance(finish.matched, str) else text
+        return (
+            text.rpartition(finish.matched)[0]
+            if self._trims and isinstance(finish.matched, str)
+            else text
+        )
 
 
 _REPLACEMENT = "\ufffd"
 
-_Prompt = Annotated[JsonValue, WithJsonSchema({"anyOf": [*PROMPT_SCHEMA["anyOf"], {"type": "null"}]})]
+_Prompt = Annotated[
+    JsonValue, WithJsonSchema({"anyOf": [*PROMPT_SCHEMA["anyOf"], {"type": "null"}]})
+]
 
 
 class NativeBody(RequestBody):
     text: _Prompt = None
     input_ids: _Prompt = None
     sampling_params: Annotated[NativeSampling | None, BeforeValidator(_single)] = None
-    rid: Annotated[Annotated[str, Field(min_length=1, max_length=256)] | None, BeforeValidator(_single)] = None
+    rid: Annotated[
+        Annotated[str, Field(min_length=1, max_length=256)] | None, BeforeValidator(_single)
+    ] = None
     return_logprob: Annotated[bool | None, BeforeValidator(_single)] = None
-    logprob_start_len: Annotated[Annotated[int, Field(ge=-1)] | None, BeforeValidator(_single)] = None
+    logprob_start_len: Annotated[Annotated[int, Field(ge=-1)] | None, BeforeValidator(_single)] = (
+        None
+    )
     top_logprobs_num: Annotated[TopLogprobs | None, BeforeValidator(_single)] = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
 
 
 class NativeExchange:
-    """One request. A single answer is an object, several are a list. Stream frames are cumulative."""
+    """One request. A single answer is an object, several are a list. Stream frames are
+    cumulative.
+    """
 
     def __init__(self, body: bytes) -> None:
         self.unread = Unread()
@@ -158,7 +192,12 @@ class NativeExchange:
         meta |= self._of_tokens(tokenizer, told.token_ids, told.logprobs, told.top_logprobs)
         meta |= self._of_prompt(tokenizer, answer) | {"finish_reason": None}
         text = self._wording.so_far(tokenizer, answer, told)
-        return {"index": answer.index, "text": text, "output_ids": list(told.token_ids), "meta_info": meta}
+        return {
+            "index": answer.index,
+            "text": text,
+            "output_ids": list(told.token_ids),
+            "meta_info": meta,
+        }
 
     def _answer(self, tokenizer: Tokenizer, answer: Answer) -> Json:
         turn = answer.turn
@@ -172,18 +211,30 @@ class NativeExchange:
             "num_retractions": turn.num_resumes,
         }
         text = self._wording.text(tokenizer, answer)
-        return {"index": answer.index, "text": text, "output_ids": list(turn.output_ids), "meta_info": meta}
+        return {
+            "index": answer.index,
+            "text": text,
+            "output_ids": list(turn.output_ids),
+            "meta_info": meta,
+        }
 
     def _triple(self, tokenizer: Tokenizer, token_id: int, logprob: float | None) -> Json:
         """Log-probability, id and, where wanted, text."""
         return [logprob, token_id, token_text(tokenizer, token_id) if self._texts else None]
 
-    def _of_tokens(self, tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float], top: Alternatives) -> dict[str, Json]:
+    def _of_tokens(
+        self, tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float], top: Alternatives
+    ) -> dict[str, Json]:
         told: dict[str, Json] = {}
         if self._logprobs:
-            told["output_token_logprobs"] = [self._triple(tokenizer, *pair) for pair in zip(ids, logprobs, strict=True)]
+            told["output_token_logprobs"] = [
+                self._triple(tokenizer, *pair) for pair in zip(ids, logprobs, strict=True)
+            ]
         if self._top_logprobs:
-            told["output_top_logprobs"] = [[self._triple(tokenizer, *other) for other in at] for at in alternatives(top, len(ids))]
+            told["output_top_logprobs"] = [
+                [self._triple(tokenizer, *other) for other in at]
+                for at in alternatives(top, len(ids))
+            ]
         return told
 
     def _of_prompt(self, tokenizer: Tokenizer, answer: Answer) -> dict[str, Json]:
@@ -194,13 +245,24 @@ class NativeExchange:
         own += [self._triple(tokenizer, *likely[0]) for likely in answer.prompt_logprobs]
         told: dict[str, Json] = {"input_token_logprobs": own[self._scored_from :]}
         if self._top_logprobs:
-            top: list[Json] = [None, *([self._triple(tokenizer, *other) for other in at[1:]] for at in answer.prompt_logprobs)]
+            top: list[Json] = [
+                None,
+                *(
+                    [self._triple(tokenizer, *other) for other in at[1:]]
+                    for at in answer.prompt_logprobs
+                ),
+            ]
             told["input_top_logprobs"] = top[self._scored_from :]
         return told
 
 
 def _meta(request_id: str, num_prompt: int, num_output: int) -> dict[str, Json]:
-    return {"id": request_id, "prompt_tokens": num_prompt, "completion_tokens": num_output, "cached_tokens": 0}
+    return {
+        "id": request_id,
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "cached_tokens": 0,
+    }
 
 
 def _check(body: NativeBody) -> None:
@@ -209,7 +271,10 @@ def _check(body: NativeBody) -> None:
         raise RequestRejected("text and input_ids: send exactly one of them.", param="input_ids")
     if body.top_logprobs_num and not body.return_logprob:
         raise RequestRejected(
-            f"top_logprobs_num is {body.top_logprobs_num} without return_logprob: send return_logprob true with it.",
+            (
+                f"top_logprobs_num is {body.top_logprobs_num} without return_logprob: send "
+                "return_logprob true with it."
+            ),
             param="top_logprobs_num",
         )
 

@@ -19,44 +19,84 @@ _RESERVED = frozenset(
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-FIELDS = frozenset({"chat_template_kwargs", "reasoning_effort", "verbosity", "enable_thinking", "thinking", "reasoning"})
+FIELDS = frozenset(
+    {
+        "chat_template_kwargs",
+        "reasoning_effort",
+        "verbosity",
+        "enable_thinking",
+        "thinking",
+        "reasoning",
+    }
+)
 """Of chats: without one of them the template has no options."""
 
 
 def template_options(
-    given: Mapping[str, JsonValue] | None, effort: str | None, *, verbosity: str | None = None, thinks: bool | None = None
+    given: Mapping[str, JsonValue] | None,
+    effort: str | None,
+    *,
+    verbosity: str | None = None,
+    thinks: bool | None = None,
 ) -> dict[str, Json]:
-    """Options for the chat template; one that does not read them writes what it always writes. Names that the gateway fills in are refused."""
+    """Options for the chat template; one that does not read them writes what it always writes.
+    Names that the gateway fills in are refused.
+    """
     options: dict[str, Json] = {} if thinks is None else {"enable_thinking": thinks}
     if verbosity is not None:
         options["verbosity"] = verbosity
     options |= given or {}
-    if reserved := next((f"chat_template_kwargs.{name}" for name in options if name in _RESERVED), None):
+    if reserved := next(
+        (f"chat_template_kwargs.{name}" for name in options if name in _RESERVED), None
+    ):
         raise RequestRejected(f"{reserved} is set by the gateway: leave it out.", param=reserved)
     if effort is not None:
         options["reasoning_effort"] = effort
     return options
 
 
-def thinks(enable_thinking: bool | None, thinking: bool | Mapping[str, JsonValue] | None, unread: Unread) -> bool | None:
-    """Whether the model shall think, as clients of several vendors ask for it; `None` leaves it to the template."""
+def thinks(
+    enable_thinking: bool | None, thinking: bool | Mapping[str, JsonValue] | None, unread: Unread
+) -> bool | None:
+    """Whether the model shall think, as clients of several vendors ask for it; `None` leaves it to
+    the template.
+    """
     if enable_thinking is not None or not isinstance(thinking, Mapping):
-        return thinking if enable_thinking is None and isinstance(thinking, bool) else enable_thinking
+        return (
+            thinking if enable_thinking is None and isinstance(thinking, bool) else enable_thinking
+        )
     for name in thinking.keys() - {"type"}:
-        unread.note(f"thinking.{name}", f"thinking.{name} is not supported here: leave it out", known=name == "budget_tokens")
+        unread.note(
+            f"thinking.{name}",
+            f"thinking.{name} is not supported here: leave it out",
+            known=name == "budget_tokens",
+        )
     typed(thinking, "thinking", {"type": str})
     kind = thinking.get("type")
     return kind == "enabled" if kind in ("enabled", "disabled") else None
 
 
-def reasoning(given: Mapping[str, JsonValue] | None, unread: Unread) -> tuple[str | None, bool | None]:
-    """The effort, and whether the model shall think, of an object that routers of several vendors take."""
+def reasoning(
+    given: Mapping[str, JsonValue] | None, unread: Unread
+) -> tuple[str | None, bool | None]:
+    """The effort, and whether the model shall think, of an object that routers of several vendors
+    take.
+    """
     for name in () if given is None else given.keys() - {"effort", "enabled"}:
-        unread.note(f"reasoning.{name}", f"reasoning.{name} is not supported here: leave it out", known=name in ("exclude", "max_tokens"))
+        unread.note(
+            f"reasoning.{name}",
+            f"reasoning.{name} is not supported here: leave it out",
+            known=name in ("exclude", "max_tokens"),
+        )
     effort = (given or {}).get("effort")
     enabled = (given or {}).get("enabled")
     if effort is not None and not isinstance(effort, str):
-        raise RequestRejected(f"reasoning.effort is {effort!r:.80}: send a text, such as low or high.", param="reasoning.effort")
+        raise RequestRejected(
+            f"reasoning.effort is {effort!r:.80}: send a text, such as low or high.",
+            param="reasoning.effort",
+        )
     if enabled is not None and not isinstance(enabled, bool):
-        raise RequestRejected(f"reasoning.enabled is {enabled!r:.80}: send true or false.", param="reasoning.enabled")
+        raise RequestRejected(
+            f"reasoning.enabled is {enabled!r:.80}: send true or false.", param="reasoning.enabled"
+        )
     return effort, enabled

@@ -1,8 +1,9 @@
 """What becomes of fields that the bodies do not read: ignored, or refused by name.
 
-A field is ignored where it cannot change the text that was asked for, and the answer says so. It is refused where passing over it
-would make a lie of the answer: a sampling parameter that no engine here has, a misspelt one, a picture for a model of text.
-`gateway.strict` refuses all but the harmless ones.
+A field is ignored where it cannot change the text that was asked for, and the answer says so. It is
+refused where passing over it would make a lie of the answer: a sampling parameter that no engine
+here has, a misspelt one, a picture for a model of text. `gateway.strict` refuses all but the
+harmless ones.
 """
 
 import difflib
@@ -90,7 +91,9 @@ IGNORED: Mapping[str, str] = {
     "usage": _TALLY,
     "web_search_options": "no server searches here: give the model a tool of your own",
 }
-"""On every route, with the reason. A name that is in no table is ignored too, unless it is close to a sampling parameter."""
+"""On every route, with the reason. A name that is in no table is ignored too, unless it is close to
+a sampling parameter.
+"""
 
 NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "length_penalty": (1,),
@@ -238,7 +241,9 @@ REFUSED: Mapping[str, str] = {
     "image": "the model reads text",
     "n": "send several requests",
 }
-"""On every route that does not read them, each with what to do instead: they would change the text, or promise what the answer lacks."""
+"""On every route that does not read them, each with what to do instead: they would change the text,
+or promise what the answer lacks.
+"""
 
 REFUSED_MESSAGES: Mapping[str, str] = {
     **{name: remedy.replace("`stop`", "`stop_sequences`") for name, remedy in REFUSED.items()},
@@ -252,7 +257,10 @@ REFUSED_MESSAGES: Mapping[str, str] = {
 """The same on Anthropic's routes."""
 
 REFUSED_RESPONSES: Mapping[str, str] = {
-    **{name: remedy.replace("`max_tokens`", "`max_output_tokens`") for name, remedy in REFUSED.items()},
+    **{
+        name: remedy.replace("`max_tokens`", "`max_output_tokens`")
+        for name, remedy in REFUSED.items()
+    },
     "max_tokens": "send `max_output_tokens` instead",
     "max_completion_tokens": "send `max_output_tokens` instead",
     "reasoning_effort": "send `reasoning` with an `effort`",
@@ -263,18 +271,44 @@ REFUSED_RESPONSES: Mapping[str, str] = {
 TOOLS: Mapping[str, str] = {
     **dict.fromkeys(
         (
-            "apply_patch", "code_execution", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation", "local_shell",
-            "mcp", "mcp_toolset", "programmatic_tool_calling", "shell", "tool_search", "web_fetch", "web_search",
-            "web_search_preview", "bash", "text_editor", "memory", "browser", "browser_toolset", "computer_toolset", "tool_search_tool_bm25",
-            "tool_search_tool_regex", "str_replace_editor", "advisor",
+            "apply_patch",
+            "code_execution",
+            "code_interpreter",
+            "computer",
+            "computer_use_preview",
+            "file_search",
+            "image_generation",
+            "local_shell",
+            "mcp",
+            "mcp_toolset",
+            "programmatic_tool_calling",
+            "shell",
+            "tool_search",
+            "web_fetch",
+            "web_search",
+            "web_search_preview",
+            "bash",
+            "text_editor",
+            "memory",
+            "browser",
+            "browser_toolset",
+            "computer_toolset",
+            "tool_search_tool_bm25",
+            "tool_search_tool_regex",
+            "str_replace_editor",
+            "advisor",
         ),
         "no local model can call it",
     )
-}  # fmt: skip
-"""Types of tools that are left out of the prompt, without the dates that some end in. So are those in no table."""
+}
+"""Types of tools that are left out of the prompt, without the dates that some end in. So are those
+in no table.
+"""
 
 MAX_UNREAD = 256
-"""Fields without a meaning in one request, at most; those that SDKs and agents send are some dozens."""
+"""Fields without a meaning in one request, at most; those that SDKs and agents send are some
+dozens.
+"""
 MAX_NAME = 80
 """Letters of a name that are told."""
 _MAX_HEADER = 2048
@@ -283,7 +317,9 @@ _MAX_HEADER = 2048
 
 @dataclass(slots=True)
 class Unread:
-    """The fields of one request that nothing reads, each once and without the numbers of its place."""
+    """The fields of one request that nothing reads, each once and without the numbers of its
+    place.
+    """
 
     fields: dict[str, bool] = field(default_factory=dict[str, bool])
     """Whether the name is in a table: then it may be a label of a metric."""
@@ -291,18 +327,28 @@ class Unread:
     """What a strict gateway says to the request."""
 
     def note(self, param: str, fault: str | None = None, *, known: bool = True) -> None:
-        """A field that is passed over. `fault`: why a strict gateway refuses it; `None` if it does not."""
+        """A field that is passed over. `fault`: why a strict gateway refuses it; `None` if it does
+        not.
+        """
         if fault is not None and self.refusal is None:
-            self.refusal = RequestRejected(f"{fault}, or set gateway.strict = false.", param=param[:MAX_NAME])
+            self.refusal = RequestRejected(
+                f"{fault}, or set gateway.strict = false.", param=param[:MAX_NAME]
+            )
         name = ".".join(part for part in param.split(".") if not part.isdigit())[:MAX_NAME]
         self.fields[name] = known or self.fields.get(name, False)
         if len(self.fields) > MAX_UNREAD:
             raise RequestRejected(
-                f"the request holds more than {MAX_UNREAD} fields that are not read here: leave them out.", param=param[:MAX_NAME]
+                (
+                    f"the request holds more than {MAX_UNREAD} fields that are not read here: "
+                    "leave them out."
+                ),
+                param=param[:MAX_NAME],
             )
 
     def also(self, param: str) -> "Unread":
-        """Notes what is found to have no effect after all others were counted; returned is that alone."""
+        """Notes what is found to have no effect after all others were counted; returned is that
+        alone.
+        """
         self.note(param)
         return Unread({param: True})
 
@@ -323,7 +369,9 @@ class Unread:
         self.refusal = self.refusal or error
 
     def headers(self, clamped: str = "") -> tuple[tuple[bytes, bytes], ...]:
-        """What the head of an answer says of its request. `clamped`: what was asked for and is less, with what it is."""
+        """What the head of an answer says of its request. `clamped`: what was asked for and is
+        less, with what it is.
+        """
         ignored = ((b"x-midflight-ignored", self._names),) if self.fields else ()
         return (*ignored, (b"x-midflight-clamped", clamped.encode())) if clamped else ignored
 
@@ -336,7 +384,9 @@ class Unread:
     @property
     def labels(self) -> tuple[str, ...]:
         """Their names as labels of a metric, of which there are few; names in no table are one."""
-        return tuple(dict.fromkeys(name if known else "other" for name, known in self.fields.items()))
+        return tuple(
+            dict.fromkeys(name if known else "other" for name, known in self.fields.items())
+        )
 
 
 _PRINTABLE = bytes(letter if 32 <= letter < 127 else 63 for letter in range(256))
@@ -344,13 +394,34 @@ _PRINTABLE = bytes(letter if 32 <= letter < 127 else 63 for letter in range(256)
 
 def is_neutral(value: JsonValue, neutral: tuple[JsonValue, ...]) -> bool:
     """Whether a value asks for nothing. `True` is not the same as 1 here."""
-    return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral)
+    return any(
+        value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral
+    )
 
 
-_SAMPLING = sorted({p.names.get(api, p.name) for p in PARAMETERS.values() for api in (Api.OPENAI, Api.NATIVE)} | {
-    "max_completion_tokens", "n", "logprobs", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-    "guided_grammar", "stream", "tools", "tool_choice", "messages", "prompt", "input", "instructions", "system",
-} | REFUSED.keys())  # fmt: skip
+_SAMPLING = sorted(
+    {p.names.get(api, p.name) for p in PARAMETERS.values() for api in (Api.OPENAI, Api.NATIVE)}
+    | {
+        "max_completion_tokens",
+        "n",
+        "logprobs",
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "stream",
+        "tools",
+        "tool_choice",
+        "messages",
+        "prompt",
+        "input",
+        "instructions",
+        "system",
+    }
+    | REFUSED.keys()
+)
 
 
 @lru_cache(4096)

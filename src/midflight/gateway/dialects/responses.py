@@ -1,4 +1,6 @@
-"""OpenAI's responses, `POST /v1/responses`: how answers are written, and kept in their session (`sessions.kept`)."""
+"""OpenAI's responses, `POST /v1/responses`: how answers are written, and kept in their session
+(`sessions.kept`).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 from midflight.gateway.answers.answer import Answer, Event, News
-from midflight.gateway.dialects.exchange import Alternatives, Exchange, Reply, call_id, logprob_entries, weight_versions
+from midflight.gateway.dialects.exchange import (
+    Alternatives,
+    Exchange,
+    Reply,
+    call_id,
+    logprob_entries,
+    weight_versions,
+)
 from midflight.gateway.dialects.fields import assistant, parse, tool_call
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.dialects.responses_input import FormatBody, ResponsesBody, responses_call
-from midflight.gateway.dialects.tool_bodies import CUSTOM, NAMESPACE, FunctionTool, Offered, custom_input
+from midflight.gateway.dialects.tool_bodies import (
+    CUSTOM,
+    NAMESPACE,
+    FunctionTool,
+    Offered,
+    custom_input,
+)
 from midflight.gateway.sessions.kept import KeptResponses
 from midflight.gateway.sessions.session import ToolChoice
 from midflight.text import Message, Tokenizer
@@ -48,7 +63,9 @@ class ResponsesExchange:
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
         items = self._growing(reply)
         if isinstance(event, News):
-            self._untold += self._logprobs(reply.tokenizer, event.token_ids, event.logprobs, event.top_logprobs)
+            self._untold += self._logprobs(
+                reply.tokenizer, event.token_ids, event.logprobs, event.top_logprobs
+            )
             yield from items.add(event.pieces, self._told_with(event.pieces))
         else:
             yield from items.add(event.tail_pieces, self._told_with(event.tail_pieces))
@@ -61,10 +78,14 @@ class ResponsesExchange:
         yield items.event(f"response.{response['status']}", response=response)
 
     def broken(self, error: Json) -> Json:
-        """The last event of a stream that failed. It holds `error` twice, because the SDK looks for it in another place to raise it."""
+        """The last event of a stream that failed. It holds `error` twice, because the SDK looks for
+        it in another place to raise it.
+        """
         assert isinstance(error, dict)
         items = self._items or OutputItems("")
-        return items.event("error", code=error["code"], message=error["message"], param=error["param"], error=error)
+        return items.event(
+            "error", code=error["code"], message=error["message"], param=error["param"], error=error
+        )
 
     def _growing(self, reply: Reply) -> OutputItems:
         self._items = self._items or OutputItems(reply.job.request_id, tools=self._tools)
@@ -72,12 +93,16 @@ class ResponsesExchange:
 
     def _end(self, items: OutputItems, reply: Reply, answer: Answer) -> Iterable[Json]:
         turn = answer.turn
-        logprobs = self._logprobs(reply.tokenizer, turn.output_ids, turn.logprobs, answer.top_logprobs)
+        logprobs = self._logprobs(
+            reply.tokenizer, turn.output_ids, turn.logprobs, answer.top_logprobs
+        )
         return items.end(complete=not _cut(answer), logprobs=logprobs)
 
     def _finished(self, reply: Reply, items: OutputItems, answer: Answer) -> dict[str, Json]:
         turn = answer.turn
-        body = self._response(reply, "incomplete" if _cut(answer) else "completed", list(items.items))
+        body = self._response(
+            reply, "incomplete" if _cut(answer) else "completed", list(items.items)
+        )
         body["usage"] = _usage(len(turn.prompt_ids), len(turn.output_ids))
         if _cut(answer):
             body["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -86,7 +111,9 @@ class ResponsesExchange:
             body["token_ids"] = list(turn.output_ids)
             body["weight_versions"] = weight_versions(turn)
         if self._body.store is not False:
-            self._kept.keep(body, (*self._said, _reply(answer)), conversation=self._body.conversation_name)
+            self._kept.keep(
+                body, (*self._said, _reply(answer)), conversation=self._body.conversation_name
+            )
         return body
 
     def _told_with(self, pieces: Sequence[Piece]) -> list[Json]:
@@ -97,10 +124,18 @@ class ResponsesExchange:
         self._untold = []
         return told
 
-    def _logprobs(self, tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], top: Alternatives) -> list[Json]:
+    def _logprobs(
+        self,
+        tokenizer: Tokenizer,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        top: Alternatives,
+    ) -> list[Json]:
         if not self._body.wants_logprobs:
             return []
-        return logprob_entries(tokenizer, token_ids, logprobs, top, as_ids=bool(self._body.return_tokens_as_token_ids))
+        return logprob_entries(
+            tokenizer, token_ids, logprobs, top, as_ids=bool(self._body.return_tokens_as_token_ids)
+        )
 
     def _response(self, reply: Reply, status: str, output: list[Json]) -> dict[str, Json]:
         """The response, with what was asked for and what it is sampled with."""
@@ -126,8 +161,12 @@ class ResponsesExchange:
             "tools": [_tool(tool) for tool in body.tools or () if tool.passed_over() is None],
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": self.call.parallel_tool_calls,
-            "text": {"format": _format(body.format)} | ({"verbosity": body.text.verbosity} if body.text and body.text.verbosity else {}),
-            "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
+            "text": {"format": _format(body.format)}
+            | ({"verbosity": body.text.verbosity} if body.text and body.text.verbosity else {}),
+            "reasoning": {
+                "effort": reasoning and reasoning.effort,
+                "summary": reasoning and reasoning.summary,
+            },
             "truncation": "disabled",
             "metadata": dict(body.metadata or {}),
             "user": body.user,
@@ -137,7 +176,9 @@ class ResponsesExchange:
             "store": body.store is not False,
             "background": False,
             "previous_response_id": body.previous_response_id,
-            "conversation": None if body.conversation_name is None else {"id": body.conversation_name},
+            "conversation": None
+            if body.conversation_name is None
+            else {"id": body.conversation_name},
         }
 
     def _tool_choice(self) -> Json:
@@ -158,7 +199,9 @@ def _reply(answer: Answer) -> Message:
     """The message that its items would be read as, if they were sent back."""
     said = answer.message
     calls = [
-        tool_call(call_id=call_id(answer.request_id, index), name=call.name, arguments=call.arguments)
+        tool_call(
+            call_id=call_id(answer.request_id, index), name=call.name, arguments=call.arguments
+        )
         for index, call in enumerate(said.tool_calls)
     ]
     return assistant(said.content, reasoning=said.reasoning, calls=calls)
@@ -171,7 +214,12 @@ def _cut(answer: Answer) -> bool:
 def _tool(tool: FunctionTool) -> Json:
     if tool.type == NAMESPACE:
         inner = [_tool(each) for each in tool.tools or () if each.passed_over() is None]
-        return {"type": NAMESPACE, "name": tool.name, "description": tool.description or "", "tools": inner}
+        return {
+            "type": NAMESPACE,
+            "name": tool.name,
+            "description": tool.description or "",
+            "tools": inner,
+        }
     if tool.type == CUSTOM:
         return {"type": CUSTOM, "name": tool.name, "description": tool.description}
     return {
@@ -230,8 +278,12 @@ class OutputItems:
         self.num_events += 1
         return {"type": kind, "sequence_number": self.num_events - 1, **fields}
 
-    def add(self, pieces: Iterable[Piece], logprobs: Sequence[Json] = ()) -> Iterator[dict[str, Json]]:
-        """Adds pieces of the answer. `logprobs` are those of tokens not sent yet; they go with the first new text of a message."""
+    def add(
+        self, pieces: Iterable[Piece], logprobs: Sequence[Json] = ()
+    ) -> Iterator[dict[str, Json]]:
+        """Adds pieces of the answer. `logprobs` are those of tokens not sent yet; they go with the
+        first new text of a message.
+        """
         for piece in pieces:
             match piece:
                 case ContentPiece(text):
@@ -245,19 +297,28 @@ class OutputItems:
                     yield from self._argue(piece.text, last=piece.last)
 
     def end(self, *, complete: bool, logprobs: Sequence[Json] = ()) -> Iterator[dict[str, Json]]:
-        """Ends the last item. An answer without any piece is an empty message. `logprobs` are those of all tokens, for the first message."""
+        """Ends the last item. An answer without any piece is an empty message. `logprobs` are those
+        of all tokens, for the first message.
+        """
         if not self.items:
             yield from self._open("message")
-        first = next((place for place, item in enumerate(self.items) if item["type"] == "message"), None)
+        first = next(
+            (place for place, item in enumerate(self.items) if item["type"] == "message"), None
+        )
         if first == len(self.items) - 1 and self._text is not None:
             self._logprobs = list(logprobs)
         yield from self._close("completed" if complete else "incomplete")
         if first is not None:
             part = self.items[first]["content"]
             assert isinstance(part, list) and isinstance(part[0], dict)
-            self.items[first] = {**self.items[first], "content": [{**part[0], "logprobs": list(logprobs)}]}
+            self.items[first] = {
+                **self.items[first],
+                "content": [{**part[0], "logprobs": list(logprobs)}],
+            }
 
-    def _grow(self, kind: str, text: str, logprobs: Sequence[Json] = ()) -> Iterator[dict[str, Json]]:
+    def _grow(
+        self, kind: str, text: str, logprobs: Sequence[Json] = ()
+    ) -> Iterator[dict[str, Json]]:
         if self._text is None or self.items[-1]["type"] != kind:
             yield from self._close()
             yield from self._open(kind)
@@ -273,9 +334,19 @@ class OutputItems:
         self._logprobs = []
         place = len(self.items)
         if kind == "message":
-            item: dict[str, Json] = {"id": f"msg_{self._request_id}_{place}", "type": kind, "role": "assistant", "content": []}
+            item: dict[str, Json] = {
+                "id": f"msg_{self._request_id}_{place}",
+                "type": kind,
+                "role": "assistant",
+                "content": [],
+            }
         else:
-            item = {"id": f"rs_{self._request_id}_{place}", "type": kind, "summary": [], "content": []}
+            item = {
+                "id": f"rs_{self._request_id}_{place}",
+                "type": kind,
+                "summary": [],
+                "content": [],
+            }
         self.items.append({**item, "status": "in_progress"})
         yield self._of_item("response.output_item.added")
         yield self._of_part("response.content_part.added", part=self._part())
@@ -289,7 +360,9 @@ class OutputItems:
         text = self._text
         part = self._part()
         if self.items[-1]["type"] == "message":
-            yield self._of_part("response.output_text.done", text=text, logprobs=list(self._logprobs))
+            yield self._of_part(
+                "response.output_text.done", text=text, logprobs=list(self._logprobs)
+            )
         else:
             yield self._of_part("response.reasoning_text.done", text=text)
         yield self._of_part("response.content_part.done", part=part)
@@ -314,11 +387,17 @@ class OutputItems:
         yield self._of_item("response.output_item.added")
         self._text = ""
         if not piece.begins:
-            yield from self._argue(custom_input(piece.call.arguments) if custom else piece.call.arguments, last=True)
+            yield from self._argue(
+                custom_input(piece.call.arguments) if custom else piece.call.arguments, last=True
+            )
 
     def _argue(self, text: str, *, last: bool) -> Iterator[dict[str, Json]]:
         """Arguments of the open call, or the text of a custom one."""
-        written = "custom_tool_call_input" if self.items[-1]["type"] == "custom_tool_call" else "function_call_arguments"
+        written = (
+            "custom_tool_call_input"
+            if self.items[-1]["type"] == "custom_tool_call"
+            else "function_call_arguments"
+        )
         self._text = (self._text or "") + text
         if text:
             yield self._of_last(f"response.{written}.delta", delta=text)
@@ -333,7 +412,9 @@ class OutputItems:
             yield self._of_last("response.custom_tool_call_input.done", input=text)
             self.items[-1] = {**item, "input": text, "status": status}
         else:
-            yield self._of_last("response.function_call_arguments.done", name=item["name"], arguments=text)
+            yield self._of_last(
+                "response.function_call_arguments.done", name=item["name"], arguments=text
+            )
             self.items[-1] = {**item, "arguments": text, "status": status}
         yield self._of_item("response.output_item.done")
 
@@ -341,13 +422,20 @@ class OutputItems:
         """The one part of the open item."""
         if self.items[-1]["type"] == "reasoning":
             return {"type": "reasoning_text", "text": self._text}
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": list(self._logprobs)}
+        return {
+            "type": "output_text",
+            "text": self._text,
+            "annotations": [],
+            "logprobs": list(self._logprobs),
+        }
 
     def _of_item(self, kind: str) -> dict[str, Json]:
         return self.event(kind, output_index=len(self.items) - 1, item=dict(self.items[-1]))
 
     def _of_last(self, kind: str, **fields: Json) -> dict[str, Json]:
-        return self.event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
+        return self.event(
+            kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields
+        )
 
     def _of_part(self, kind: str, **fields: Json) -> dict[str, Json]:
         return self._of_last(kind, content_index=0, **fields)

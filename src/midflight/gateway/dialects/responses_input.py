@@ -1,7 +1,8 @@
-"""Requests for OpenAI's responses: the body, and its input items as the chat messages that templates read.
+"""Requests for OpenAI's responses: the body, and its input items as the chat messages that
+templates read.
 
-The items of one answer (reasoning, message, calls) become the same message that stands for the recorded answer, so that its
-tokens are found again (I4).
+The items of one answer (reasoning, message, calls) become the same message that stands for the
+recorded answer, so that its tokens are found again (I4).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,17 @@ from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
 from midflight.gateway.dialects import constraints, fields, policy, tool_bodies
-from midflight.gateway.dialects.fields import Body, Tokens, TopLogprobs, arguments_text, assistant, filled, text_of, tool_call, tool_result
+from midflight.gateway.dialects.fields import (
+    Body,
+    Tokens,
+    TopLogprobs,
+    arguments_text,
+    assistant,
+    filled,
+    text_of,
+    tool_call,
+    tool_result,
+)
 from midflight.gateway.dialects.options import ReasoningEffort, template_options
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.kept import KeptResponses
@@ -22,7 +33,12 @@ from midflight.types import Grammar, Json
 
 Item: TypeAlias = Mapping[str, JsonValue]
 
-_ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES: Mapping[str, str] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
 """Roles, with the names that templates know."""
 
 _TEXTS = ("input_text", "output_text")
@@ -39,17 +55,25 @@ FIELDS: Mapping[str, frozenset[str]] = {
 """The items, and what is read of each."""
 
 
-def conversation(given: JsonValue, *, before: Sequence[Message], unread: Unread, kept: KeptResponses) -> tuple[Message, ...]:
-    """The whole conversation, after what was said `before`. Raises `RequestRejected` that names the item."""
+def conversation(
+    given: JsonValue, *, before: Sequence[Message], unread: Unread, kept: KeptResponses
+) -> tuple[Message, ...]:
+    """The whole conversation, after what was said `before`. Raises `RequestRejected` that names the
+    item.
+    """
     reader = _ItemReader(unread, kept)
     reader.messages += before
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
-        raise RequestRejected(f"input is {given!r:.80}: send a text, or a list of at least one item.", param="input")
+        raise RequestRejected(
+            f"input is {given!r:.80}: send a text, or a list of at least one item.", param="input"
+        )
     for place, item in enumerate(given):
         if not isinstance(item, dict):
-            raise RequestRejected(f"input.{place} is {item!r:.80}: send an object.", param=f"input.{place}")
+            raise RequestRejected(
+                f"input.{place} is {item!r:.80}: send an object.", param=f"input.{place}"
+            )
         reader.read(item, f"input.{place}")
     reader.end_turn()
     return tuple(reader.messages)
@@ -58,8 +82,8 @@ def conversation(given: JsonValue, *, before: Sequence[Message], unread: Unread,
 class _ItemReader:
     """Takes items one by one. An assistant's items gather in a turn until it ends.
 
-    A turn ends with any item of another role. A message or reasoning right after a message belongs to the next turn; after a
-    call it does not, because the next turn needs the call's output first.
+    A turn ends with any item of another role. A message or reasoning right after a message belongs
+    to the next turn; after a call it does not, because the next turn needs the call's output first.
     """
 
     def __init__(self, unread: Unread, kept: KeptResponses) -> None:
@@ -74,7 +98,9 @@ class _ItemReader:
 
     def read(self, item: Item, param: str) -> None:
         fields.typed(item, param, {"type": str, "id": str, "status": str})
-        kind = item.get("type") or ("message" if "role" in item else "item_reference" if "id" in item else None)
+        kind = item.get("type") or (
+            "message" if "role" in item else "item_reference" if "id" in item else None
+        )
         read = FIELDS.get(kind) if isinstance(kind, str) else None
         if read is not None and not item.keys() <= read:
             self._unread.rest(item, read, param)
@@ -86,14 +112,22 @@ class _ItemReader:
                 self._begun = True
                 self._after_message = False
             case "function_call_output" | "custom_tool_call_output":
-                self._say(tool_result(_text(item, "output", param), call_id=filled(item.get("call_id"), f"{param}.call_id")))
+                self._say(
+                    tool_result(
+                        _text(item, "output", param),
+                        call_id=filled(item.get("call_id"), f"{param}.call_id"),
+                    )
+                )
             case "reasoning":
                 self._next(message=False)
                 self._reasoning += _thought(item, param)
             case "item_reference":
                 self.read(self._kept.item(filled(item.get("id"), f"{param}.id"), param), param)
             case _:
-                raise RequestRejected(f"{param} is an item of type {kind!r:.80}: send {', '.join(FIELDS)} only.", param=param)
+                raise RequestRejected(
+                    f"{param} is an item of type {kind!r:.80}: send {', '.join(FIELDS)} only.",
+                    param=param,
+                )
 
     def end_turn(self) -> None:
         if not self._begun:
@@ -107,7 +141,10 @@ class _ItemReader:
     def _message(self, item: Item, param: str) -> None:
         role = item.get("role")
         if not isinstance(role, str) or role not in _ROLES:
-            raise RequestRejected(f"{param}.role is {role!r:.80}: send one of {', '.join(_ROLES)}.", param=f"{param}.role")
+            raise RequestRejected(
+                f"{param}.role is {role!r:.80}: send one of {', '.join(_ROLES)}.",
+                param=f"{param}.role",
+            )
         text = _text(item, "content", param)
         if role == "assistant":
             self._next(message=True)
@@ -128,7 +165,9 @@ class _ItemReader:
 
 def _call(item: Item, param: str) -> Json:
     if item["type"] == "custom_tool_call":
-        return tool_bodies.custom_call(dict(item), param, call_id=filled(item.get("call_id"), f"{param}.call_id"))
+        return tool_bodies.custom_call(
+            dict(item), param, call_id=filled(item.get("call_id"), f"{param}.call_id")
+        )
     return tool_call(
         call_id=filled(item.get("call_id"), f"{param}.call_id"),
         name=tool_bodies.called(item, param),
@@ -137,7 +176,9 @@ def _call(item: Item, param: str) -> Json:
 
 
 def _thought(item: Item, param: str) -> str:
-    """The reasoning itself, or its summary if that is all there is. Encrypted reasoning cannot be read."""
+    """The reasoning itself, or its summary if that is all there is. Encrypted reasoning cannot be
+    read.
+    """
     fields.typed(item, param, {"content": list, "summary": list})
     summary = _parts(item.get("summary") or [], ("summary_text",), f"{param}.summary")
     return _parts(item.get("content") or [], ("reasoning_text",), f"{param}.content") or summary
@@ -151,43 +192,74 @@ def _text(item: Item, name: str, param: str) -> str:
 
 def _parts(value: JsonValue, kinds: Sequence[str], param: str) -> str:
     if not isinstance(value, list):
-        raise RequestRejected(f"{param} is {value!r:.80}: send a text, or a list of parts of type {' or '.join(kinds)}.", param=param)
+        raise RequestRejected(
+            (
+                f"{param} is {value!r:.80}: send a text, or a list of parts of type "
+                f"{' or '.join(kinds)}."
+            ),
+            param=param,
+        )
     return "".join(_part(part, kinds, f"{param}.{place}") for place, part in enumerate(value))
 
 
 def _part(part: JsonValue, kinds: Sequence[str], param: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else part
     if not isinstance(part, dict) or kind not in kinds:
-        raise RequestRejected(f"{param} is a part of type {kind!r:.80}: send parts of type {' or '.join(kinds)} only.", param=param)
+        raise RequestRejected(
+            (
+                f"{param} is a part of type {kind!r:.80}: send parts of type {' or '.join(kinds)} "
+                "only."
+            ),
+            param=param,
+        )
     fields.typed(part, param, {"annotations": list, "logprobs": list})
     return text_of(part, "text", param)
 
 
 def input_items(response: Mapping[str, Json], messages: Sequence[Message]) -> list[Json]:
-    """The items of a kept conversation that a response answered, oldest first, as its request could have sent them."""
+    """The items of a kept conversation that a response answered, oldest first, as its request could
+    have sent them.
+    """
     tools = {
         str(each.body.name): each
-        for each in tool_bodies.offered([tool_bodies.FunctionTool.model_validate(tool) for tool in cast("list[Json]", response["tools"])])
+        for each in tool_bodies.offered(
+            [
+                tool_bodies.FunctionTool.model_validate(tool)
+                for tool in cast("list[Json]", response["tools"])
+            ]
+        )
     }
     calls: dict[Json, str] = {}
     items: list[Json] = []
     for place, message in enumerate(messages):
         for number, item in enumerate(_items_of(message, tools, calls)):
-            items.append({"id": f"in_{response['id']}_{place}_{number}", "status": "completed", **item})
+            items.append(
+                {"id": f"in_{response['id']}_{place}_{number}", "status": "completed", **item}
+            )
     return items
 
 
-def _items_of(message: Message, tools: Mapping[str, tool_bodies.Offered], calls: dict[Json, str]) -> Iterator[dict[str, Json]]:
+def _items_of(
+    message: Message, tools: Mapping[str, tool_bodies.Offered], calls: dict[Json, str]
+) -> Iterator[dict[str, Json]]:
     """`calls`: the kinds of the calls so far, by their ids; it grows."""
     if message["role"] == "tool":
         told = message["tool_call_id"]
-        yield {"type": f"{calls.get(told, 'function_call')}_output", "call_id": told, "output": message["content"]}
+        yield {
+            "type": f"{calls.get(told, 'function_call')}_output",
+            "call_id": told,
+            "output": message["content"],
+        }
         return
     if message.get("reasoning_content"):
         thought: Json = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
         yield {"type": "reasoning", "summary": [], "content": thought}
     if message["role"] != "assistant":
-        yield {"type": "message", "role": message["role"], "content": [{"type": "input_text", "text": message["content"]}]}
+        yield {
+            "type": "message",
+            "role": message["role"],
+            "content": [{"type": "input_text", "text": message["content"]}],
+        }
     elif message["content"]:
         text: Json = {"type": "output_text", "text": message["content"], "annotations": []}
         yield {"type": "message", "role": "assistant", "content": [text]}
@@ -199,7 +271,9 @@ def _items_of(message: Message, tools: Mapping[str, tool_bodies.Offered], calls:
         custom = tool is not None and tool.body.type == tool_bodies.CUSTOM
         calls[call["id"]] = kind = "custom_tool_call" if custom else "function_call"
         names: dict[str, Json] = {"name": name} if tool is None else tool.names
-        part: dict[str, Json] = {"input": tool_bodies.custom_input(arguments)} if custom else {"arguments": arguments}
+        part: dict[str, Json] = (
+            {"input": tool_bodies.custom_input(arguments)} if custom else {"arguments": arguments}
+        )
         yield {"type": kind, "call_id": call["id"], **names, **part}
 
 
@@ -207,7 +281,15 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 _Input = Annotated[
-    JsonValue, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]})
+    JsonValue,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "object"}, "minItems": 1},
+            ]
+        }
+    ),
 ]
 _Refused = Annotated[JsonValue, WithJsonSchema({"type": "null"})]
 """A field that is refused with a remedy of its own."""
@@ -250,7 +332,9 @@ class ResponsesBody(constraints.SamplingBody):
     input: _Input
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
-    tools: Annotated[list[tool_bodies.FunctionTool], Field(max_length=tool_bodies.MAX_TOOLS)] | None = None
+    tools: (
+        Annotated[list[tool_bodies.FunctionTool], Field(max_length=tool_bodies.MAX_TOOLS)] | None
+    ) = None
     tool_choice: tool_bodies.ToolChoiceBody = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Tokens | None = None
@@ -280,7 +364,11 @@ class ResponsesBody(constraints.SamplingBody):
 
     @property
     def conversation_name(self) -> str | None:
-        return self.conversation.id if isinstance(self.conversation, ConversationBody) else self.conversation
+        return (
+            self.conversation.id
+            if isinstance(self.conversation, ConversationBody)
+            else self.conversation
+        )
 
     @property
     def wants_logprobs(self) -> bool:
@@ -298,15 +386,25 @@ class ResponsesBody(constraints.SamplingBody):
         if own is None:
             return other
         if other is not None:
-            raise RequestRejected("text.format and another field both say what the answer must match: send one.", param="text.format")
+            raise RequestRejected(
+                "text.format and another field both say what the answer must match: send one.",
+                param="text.format",
+            )
         return "text.format", own
 
 
-def responses_call(body: ResponsesBody, unread: Unread, kept: KeptResponses) -> tuple[CompletionCall, tuple[Message, ...]]:
-    """The call that a request means, and its conversation without the instructions, which hold for one response. Raises `RequestRejected` where its fields contradict each other or ask for what is not supported."""
+def responses_call(
+    body: ResponsesBody, unread: Unread, kept: KeptResponses
+) -> tuple[CompletionCall, tuple[Message, ...]]:
+    """The call that a request means, and its conversation without the instructions, which hold for
+    one response. Raises `RequestRejected` where its fields contradict each other or ask for what is
+    not supported.
+    """
     _refuse_unkept(body)
     _note(body, unread)
-    chosen = tool_bodies.choice_of(body.tool_choice, tool_bodies.tools_of((each.place, each.body) for each in body.offered))
+    chosen = tool_bodies.choice_of(
+        body.tool_choice, tool_bodies.tools_of((each.place, each.body) for each in body.offered)
+    )
     options = template_options(
         body.chat_template_kwargs,
         body.reasoning and body.reasoning.effort,
@@ -314,7 +412,9 @@ def responses_call(body: ResponsesBody, unread: Unread, kept: KeptResponses) -> 
         thinks=body.enable_thinking,
     )
     said = conversation(body.input, before=_before(body, kept), unread=unread, kept=kept)
-    first: tuple[Message, ...] = ({"role": "system", "content": body.instructions},) if body.instructions else ()
+    first: tuple[Message, ...] = (
+        ({"role": "system", "content": body.instructions},) if body.instructions else ()
+    )
     call = CompletionCall(
         sources=(Messages((*first, *said), chosen.tools, options),),
         asked=body.asked(body.max_output_tokens, top_logprobs=body.top_logprobs),
@@ -332,11 +432,16 @@ def responses_call(body: ResponsesBody, unread: Unread, kept: KeptResponses) -> 
 def _before(body: ResponsesBody, kept: KeptResponses) -> tuple[Message, ...]:
     """What the request goes on from."""
     if body.previous_response_id is not None and body.conversation_name is not None:
-        fault = "previous_response_id and conversation both say what to go on from: send one of them"
+        fault = (
+            "previous_response_id and conversation both say what to go on from: send one of them"
+        )
         raise RequestRejected(f"{fault}.", param="previous_response_id")
     if body.previous_response_id is not None:
         return kept.said(body.previous_response_id, "previous_response_id").whole
-    if body.conversation_name is not None and (said := kept.conversation(body.conversation_name, "conversation").said) is not None:
+    if (
+        body.conversation_name is not None
+        and (said := kept.conversation(body.conversation_name, "conversation").said) is not None
+    ):
         return said.whole
     return ()
 
@@ -344,22 +449,39 @@ def _before(body: ResponsesBody, kept: KeptResponses) -> tuple[Message, ...]:
 def _refuse_unkept(body: ResponsesBody) -> None:
     """Refuses by name, with a remedy, what OpenAI can do and the gateway cannot."""
     if body.prompt is not None:
-        raise RequestRejected("prompt names a template of the vendor's: send the whole input.", param="prompt")
+        raise RequestRejected(
+            "prompt names a template of the vendor's: send the whole input.", param="prompt"
+        )
     if body.background:
-        raise RequestRejected("background is true: wait for the response, or stream it; it is kept when it is whole.", param="background")
+        raise RequestRejected(
+            "background is true: wait for the response, or stream it; it is kept when it is whole.",
+            param="background",
+        )
     if body.n not in (None, 1):
-        raise RequestRejected(f"n is {body.n}, and a response is one answer: send several requests.", param="n")
+        raise RequestRejected(
+            f"n is {body.n}, and a response is one answer: send several requests.", param="n"
+        )
     if body.response_format is not None:
-        raise RequestRejected("response_format is a field of chat completions: send text.format instead.", param="response_format")
+        raise RequestRejected(
+            "response_format is a field of chat completions: send text.format instead.",
+            param="response_format",
+        )
 
 
 def _note(body: ResponsesBody, unread: Unread) -> None:
     """Values of fields that are read, which ask for what cannot change the text."""
     if body.truncation == "auto":
-        unread.note("truncation", "truncation is 'auto', and the input is never cut here: send the input that fits")
+        unread.note(
+            "truncation",
+            "truncation is 'auto', and the input is never cut here: send the input that fits",
+        )
     for place, name in enumerate(body.include or ()):
         if name not in (_LOGPROBS, "reasoning.encrypted_content"):
-            unread.note(f"include.{name}", f"include.{place} is {name[:80]!r}, which no answer here has: leave it out", known=False)
+            unread.note(
+                f"include.{name}",
+                f"include.{place} is {name[:80]!r}, which no answer here has: leave it out",
+                known=False,
+            )
 
 
 def _grammar(given: FormatBody) -> Grammar | None:

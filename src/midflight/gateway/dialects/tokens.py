@@ -1,4 +1,6 @@
-"""vLLM's tokens in, tokens out: `POST /inference/v1/generate`. Neither tokenizer nor template has a part in it, but for stop strings."""
+"""vLLM's tokens in, tokens out: `POST /inference/v1/generate`. Neither tokenizer nor template has a
+part in it, but for stop strings.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal
@@ -8,8 +10,22 @@ from pydantic import Field, JsonValue
 from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.dialects.completions import PROMPT_IDS, sources
 from midflight.gateway.dialects.constraints import StreamOptions, grammar_of
-from midflight.gateway.dialects.exchange import Alternatives, Reply, alternatives, prompt_logprobs, token_name, usage, weight_versions
-from midflight.gateway.dialects.fields import PromptTop, RequestBody, SamplingFields, TopLogprobs, parse
+from midflight.gateway.dialects.exchange import (
+    Alternatives,
+    Reply,
+    alternatives,
+    prompt_logprobs,
+    token_name,
+    usage,
+    weight_versions,
+)
+from midflight.gateway.dialects.fields import (
+    PromptTop,
+    RequestBody,
+    SamplingFields,
+    TopLogprobs,
+    parse,
+)
 from midflight.gateway.dialects.policy import HARMLESS, Unread
 from midflight.gateway.sessions.session import CompletionCall
 from midflight.types import Json
@@ -60,12 +76,23 @@ class TokensExchange:
         sampling = parsed.sampling_params
         self._logprobs = sampling.logprobs is not None
         self._prompt_ids = bool(parsed.return_token_ids)
-        self._include_usage = parsed.stream_options is not None and bool(parsed.stream_options.include_usage)
+        self._include_usage = parsed.stream_options is not None and bool(
+            parsed.stream_options.include_usage
+        )
         param, grammar = grammar_of(sampling, prefix=_PREFIX) or ("grammar", None)
-        names = {"max_tokens": "max_tokens", "top_logprobs": "logprobs", "prompt_logprobs": "prompt_logprobs"}
+        names = {
+            "max_tokens": "max_tokens",
+            "top_logprobs": "logprobs",
+            "prompt_logprobs": "prompt_logprobs",
+        }
         self.call = CompletionCall(
             sources=sources(parsed.token_ids, param="token_ids"),
-            asked=_TOKENS.asked(sampling, max_tokens=sampling.max_tokens, top_logprobs=sampling.logprobs, grammar=grammar),
+            asked=_TOKENS.asked(
+                sampling,
+                max_tokens=sampling.max_tokens,
+                top_logprobs=sampling.logprobs,
+                grammar=grammar,
+            ),
             n=sampling.n or 1,
             prompt_logprobs=sampling.prompt_logprobs,
             stream=bool(parsed.stream),
@@ -73,7 +100,11 @@ class TokensExchange:
             request_id=parsed.request_id,
             may_abort=True,
             prompt_param="token_ids",
-            names={**_TOKENS.names, **{own: _PREFIX + name for own, name in names.items()}, "grammar": param},
+            names={
+                **_TOKENS.names,
+                **{own: _PREFIX + name for own, name in names.items()},
+                "grammar": param,
+            },
         )
 
     def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
@@ -88,13 +119,22 @@ class TokensExchange:
 
     def opening(self, reply: Reply) -> Iterable[Json]:
         if self._prompt_ids:
-            yield {**self._envelope(reply, []), "prompt_token_ids": list(reply.job.answers[0].prompt.ids)}
+            yield {
+                **self._envelope(reply, []),
+                "prompt_token_ids": list(reply.job.answers[0].prompt.ids),
+            }
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
         if isinstance(event, Answer):
-            yield self._envelope(reply, [{"index": event.index, "token_ids": [], "logprobs": None, **_ended(event)}])
+            yield self._envelope(
+                reply, [{"index": event.index, "token_ids": [], "logprobs": None, **_ended(event)}]
+            )
         elif event.token_ids:
-            choice: Json = {"index": event.index, "token_ids": list(event.token_ids), "logprobs": self._spread(reply, event)}
+            choice: Json = {
+                "index": event.index,
+                "token_ids": list(event.token_ids),
+                "logprobs": self._spread(reply, event),
+            }
             yield self._envelope(reply, [choice | {"finish_reason": None}])
 
     def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
@@ -112,17 +152,30 @@ class TokensExchange:
 
     def _choice(self, reply: Reply, answer: Answer) -> Json:
         ids: list[Json] = list(answer.turn.output_ids)
-        return {"index": answer.index, "token_ids": ids, "logprobs": self._spread(reply, answer), **_ended(answer)}
+        return {
+            "index": answer.index,
+            "token_ids": ids,
+            "logprobs": self._spread(reply, answer),
+            **_ended(answer),
+        }
 
     def _spread(self, reply: Reply, event: Event) -> Json:
         """Of vLLM's older and newer clients: the first read `token`, the others `token_id`."""
         if not self._logprobs:
             return None
-        ids, logprobs = (event.token_ids, event.logprobs) if isinstance(event, News) else (event.turn.output_ids, event.turn.logprobs)
+        ids, logprobs = (
+            (event.token_ids, event.logprobs)
+            if isinstance(event, News)
+            else (event.turn.output_ids, event.turn.logprobs)
+        )
         top: Alternatives = alternatives(event.top_logprobs, len(ids))
 
         def entry(token_id: int, logprob: float) -> dict[str, Json]:
-            return {"token": token_name(reply.tokenizer, token_id, as_id=True), "token_id": token_id, "logprob": logprob}
+            return {
+                "token": token_name(reply.tokenizer, token_id, as_id=True),
+                "token_id": token_id,
+                "logprob": logprob,
+            }
 
         return {
             "content": [
@@ -134,5 +187,14 @@ class TokensExchange:
 
 def _ended(answer: Answer) -> dict[str, Json]:
     finish = answer.turn.finish
-    stopped = finish.matched if isinstance(finish.matched, str) or finish.matched in answer.request.sampling.stop_token_ids else None
-    return {"finish_reason": finish.reason.value, "stop_reason": stopped, "weight_versions": weight_versions(answer.turn)}
+    stopped = (
+        finish.matched
+        if isinstance(finish.matched, str)
+        or finish.matched in answer.request.sampling.stop_token_ids
+        else None
+    )
+    return {
+        "finish_reason": finish.reason.value,
+        "stop_reason": stopped,
+        "weight_versions": weight_versions(answer.turn),
+    }

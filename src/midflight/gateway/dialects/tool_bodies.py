@@ -1,7 +1,9 @@
-"""Tools as OpenAI's clients send them: functions, and tools of type `custom`, which stand as functions with one text for an argument.
+"""Tools as OpenAI's clients send them: functions, and tools of type `custom`, which stand as
+functions with one text for an argument.
 
-Functions of a namespace stand as functions whose names begin with its name, and their calls are told apart again.
-Tools of other types run on servers of the vendor's, or are interfaces that a model has to know; they are left out of the prompt.
+Functions of a namespace stand as functions whose names begin with its name, and their calls are
+told apart again. Tools of other types run on servers of the vendor's, or are interfaces that a
+model has to know; they are left out of the prompt.
 """
 
 import difflib
@@ -25,7 +27,10 @@ MAX_TOOLS = 1024
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 ToolChoiceBody = Annotated[
-    JsonValue, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]})
+    JsonValue,
+    WithJsonSchema(
+        {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]}
+    ),
 ]
 """OpenAI's `tool_choice`."""
 
@@ -47,11 +52,16 @@ _DATED = re.compile(r"_(?:[0-9]{6,8}|[0-9]{4}_[0-9]{2}_[0-9]{2})$")
 
 
 def left_out(kind: str, read: Sequence[str]) -> str | None:
-    """The type of a tool that no local model can call, without its date; `None` if the type is one of `read`."""
+    """The type of a tool that no local model can call, without its date; `None` if the type is one
+    of `read`.
+    """
     if kind in read:
         return None
     if close := difflib.get_close_matches(kind[:40], read, n=1, cutoff=0.75):
-        raise RequestRejected(f"a tool has the type {kind[:80]!r}, which is none. Did you mean {close[0]!r}?", param="tools")
+        raise RequestRejected(
+            f"a tool has the type {kind[:80]!r}, which is none. Did you mean {close[0]!r}?",
+            param="tools",
+        )
     return _DATED.sub("", kind)
 
 
@@ -68,20 +78,31 @@ class FunctionBody(Body):
     """Whether a call that may come is sampled under its schema, as one that must come is."""
 
     def tool(self, place: str) -> Tool:
-        return function_tool(self.name, self.description, self.parameters, place=place, strict=self.strict)
+        return function_tool(
+            self.name, self.description, self.parameters, place=place, strict=self.strict
+        )
 
 
-def function_tool(name: str, description: str | None, parameters: JsonValue, *, place: str, strict: bool | None) -> Tool:
+def function_tool(
+    name: str, description: str | None, parameters: JsonValue, *, place: str, strict: bool | None
+) -> Tool:
     """A tool without `parameters` takes no arguments."""
     schema: JsonValue = {"type": "object", "properties": {}} if parameters is None else parameters
-    return Tool(name, description or "", check_schema(schema, f"{place}.parameters", of_object=True), strict=bool(strict))
+    return Tool(
+        name,
+        description or "",
+        check_schema(schema, f"{place}.parameters", of_object=True),
+        strict=bool(strict),
+    )
 
 
 class CustomBody(Body):
     """A tool that takes a text."""
 
     ignored: ClassVar[Mapping[str, str]] = {
-        "format": "no engine has a grammar inside an argument; the model reads it in the description",
+        "format": (
+            "no engine has a grammar inside an argument; the model reads it in the description"
+        ),
         "defer_loading": "all tools are in the prompt",
     }
 
@@ -89,22 +110,32 @@ class CustomBody(Body):
     description: str | None = None
 
     def tool(self, place: str) -> Tool:
-        """A function with one argument, which is a text. A grammar of that text is told in words."""
+        """A function with one argument, which is a text. A grammar of that text is told in
+        words.
+        """
         written = (self.model_extra or {}).get("format")
-        return custom_tool(self.name, self.description, written if isinstance(written, dict) else {})
+        return custom_tool(
+            self.name, self.description, written if isinstance(written, dict) else {}
+        )
 
 
 def custom_tool(name: str, description: str | None, form: Mapping[str, JsonValue]) -> Tool:
     grammar = form.get("grammar", form)
     definition = grammar.get("definition") if isinstance(grammar, dict) else None
     syntax = grammar.get("syntax") if isinstance(grammar, dict) else None
-    told = [description or ""] + [f"The {INPUT} must match this {syntax} grammar:\n{definition}"] * isinstance(definition, str)
+    told = [description or ""] + [
+        f"The {INPUT} must match this {syntax} grammar:\n{definition}"
+    ] * isinstance(definition, str)
     return Tool(name, "\n\n".join(filter(None, told)), CUSTOM_SCHEMA, told_whole=True)
 
 
 INPUT = "input"
 """The one argument of a function that stands for a tool of type `custom`."""
-CUSTOM_SCHEMA: Mapping[str, Json] = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+CUSTOM_SCHEMA: Mapping[str, Json] = {
+    "type": "object",
+    "properties": {INPUT: {"type": "string"}},
+    "required": [INPUT],
+}
 
 
 def custom_arguments(text: str) -> str:
@@ -113,7 +144,9 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_call(given: JsonValue, param: str, *, call_id: str) -> Json:
-    """A call of a custom tool that was sent back, as the call of the function that stands for it."""
+    """A call of a custom tool that was sent back, as the call of the function that stands for
+    it.
+    """
     held = given if isinstance(given, dict) else {}
     text = text_of(held, INPUT, param)
     return tool_call(call_id=call_id, name=called(held, param), arguments=custom_arguments(text))
@@ -127,7 +160,9 @@ def called(call: Mapping[str, JsonValue], param: str) -> str:
 
 
 def full_name(namespace: str, name: str) -> str:
-    """What the model calls a function of a namespace. Names of some namespaces end with the two strokes already."""
+    """What the model calls a function of a namespace. Names of some namespaces end with the two
+    strokes already.
+    """
     return f"{namespace.removesuffix('__')}__{name}"
 
 
@@ -149,7 +184,9 @@ class ToolBody(Body):
     def tool(self, place: str) -> Tool:
         body = self.function if self.type == FUNCTION else self.custom
         if body is None:
-            raise RequestRejected(f"{place}.{self.type} is missing: send it.", param=f"{place}.{self.type}")
+            raise RequestRejected(
+                f"{place}.{self.type} is missing: send it.", param=f"{place}.{self.type}"
+            )
         return body.tool(f"{place}.{self.type}")
 
 
@@ -181,7 +218,9 @@ class FunctionTool(Body):
         if self.type == CUSTOM:
             form = (self.model_extra or {}).get("format")
             return custom_tool(name, self.description, form if isinstance(form, dict) else {})
-        return function_tool(name, self.description, self.parameters, place=place, strict=self.strict)
+        return function_tool(
+            name, self.description, self.parameters, place=place, strict=self.strict
+        )
 
     def called(self, place: str) -> str:
         if self.name is None:
@@ -202,16 +241,25 @@ class Offered(NamedTuple):
     @property
     def names(self) -> dict[str, Json]:
         """How the client calls it."""
-        return {"name": self.body.name} if self.namespace is None else {"name": self.name, "namespace": self.namespace}
+        return (
+            {"name": self.body.name}
+            if self.namespace is None
+            else {"name": self.name, "namespace": self.namespace}
+        )
 
 
 def offered(bodies: Sequence[FunctionTool] | None) -> list[Offered]:
-    """The tools in order, those of namespaces one by one. The words about a namespace stand before those of its first function."""
+    """The tools in order, those of namespaces one by one. The words about a namespace stand before
+    those of its first function.
+    """
     found: list[Offered] = []
     for place, body in placed(bodies):
         found += _within(body, place) if body.type == NAMESPACE else [Offered(place, body)]
         if len(found) > MAX_TOOLS:
-            raise RequestRejected(f"tools hold more than {MAX_TOOLS} functions: send {MAX_TOOLS} at most.", param="tools")
+            raise RequestRejected(
+                f"tools hold more than {MAX_TOOLS} functions: send {MAX_TOOLS} at most.",
+                param="tools",
+            )
     return found
 
 
@@ -221,18 +269,23 @@ def _within(body: FunctionTool, place: str) -> Iterator[Offered]:
     for number, inner in enumerate(body.tools or ()):
         where = f"{place}.tools.{number}"
         if inner.type == NAMESPACE:
-            raise RequestRejected(f"{where} is a namespace in a namespace: send it beside the other one.", param=f"{where}.type")
+            raise RequestRejected(
+                f"{where} is a namespace in a namespace: send it beside the other one.",
+                param=f"{where}.type",
+            )
         if inner.passed_over() is None:
             name = inner.called(where)
             told = "\n\n".join(filter(None, (words, inner.description)))
             words = None
-            renamed = inner.model_copy(update={"name": full_name(namespace, name), "description": told})
+            renamed = inner.model_copy(
+                update={"name": full_name(namespace, name), "description": told}
+            )
             yield Offered(where, renamed, namespace, name)
 
 
 def tools_of(bodies: Iterable[tuple[str, Describes]]) -> tuple[Tool, ...]:
-    """The tools, in order, without those that no local model can call. Each body comes with its place in the request. Two tools of one
-    name are refused."""
+    """The tools, in order, without those that no local model can call. Each body comes with its
+    place in the request. Two tools of one name are refused."""
     found: dict[str, Tool] = {}
     for place, body in bodies:
         if body.passed_over() is not None:
@@ -240,7 +293,9 @@ def tools_of(bodies: Iterable[tuple[str, Describes]]) -> tuple[Tool, ...]:
         tool = body.tool(place)
         if tool.name in found:
             param = f"{place}.{body.type}.name" if isinstance(body, ToolBody) else f"{place}.name"
-            raise RequestRejected(f"{param} is {tool.name!r}, as that of another tool: rename one.", param=param)
+            raise RequestRejected(
+                f"{param} is {tool.name!r}, as that of another tool: rename one.", param=param
+            )
         found[tool.name] = tool
     return tuple(found.values())
 
@@ -250,7 +305,9 @@ def placed(bodies: Sequence[D] | None) -> Iterable[tuple[str, D]]:
 
 
 def custom_names(bodies: Sequence[ToolBody]) -> frozenset[str]:
-    return frozenset(body.custom.name for body in bodies if body.type == CUSTOM and body.custom is not None)
+    return frozenset(
+        body.custom.name for body in bodies if body.type == CUSTOM and body.custom is not None
+    )
 
 
 class Chosen(NamedTuple):
@@ -277,24 +334,36 @@ def choice_of(value: JsonValue, tools: tuple[Tool, ...]) -> Chosen:
         check_known(name, tools, param=param)
         return Chosen(ToolChoice.REQUIRED, tools, name)
     if value not in [choice.value for choice in ToolChoice]:
-        raise RequestRejected(f"tool_choice is {value!r:.80}: send none, auto, required or a function.", param="tool_choice")
+        raise RequestRejected(
+            f"tool_choice is {value!r:.80}: send none, auto, required or a function.",
+            param="tool_choice",
+        )
     choice = ToolChoice(str(value))
     if choice is ToolChoice.REQUIRED and not tools:
-        raise RequestRejected("tool_choice is 'required' without tools: send tools, or leave it out.", param="tool_choice")
+        raise RequestRejected(
+            "tool_choice is 'required' without tools: send tools, or leave it out.",
+            param="tool_choice",
+        )
     return Chosen(choice if tools else ToolChoice.NONE, tools)
 
 
 def _allowed(value: Mapping[str, JsonValue], tools: tuple[Tool, ...]) -> Chosen:
-    """Some of the tools, of which the model may or must call one. Those that no local model can call do not count."""
+    """Some of the tools, of which the model may or must call one. Those that no local model can
+    call do not count.
+    """
     at = "tool_choice.allowed_tools" if "allowed_tools" in value else "tool_choice"
     inner = value.get("allowed_tools", value)
     listed = inner.get("tools") if isinstance(inner, dict) else None
     if not isinstance(inner, dict) or not isinstance(listed, list):
-        raise RequestRejected(f"{at}.tools is {listed!r:.80}: send a list of tools.", param=f"{at}.tools")
+        raise RequestRejected(
+            f"{at}.tools is {listed!r:.80}: send a list of tools.", param=f"{at}.tools"
+        )
     names: set[str] = set()
     for place, each in enumerate(listed):
         if not isinstance(each, dict):
-            raise RequestRejected(f"{at}.tools.{place} is {each!r:.80}: send a tool.", param=f"{at}.tools.{place}")
+            raise RequestRejected(
+                f"{at}.tools.{place} is {each!r:.80}: send a tool.", param=f"{at}.tools.{place}"
+            )
         typed(each, f"{at}.tools.{place}", {"type": str})
         if each.get("type", FUNCTION) in (FUNCTION, CUSTOM):
             name, param = _named(each, f"{at}.tools.{place}")
@@ -302,7 +371,9 @@ def _allowed(value: Mapping[str, JsonValue], tools: tuple[Tool, ...]) -> Chosen:
             names.add(name)
     mode = inner.get("mode", ToolChoice.AUTO.value)
     if mode not in (ToolChoice.AUTO.value, ToolChoice.REQUIRED.value):
-        raise RequestRejected(f"{at}.mode is {mode!r:.80}: send auto or required.", param=f"{at}.mode")
+        raise RequestRejected(
+            f"{at}.mode is {mode!r:.80}: send auto or required.", param=f"{at}.mode"
+        )
     return choice_of(mode, tuple(tool for tool in tools if tool.name in names))
 
 
@@ -310,17 +381,32 @@ def check_known(name: str, tools: Sequence[Tool], *, param: str) -> None:
     """Refuses the choice of a tool that was not sent."""
     if name not in [tool.name for tool in tools]:
         known = ", ".join(tool.name for tool in tools) or "none"
-        raise RequestRejected(f"{param} is {name!r:.80}, which is none of the tools: send one of them ({known:.200}).", param=param)
+        raise RequestRejected(
+            (
+                f"{param} is {name!r:.80}, which is none of the tools: send one of them "
+                f"({known:.200})."
+            ),
+            param=param,
+        )
 
 
 def _named(value: Mapping[str, JsonValue], param: str) -> tuple[str, str]:
-    """The tool that an object names, and where its name stands: `{"type": T, "name": N}` or `{"type": T, T: {"name": N}}`."""
+    """The tool that an object names, and where its name stands: `{"type": T, "name": N}` or
+    `{"type": T, T: {"name": N}}`.
+    """
     kind = value.get("type")
     if kind not in (FUNCTION, CUSTOM):
         remedy = "send none, auto, required, or a tool of type function or custom"
-        raise RequestRejected(f"{param}.type is {kind!r:.80}, which no local model can call: {remedy}.", param=f"{param}.type")
+        raise RequestRejected(
+            f"{param}.type is {kind!r:.80}, which no local model can call: {remedy}.",
+            param=f"{param}.type",
+        )
     inner = value.get(str(kind))
-    name, place = (inner.get("name"), f"{param}.{kind}.name") if isinstance(inner, dict) else (value.get("name"), f"{param}.name")
+    name, place = (
+        (inner.get("name"), f"{param}.{kind}.name")
+        if isinstance(inner, dict)
+        else (value.get("name"), f"{param}.name")
+    )
     if not isinstance(name, str):
         raise RequestRejected(f"{place} is {name!r:.80}: send the name of a tool.", param=place)
     namespace = value.get(NAMESPACE)

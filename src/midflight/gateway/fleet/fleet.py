@@ -1,4 +1,6 @@
-"""The engines behind the gateway: which serve what, which are held or in quarantine, and which request is where."""
+"""The engines behind the gateway: which serve what, which are held or in quarantine, and which
+request is where.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from dataclasses import dataclass
 from midflight.allowance import Allowance
 from midflight.errors import ConfigError, EngineUnavailable
 from midflight.gateway.fleet.pauses import OwnedEngine
-from midflight.gateway.fleet.routing import Holds, Lease, Loads, Member, Pins, Reservation, WaitingLine
+from midflight.gateway.fleet.routing import (
+    Holds,
+    Lease,
+    Loads,
+    Member,
+    Pins,
+    Reservation,
+    WaitingLine,
+)
 from midflight.ports import Engine
 from midflight.types import Capabilities, Version
 from midflight.types.facts import Quarantined, Record, Rejoined, unheard
@@ -38,55 +48,77 @@ class EngineState:
 
 
 class Fleet:
-    """Implements `ports.EngineFleet`. Synchronous but for `place`; bounded by attached engines, admitted requests and pins.
+    """Implements `ports.EngineFleet`. Synchronous but for `place`; bounded by attached engines,
+    admitted requests and pins.
 
-    Every change that may make an engine routable serves the line of waiting requests at once: there is no polling.
+    Every change that may make an engine routable serves the line of waiting requests at once: there
+    is no polling.
     """
 
     def __init__(self, *, record: Record = unheard, come_back: bool = False) -> None:
-        """`come_back`: whoever starts the engines starts them again when they die, and ends this process when that cannot be. A request's time
-        stands while no engine takes it then."""
+        """`come_back`: whoever starts the engines starts them again when they die, and ends this
+        process when that cannot be. A request's time stands while no engine takes it then."""
         self._come_back = come_back
         self.on_served: Callable[[Version], None] | None = None
-        """Told whenever `served_version` has changed, by a commit, a quarantine or a rejoin; set by the part whose admission depends on it."""
+        """Told whenever `served_version` has changed, by a commit, a quarantine or a rejoin; set by
+        the part whose admission depends on it.
+        """
         self.on_changed: Callable[[], None] | None = None
         """Told after every change that may be one of who takes requests."""
         self.on_any: Callable[[], None] | None = None
         """Told after every change of an engine."""
         self.on_outage: Callable[[bool], None] | None = None
-        """Told when no engine takes requests of training any more, because all are held, in quarantine or gone; and when one does again."""
+        """Told when no engine takes requests of training any more, because all are held, in
+        quarantine or gone; and when one does again.
+        """
         self._members: dict[str, Member] = {}
         self._loads = Loads()
-        """Of the engines that take requests of training: out of quarantine, not reserved, not held by name."""
+        """Of the engines that take requests of training: out of quarantine, not reserved, not held
+        by name.
+        """
         self._serving = Counter[Version]()
         """How many engines out of quarantine and not reserved serve each version."""
         self._stands = dict.fromkeys((False, True), False)
         """Whether the allowances of each line stand."""
         self._holds = Holds()
-        self._lines: dict[bool, WaitingLine[Lease]] = {evaluates: WaitingLine() for evaluates in (False, True)}
-        """One for requests of evaluations, whose engine is another: neither kind waits behind the other."""
+        self._lines: dict[bool, WaitingLine[Lease]] = {
+            evaluates: WaitingLine() for evaluates in (False, True)
+        }
+        """One for requests of evaluations, whose engine is another: neither kind waits behind the
+        other.
+        """
         self._reserved: Reservation | None = None
         self._pins = Pins()
-        self.lent: str | None = None  # it only helps at times, and therefore keeps no version for an evaluation
+        # it only helps at times, and therefore keeps no version for an evaluation
+        self.lent: str | None = None
         self._record = record
         self._tickets = itertools.count()
         self._orders = itertools.count()
         self._last_served: Version = 0
         self._takes = True
 
-    # --- Members -----------------------------------------------------------------------------------------------------
+    # --- Members ----------------------------------------------------------------------------------
 
-    def attach(self, engine: Engine, *, version: Version = 0, error: BaseException | None = None) -> None:
-        """A new engine, routable at once; `version` is what it attested. With an `error` it has attested nothing, and is in quarantine from
-        its first moment: nothing but `served` makes it routable (I2, I7)."""
+    def attach(
+        self, engine: Engine, *, version: Version = 0, error: BaseException | None = None
+    ) -> None:
+        """A new engine, routable at once; `version` is what it attested. With an `error` it has
+        attested nothing, and is in quarantine from its first moment: nothing but `served` makes it
+        routable (I2, I7)."""
         if engine.name in self._members:
-            raise ConfigError(f"attaching engine {engine.name!r}: the name is taken. Give every engine a name of its own.")
-        self._members[engine.name] = Member(engine, version, error, loads=self._loads, order=next(self._orders))
+            raise ConfigError(
+                f"attaching engine {engine.name!r}: the name is taken. Give every engine a name of "
+                "its own."
+            )
+        self._members[engine.name] = Member(
+            engine, version, error, loads=self._loads, order=next(self._orders)
+        )
         self._changed(engine.name)
 
     def detach(self, engine: str) -> int:
-        """Forgets an engine; its requests, whose number is returned, are resumed elsewhere, or wait. What a handover still does to it
-        fails, so that nothing is said of a successor that has its name."""
+        """Forgets an engine; its requests, whose number is returned, are resumed elsewhere, or
+        wait. What a handover still does to it fails, so that nothing is said of a successor that
+        has its name."""
         member = self._members.pop(engine, None)
         if member is None:
             return 0
@@ -102,15 +134,17 @@ class Fleet:
         return lost
 
     async def emptied(self, engine: str) -> None:
-        """Waits for the ends of its requests, for one caller; ended by the last of them, or when it is detached. New ones are for `hold` to
-        keep away."""
+        """Waits for the ends of its requests, for one caller; ended by the last of them, or when it
+        is detached. New ones are for `hold` to keep away."""
         member = self._members.get(engine)
         if member is not None and member.leases:
             member.emptied = asyncio.Event()
             await member.emptied.wait()
 
     def engines(self) -> tuple[Engine, ...]:
-        """All attached engines as the handover sees them: its pauses and the operator's do not end each other."""
+        """All attached engines as the handover sees them: its pauses and the operator's do not end
+        each other.
+        """
         return self.engines_of("handover")
 
     def engines_of(self, owner: str) -> tuple[OwnedEngine, ...]:
@@ -139,10 +173,12 @@ class Fleet:
         """Requests that wait for an engine."""
         return sum(len(line) for line in self._lines.values())
 
-    # --- Holds -------------------------------------------------------------------------------------------------------
+    # --- Holds ------------------------------------------------------------------------------------
 
     def hold(self, engine: str, owner: str) -> None:
-        """An engine that was detached meanwhile is not an error, here and below: the caller may be late."""
+        """An engine that was detached meanwhile is not an error, here and below: the caller may be
+        late.
+        """
         if engine in self._members:
             self._holds.hold(owner, engine)
             self._changed(engine)
@@ -164,25 +200,33 @@ class Fleet:
         """The requests that are on an engine, the oldest first."""
         return tuple(self._members[engine].leases) if engine in self._members else ()
 
-    # --- An engine reserved for an evaluation ------------------------------------------------------------------------
+    # --- An engine reserved for an evaluation -----------------------------------------------------
 
     def reserve(self, version: Version) -> Reservation:
-        """Keeps an engine that serves this version there, until `unreserve`. One reservation at a time."""
+        """Keeps an engine that serves this version there, until `unreserve`. One reservation at a
+        time.
+        """
         assert self._reserved is None, f"version {self._reserved.version} is reserved already"
         reserved = self._reserved = Reservation(version)
         self._changed()
         return reserved
 
     def unreserve(self, reserved: Reservation) -> None:
-        """The evaluation is over; idempotent. If others serve a newer version by now, its engine stays apart until it does too."""
+        """The evaluation is over; idempotent. If others serve a newer version by now, its engine
+        stays apart until it does too.
+        """
         reserved.over.set()
         self._changed()
 
     def reserved(self) -> str | None:
         """The engine that no handover may touch now."""
-        return None if self._reserved is None or self._reserved.over.is_set() else self._reserved.engine
+        return (
+            None
+            if self._reserved is None or self._reserved.over.is_set()
+            else self._reserved.engine
+        )
 
-    # --- Versions and quarantine -------------------------------------------------------------------------------------
+    # --- Versions and quarantine ------------------------------------------------------------------
 
     def served(self, engine: str, version: Version) -> None:
         member = self._members.get(engine)
@@ -198,7 +242,9 @@ class Fleet:
             self._record(Rejoined(engine, version))
 
     def rejoin(self, engine: str, version: Version) -> bool:
-        """Ends a probation, if the engine is (still) on probation and serves what the fleet serves. Says whether it did."""
+        """Ends a probation, if the engine is (still) on probation and serves what the fleet serves.
+        Says whether it did.
+        """
         member = self._members.get(engine)
         if member is None or not member.on_probation or version != self.current_version():
             return False
@@ -206,10 +252,11 @@ class Fleet:
         return True
 
     def quarantine(self, engine: str, error: BaseException, *, probation: bool = False) -> None:
-        """`probation`: nothing is known against its weights, so `HealthWatch` may let it rejoin; otherwise only `served` does.
+        """`probation`: nothing is known against its weights, so `HealthWatch` may let it rejoin;
+        otherwise only `served` does.
 
-        The first error is kept, unless one that allows no probation comes after one that does, or after having just joined. Pauses of the
-        engine end here.
+        The first error is kept, unless one that allows no probation comes after one that does, or
+        after having just joined. Pauses of the engine end here.
         """
         member = self._members.get(engine)
         if member is None:
@@ -225,12 +272,16 @@ class Fleet:
             self._record(Quarantined(engine, f"{type(error).__name__}: {error}"))
 
     def served_version(self) -> Version:
-        """Held engines count (they come back), a reserved one does not. While no engine counts: the last one known."""
+        """Held engines count (they come back), a reserved one does not. While no engine counts: the
+        last one known.
+        """
         self._last_served = min(self._serving, default=self._last_served)
         return self._last_served
 
     def current_version(self) -> Version:
-        """The newest version that an engine out of quarantine and not reserved serves, else that any engine served."""
+        """The newest version that an engine out of quarantine and not reserved serves, else that
+        any engine served.
+        """
         if self._serving:
             return max(self._serving)
         return max((m.version for m in self._members.values()), default=self._last_served)
@@ -240,10 +291,12 @@ class Fleet:
         if (member := self._members.get(engine)) is not None:
             member.num_queued = num_queued
 
-    # --- Requests ----------------------------------------------------------------------------------------------------
+    # --- Requests ---------------------------------------------------------------------------------
 
     def takers(self, *, evaluates: bool) -> list[Capabilities]:
-        """Of the engines that requests of training, or of an evaluation, may go to; where none is reserved for evaluations, of all."""
+        """Of the engines that requests of training, or of an evaluation, may go to; where none is
+        reserved for evaluations, of all.
+        """
         if (evaluates and self._reserved is not None) or not self._serving:
             takers = [self._kept_takes(evaluates=evaluates and self._reserved is not None)]
         else:
@@ -258,17 +311,23 @@ class Fleet:
         """A place in the order of arrival; older tickets are dispatched first."""
         return next(self._tickets)
 
-    async def place(self, ticket: int, *, tokens: int, affinity: str, allowance: Allowance) -> Lease:
-        """Waits for a routable engine, in order of tickets; woken by attach, release and rejoin, ended when the seconds are spent.
+    async def place(
+        self, ticket: int, *, tokens: int, affinity: str, allowance: Allowance
+    ) -> Lease:
+        """Waits for a routable engine, in order of tickets; woken by attach, release and rejoin,
+        ended when the seconds are spent.
 
-        `tokens` is the load the request brings: prompt plus output budget. The allowance stands while engines are held.
+        `tokens` is the load the request brings: prompt plus output budget. The allowance stands
+        while engines are held.
         """
         evaluates = self._reserved is not None and affinity in self._reserved.sessions
         if self._only_held(evaluates):
             allowance.stop()
         return await self._lines[evaluates].wait(
             ticket,
-            lambda: self._lease(tokens=tokens, affinity=affinity, allowance=allowance, evaluates=evaluates),
+            lambda: self._lease(
+                tokens=tokens, affinity=affinity, allowance=allowance, evaluates=evaluates
+            ),
             give_back=self.leave,
             allowance=allowance,
         )
@@ -286,29 +345,46 @@ class Fleet:
         """Each engine and why it takes no request, for error messages."""
         return "; ".join(_describe(state) for state in self.states()) or "no engine is attached"
 
-    # --- State -------------------------------------------------------------------------------------------------------
+    # --- State ------------------------------------------------------------------------------------
 
     def _keeps(self, engine: str) -> bool:
         """Whether it keeps its version for an evaluation, or has yet to catch up."""
         return self._reserved is not None and self._reserved.engine == engine
 
     def _kept_takes(self, *, evaluates: bool) -> Member | None:
-        """The reserved engine, where requests of an evaluation may go to it, or others. It alone is shared: but never while it is behind
-        `served_version`, because tokens older than that would break admission's count (I2)."""
-        kept = None if self._reserved is None or self._reserved.engine is None else self._members.get(self._reserved.engine)
+        """The reserved engine, where requests of an evaluation may go to it, or others. It alone is
+        shared: but never while it is behind `served_version`, because tokens older than that would
+        break admission's count (I2)."""
+        kept = (
+            None
+            if self._reserved is None or self._reserved.engine is None
+            else self._members.get(self._reserved.engine)
+        )
         if kept is None or kept.error is not None:
             return None
-        return kept if evaluates or (not self._serving and kept.version >= self._last_served) else None
+        return (
+            kept if evaluates or (not self._serving and kept.version >= self._last_served) else None
+        )
 
-    def _lease(self, *, tokens: int, affinity: str, allowance: Allowance, evaluates: bool) -> Lease | None:
-        """A place on the chosen engine, where the session stays. One whose engine is only held goes elsewhere once and keeps its pin."""
+    def _lease(
+        self, *, tokens: int, affinity: str, allowance: Allowance, evaluates: bool
+    ) -> Lease | None:
+        """A place on the chosen engine, where the session stays. One whose engine is only held goes
+        elsewhere once and keeps its pin.
+        """
         if self._holds.shut:
             return None
         pinned = self._pins.get(affinity)
-        name = self._loads.choose(pinned=pinned, tokens=tokens) if self._serving and not evaluates else self._place_kept(evaluates)
+        name = (
+            self._loads.choose(pinned=pinned, tokens=tokens)
+            if self._serving and not evaluates
+            else self._place_kept(evaluates)
+        )
         if name is None:
             return None
-        if pinned is None or (self._members[pinned].error is None and not self._holds.held_alone(pinned)):
+        if pinned is None or (
+            self._members[pinned].error is None and not self._holds.held_alone(pinned)
+        ):
             self._pins.pin(affinity, name)
         allowance.start()
         return Lease(self._members[name], tokens=tokens, allowance=allowance, evaluates=evaluates)
@@ -323,7 +399,9 @@ class Fleet:
             lease.lose(error)
 
     def _only_held(self, evaluates: bool) -> bool:
-        """Whether such a request waits for a hold to end, or for an engine to be there again: time that no deadline counts."""
+        """Whether such a request waits for a hold to end, or for an engine to be there again: time
+        that no deadline counts.
+        """
         if self._holds.shut:
             return True
         if not self._serving and self._kept_takes(evaluates=evaluates) is None:
@@ -332,11 +410,14 @@ class Fleet:
             return False
         if self._serving and not evaluates:
             return not self._loads
-        return self._kept_takes(evaluates=evaluates) is not None and self._place_kept(evaluates) is None
+        return (
+            self._kept_takes(evaluates=evaluates) is not None
+            and self._place_kept(evaluates) is None
+        )
 
     def _changed(self, *engines: str) -> None:
-        """Something is different about these engines. Serves the lines, lets every allowance run or stand as `_only_held` now says, and tells a
-        new `served_version`, and who takes requests."""
+        """Something is different about these engines. Serves the lines, lets every allowance run or
+        stand as `_only_held` now says, and tells a new `served_version`, and who takes requests."""
         had_reservation = self._reserved is not None
         others = [self._enter(name) for name in engines]
         self._settle_reservation()
@@ -354,20 +435,26 @@ class Fleet:
             for lease in member.leases:
                 _run_or_stand(lease.allowance, stands=self._holds.held(member.name))
         self._tell_outage()
-        if self.on_changed is not None and (had_reservation or self._reserved is not None or any(others) or not engines):
+        if self.on_changed is not None and (
+            had_reservation or self._reserved is not None or any(others) or not engines
+        ):
             self.on_changed()
         if self.on_any is not None:
             self.on_any()
 
     def _tell_outage(self) -> None:
-        takes = not self._holds.shut and (bool(self._loads) if self._serving else self._place_kept(evaluates=False) is not None)
+        takes = not self._holds.shut and (
+            bool(self._loads) if self._serving else self._place_kept(evaluates=False) is not None
+        )
         if takes != self._takes:
             self._takes = takes
             if self.on_outage is not None:
                 self.on_outage(not takes)
 
     def _enter(self, name: str) -> bool:
-        """Counts an engine as what it is now. Says whether it takes requests of training and did not, or the other way round."""
+        """Counts an engine as what it is now. Says whether it takes requests of training and did
+        not, or the other way round.
+        """
         member = self._members.get(name)
         if member is None:
             return False
@@ -387,7 +474,9 @@ class Fleet:
         member.serves = serves
 
     def _settle_reservation(self) -> None:
-        """It stays on its engine while that serves the version, and ends when it is over and its engine is one of the others again, or fell out."""
+        """It stays on its engine while that serves the version, and ends when it is over and its
+        engine is one of the others again, or fell out.
+        """
         reserved = self._reserved
         if reserved is None:
             return
@@ -396,19 +485,33 @@ class Fleet:
         if kept is None or kept.error is not None or kept.version != reserved.version:
             steady = (m for m in self._members.values() if m.error is None and m.name != self.lent)
             reserved.move(steady, newest=self.current_version())
-        reserved.let_pass(others=any(m.error is None for m in self._members.values() if m.name != reserved.engine))
-        if reserved.over.is_set() and (reserved.engine is None or reserved.version >= self.current_version()):
+        reserved.let_pass(
+            others=any(m.error is None for m in self._members.values() if m.name != reserved.engine)
+        )
+        if reserved.over.is_set() and (
+            reserved.engine is None or reserved.version >= self.current_version()
+        ):
             self._reserved = None
         for name in {name for name in (home, reserved.engine) if name is not None}:
             self._enter(name)
 
     def _leave_behind(self) -> None:
-        """Requests that ran on the engine when it was reserved go on elsewhere once it is behind: its tokens are too old now (I2)."""
-        member = None if self._reserved is None or self._reserved.engine is None else self._members.get(self._reserved.engine)
+        """Requests that ran on the engine when it was reserved go on elsewhere once it is behind:
+        its tokens are too old now (I2).
+        """
+        member = (
+            None
+            if self._reserved is None or self._reserved.engine is None
+            else self._members.get(self._reserved.engine)
+        )
         if member is not None and member.version < self._last_served:
             for lease in member.leases:
                 if not lease.evaluates:
-                    lease.lose(EngineUnavailable(f"{member.name} keeps version {member.version} for an evaluation"))
+                    lease.lose(
+                        EngineUnavailable(
+                            f"{member.name} keeps version {member.version} for an evaluation"
+                        )
+                    )
 
 
 def _run_or_stand(allowance: Allowance, *, stands: bool) -> None:
@@ -423,4 +526,6 @@ def _describe(state: EngineState) -> str:
         return f"{state.name} is in quarantine ({state.error})"
     if state.held_by:
         return f"{state.name} is held by {', '.join(state.held_by)}"
-    return f"{state.name} serves version {state.version}" + (", for an evaluation alone" if state.reserved else "")
+    return f"{state.name} serves version {state.version}" + (
+        ", for an evaluation alone" if state.reserved else ""
+    )

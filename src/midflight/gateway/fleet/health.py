@@ -1,4 +1,6 @@
-"""StallWatch-based health: an engine that has work and makes no token for too long is put in quarantine."""
+"""StallWatch-based health: an engine that has work and makes no token for too long is put in
+quarantine.
+"""
 
 import asyncio
 from dataclasses import dataclass
@@ -21,17 +23,25 @@ class _LastToken:
 
 
 class StallWatch:
-    """Two readings with work and no more tokens, made or computed of prompts, `stall_seconds` apart and not paused, show a stall. Synchronous."""
+    """Two readings with work and no more tokens, made or computed of prompts, `stall_seconds` apart
+    and not paused, show a stall. Synchronous.
+    """
 
     def __init__(self, *, stall_seconds: float) -> None:
         self._stall_seconds = stall_seconds
         self._records: dict[str, _LastToken] = {}
 
-    def read(self, engine: str, health: EngineHealth | None, *, now: float, excused: bool = False) -> str | None:
-        """Takes a reading (`None`: no answer); says what is wrong, or `None`. An engine held by us is `excused`."""
+    def read(
+        self, engine: str, health: EngineHealth | None, *, now: float, excused: bool = False
+    ) -> str | None:
+        """Takes a reading (`None`: no answer); says what is wrong, or `None`. An engine held by us
+        is `excused`.
+        """
         record = self._records.setdefault(engine, _LastToken(-1, now))
         progress = record.progress if health is None else health.num_tokens + health.num_computed
-        if health is not None and (progress != record.progress or health.paused or not _has_work(health)):
+        if health is not None and (
+            progress != record.progress or health.paused or not _has_work(health)
+        ):
             record.progress = progress
             record.since = now
         if excused:
@@ -41,10 +51,15 @@ class StallWatch:
             return None
         if health is None:
             return f"it has not answered a health check for {waited:.1f} s"
-        return f"no token in {waited:.1f} s with {health.num_running} requests running and {health.num_waiting} waiting"
+        return (
+            f"no token in {waited:.1f} s with {health.num_running} requests running and "
+            f"{health.num_waiting} waiting"
+        )
 
     def begin(self, engine: str, *, now: float) -> None:
-        """It is asked; from now on it may be silent for `stall_seconds`, if it was never read before."""
+        """It is asked; from now on it may be silent for `stall_seconds`, if it was never read
+        before.
+        """
         self._records.setdefault(engine, _LastToken(-1, now))
 
     def forget(self, engine: str) -> None:
@@ -56,16 +71,26 @@ def _has_work(health: EngineHealth) -> bool:
 
 
 class HealthWatch:
-    """Reads every engine once per interval; quarantines the dead and the stalled, and lets recovered ones rejoin.
+    """Reads every engine once per interval; quarantines the dead and the stalled, and lets
+    recovered ones rejoin.
 
-    An answer has `stall_seconds`, however short the interval is, because a busy machine answers late. Until it has come, that engine is not
-    asked again.
+    An answer has `stall_seconds`, however short the interval is, because a busy machine answers
+    late. Until it has come, that engine is not asked again.
 
     One that is in quarantine for its weights rejoins only through a handover (I7).
     """
 
-    def __init__(self, fleet: Fleet, *, interval_seconds: float, stall_seconds: float, ends_pauses: bool = True) -> None:
-        """`ends_pauses`: a pause of an engine that rejoins is nobody's, and is ended. Beside another gateway it may be a commit's."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        interval_seconds: float,
+        stall_seconds: float,
+        ends_pauses: bool = True,
+    ) -> None:
+        """`ends_pauses`: a pause of an engine that rejoins is nobody's, and is ended. Beside
+        another gateway it may be a commit's.
+        """
         self._fleet = fleet
         self._ends_pauses = ends_pauses
         self._interval_seconds = interval_seconds
@@ -95,7 +120,9 @@ class HealthWatch:
             if engine.name not in self._asked:
                 self._asked.add(engine.name)
                 self._progress.begin(engine.name, now=asyncio.get_running_loop().time())
-                checks.create_task(self._check_one(engine, states[engine.name]), name=f"health of {engine.name}")
+                checks.create_task(
+                    self._check_one(engine, states[engine.name]), name=f"health of {engine.name}"
+                )
 
     async def _check_one(self, engine: OwnedEngine, state: EngineState) -> None:
         try:
@@ -109,8 +136,14 @@ class HealthWatch:
             self._judge(engine.name, None, state)
         else:
             if state.error is None and health.version < state.version:
-                restarted = f"watching engine {engine.name}: it serves version {health.version} after attesting {state.version}."
-                self._condemn(engine.name, EngineUnavailable(f"{restarted} It rejoins at the current version."))
+                restarted = (
+                    f"watching engine {engine.name}: it serves version {health.version} "
+                    f"after attesting {state.version}."
+                )
+                self._condemn(
+                    engine.name,
+                    EngineUnavailable(f"{restarted} It rejoins at the current version."),
+                )
             elif state.error is None:
                 self._judge(engine.name, health, state)
             elif state.on_probation:
@@ -120,7 +153,9 @@ class HealthWatch:
 
     def _judge(self, name: str, health: EngineHealth | None, state: EngineState) -> None:
         excused = bool(state.held_by or state.paused_by) and health is not None
-        wrong = self._progress.read(name, health, now=asyncio.get_running_loop().time(), excused=excused)
+        wrong = self._progress.read(
+            name, health, now=asyncio.get_running_loop().time(), excused=excused
+        )
         if wrong is not None:
             self._condemn(name, EngineUnavailable(f"watching engine {name}: {wrong}. Restart it."))
 
@@ -134,12 +169,20 @@ class HealthWatch:
         if name not in self._retry_at:
             lapses = self._lapses.get(name, 0)
             self._lapses[name] = lapses + 1
-            self._retry_at[name] = asyncio.get_running_loop().time() + self._interval_seconds * 2 ** min(lapses, _MAX_DOUBLINGS)
+            self._retry_at[name] = (
+                asyncio.get_running_loop().time()
+                + self._interval_seconds * 2 ** min(lapses, _MAX_DOUBLINGS)
+            )
         return self._retry_at[name]
 
     async def _readmit(self, engine: Engine, health: EngineHealth) -> None:
-        """An engine that answers again, on the weights the fleet serves. A pause without an owner is ended first."""
-        if asyncio.get_running_loop().time() < self._retry_after(engine.name) or health.version != self._fleet.current_version():
+        """An engine that answers again, on the weights the fleet serves. A pause without an owner
+        is ended first.
+        """
+        if (
+            asyncio.get_running_loop().time() < self._retry_after(engine.name)
+            or health.version != self._fleet.current_version()
+        ):
             return
         if health.paused and not self._ends_pauses:
             return

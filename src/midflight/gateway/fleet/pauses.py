@@ -5,14 +5,24 @@ from collections.abc import AsyncIterator
 
 from midflight.errors import EngineUnavailable
 from midflight.ports import Engine
-from midflight.types import Attestation, Capabilities, Chunk, EngineHealth, GenerateRequest, PauseMode, Version, WeightManifest
+from midflight.types import (
+    Attestation,
+    Capabilities,
+    Chunk,
+    EngineHealth,
+    GenerateRequest,
+    PauseMode,
+    Version,
+    WeightManifest,
+)
 
 
 class SharedPause:
-    """Counts the owners of an engine's pause. The mode of the first stays in force until the last has resumed.
+    """Counts the owners of an engine's pause. The mode of the first stays in force until the last
+    has resumed.
 
-    Without it an operator's `continue_generation` would set an engine going in the middle of a commit, and a commit's
-    resume would end an operator's pause.
+    Without it an operator's `continue_generation` would set an engine going in the middle of a
+    commit, and a commit's resume would end an operator's pause.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -27,7 +37,9 @@ class SharedPause:
         return tuple(sorted(self._owners))
 
     async def pause(self, owner: str, mode: PauseMode) -> None:
-        """Returns when the engine is paused for `owner` too. Waits for a pause or resume under way and for the engine."""
+        """Returns when the engine is paused for `owner` too. Waits for a pause or resume under way
+        and for the engine.
+        """
         async with self._turn:
             self._owners.add(owner)
             if self._mode is None:
@@ -35,14 +47,16 @@ class SharedPause:
                 self._mode = mode
 
     async def renew(self) -> None:
-        """Says again that it is paused, where it is: an engine that hears no more of a pause may end it by itself."""
+        """Says again that it is paused, where it is: an engine that hears no more of a pause may
+        end it by itself.
+        """
         if self._mode is not None and not self._turn.locked():
             async with self._turn:
                 await self.engine.pause(self._mode)
 
     async def resume(self, owner: str) -> None:
-        """Ends this owner's pause; the engine resumes if no other owner pauses it. Idempotent. Waits as `pause` does. `EngineUnavailable`
-        where it was detached meanwhile."""
+        """Ends this owner's pause; the engine resumes if no other owner pauses it. Idempotent.
+        Waits as `pause` does. `EngineUnavailable` where it was detached meanwhile."""
         async with self._turn:
             self._owners.discard(owner)
             if not self._owners:
@@ -57,7 +71,9 @@ class SharedPause:
         self.abandon()
 
     def abandon(self) -> None:
-        """The engine is in quarantine: every pause of it ends here. Before it is readmitted it must be made to run again."""
+        """The engine is in quarantine: every pause of it ends here. Before it is readmitted it must
+        be made to run again.
+        """
         self._owners.clear()
         self._mode = None
 

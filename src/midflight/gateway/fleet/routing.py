@@ -1,4 +1,6 @@
-"""Which request goes to which engine: named holds, the line before the engines, the choice among them, places there, a reservation."""
+"""Which request goes to which engine: named holds, the line before the engines, the choice among
+them, places there, a reservation.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ T = TypeVar("T")
 
 
 class Holds:
-    """Named holds, of all engines or of one. Synchronous. An engine is free when there is no hold of it and none of all engines."""
+    """Named holds, of all engines or of one. Synchronous. An engine is free when there is no hold
+    of it and none of all engines.
+    """
 
     def __init__(self) -> None:
         self._all: set[str] = set()
@@ -75,10 +79,11 @@ class _Waiter(Generic[T]):
 
 
 class WaitingLine(Generic[T]):
-    """Requests waiting for a place, in order of their tickets. A resumed request keeps its ticket, so it goes first.
+    """Requests waiting for a place, in order of their tickets. A resumed request keeps its ticket,
+    so it goes first.
 
-    No request overtakes another: a place is offered to the first in line, and a new request stands behind all older tickets.
-    Bounded by the requests that the gateway admits.
+    No request overtakes another: a place is offered to the first in line, and a new request stands
+    behind all older tickets. Bounded by the requests that the gateway admits.
     """
 
     def __init__(self) -> None:
@@ -88,8 +93,16 @@ class WaitingLine(Generic[T]):
     def __len__(self) -> int:
         return len(self._waiters)
 
-    async def wait(self, ticket: int, choose: Callable[[], T | None], *, give_back: Callable[[T], None], allowance: Allowance) -> T:
-        """Waits until `choose` finds a place and every older ticket has one; woken by `serve`, ended by the allowance too.
+    async def wait(
+        self,
+        ticket: int,
+        choose: Callable[[], T | None],
+        *,
+        give_back: Callable[[T], None],
+        allowance: Allowance,
+    ) -> T:
+        """Waits until `choose` finds a place and every older ticket has one; woken by `serve`,
+        ended by the allowance too.
 
         A place found for a request that has just ended is given back.
         """
@@ -111,7 +124,9 @@ class WaitingLine(Generic[T]):
             raise
 
     def serve(self) -> None:
-        """Offers places from the front until one finds none. To be called after every change that may make a place."""
+        """Offers places from the front until one finds none. To be called after every change that
+        may make a place.
+        """
         while self._waiters:
             waiter = self._waiters[0][2]
             if not waiter.chosen.done():
@@ -131,25 +146,28 @@ class WaitingLine(Generic[T]):
 
 
 _NEAR = 1.25
-"""Engines with at most this multiple of the lightest load count as equally loaded; among them the newest version is taken.
-Below the 1.3 within which the load must stay even."""
+"""Engines with at most this multiple of the lightest load count as equally loaded; among them the
+newest version is taken. Below the 1.3 within which the load must stay even."""
 
 _CROWDED = 1.25
-"""A session leaves its engine when that has this multiple of the mean load. Sessions differ so much in length that affinity
-alone leaves the heaviest of eight engines at 1.8 times the mean; between this and 1.3 there is room for requests on their way."""
+"""A session leaves its engine when that has this multiple of the mean load. Sessions differ so much
+in length that affinity alone leaves the heaviest of eight engines at 1.8 times the mean; between
+this and 1.3 there is room for requests on their way."""
 
 _Entry: TypeAlias = tuple[bool, int, int, str]
 """Of an engine: whether its slots are full, load, order, name."""
 
 _MAX_PINS = 20_000
-"""Twice the sessions a gateway admits by default. Forgetting the oldest costs that session its prefix cache, nothing else."""
+"""Twice the sessions a gateway admits by default. Forgetting the oldest costs that session its
+prefix cache, nothing else.
+"""
 
 
 class Loads:
     """Engines that requests may go to, by version and load. Synchronous.
 
-    Of each version a sorted line is kept, and a fleet serves two or three at most, so what a change or a choice takes hardly grows with
-    the number of engines.
+    Of each version a sorted line is kept, and a fleet serves two or three at most, so what a change
+    or a choice takes hardly grows with the number of engines.
     """
 
     def __init__(self) -> None:
@@ -161,9 +179,12 @@ class Loads:
     def __len__(self) -> int:
         return len(self._places)
 
-    def put(self, engine: str, *, version: Version, load: int, order: int, full: bool = False) -> None:
-        """`load`: prompt tokens plus output budget of the requests there. It may be in already. Of equal engines the one of lower `order` is taken.
-        `full`: it has a request for each of its slots, so that one more would wait."""
+    def put(
+        self, engine: str, *, version: Version, load: int, order: int, full: bool = False
+    ) -> None:
+        """`load`: prompt tokens plus output budget of the requests there. It may be in already. Of
+        equal engines the one of lower `order` is taken. `full`: it has a request for each of its
+        slots, so that one more would wait."""
         self.drop(engine)
         entry = (full, load, order, engine)
         self._places[engine] = version, entry
@@ -192,21 +213,29 @@ class Loads:
         self._total -= entry[1]
 
     def choose(self, *, pinned: str | None, tokens: int = 0) -> str | None:
-        """The pinned engine if it is in and not crowded; else the newest version among the least loaded, the lightest first. Of those with a
-        free slot, where one has.
+        """The pinned engine if it is in and not crowded; else the newest version among the least
+        loaded, the lightest first. Of those with a free slot, where one has.
 
-        `tokens` is the load the request brings: to move it costs a prefill of that size at most, so a smaller difference moves
-        nobody. `None` if no engine is in.
+        `tokens` is the load the request brings: to move it costs a prefill of that size at most, so
+        a smaller difference moves nobody. `None` if no engine is in.
         """
         if not self._places:
             return None
-        least = next(iter(self._lines.values()))[0] if len(self._lines) == 1 else min([line[0] for line in self._lines.values()])
+        least = (
+            next(iter(self._lines.values()))[0]
+            if len(self._lines) == 1
+            else min([line[0] for line in self._lines.values()])
+        )
         full, lightest = least[:2]
         if pinned in self._places and not self._is_crowded(pinned, spare=lightest + tokens):
             return pinned
         if len(self._lines) == 1:
             return least[3]
-        newest = max(version for version, line in self._lines.items() if line[0][0] == full and line[0][1] <= lightest * _NEAR)
+        newest = max(
+            version
+            for version, line in self._lines.items()
+            if line[0][0] == full and line[0][1] <= lightest * _NEAR
+        )
         return self._lines[newest][0][3]
 
     def _is_crowded(self, engine: str, *, spare: int) -> bool:
@@ -214,14 +243,20 @@ class Loads:
 
 
 class Lease:
-    """A request's place on an engine, until `Fleet.leave`. When the engine is lost its wait is cut and `lost` says why."""
+    """A request's place on an engine, until `Fleet.leave`. When the engine is lost its wait is cut
+    and `lost` says why.
+    """
 
-    def __init__(self, member: Member, *, tokens: int, allowance: Allowance, evaluates: bool) -> None:
+    def __init__(
+        self, member: Member, *, tokens: int, allowance: Allowance, evaluates: bool
+    ) -> None:
         self.engine = member.shared.engine
         self.evaluates = evaluates
         """Whether it is of a session that the engine is reserved for."""
         self.version = member.version
-        """What the engine had attested when the request was placed: none of its tokens can be older."""
+        """What the engine had attested when the request was placed: none of its tokens can be
+        older.
+        """
         self.tokens = tokens
         self.allowance = allowance
         self.lost: BaseException | None = None
@@ -233,7 +268,9 @@ class Lease:
 
     @property
     def may_be_queued(self) -> bool:
-        """The engine has more requests than it can serve at once: this one may be among those that wait inside it."""
+        """The engine has more requests than it can serve at once: this one may be among those that
+        wait inside it.
+        """
         return self._member.is_crowded
 
     def lose(self, error: BaseException) -> None:
@@ -260,7 +297,15 @@ class Lease:
 class Member:
     """An attached engine. Its version is the last it attested."""
 
-    def __init__(self, engine: Engine, version: Version, error: BaseException | None, *, loads: Loads, order: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        version: Version,
+        error: BaseException | None,
+        *,
+        loads: Loads,
+        order: int,
+    ) -> None:
         """`loads` is told of its load while it is in there; `order` is that of its arrival."""
         self._loads = loads
         self.order = order
@@ -302,14 +347,22 @@ class Member:
     def stand(self, *, takes: bool) -> None:
         """Whether requests may go there, as far as it alone decides."""
         if takes:
-            self._loads.put(self.name, version=self.version, load=self.tokens_in_flight, order=self.order, full=self._is_full)
+            self._loads.put(
+                self.name,
+                version=self.version,
+                load=self.tokens_in_flight,
+                order=self.order,
+                full=self._is_full,
+            )
         elif self.is_in:
             self._loads.drop(self.name)
         self.is_in = takes
 
 
 class Pins:
-    """The engine that holds each session's prefix. Synchronous, bounded; the longest unused pin goes first."""
+    """The engine that holds each session's prefix. Synchronous, bounded; the longest unused pin
+    goes first.
+    """
 
     def __init__(self, *, max_pins: int = _MAX_PINS) -> None:
         self._engines: OrderedDict[str, str] = OrderedDict()
@@ -340,26 +393,37 @@ class Pins:
 
 
 class Reservation:
-    """One engine keeps `version` for `sessions`, whose requests go there and nowhere else. Bounded by an evaluation's rollouts.
+    """One engine keeps `version` for `sessions`, whose requests go there and nowhere else. Bounded
+    by an evaluation's rollouts.
 
-    While another engine is out of quarantine, requests of other sessions go to the others, and handovers too.
+    While another engine is out of quarantine, requests of other sessions go to the others, and
+    handovers too.
     """
 
     def __init__(self, version: Version) -> None:
         self.version = version
         self.engine: str | None = None
-        """`None` while no engine out of quarantine serves the version; one may come back with it."""
+        """`None` while no engine out of quarantine serves the version; one may come back with
+        it.
+        """
         self.sessions: set[str] = set()
         self.over = asyncio.Event()
-        """The evaluation has ended, or has to: the version was given up, or no engine serves it any more."""
+        """The evaluation has ended, or has to: the version was given up, or no engine serves it any
+        more.
+        """
         self.passable = asyncio.Event()
         """A newer version may come now: this is over, or there is another engine to take it."""
 
     def move(self, healthy: Iterable[Member], *, newest: Version) -> None:
-        """Its engine does not serve the version any more: it goes on where that is served too. Without such an engine it is over as soon
-        as a newer version than its own is known: whatever comes back then comes back with that."""
+        """Its engine does not serve the version any more: it goes on where that is served too.
+        Without such an engine it is over as soon as a newer version than its own is known: whatever
+        comes back then comes back with that."""
         same = [c for c in healthy if c.version == self.version]
-        self.engine = min(same, key=lambda c: c.tokens_in_flight).name if same and not self.over.is_set() else None
+        self.engine = (
+            min(same, key=lambda c: c.tokens_in_flight).name
+            if same and not self.over.is_set()
+            else None
+        )
         if self.engine is None and newest > self.version:
             self.over.set()
 

@@ -1,4 +1,6 @@
-"""The operator's pause, resume and abort over all engines, and their routes with the JSON that SGLang's clients send."""
+"""The operator's pause, resume and abort over all engines, and their routes with the JSON that
+SGLang's clients send.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
@@ -28,10 +30,12 @@ PAUSE_NAMES = {
 
 
 class Control:
-    """Pauses and resumes all engines for the operator. One operation at a time, in order of arrival.
+    """Pauses and resumes all engines for the operator. One operation at a time, in order of
+    arrival.
 
-    Pause while paused: nothing happens, the mode in force stays. Resume while not paused: engines that nobody else pauses
-    are told to resume, which is idempotent. Resume during a pause that is still under way, or the reverse: it comes after.
+    Pause while paused: nothing happens, the mode in force stays. Resume while not paused: engines
+    that nobody else pauses are told to resume, which is idempotent. Resume during a pause that is
+    still under way, or the reverse: it comes after.
     """
 
     def __init__(
@@ -43,9 +47,9 @@ class Control:
         pause_seconds: float = 30.0,
         verify_seconds: float = 0.1,
     ) -> None:
-        """`beside`: those of the engines that answer what is not trained. `pause_seconds`: deadline of one engine's pause or resume.
-        `verify_seconds`: time between the two readings that verify a pause; larger catches slower engines and makes pausing a busy fleet
-        slower."""
+        """`beside`: those of the engines that answer what is not trained. `pause_seconds`: deadline
+        of one engine's pause or resume. `verify_seconds`: time between the two readings that verify
+        a pause; larger catches slower engines and makes pausing a busy fleet slower."""
         self._fleet = fleet
         self._generators = (generator, *beside)
         self._pause_seconds = pause_seconds
@@ -61,7 +65,9 @@ class Control:
 
     @property
     def paused_since(self) -> float | None:
-        """When the operator began to hold requests, in the loop's time; none while requests are not held."""
+        """When the operator began to hold requests, in the loop's time; none while requests are not
+        held.
+        """
         return self._held_since
 
     @property
@@ -73,11 +79,13 @@ class Control:
         return self._fleet.served_version()
 
     async def pause(self, mode: PauseMode | None = None) -> None:
-        """Holds new requests at the gate and pauses every engine; returns when no token is made any more.
+        """Holds new requests at the gate and pauses every engine; returns when no token is made any
+        more.
 
-        Waits for the engines, each at most `pause_seconds` (a drain: the deadline of a request besides), and for
-        `verify_seconds`. If one refuses or ignores it, all are resumed and its error is raised. An engine that is dead
-        or silent does not refuse: it goes into quarantine and the pause stands.
+        Waits for the engines, each at most `pause_seconds` (a drain: the deadline of a request
+        besides), and for `verify_seconds`. If one refuses or ignores it, all are resumed and its
+        error is raised. An engine that is dead or silent does not refuse: it goes into quarantine
+        and the pause stands.
         """
         async with self._turn:
             if self._paused:
@@ -86,12 +94,15 @@ class Control:
             self._hold()
             async with AsyncExitStack() as undo:
                 undo.callback(self._release)
-                await _each(self._healthy(), lambda engine: self._pause(engine, modes[engine.name], undo))
+                await _each(
+                    self._healthy(), lambda engine: self._pause(engine, modes[engine.name], undo)
+                )
                 undo.pop_all()
             self._paused = True
 
     async def resume(self) -> None:
-        """Resumes the engines and lifts the operator's hold, no other. Waits for the engines, `pause_seconds` at most.
+        """Resumes the engines and lifts the operator's hold, no other. Waits for the engines,
+        `pause_seconds` at most.
 
         Cancelled half way, the pause is still in force and can be resumed again.
         """
@@ -101,9 +112,11 @@ class Control:
             self._release()
 
     async def abort(self, request_id: str | None) -> int:
-        """Aborts one request, or all (`None`), at the engines; says how many were found. Never waits.
+        """Aborts one request, or all (`None`), at the engines; says how many were found. Never
+        waits.
 
-        Callers of native `/generate` get their tokens so far; for all others the request is resumed (see `Generator`).
+        Callers of native `/generate` get their tokens so far; for all others the request is resumed
+        (see `Generator`).
         """
         return sum(generator.cancel(request_id) for generator in self._generators)
 
@@ -124,8 +137,18 @@ class Control:
 
     def _healthy(self) -> list[Engine]:
         """Engines out of quarantine: a pause of the others has ended with it."""
-        broken = {state.name for fleet in self._fleets for state in fleet.states() if state.error is not None}
-        return [engine for fleet in self._fleets for engine in fleet.engines_of(OPERATOR) if engine.name not in broken]
+        broken = {
+            state.name
+            for fleet in self._fleets
+            for state in fleet.states()
+            if state.error is not None
+        }
+        return [
+            engine
+            for fleet in self._fleets
+            for engine in fleet.engines_of(OPERATOR)
+            if engine.name not in broken
+        ]
 
     def _quarantine(self, engine: Engine, error: BaseException) -> None:
         """In the fleet that has it; the others know no engine of that name."""
@@ -133,10 +156,15 @@ class Control:
             fleet.quarantine(engine.name, error, probation=True)
 
     async def _pause(self, engine: Engine, mode: PauseMode, undo: AsyncExitStack) -> None:
-        """Also an engine at rest is read twice, but without a wait between: what makes no token now makes none later."""
+        """Also an engine at rest is read twice, but without a wait between: what makes no token now
+        makes none later.
+        """
         undo.push_async_callback(self._let_go, engine)
         drain_seconds = self._generators[0].request_seconds if mode is PauseMode.DRAIN else 0.0
-        async with self._answering(engine, seconds=self._pause_seconds + drain_seconds), verified_pause(engine, mode) as reading:
+        async with (
+            self._answering(engine, seconds=self._pause_seconds + drain_seconds),
+            verified_pause(engine, mode) as reading,
+        ):
             if reading.num_running + reading.num_waiting:
                 await asyncio.sleep(self._verify_seconds)
 
@@ -150,13 +178,16 @@ class Control:
 
     @asynccontextmanager
     async def _answering(self, engine: Engine, *, seconds: float) -> AsyncGenerator[None]:
-        """Around calls to an engine: one that is dead or silent goes into quarantine, other errors pass."""
+        """Around calls to an engine: one that is dead or silent goes into quarantine, other errors
+        pass.
+        """
         try:
             async with asyncio.timeout(seconds):
                 yield
         except TimeoutError:
             error = EngineUnavailable(
-                f"pausing or resuming {engine.name}: no answer in {seconds:g} s. Restart it, or raise run.stall_seconds if it is only slow."
+                f"pausing or resuming {engine.name}: no answer in {seconds:g} s. Restart it, or "
+                "raise run.stall_seconds if it is only slow."
             )
             self._quarantine(engine, error)
         except (EngineUnavailable, OSError) as error:
@@ -168,7 +199,9 @@ def _mode(engine: Engine, wanted: PauseMode | None) -> PauseMode:
 
 
 async def _each(engines: Iterable[Engine], act: Callable[[Engine], Awaitable[None]]) -> None:
-    """Acts on all engines at once and waits for all; the first error cancels the others and is raised as it is."""
+    """Acts on all engines at once and waits for all; the first error cancels the others and is
+    raised as it is.
+    """
 
     async def run(engine: Engine) -> None:
         await act(engine)
@@ -181,7 +214,7 @@ async def _each(engines: Iterable[Engine], act: Callable[[Engine], Awaitable[Non
         raise first_error(errors) from None
 
 
-# --- Routes ----------------------------------------------------------------------------------------------------------
+# --- Routes ---------------------------------------------------------------------------------------
 
 
 class OperatorPause(msgspec.Struct, frozen=True):
@@ -202,8 +235,9 @@ class OperatorAborts(msgspec.Struct, frozen=True):
 
 
 class ControlRoutes:
-    """SGLang's `/pause_generation`, `/continue_generation`, `/abort_request` and `/flush_cache`, vLLM's `/pause`, `/resume`,
-    `/is_paused`, `/abort_requests` and `/reset_prefix_cache`, for whoever has `token`, where there is one."""
+    """SGLang's `/pause_generation`, `/continue_generation`, `/abort_request` and `/flush_cache`,
+    vLLM's `/pause`, `/resume`, `/is_paused`, `/abort_requests` and `/reset_prefix_cache`, for
+    whoever has `token`, where there is one."""
 
     def __init__(self, control: Control, *, token: str | None) -> None:
         self._control = control
@@ -213,19 +247,29 @@ class ControlRoutes:
         verbs = {
             **dict.fromkeys(("/pause_generation", "/pause"), self._pause),
             **dict.fromkeys(("/continue_generation", "/resume"), self._resume),
-            **dict.fromkeys(("/abort_requests", "/inference/v1/abort_requests"), self._abort_several),
+            **dict.fromkeys(
+                ("/abort_requests", "/inference/v1/abort_requests"), self._abort_several
+            ),
             **dict.fromkeys(("/flush_cache", "/reset_prefix_cache"), self._flush),
             "/abort_request": self._abort,
         }
         asked = {"/is_paused": self._is_paused, "/flush_cache": self._flush}
         found = [route(path, verb, token=self._token) for path, verb in verbs.items()]
-        return [*found, *(route(path, verb, token=self._token, method="GET") for path, verb in asked.items())]
+        return [
+            *found,
+            *(route(path, verb, token=self._token, method="GET") for path, verb in asked.items()),
+        ]
 
     async def _pause(self, request: Request) -> Response:
-        """vLLM's clients name the mode in the address. Without one each engine pauses in the mode that costs it least, on either route."""
+        """vLLM's clients name the mode in the address. Without one each engine pauses in the mode
+        that costs it least, on either route.
+        """
         name = (await body_of(request, OperatorPause)).mode or request.query_params.get("mode")
         if name is not None and name not in PAUSE_NAMES:
-            raise RequestRejected(f"mode is {name[:80]!r}: not a way to pause.{nearest(name, PAUSE_NAMES)}", param="mode")
+            raise RequestRejected(
+                f"mode is {name[:80]!r}: not a way to pause.{nearest(name, PAUSE_NAMES)}",
+                param="mode",
+            )
         mode = None if name is None else PAUSE_NAMES[name]
         await self._control.pause(mode)
         if mode is PauseMode.ABORT:
@@ -239,7 +283,9 @@ class ControlRoutes:
     async def _abort(self, request: Request) -> Response:
         asked = await body_of(request, OperatorAbort)
         if asked.rid is None and not asked.abort_all:
-            raise RequestRejected('rid is missing: send the id of a request, or "abort_all": true.', param="rid")
+            raise RequestRejected(
+                'rid is missing: send the id of a request, or "abort_all": true.', param="rid"
+            )
         found = await self._control.abort(None if asked.abort_all else asked.rid)
         return json_answer({"status": "ok", "num_aborted": found})
 
@@ -252,5 +298,12 @@ class ControlRoutes:
         return json_answer({"is_paused": self._control.paused})
 
     async def _flush(self, request: Request) -> Response:
-        """Cached keys belong to the weights that made them: engines never use them under others, so there is nothing to do."""
-        return json_answer({"status": "ok", "message": "Nothing is to be flushed: keys are used under their own weights only."})
+        """Cached keys belong to the weights that made them: engines never use them under others, so
+        there is nothing to do.
+        """
+        return json_answer(
+            {
+                "status": "ok",
+                "message": "Nothing is to be flushed: keys are used under their own weights only.",
+            }
+        )

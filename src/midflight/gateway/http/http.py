@@ -1,4 +1,6 @@
-"""The gateway on HTTP: routes, and answers whole or as server-sent events. All meaning is in `Gateway`, `Control` and the dialects."""
+"""The gateway on HTTP: routes, and answers whole or as server-sent events. All meaning is in
+`Gateway`, `Control` and the dialects.
+"""
 
 import asyncio
 import time
@@ -38,7 +40,9 @@ from midflight.wire import edge
 from midflight.wire.edge import fault_answer, json_answer, metrics_route, route
 
 KEEP_ALIVE_SECONDS = 10.0
-"""Silence after which a comment is sent: proxies and clients cut connections that say nothing, often after 30 s."""
+"""Silence after which a comment is sent: proxies and clients cut connections that say nothing,
+often after 30 s.
+"""
 
 _COMMENT = b": waiting\n\n"
 _DONE = b"data: [DONE]\n\n"
@@ -55,7 +59,9 @@ class WholeAnswer:
         """Whether something was sent: an error can no longer have a status of its own."""
 
     async def tell(self, send: Send) -> None:
-        """Waits for the end of the answer and sends it; ended by that, or by the client's disconnection. An error is left to the caller."""
+        """Waits for the end of the answer and sends it; ended by that, or by the client's
+        disconnection. An error is left to the caller.
+        """
         await self._reader.wait_for_end()
         ongoing = self._reader.ongoing
         if ongoing.error is None and not self._reader.gone:
@@ -66,7 +72,9 @@ class WholeAnswer:
 
 
 class Silence:
-    """Wakes a reader after every `KEEP_ALIVE_SECONDS` in which nothing was sent. Its timer is set anew only when it rings."""
+    """Wakes a reader after every `KEEP_ALIVE_SECONDS` in which nothing was sent. Its timer is set
+    anew only when it rings.
+    """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -92,9 +100,19 @@ class Silence:
 
 
 class AnswerStream:
-    """The answer as it comes. Nothing is sent before the first event, so that an early error still gets its own status."""
+    """The answer as it comes. Nothing is sent before the first event, so that an early error still
+    gets its own status.
+    """
 
-    def __init__(self, reader: Reader, exchange: Exchange, reply: Reply, *, dialect: Dialect, failed: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        exchange: Exchange,
+        reply: Reply,
+        *,
+        dialect: Dialect,
+        failed: Callable[[Exception], None],
+    ) -> None:
         """`failed` is called with an error before the client is told."""
         self._reader = reader
         self._exchange = exchange
@@ -105,8 +123,9 @@ class AnswerStream:
         """As in `WholeAnswer`."""
 
     async def tell(self, send: Send) -> None:
-        """Waits for news and sends them; ended by the end of the answer, or by the client's disconnection. An error before the start is
-        left to the caller; a later one is the last event."""
+        """Waits for news and sends them; ended by the end of the answer, or by the client's
+        disconnection. An error before the start is left to the caller; a later one is the last
+        event."""
         reader = self._reader
         ongoing = self._reader.ongoing
         silence = Silence(reader)
@@ -140,7 +159,9 @@ class AnswerStream:
         reader.told_all()
 
     def _at_once(self, send: Send, silence: Silence) -> Callable[[], None] | None:
-        """What sends news while `tell` waits for them, until the client does not keep up; `None` where the server has no way to."""
+        """What sends news while `tell` waits for them, until the client does not keep up; `None`
+        where the server has no way to.
+        """
         push: Callable[[bytes], bool] = getattr(send, "push", bool)
         reader = self._reader
 
@@ -156,7 +177,9 @@ class AnswerStream:
         if not self.started:
             self.started = True
             await edge.start_stream(send, headers=self._reply.headers)
-            frames = b"".join(self._sse(frame) for frame in self._exchange.opening(self._reply)) + frames
+            frames = (
+                b"".join(self._sse(frame) for frame in self._exchange.opening(self._reply)) + frames
+            )
         if frames or last:
             await edge.send_more(send, frames, last=last)
 
@@ -171,7 +194,10 @@ class AnswerStream:
         return frames[0] if len(frames) == 1 else b"".join(frames)
 
     def _closing(self) -> bytes:
-        closing = b"".join(self._sse(frame) for frame in self._exchange.closing(self._reply, self._reader.ongoing.job.answers))
+        closing = b"".join(
+            self._sse(frame)
+            for frame in self._exchange.closing(self._reply, self._reader.ongoing.job.answers)
+        )
         return closing if self._dialect.named_events else closing + _DONE
 
     def _broken(self, error: Exception) -> bytes:
@@ -182,13 +208,21 @@ class AnswerStream:
 
 
 WATCH_AFTER_SECONDS = 0.02
-"""An answer within this time is sent without a look whether the client is still there: the look costs more."""
+"""An answer within this time is sent without a look whether the client is still there: the look
+costs more.
+"""
 
 DIALECTS = (
     Dialect("/v1/chat/completions", Recent(ChatExchange)),
     Dialect("/v1/completions", CompletionExchange),
     Dialect("/v1/messages", MessagesExchange, fault=messages_fault, named_events=True),
-    Dialect("/v1/responses", ResponsesExchange, keeping=ResponsesExchange, broken=broken, named_events=True),
+    Dialect(
+        "/v1/responses",
+        ResponsesExchange,
+        keeping=ResponsesExchange,
+        broken=broken,
+        named_events=True,
+    ),
     Dialect("/generate", NativeExchange),
     Dialect("/inference/v1/generate", TokensExchange),
 )
@@ -205,25 +239,36 @@ def build_app(
     now: Callable[[], float] = time.time,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> ASGIApp:
-    """The ASGI application. `ready`: whether an engine is routable. `control_token` guards pause, continue and abort, `metrics_token`
-    the metrics.
+    """The ASGI application. `ready`: whether an engine is routable. `control_token` guards pause,
+    continue and abort, `metrics_token` the metrics.
 
     `now` gives Unix seconds for the `created` field, and nothing else.
     """
-    endpoints = {dialect.path: CompletionEndpoint(gateway, dialect, now=now) for dialect in DIALECTS}
+    endpoints = {
+        dialect.path: CompletionEndpoint(gateway, dialect, now=now) for dialect in DIALECTS
+    }
     routes: list[BaseRoute] = []
     for prefix in ("/s/{token}", ""):
-        routes += [Route(prefix + path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-    routes += [*Lookups(gateway, now=now).routes(), *ControlRoutes(control, token=control_token).routes()]
+        routes += [
+            Route(prefix + path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()
+        ]
+    routes += [
+        *Lookups(gateway, now=now).routes(),
+        *ControlRoutes(control, token=control_token).routes(),
+    ]
     servers = ServerRoutes(gateway, control, ready=ready, token=control_token)
     routes += [_health_route(ready), *servers.routes(), *extra_routes, *servers.not_here()]
     if metrics is not None:
         routes.append(metrics_route(metrics, token=metrics_token))
-    return Direct(endpoints, Starlette(routes=routes, exception_handlers={HTTPException: _http_exception}))
+    return Direct(
+        endpoints, Starlette(routes=routes, exception_handlers={HTTPException: _http_exception})
+    )
 
 
 class Direct:
-    """The routes that agents call, found in one step; every other request goes to `rest`, which knows these routes too."""
+    """The routes that agents call, found in one step; every other request goes to `rest`, which
+    knows these routes too.
+    """
 
     def __init__(self, endpoints: Mapping[str, ASGIApp], rest: ASGIApp) -> None:
         """`endpoints`: by path, for POST; each is also there under `/s/<token>`."""
@@ -256,26 +301,42 @@ class CompletionEndpoint:
         self._now = now
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Waits for the body, then for the answer; ended by them, or by the client's disconnection. The visit of the client that
-        asks first lasts until the generation ends, read or not (see `Ongoing`)."""
+        """Waits for the body, then for the answer; ended by them, or by the client's disconnection.
+        The visit of the client that asks first lasts until the generation ends, read or not (see
+        `Ongoing`)."""
         session: Session | None = None
         request: OpenRequest | None = None
         try:
             headers = edge.headers_of(scope)
             key = edge.key_in(headers)
-            session = self._gateway.session_for(path_token=scope["path_params"].get("token"), api_key=key)
+            session = self._gateway.session_for(
+                path_token=scope["path_params"].get("token"), api_key=key
+            )
             request = session.clock.begin()
             body = await edge.read_body(receive, declared=headers.get(b"content-length"))
             keeping = self._dialect.keeping
-            exchange = self._dialect.exchange(body) if keeping is None else keeping(body, self._gateway.kept_for(session, key))
+            exchange = (
+                self._dialect.exchange(body)
+                if keeping is None
+                else keeping(body, self._gateway.kept_for(session, key))
+            )
             if exchange.unread.fields or exchange.unread.refusal is not None:
                 self._gateway.pass_over(exchange.unread, path=self._dialect.path)
             await self._gateway.check_lengths(exchange.call, num_bytes=len(body))
             session_id = session.known_as if session.key is not None else None
-            asked = retry_ticket(headers, session_id=session_id, api_key=key, path=self._dialect.path, body=body)
+            asked = retry_ticket(
+                headers, session_id=session_id, api_key=key, path=self._dialect.path, body=body
+            )
             original = self._requests.find(asked, now=_loop_time())
             ongoing = original or self._begin(session, exchange, asked)
-            await self._visit(ongoing, exchange, ongoing.join(request), generates=original is None, receive=receive, send=send)
+            await self._visit(
+                ongoing,
+                exchange,
+                ongoing.join(request),
+                generates=original is None,
+                receive=receive,
+                send=send,
+            )
         except edge.ClientGone:
             return
         except Exception as error:  # the edge: every error becomes an answer
@@ -294,21 +355,49 @@ class CompletionEndpoint:
         job = self._gateway.prepare(session, exchange.call)
         if job.loose:
             self._gateway.pass_over(exchange.unread.also("tools.strict"), path=self._dialect.path)
-        ongoing = Ongoing(job, created=int(self._now()), orphan_seconds=self._requests.orphan_seconds if asked is not None else 0.0)
+        ongoing = Ongoing(
+            job,
+            created=int(self._now()),
+            orphan_seconds=self._requests.orphan_seconds if asked is not None else 0.0,
+        )
         self._requests.begin(ongoing, asked)
         return ongoing
 
-    async def _visit(self, ongoing: Ongoing, exchange: Exchange, reader: Reader, *, generates: bool, receive: Receive, send: Send) -> None:
-        """Waits until the client has received the answer or disconnected; and for the generation, if this visit `generates`. An
-        error before the first byte is raised; a later one is the stream's last event."""
-        headers = exchange.unread.headers(ongoing.job.clamped) if exchange.unread.fields or ongoing.job.clamped else ()
-        reply = Reply(ongoing.job, self._gateway.model, ongoing.created, self._gateway.tokenizer, headers)
+    async def _visit(
+        self,
+        ongoing: Ongoing,
+        exchange: Exchange,
+        reader: Reader,
+        *,
+        generates: bool,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Waits until the client has received the answer or disconnected; and for the generation,
+        if this visit `generates`. An error before the first byte is raised; a later one is the
+        stream's last event."""
+        headers = (
+            exchange.unread.headers(ongoing.job.clamped)
+            if exchange.unread.fields or ongoing.job.clamped
+            else ()
+        )
+        reply = Reply(
+            ongoing.job, self._gateway.model, ongoing.created, self._gateway.tokenizer, headers
+        )
         streams = exchange.call.stream
-        telling = self._stream(reader, exchange, reply) if streams else WholeAnswer(reader, exchange, reply)
+        telling = (
+            self._stream(reader, exchange, reply)
+            if streams
+            else WholeAnswer(reader, exchange, reply)
+        )
         try:
             async with asyncio.TaskGroup() as tasks:
                 with Watch(tasks, receive, reader) as watch:
-                    told = tasks.create_task(telling.tell(send), name="tell") if generates and streams else None
+                    told = (
+                        tasks.create_task(telling.tell(send), name="tell")
+                        if generates and streams
+                        else None
+                    )
                     if generates and streams:
                         await tasks.create_task(self._gateway.run(ongoing), name="generate")
                     elif generates:
@@ -325,11 +414,19 @@ class CompletionEndpoint:
             raise ongoing.error
 
     def _stream(self, reader: Reader, exchange: Exchange, reply: Reply) -> AnswerStream:
-        return AnswerStream(reader, exchange, reply, dialect=self._dialect, failed=partial(self._failed, reply.job.session))
+        return AnswerStream(
+            reader,
+            exchange,
+            reply,
+            dialect=self._dialect,
+            failed=partial(self._failed, reply.job.session),
+        )
 
 
 class ChatsHere:
-    """Implements `ports.Chats`: what `CompletionEndpoint` does with a chat, less the reading and writing of JSON."""
+    """Implements `ports.Chats`: what `CompletionEndpoint` does with a chat, less the reading and
+    writing of JSON.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -341,9 +438,13 @@ class ChatsHere:
         unread = Unread()
         try:
             session = gateway.session_for(path_token=token, api_key=None)
-            call = CompletionCall((Messages(conversation(cast(Any, messages), unread)),), prompt_param="messages")
+            call = CompletionCall(
+                (Messages(conversation(cast(Any, messages), unread)),), prompt_param="messages"
+            )
             gateway.pass_over(unread, path=DIALECTS[0].path)
-            await gateway.check_lengths(call, num_bytes=sum([len(str(message.get("content"))) for message in messages]))
+            await gateway.check_lengths(
+                call, num_bytes=sum([len(str(message.get("content"))) for message in messages])
+            )
             gateway.requests.check_room()
             [answer] = await gateway.answers(gateway.prepare(session, call))
             return answer.message.content
@@ -354,7 +455,9 @@ class ChatsHere:
 
 
 class Watch:
-    """Tells a reader when its client disconnects, within `with`. Most answers come before it begins, and are spared a task."""
+    """Tells a reader when its client disconnects, within `with`. Most answers come before it
+    begins, and are spared a task.
+    """
 
     def __init__(self, tasks: asyncio.TaskGroup, receive: Receive, reader: Reader) -> None:
         self._tasks = tasks
@@ -364,8 +467,8 @@ class Watch:
         self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_SECONDS, self._begin)
 
     async def look(self) -> None:
-        """Notices a client that has disconnected already. After that, errors are not reported to the client. Waits for one turn of
-        the event loop."""
+        """Notices a client that has disconnected already. After that, errors are not reported to
+        the client. Waits for one turn of the event loop."""
         self._end()  # two may not read the client's messages at once
         with suppress(TimeoutError):
             async with asyncio.timeout(0):
@@ -394,7 +497,11 @@ class Watch:
 
 def _health_route(ready: Callable[[], bool]) -> BaseRoute:
     async def health(request: Request) -> Response:
-        return json_answer({"status": "ok"}) if ready() else json_answer({"status": "no engine is routable"}, status=503)
+        return (
+            json_answer({"status": "ok"})
+            if ready()
+            else json_answer({"status": "no engine is routable"}, status=503)
+        )
 
     return route("/health", health, method="GET")
 
@@ -405,7 +512,9 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     if request.method == "OPTIONS" and error.status_code == 405:
         return Response(status_code=204, headers=error.headers)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-    fault = edge.plain_fault(error.status_code, f"{request.method}: {error.detail}. Look up the route.", code)
+    fault = edge.plain_fault(
+        error.status_code, f"{request.method}: {error.detail}. Look up the route.", code
+    )
     answer = fault_answer(fault)
     answer.headers.update(error.headers or {})
     return answer

@@ -1,4 +1,5 @@
-"""What clients and trainers ask of an SGLang or a vLLM server beside answers: what is served, how much is under way, ids of texts.
+"""What clients and trainers ask of an SGLang or a vLLM server beside answers: what is served, how
+much is under way, ids of texts.
 
 What has no meaning here is answered 501, with a sentence that says where the same is to be had.
 """
@@ -20,9 +21,20 @@ from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.session import CompletionCall, Messages, Session
 from midflight.types import Json, Version
 from midflight.version import __version__
-from midflight.wire.edge import fault_answer, headers_of, holds, json_answer, key_in, plain_fault, read_body, route
+from midflight.wire.edge import (
+    fault_answer,
+    headers_of,
+    holds,
+    json_answer,
+    key_in,
+    plain_fault,
+    read_body,
+    route,
+)
 
-_TRAINER = "the run's trainer publishes weights; a trainer of yours does by POST /midflight/v1/weights"
+_TRAINER = (
+    "the run's trainer publishes weights; a trainer of yours does by POST /midflight/v1/weights"
+)
 NOT_HERE: Mapping[str, str] = {
     "/update_weights_from_disk": _TRAINER,
     "/update_weights_from_tensor": _TRAINER,
@@ -30,13 +42,17 @@ NOT_HERE: Mapping[str, str] = {
     "/update_weights_from_ipc": _TRAINER,
     "/init_weights_update_group": _TRAINER,
     "/destroy_weights_update_group": _TRAINER,
-    "/update_weight_version": "a version is numbered by whoever publishes it: POST /midflight/v1/weights",
+    "/update_weight_version": (
+        "a version is numbered by whoever publishes it: POST /midflight/v1/weights"
+    ),
     "/init_weight_transfer_engine": _TRAINER,
     "/start_weight_update": _TRAINER,
     "/update_weights": _TRAINER,
     "/finish_weight_update": _TRAINER,
     "/get_weights_by_name": "read the files of the version that was published, or of a checkpoint",
-    "/release_memory_occupation": "engines keep their memory: pause them, and give the trainer devices of its own",
+    "/release_memory_occupation": (
+        "engines keep their memory: pause them, and give the trainer devices of its own"
+    ),
     "/resume_memory_occupation": "engines keep their memory: continue them",
     "/sleep": "engines keep their memory: POST /pause",
     "/wake_up": "engines keep their memory: POST /resume",
@@ -49,7 +65,9 @@ NOT_HERE: Mapping[str, str] = {
     "/close_session": "POST /midflight/v1/sessions/ID/end ends one",
     "/encode": "the model generates, and embeds nothing",
     "/v1/embeddings": "the model generates, and embeds nothing",
-    "/concate_and_append_request": "send the whole prompt; engines find common prefixes by themselves",
+    "/concate_and_append_request": (
+        "send the whole prompt; engines find common prefixes by themselves"
+    ),
 }
 """Routes of those servers that are none here, each with what to do instead."""
 
@@ -88,9 +106,13 @@ class IdsBody(RequestBody):
 
 
 class ServerRoutes:
-    """Lookups of both servers. They leave no trace in a session. Open to whoever may ask for answers, and to the operator."""
+    """Lookups of both servers. They leave no trace in a session. Open to whoever may ask for
+    answers, and to the operator.
+    """
 
-    def __init__(self, gateway: Gateway, load: UnderWayCount, *, ready: Callable[[], bool], token: str | None) -> None:
+    def __init__(
+        self, gateway: Gateway, load: UnderWayCount, *, ready: Callable[[], bool], token: str | None
+    ) -> None:
         """`ready`: whether an engine is routable. `token`: the operator's."""
         self._gateway = gateway
         self._load = load
@@ -101,7 +123,9 @@ class ServerRoutes:
         asked = {
             **dict.fromkeys(("/model_info", "/get_model_info"), self._model_info),
             **dict.fromkeys(("/server_info", "/get_server_info"), self._server_info),
-            **dict.fromkeys(("/get_weight_version", "/weight_version", "/weight_info"), self._weight_version),
+            **dict.fromkeys(
+                ("/get_weight_version", "/weight_version", "/weight_info"), self._weight_version
+            ),
             **dict.fromkeys(("/v1/loads", "/get_load"), self._loads),
             "/workers": self._workers,
         }
@@ -110,20 +134,40 @@ class ServerRoutes:
             **dict.fromkeys(("/detokenize", "/v1/detokenize"), self._detokenize),
         }
         found = [route(path, verb, method="GET") for path, verb in asked.items()]
-        found += [route(prefix + path, verb) for prefix in ("/s/{token}", "") for path, verb in written.items()]
-        found += [route("/health_generate", self._health, method="GET"), route("/ready", self._health, method="GET")]
+        found += [
+            route(prefix + path, verb)
+            for prefix in ("/s/{token}", "")
+            for path, verb in written.items()
+        ]
+        found += [
+            route("/health_generate", self._health, method="GET"),
+            route("/ready", self._health, method="GET"),
+        ]
         return [*found, route("/version", self._version, method="GET")]
 
     def not_here(self) -> Sequence[BaseRoute]:
         """To come after all others: who runs engines alone has some of them."""
-        return [route(path, self._refuse, method=method, token=self._token) for path in NOT_HERE for method in ("POST", "GET")]
+        return [
+            route(path, self._refuse, method=method, token=self._token)
+            for path in NOT_HERE
+            for method in ("POST", "GET")
+        ]
 
     def _session(self, request: Request) -> Session | None:
-        """The session of the request, if it has one; raises what says that nobody may ask. The operator may."""
+        """The session of the request, if it has one; raises what says that nobody may ask. The
+        operator may.
+        """
         try:
-            return self._gateway.session_for(path_token=request.path_params.get("token"), api_key=key_in(headers_of(request.scope)))
+            return self._gateway.session_for(
+                path_token=request.path_params.get("token"),
+                api_key=key_in(headers_of(request.scope)),
+            )
         except (Unauthorized, RequestRejected):
-            if self._token is not None and "token" not in request.path_params and holds(request, self._token):
+            if (
+                self._token is not None
+                and "token" not in request.path_params
+                and holds(request, self._token)
+            ):
                 return None
             raise
 
@@ -184,23 +228,40 @@ class ServerRoutes:
     async def _loads(self, request: Request) -> Response:
         self._session(request)
         state = self._state()
-        return json_answer({"loads": [state]} if request.url.path == "/v1/loads" else [{**state, "num_reqs": state["num_total_reqs"]}])
+        return json_answer(
+            {"loads": [state]}
+            if request.url.path == "/v1/loads"
+            else [{**state, "num_reqs": state["num_total_reqs"]}]
+        )
 
     async def _workers(self, request: Request) -> Response:
         """A router's list: this gateway, whatever stands behind it."""
         self._session(request)
-        worker: Json = {"id": "midflight", "url": self._gateway.address, "model_id": self._gateway.model, "is_healthy": self._ready()}
+        worker: Json = {
+            "id": "midflight",
+            "url": self._gateway.address,
+            "model_id": self._gateway.model,
+            "is_healthy": self._ready(),
+        }
         return json_answer({"workers": [worker], "total": 1})
 
     async def _health(self, request: Request) -> Response:
-        """Without a token of its own: an engine that makes none while it has work is in quarantine."""
-        return json_answer({"status": "ok"}) if self._ready() else json_answer({"status": "no engine is routable"}, status=503)
+        """Without a token of its own: an engine that makes none while it has work is in
+        quarantine.
+        """
+        return (
+            json_answer({"status": "ok"})
+            if self._ready()
+            else json_answer({"status": "no engine is routable"}, status=503)
+        )
 
     async def _version(self, request: Request) -> Response:
         return json_answer({"version": __version__})
 
     async def _tokenize(self, request: Request) -> Response:
-        """The ids that a completion of this prompt, or a chat of these messages, would send. Waits for the body."""
+        """The ids that a completion of this prompt, or a chat of these messages, would send. Waits
+        for the body.
+        """
         session = self._session(request)
         sent = await read_body(request.receive)
         unread = Unread()
@@ -213,24 +274,57 @@ class ServerRoutes:
             call = CompletionCall(sources(body.prompt))
         await self._gateway.check_lengths(call, num_bytes=len(sent))
         source = call.sources[0]
-        if isinstance(body, TokenizeChat) and body.add_generation_prompt is False and isinstance(source, Messages):
+        if (
+            isinstance(body, TokenizeChat)
+            and body.add_generation_prompt is False
+            and isinstance(source, Messages)
+        ):
             tools = [tool.as_json() for tool in source.tools] or None
-            ids = self._gateway.tokenizer.encode(self._gateway.tokenizer.render(source.messages, tools=tools, options=source.options))
+            ids = self._gateway.tokenizer.encode(
+                self._gateway.tokenizer.render(source.messages, tools=tools, options=source.options)
+            )
         else:
-            ids = (session or Session("operator", self._gateway.tokenizer, key=None, sampling=None, tracked=False)).plan(source).ids
-        words: Json = [token_text(self._gateway.tokenizer, i) for i in ids] if body.return_token_strs else None
-        told: Json = {"count": len(ids), "max_model_len": self._gateway.limits.max_context, "tokens": list(ids), "token_strs": words}
+            ids = (
+                (
+                    session
+                    or Session(
+                        "operator", self._gateway.tokenizer, key=None, sampling=None, tracked=False
+                    )
+                )
+                .plan(source)
+                .ids
+            )
+        words: Json = (
+            [token_text(self._gateway.tokenizer, i) for i in ids]
+            if body.return_token_strs
+            else None
+        )
+        told: Json = {
+            "count": len(ids),
+            "max_model_len": self._gateway.limits.max_context,
+            "tokens": list(ids),
+            "token_strs": words,
+        }
         return json_answer(told)
 
     async def _detokenize(self, request: Request) -> Response:
-        """The text of the ids; vLLM's clients call it `prompt`, SGLang's `text`. Waits for the body."""
+        """The text of the ids; vLLM's clients call it `prompt`, SGLang's `text`. Waits for the
+        body.
+        """
         self._session(request)
-        ids = token_ids(parse(IdsBody, await read_body(request.receive), unread=Unread()).tokens, "tokens").ids
+        ids = token_ids(
+            parse(IdsBody, await read_body(request.receive), unread=Unread()).tokens, "tokens"
+        ).ids
         if bad := [i for i in ids if i >= self._gateway.limits.vocab_size]:
-            raise RequestRejected(f"tokens holds {bad[0]}: send ids from 0 to {self._gateway.limits.vocab_size - 1}.", param="tokens")
+            raise RequestRejected(
+                f"tokens holds {bad[0]}: send ids from 0 to {self._gateway.limits.vocab_size - 1}.",
+                param="tokens",
+            )
         text = self._gateway.tokenizer.decode(ids)
         return json_answer({"prompt": text, "text": text})
 
     async def _refuse(self, request: Request) -> Response:
         path = request.url.path
-        return fault_answer(plain_fault(501, f"{path} is not there: {NOT_HERE[path]}.", "not_implemented"))
+        return fault_answer(
+            plain_fault(501, f"{path} is not there: {NOT_HERE[path]}.", "not_implemented")
+        )

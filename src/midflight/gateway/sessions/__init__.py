@@ -1,1 +1,3 @@
-"""Sessions: their secrets, what was said in them as token trees, and the rows that are made of those."""
+"""Sessions: their secrets, what was said in them as token trees, and the rows that are made of
+those.
+"""

@@ -1,10 +1,12 @@
-"""What a session remembers: turns in few bytes, and the digests by which a conversation that is sent again is recognised. Pure.
+"""What a session remembers: turns in few bytes, and the digests by which a conversation that is
+sent again is recognised. Pure.
 
-A turn keeps what is new beyond its parent, as packed arrays: four bytes for each id and each log-probability. Texts are kept as
-lengths and digests, because the client sends the text again.
+A turn keeps what is new beyond its parent, as packed arrays: four bytes for each id and each
+log-probability. Texts are kept as lengths and digests, because the client sends the text again.
 
-Clients send a reply back in another form than they got it: empty fields, texts in parts, arguments serialised anew, new ids of
-tool calls, without the reasoning. None of that changes a digest. Whether it changed what the model reads, the tokens decide.
+Clients send a reply back in another form than they got it: empty fields, texts in parts, arguments
+serialised anew, new ids of tool calls, without the reasoning. None of that changes a digest.
+Whether it changed what the model reads, the tokens decide.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ def beginnings(text: str, lengths: Iterable[int]) -> dict[int, bytes]:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A request's prompt in tokens, and the recorded turn it continues. Requests that begin alike may share one."""
+    """A request's prompt in tokens, and the recorded turn it continues. Requests that begin alike
+    may share one.
+    """
 
     ids: tuple[int, ...]
     text: str | None
@@ -71,9 +75,13 @@ class Prompt:
     respelled: bool = False
     """Whether its text, tokenised anew, would have other ids."""
     rewritten: bool = False
-    """Whether it holds a recorded reply, or one in its place, that it does not continue token by token."""
+    """Whether it holds a recorded reply, or one in its place, that it does not continue token by
+    token.
+    """
     begun: str = ""
-    """What the message says that it ends with, where the answer goes on with that; `history` is of the messages before."""
+    """What the message says that it ends with, where the answer goes on with that; `history` is of
+    the messages before.
+    """
 
     @cached_property
     def name(self) -> bytes:
@@ -86,7 +94,9 @@ class Prompt:
 
     @cached_property
     def tail(self) -> bytes:
-        """Its ids beyond those of the turn it continues, packed; choices of one request share the object."""
+        """Its ids beyond those of the turn it continues, packed; choices of one request share the
+        object.
+        """
         return self.packed[self.parent.end * _ID_BYTES if self.parent is not None else 0 :]
 
     @cached_property
@@ -122,10 +132,14 @@ class Node:
     """Digest of the text the agent saw."""
     num_reply_letters: int
     kept: bytes = b""
-    """What truncation kept for each output token, end to end, and how many bytes each has: int32."""
+    """What truncation kept for each output token, end to end, and how many bytes each has:
+    int32.
+    """
     kept_lengths: bytes = b""
     experts: bytes = b""
-    """What engines recorded of the tokens from `first_recorded` to the end; of nothing, where they record none."""
+    """What engines recorded of the tokens from `first_recorded` to the end; of nothing, where they
+    record none.
+    """
     children: list[Node] = field(default_factory=list["Node"])
 
     @classmethod
@@ -148,7 +162,9 @@ class Node:
             num_reply_letters=len(reply),
             kept=b"".join(turn.kept),
             kept_lengths=packed([len(left) for left in turn.kept]) if turn.kept else b"",
-            experts=turn.experts[_first_recorded(prompt.parent) * turn.num_expert_bytes :] if turn.experts else b"",
+            experts=turn.experts[_first_recorded(prompt.parent) * turn.num_expert_bytes :]
+            if turn.experts
+            else b"",
         )
 
     @property
@@ -159,7 +175,16 @@ class Node:
         logprobs = struct.unpack(f"<{len(output)}f", self.logprobs)
         ends = accumulate(unpacked(self.kept_lengths), initial=0)
         kept = tuple(self.kept[begin:end] for begin, end in pairwise(ends))
-        return Turn(prompt, output, logprobs, self.segments, self.finish, self.policy_sampled, self.num_overshoot, kept=kept)
+        return Turn(
+            prompt,
+            output,
+            logprobs,
+            self.segments,
+            self.finish,
+            self.policy_sampled,
+            self.num_overshoot,
+            kept=kept,
+        )
 
     @property
     def num_prompt(self) -> int:
@@ -198,11 +223,15 @@ class Node:
         return b"".join(part for node in self.path for part in (node.tail, node.output))
 
     def columns(self, *, trained: bool, turn: int) -> tuple[bytes, ...]:
-        """What it adds to those of a row but its ids: nothing for what the model read, then its output."""
+        """What it adds to those of a row but its ids: nothing for what the model read, then its
+        output.
+        """
         number = self.num_output
         read = bytes(len(self.tail))
         short = bytes(len(self.tail) // _ID_BYTES)
-        versions = [(part.end - part.start, part.version, part.kv_version) for part in self.segments]
+        versions = [
+            (part.end - part.start, part.version, part.kv_version) for part in self.segments
+        ]
         return (
             short + b"\1" * number,
             short + (b"\1" if trained else b"\0") * number,
@@ -219,14 +248,16 @@ def _first_recorded(parent: Node | None) -> int:
 
 
 class RecordedTurns:
-    """The turns of one rollout that were complete before a crash (I8). Each is given once, to the first request with its prompt that
-    has room for it."""
+    """The turns of one rollout that were complete before a crash (I8). Each is given once, to the
+    first request with its prompt that has room for it."""
 
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
         self._turns = list(turns)
 
         self.in_session = False
-        """Whether they are of the session itself, which has counted them: one that is not given again is lost."""
+        """Whether they are of the session itself, which has counted them: one that is not given
+        again is lost.
+        """
 
     def after(self, turns: Iterable[Turn]) -> RecordedTurns:
         """These, after the turns of a session whose agent begins again."""
@@ -237,11 +268,19 @@ class RecordedTurns:
     @property
     def num_lost(self) -> int:
         """Tokens of the session that have not been given again."""
-        return sum(len(turn.output_ids) + turn.num_overshoot for turn in self._turns) if self.in_session else 0
+        return (
+            sum(len(turn.output_ids) + turn.num_overshoot for turn in self._turns)
+            if self.in_session
+            else 0
+        )
 
     def take(self, request: GenerateRequest, role: str = "") -> Turn | None:
         for place, turn in enumerate(self._turns):
-            if turn.prompt_ids == request.input_ids and turn.role == role and len(turn.output_ids) <= request.sampling.max_tokens:
+            if (
+                turn.prompt_ids == request.input_ids
+                and turn.role == role
+                and len(turn.output_ids) <= request.sampling.max_tokens
+            ):
                 return self._turns.pop(place)
         return None
 
@@ -280,7 +319,9 @@ class History:
         if ending is not Ending.OPEN:
             return self, ""
         last = len(messages) - 1
-        before = History(self.chain[:last], {place: own for place, own in self.replies.items() if place < last})
+        before = History(
+            self.chain[:last], {place: own for place, own in self.replies.items() if place < last}
+        )
         return before, str(messages[last].get("content") or "")
 
     @property
@@ -289,7 +330,9 @@ class History:
 
 
 def read(messages: Sequence[Message]) -> History:
-    """Results of tools name the call they answer by its position, since clients choose their own ids."""
+    """Results of tools name the call they answer by its position, since clients choose their own
+    ids.
+    """
     chain: list[bytes] = []
     replies: dict[int, bytes] = {}
     calls: dict[str, int] = {}
@@ -304,13 +347,24 @@ def read(messages: Sequence[Message]) -> History:
 
 def assistant_reply(message: AssistantMessage) -> dict[str, Json]:
     """The message that stands for an answer in the requests that follow."""
-    calls: list[Json] = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in message.tool_calls]
+    calls: list[Json] = [
+        {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+        for c in message.tool_calls
+    ]
     return {"role": "assistant", "content": message.content, "tool_calls": calls}
 
 
 def digest(message: Message, calls: Mapping[str, int] | None = None) -> bytes:
-    """Names one message. `calls`: the position of each tool call, by its id, that the message may answer."""
-    return _hashed(_named(_reply_meaning(message) if message.get("role") == "assistant" else _context_meaning(message, calls or {})))
+    """Names one message. `calls`: the position of each tool call, by its id, that the message may
+    answer.
+    """
+    return _hashed(
+        _named(
+            _reply_meaning(message)
+            if message.get("role") == "assistant"
+            else _context_meaning(message, calls or {})
+        )
+    )
 
 
 def linked(before: bytes, own: bytes) -> bytes:
@@ -319,13 +373,17 @@ def linked(before: bytes, own: bytes) -> bytes:
 
 
 def meaning(message: AssistantMessage) -> Meaning:
-    """What two texts of one message have in common; blanks around content and reasoning are the template's affair."""
+    """What two texts of one message have in common; blanks around content and reasoning are the
+    template's affair.
+    """
     calls = tuple((call.name, canonical_arguments(call.arguments)) for call in message.tool_calls)
     return message.content.strip(), message.reasoning.strip(), calls
 
 
 def canonical_arguments(arguments: Json) -> str:
-    """Arguments of a call in one spelling, however they were serialised: sorted keys, no blanks, 1.0 as 1. A text that is not JSON stays as it is."""
+    """Arguments of a call in one spelling, however they were serialised: sorted keys, no blanks,
+    1.0 as 1. A text that is not JSON stays as it is.
+    """
     text = arguments if isinstance(arguments, str) else _dumped(arguments).decode()
     try:
         return _dumped(cast(Json, json.loads(text.strip() or "{}", parse_float=_number))).decode()
@@ -334,7 +392,9 @@ def canonical_arguments(arguments: Json) -> str:
 
 
 def _reply_meaning(message: Message) -> Json:
-    """Only what the model said counts, and not its reasoning: many clients drop it, and add fields of their own."""
+    """Only what the model said counts, and not its reasoning: many clients drop it, and add fields
+    of their own.
+    """
     content = _text(message.get("content"))
     calls: list[Json] = [_call_meaning(call) for call in _listed(message.get("tool_calls"))]
     return ["assistant", content.strip() if isinstance(content, str) else content, calls]
@@ -349,7 +409,9 @@ def _call_meaning(call: Json) -> Json:
 
 def _context_meaning(message: Message, calls: Mapping[str, int]) -> Json:
     """A message of the agent's: fields without a value do not count."""
-    found: dict[str, Json] = {name: value for name, value in message.items() if value not in (None, "", [], {})}
+    found: dict[str, Json] = {
+        name: value for name, value in message.items() if value not in (None, "", [], {})
+    }
     if "content" in found:
         found["content"] = _text(found["content"])
     answered = found.get("tool_call_id")
@@ -362,8 +424,16 @@ def _text(content: Json) -> Json:
     """Content as one text, where it is text; parts that hold reasoning are left out."""
     if not isinstance(content, list):
         return content or ""
-    parts = [part for part in content if not (isinstance(part, dict) and part.get("type") in _REASONING_PARTS)]
-    texts = [part["text"] for part in parts if isinstance(part, dict) and part.get("type") in _TEXT_PARTS and "text" in part]
+    parts = [
+        part
+        for part in content
+        if not (isinstance(part, dict) and part.get("type") in _REASONING_PARTS)
+    ]
+    texts = [
+        part["text"]
+        for part in parts
+        if isinstance(part, dict) and part.get("type") in _TEXT_PARTS and "text" in part
+    ]
     if len(texts) < len(parts):
         return parts
     return "".join(text for text in texts if isinstance(text, str))
@@ -385,7 +455,9 @@ def _number(text: str) -> float | int:
 
 
 def _named(value: Json) -> bytes:
-    """One spelling of a value. The quick encoder refuses half characters and huge numbers, which the slow one spells."""
+    """One spelling of a value. The quick encoder refuses half characters and huge numbers, which
+    the slow one spells.
+    """
     try:
         return msgspec.json.encode(value, order="sorted")
     except (ValueError, OverflowError, RecursionError):
@@ -396,7 +468,9 @@ def _dumped(value: Json) -> bytes:
     try:
         return _CANONICAL.encode(value).encode()
     except RecursionError as error:
-        raise RequestRejected("a message is nested too deeply to be read: send flatter JSON.", param="messages") from error
+        raise RequestRejected(
+            "a message is nested too deeply to be read: send flatter JSON.", param="messages"
+        ) from error
 
 
 def _hashed(data: bytes) -> bytes:

@@ -1,7 +1,9 @@
-"""Responses that a session keeps by id, with their items, and conversations that grow by them. Synchronous.
+"""Responses that a session keeps by id, with their items, and conversations that grow by them.
+Synchronous.
 
-Kept are messages as templates read them: a later request that names a response is the conversation up to it, so its recorded tokens
-are found like those of any conversation that is sent again (I4). A response holds what is new beyond the one that it goes on from.
+Kept are messages as templates read them: a later request that names a response is the conversation
+up to it, so its recorded tokens are found like those of any conversation that is sent again (I4). A
+response holds what is new beyond the one that it goes on from.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from midflight.types import Json
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 8 * 2**20
-"""Of one session, at most; the oldest is forgotten first. The longest tasks of coding agents have some hundred turns; a response with
-its tools has some kilobytes."""
+"""Of one session, at most; the oldest is forgotten first. The longest tasks of coding agents have
+some hundred turns; a response with its tools has some kilobytes."""
 MAX_CONVERSATIONS = 64
 """Of one session, at most; an agent has one, and one for each of its sub-agents."""
 
@@ -68,9 +70,13 @@ class _KeptResponse:
 
 @dataclass(slots=True, eq=False)
 class KeptResponses:
-    """Those of one session. What is unknown here is `UnknownResponse`, also where another session knows it."""
+    """Those of one session. What is unknown here is `UnknownResponse`, also where another session
+    knows it.
+    """
 
-    _responses: OrderedDict[str, _KeptResponse] = field(default_factory=OrderedDict[str, _KeptResponse])
+    _responses: OrderedDict[str, _KeptResponse] = field(
+        default_factory=OrderedDict[str, _KeptResponse]
+    )
     _items: dict[str, str] = field(default_factory=dict[str, str])
     """The response that each item belongs to."""
     _said: dict[bytes, Conversed] = field(default_factory=dict[bytes, Conversed])
@@ -94,11 +100,19 @@ class KeptResponses:
             body = cast("dict[str, list[dict[str, Json]]]", self.response(owner, param))
             return next(item for item in body["output"] if item["id"] == item_id)
         raise UnknownResponse(
-            f"{param} refers to the item {item_id[:80]!r}, which this session does not keep: send the item itself.", param=param
+            (
+                f"{param} refers to the item {item_id[:80]!r}, which this session does not keep: "
+                "send the item itself."
+            ),
+            param=param,
         )
 
-    def keep(self, response: Mapping[str, Json], messages: Sequence[Message], *, conversation: str | None) -> None:
-        """`messages`: the whole conversation, the reply included. Keeping one again changes nothing but its body."""
+    def keep(
+        self, response: Mapping[str, Json], messages: Sequence[Message], *, conversation: str | None
+    ) -> None:
+        """`messages`: the whole conversation, the reply included. Keeping one again changes nothing
+        but its body.
+        """
         name = str(response["id"])
         output = cast("list[dict[str, Json]]", response["output"])
         self.forget(name)
@@ -110,9 +124,14 @@ class KeptResponses:
         self._num_bytes += kept.size
         for item_id in kept.item_ids:
             self._items[item_id] = name
-        if conversation is not None and (named := self._conversations.get(conversation)) is not None:
+        if (
+            conversation is not None
+            and (named := self._conversations.get(conversation)) is not None
+        ):
             named.said = said
-        while len(self._responses) > 1 and (len(self._responses) > MAX_RESPONSES or self._num_bytes > MAX_BYTES):
+        while len(self._responses) > 1 and (
+            len(self._responses) > MAX_RESPONSES or self._num_bytes > MAX_BYTES
+        ):
             self.forget(next(iter(self._responses)))
 
     def forget(self, response_id: str) -> bool:
@@ -130,7 +149,10 @@ class KeptResponses:
     def begin(self, messages: Sequence[Message], *, created: int, metadata: Json) -> Conversation:
         """A new conversation, that begins with these messages."""
         if len(self._conversations) >= MAX_CONVERSATIONS:
-            raise Overloaded(f"{MAX_CONVERSATIONS} conversations are kept in this session, the most allowed: delete some.")
+            raise Overloaded(
+                f"{MAX_CONVERSATIONS} conversations are kept in this session, the most allowed: "
+                "delete some."
+            )
         said = Conversed(None, tuple(messages), history.EMPTY) if messages else None
         found = Conversation(f"conv_{secrets.token_hex(16)}", created, metadata, said)
         self._conversations[found.name] = found
@@ -139,7 +161,13 @@ class KeptResponses:
     def conversation(self, name: str, param: str | None = None) -> Conversation:
         found = self._conversations.get(name)
         if found is None:
-            raise UnknownResponse(f"this session has no conversation {name[:80]!r}: make one by POST /v1/conversations.", param=param)
+            raise UnknownResponse(
+                (
+                    f"this session has no conversation {name[:80]!r}: make one by POST "
+                    "/v1/conversations."
+                ),
+                param=param,
+            )
         return found
 
     def end(self, name: str) -> None:
@@ -150,14 +178,33 @@ class KeptResponses:
     def _find(self, response_id: str, param: str | None) -> _KeptResponse:
         found = self._responses.get(response_id)
         if found is None:
-            remedy = "it was made in another session, with store false, or long ago; send the whole input"
-            raise UnknownResponse(f"there is no response {response_id[:80]!r} here: {remedy}.", param=param)
+            remedy = (
+                "it was made in another session, with store false, or long ago; send the "
+                "whole input"
+            )
+            raise UnknownResponse(
+                f"there is no response {response_id[:80]!r} here: {remedy}.", param=param
+            )
         return found
 
     def _grown(self, messages: Sequence[Message]) -> Conversed:
-        """The conversation, on top of the longest one that is known. So a client that sends all of it each time costs no more."""
-        chain = list(accumulate((history.text_digest(msgspec.json.encode(m).decode()) for m in messages), history.linked))
-        known = next(((place, said) for place in reversed(range(len(chain))) if (said := self._said.get(chain[place])) is not None), None)
+        """The conversation, on top of the longest one that is known. So a client that sends all of
+        it each time costs no more.
+        """
+        chain = list(
+            accumulate(
+                (history.text_digest(msgspec.json.encode(m).decode()) for m in messages),
+                history.linked,
+            )
+        )
+        known = next(
+            (
+                (place, said)
+                for place in reversed(range(len(chain)))
+                if (said := self._said.get(chain[place])) is not None
+            ),
+            None,
+        )
         if known is not None and known[0] == len(chain) - 1:
             return known[1]
         start, before = (0, None) if known is None else (known[0] + 1, known[1])

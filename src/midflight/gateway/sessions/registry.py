@@ -1,7 +1,8 @@
 """All sessions by id, with their secrets. Synchronous.
 
-A session's token is `<id>.<secret>`: the address or API key of its agent. Its owner has another, `<id>.<other secret>`. With that
-one the session can be scored, read and ended, which its agent must not do. Only the id is ever printed.
+A session's token is `<id>.<secret>`: the address or API key of its agent. Its owner has another,
+`<id>.<other secret>`. With that one the session can be scored, read and ended, which its agent must
+not do. Only the id is ever printed.
 """
 
 import base64
@@ -27,7 +28,9 @@ PREFIX = "mf-"
 _SECRET_BYTES = 18
 """Of each of a session's two secrets: beyond guessing, and a whole number of letters."""
 _REMEMBERED = 10_000
-"""Ended sessions that still answer 410; older ones are unknown. A record without rows is some hundred bytes."""
+"""Ended sessions that still answer 410; older ones are unknown. A record without rows is some
+hundred bytes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,12 @@ class OpenSession:
 
 class SessionRegistry:
     def __init__(
-        self, tokenizer: Tokenizer, *, max_sessions: int, message_format: MessageFormat | None = None, shard: int | None = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_sessions: int,
+        message_format: MessageFormat | None = None,
+        shard: int | None = None,
     ) -> None:
         """`shard`: which of several gateways this is; then ids begin with it."""
         self._prefix = PREFIX if shard is None else f"{PREFIX}s{shard}-"
@@ -55,7 +63,9 @@ class SessionRegistry:
         self._ended: OrderedDict[str, SessionRecord] = OrderedDict()
         self._serial = self._num_drawn = 0
         self._key = secrets.token_bytes(64)
-        """Draws the secrets: to ask the system for each costs more than all else of opening a session."""
+        """Draws the secrets: to ask the system for each costs more than all else of opening a
+        session.
+        """
 
     def __contains__(self, session_id: str) -> bool:
         """Whether the session is live."""
@@ -65,10 +75,19 @@ class SessionRegistry:
         return len(self._live)
 
     def open(
-        self, key: RolloutKey, *, sampling: SamplingParams, tracked: bool, address: str, count_all_choices: bool = False
+        self,
+        key: RolloutKey,
+        *,
+        sampling: SamplingParams,
+        tracked: bool,
+        address: str,
+        count_all_choices: bool = False,
     ) -> OpenSession:
         if len(self._live) >= self._max_sessions:
-            raise Overloaded(f"opening a session: {len(self._live)} are open, the most allowed. Close some, or raise gateway.max_sessions.")
+            raise Overloaded(
+                f"opening a session: {len(self._live)} are open, the most allowed. Close some, or "
+                "raise gateway.max_sessions."
+            )
         self._serial += 1
         session_id = f"{self._prefix}{key}-{self._serial}"
         self._live[session_id] = Session(
@@ -83,13 +102,17 @@ class SessionRegistry:
         return self._with_new_secrets(session_id, address)
 
     def reopen(self, session_id: str, *, address: str) -> OpenSession:
-        """The same session for an agent that begins again, under new secrets: the old ones open nothing any more."""
+        """The same session for an agent that begins again, under new secrets: the old ones open
+        nothing any more.
+        """
         self.get(session_id).begin_again()
         return self._with_new_secrets(session_id, address)
 
     def _with_new_secrets(self, session_id: str, address: str) -> OpenSession:
         self._num_drawn += 1
-        drawn = hashlib.blake2b(b"%d" % self._num_drawn, key=self._key, digest_size=2 * _SECRET_BYTES).digest()
+        drawn = hashlib.blake2b(
+            b"%d" % self._num_drawn, key=self._key, digest_size=2 * _SECRET_BYTES
+        ).digest()
         both = base64.urlsafe_b64encode(drawn).decode()
         half = len(both) // 2
         agent, owner = self._secrets[session_id] = both[:half], both[half:]
@@ -97,7 +120,9 @@ class SessionRegistry:
         return OpenSession(session_id, f"{address}/s/{token}/v1", token, f"{session_id}.{owner}")
 
     def close(self, session_id: str) -> SessionRecord:
-        """The session's record. Its tokens are handed over once (I3): closing again gives the record without rows."""
+        """The session's record. Its tokens are handed over once (I3): closing again gives the
+        record without rows.
+        """
         session = self._live.pop(session_id, None)
         if session is None:
             return self._ended_record(session_id)
@@ -121,20 +146,30 @@ class SessionRegistry:
         whole, part = parted(token) if PART in token else (token, "")
         session_id, _, secret = whole.partition(".")
         if not same_token(secret, self._known(session_id)[0]):
-            raise Unauthorized(f"wrong secret for session {session_id}: use the address or key that was given for it.")
+            raise Unauthorized(
+                f"wrong secret for session {session_id}: use the address or key that was given for "
+                "it."
+            )
         session = self.get(session_id)
         if not part:
             return session
         return session.apart() if part == UNTRACKED else session.role(part)
 
     def check_owner(self, session_id: str, token: str) -> None:
-        """`Unauthorized` unless the token is the owner's of this session. Holds also after its end, as long as it is remembered."""
+        """`Unauthorized` unless the token is the owner's of this session. Holds also after its end,
+        as long as it is remembered.
+        """
         named, _, secret = token.partition(".")
         if named != session_id or not same_token(secret, self._known(session_id)[1]):
-            raise Unauthorized(f"not the owner of session {shown(session_id)}: use the owner token that was given when it was opened.")
+            raise Unauthorized(
+                f"not the owner of session {shown(session_id)}: use the owner token that was given "
+                "when it was opened."
+            )
 
     def owner_token(self, session_id: str) -> str:
-        """The owner's token of a session of this process, for the worker outside that runs its rollout."""
+        """The owner's token of a session of this process, for the worker outside that runs its
+        rollout.
+        """
         return f"{session_id}.{self._known(session_id)[1]}"
 
     def is_session_token(self, api_key: str) -> bool:
@@ -143,13 +178,18 @@ class SessionRegistry:
     def _known(self, session_id: str) -> tuple[str, str]:
         known = self._secrets.get(session_id)
         if known is None:
-            raise UnknownSession(f"there is no session {shown(session_id)}: use the address that was given for the session.")
+            raise UnknownSession(
+                f"there is no session {shown(session_id)}: use the address that was given for the "
+                "session."
+            )
         return known
 
     def _ended_record(self, session_id: str) -> SessionRecord:
         record = self._ended.get(session_id)
         if record is None:
-            raise UnknownSession(f"there is no session {shown(session_id)}: use one that `open` returned.")
+            raise UnknownSession(
+                f"there is no session {shown(session_id)}: use one that `open` returned."
+            )
         return record
 
     def __repr__(self) -> str:
@@ -157,5 +197,7 @@ class SessionRegistry:
 
 
 def shown(name: str) -> str:
-    """What may be printed of a name that should be a session's: tokens are sent in its place, too."""
+    """What may be printed of a name that should be a session's: tokens are sent in its place,
+    too.
+    """
     return repr(name.partition(".")[0][:80]) if name.startswith(PREFIX) else "of that name"

@@ -1,7 +1,9 @@
-"""How long the requests of one rollout were under way: time that its agent waited, and did not take. Synchronous.
+"""How long the requests of one rollout were under way: time that its agent waited, and did not
+take. Synchronous.
 
-A request is under way from its arrival until its answer is whole, it has failed, or its client is gone: in the queue, while no engine takes
-it, on an engine. After a refusal that says when to try again the clock runs on until the next request, for as long as was said.
+A request is under way from its arrival until its answer is whole, it has failed, or its client is
+gone: in the queue, while no engine takes it, on an engine. After a refusal that says when to try
+again the clock runs on until the next request, for as long as was said.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""The token tree of a session: what was asked and answered, by tokens, and the rows that are made of it. Synchronous.
+"""The token tree of a session: what was asked and answered, by tokens, and the rows that are made
+of it. Synchronous.
 
-I4: a prompt that continues a recorded turn holds that turn's ids verbatim; only what is new is tokenised. A template may write a
-reply otherwise than the model did: arguments serialised anew, blanks trimmed. Read back by the model's own message format it must
-mean the same, reasoning included; then the sampled ids stand.
+I4: a prompt that continues a recorded turn holds that turn's ids verbatim; only what is new is
+tokenised. A template may write a reply otherwise than the model did: arguments serialised anew,
+blanks trimmed. Read back by the model's own message format it must mean the same, reasoning
+included; then the sampled ids stand.
 
-I3: every generated token is trained in exactly one row, or has exactly one reason why not. The path from the root to a leaf is a
-row; the first leaf (in order of recording) that holds a token trains it, in later rows it is context.
+I3: every generated token is trained in exactly one row, or has exactly one reason why not. The path
+from the root to a leaf is a row; the first leaf (in order of recording) that holds a token trains
+it, in later rows it is context.
 """
 
 from __future__ import annotations
@@ -31,11 +34,15 @@ _PROBE = "Zq7x"
 """Content that no template writes of its own accord."""
 
 _MAX_TWINS = 64
-"""Turns with the same messages that are read back: beyond a usual best-of-n that said the same, and some milliseconds."""
+"""Turns with the same messages that are read back: beyond a usual best-of-n that said the same, and
+some milliseconds.
+"""
 
 _MAX_KEPT = 256
 _MAX_KEPT_BYTES = 16_384
-"""First prompts that are kept, and their length as JSON: those of some batches of groups, in 40 MB at most."""
+"""First prompts that are kept, and their length as JSON: those of some batches of groups, in 40 MB
+at most.
+"""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -54,7 +61,9 @@ class Chat:
 
 
 class Matcher:
-    """One serves all sessions: it knows the tokenizer, the message format and the template's end of turn, and no session."""
+    """One serves all sessions: it knows the tokenizer, the message format and the template's end of
+    turn, and no session.
+    """
 
     def __init__(self, tokenizer: Tokenizer, message_format: MessageFormat | None = None) -> None:
         self.tokenizer = tokenizer
@@ -63,10 +72,15 @@ class Matcher:
         """The prompts that conversations began with lately, the newest last."""
 
     def first(
-        self, messages: Sequence[Message], *, tools: Sequence[Message] | None, options: _Options, ending: Ending = Ending.TURN
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None,
+        options: _Options,
+        ending: Ending = Ending.TURN,
     ) -> Prompt:
-        """The prompt of a conversation that holds no reply, or none of this session's. The rollouts of a group begin alike, so it is
-        written and tokenised once for all of them."""
+        """The prompt of a conversation that holds no reply, or none of this session's. The rollouts
+        of a group begin alike, so it is written and tokenised once for all of them."""
         key = _encode((messages, tools, options, ending))
         prompt = self._first.pop(key, None)
         if prompt is None:
@@ -86,8 +100,13 @@ class Matcher:
 
     @cached_property
     def end_of_turn(self) -> str:
-        """What the template writes after an assistant's content, without the blanks around it; empty if that is not known."""
-        probe: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
+        """What the template writes after an assistant's content, without the blanks around it;
+        empty if that is not known.
+        """
+        probe: list[Message] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": _PROBE},
+        ]
         try:
             text = self.tokenizer.render(probe)
         except MidflightError:  # a template may insist on another conversation
@@ -95,15 +114,21 @@ class Matcher:
         return text.rpartition(_PROBE)[2].strip() if _PROBE in text else ""
 
     def verbatim(self, nodes: Iterable[Node], text: str) -> tuple[Node, str] | None:
-        """The turn whose reply follows its prompt in the text as it was said, and the text after it."""
+        """The turn whose reply follows its prompt in the text as it was said, and the text after
+        it.
+        """
         for node in nodes:
             end = node.num_letters + node.num_reply_letters
-            if remembered.text_digest(text[node.num_letters : end]) == node.reply_digest and self._ends_there(node, text[end:]):
+            if remembered.text_digest(
+                text[node.num_letters : end]
+            ) == node.reply_digest and self._ends_there(node, text[end:]):
                 return node, self._rest(node, text[end:])
         return None
 
     def reworded(self, nodes: Sequence[Node], chat: Chat, place: int) -> tuple[Node, str] | None:
-        """The turn whose reply the template wrote at this place in other words, and the text after it."""
+        """The turn whose reply the template wrote at this place in other words, and the text after
+        it.
+        """
         for node in nodes[-_MAX_TWINS:]:
             end = self._end_of_message(node, chat, place)
             if end is not None and self._means_the_same(node, chat, end):
@@ -111,10 +136,11 @@ class Matcher:
         return None
 
     def respelled(self, node: Node, text: str, rest: str, rest_ids: tuple[int, ...]) -> bool:
-        """Whether `text`, which goes on from `node` with `rest`, has other ids when it is tokenised anew.
+        """Whether `text`, which goes on from `node` with `rest`, has other ids when it is tokenised
+        anew.
 
-        Tokenisers cut at special tokens first. So it is enough to tokenise from the last one before the output to the next after
-        it: the output once more, and never the whole history.
+        Tokenisers cut at special tokens first. So it is enough to tokenise from the last one before
+        the output to the next after it: the output once more, and never the whole history.
         """
         specials = self.tokenizer.special_token_ids
         tail = remembered.unpacked(node.tail)
@@ -123,7 +149,11 @@ class Matcher:
         if start is None:
             return self.tokenizer.encode(text) != remembered.unpacked(node.packed_ids) + rest_ids
         ended = bool(output) and output[-1] in specials
-        stop = 0 if ended else next((k for k, i in enumerate(rest_ids) if i in specials), len(rest_ids))
+        stop = (
+            0
+            if ended
+            else next((k for k, i in enumerate(rest_ids) if i in specials), len(rest_ids))
+        )
         lead = tail[start:]
         head = rest_ids[:stop]
         first = node.num_letters - len(self.tokenizer.decode(lead))
@@ -144,39 +174,59 @@ class Matcher:
             at = chat.text.find(self.end_of_turn, node.num_letters)
             return None if at < 0 else at
         try:
-            written = self.tokenizer.render(chat.messages[: place + 1], tools=chat.tools_as_json, options=chat.options)
+            written = self.tokenizer.render(
+                chat.messages[: place + 1], tools=chat.tools_as_json, options=chat.options
+            )
         except MidflightError:  # the template takes the whole conversation, but none that ends here
             return None
-        return len(written) if chat.text.startswith(written) and len(written) >= node.num_letters else None
+        return (
+            len(written)
+            if chat.text.startswith(written) and len(written) >= node.num_letters
+            else None
+        )
 
     def _means_the_same(self, node: Node, chat: Chat, end: int) -> bool:
-        """Compared with all that was sampled, which may be more than the agent saw; calls count, whether the agent saw them so
-        or as content."""
+        """Compared with all that was sampled, which may be more than the agent saw; calls count,
+        whether the agent saw them so or as content."""
         prompt = chat.text[: node.num_letters]
         written = chat.text[node.num_letters : end]
-        said = self.tokenizer.decode(remembered.unpacked(node.output), skip_special=True, keep=self._format.kept_token_ids)
+        said = self.tokenizer.decode(
+            remembered.unpacked(node.output), skip_special=True, keep=self._format.kept_token_ids
+        )
         texts = (written, said[: node.num_reply_letters])
-        parsed = [self._format.parse(each, prompt, calls=True, forced=True, tools=chat.tools) for each in texts]
+        parsed = [
+            self._format.parse(each, prompt, calls=True, forced=True, tools=chat.tools)
+            for each in texts
+        ]
         return remembered.meaning(parsed[0]) == remembered.meaning(parsed[1])
 
     def _rest(self, node: Node, tail: str) -> str:
-        """What is context after the reply. The end of turn that the model gave itself is not repeated."""
+        """What is context after the reply. The end of turn that the model gave itself is not
+        repeated.
+        """
         own = self._own_end(node)
         return tail.lstrip().removeprefix(own) if own and tail.lstrip().startswith(own) else tail
 
     def _own_end(self, node: Node) -> str:
         """Text of the special token that the output ends with."""
         last = remembered.unpacked(node.output[-4:])
-        return self.tokenizer.decode(last) if last and last[0] in self.tokenizer.special_token_ids else ""
+        return (
+            self.tokenizer.decode(last)
+            if last and last[0] in self.tokenizer.special_token_ids
+            else ""
+        )
 
 
 _MAX_READ = 8
-"""Replies of one prompt, newest first, that are read back to see whether they mean the same. A template that cuts thoughts writes
-every reply otherwise, and reading all of them for each prompt would be quadratic in the turns."""
+"""Replies of one prompt, newest first, that are read back to see whether they mean the same. A
+template that cuts thoughts writes every reply otherwise, and reading all of them for each prompt
+would be quadratic in the turns."""
 
 
 class TokenTree:
-    """The turns of one session. `plan_*` turns a prompt into tokens and changes nothing, `record` adds the finished turn."""
+    """The turns of one session. `plan_*` turns a prompt into tokens and changes nothing, `record`
+    adds the finished turn.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, matcher: Matcher | None = None) -> None:
         """`matcher`: one for all trees of a gateway."""
@@ -184,7 +234,9 @@ class TokenTree:
         self._matcher = matcher or Matcher(tokenizer)
         self._roots: list[Node] = []
         self._by_history: dict[bytes, list[Node]] = {}
-        """The turns that a conversation may end with, by its digest; several where choices differ in their reasoning only."""
+        """The turns that a conversation may end with, by its digest; several where choices differ
+        in their reasoning only.
+        """
         self._replies: set[bytes] = set()
         """Digests of the replies by themselves."""
         self._answered: set[bytes] = set()
@@ -193,21 +245,33 @@ class TokenTree:
         """Those that are in none of the three yet."""
         self.nodes: list[Node] = []
         self.num_branches = 0
-        """Turns that do not continue the newest end of what came before: a new start, or a second way on from a turn."""
+        """Turns that do not continue the newest end of what came before: a new start, or a second
+        way on from a turn.
+        """
         self.num_rewritten = 0
-        """Answered chats that hold a recorded reply, or another message in its place, and could not continue it token by token:
-        the client edited the history, or the template writes it otherwise. They start a branch."""
+        """Answered chats that hold a recorded reply, or another message in its place, and could not
+        continue it token by token: the client edited the history, or the template writes it
+        otherwise. They start a branch."""
         self.num_mismatches = 0
-        """Answered prompts whose text, tokenised anew, would have had other ids than those reused."""
+        """Answered prompts whose text, tokenised anew, would have had other ids than those
+        reused.
+        """
 
     def emptied(self) -> TokenTree:
         """A new one for the same session."""
         return TokenTree(self._tokenizer, matcher=self._matcher)
 
     def plan_chat(
-        self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), options: _Options = None, ending: Ending = Ending.TURN
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        options: _Options = None,
+        ending: Ending = Ending.TURN,
     ) -> Prompt:
-        """The prompt of a conversation: the longest recorded prefix verbatim, the rest tokenised."""
+        """The prompt of a conversation: the longest recorded prefix verbatim, the rest
+        tokenised.
+        """
         written = [tool.as_json() for tool in tools] or None
         if not self.nodes or all(message.get("role") != "assistant" for message in messages):
             first = self._matcher.first(messages, tools=written, options=options, ending=ending)
@@ -220,17 +284,42 @@ class TokenTree:
         history, begun = read.begun(messages, ending)
         if found is None:
             ids = self._tokenizer.encode(text)
-            return Prompt(ids, text, history.end, self._longest_prefix(ids), rewritten=self._is_rewritten(history, since=0), begun=begun)
+            return Prompt(
+                ids,
+                text,
+                history.end,
+                self._longest_prefix(ids),
+                rewritten=self._is_rewritten(history, since=0),
+                begun=begun,
+            )
         node, rest, place = found
-        going_on = self._going_on(node, text, rest, history=history.end, rewritten=self._is_rewritten(history, since=place + 1))
+        going_on = self._going_on(
+            node,
+            text,
+            rest,
+            history=history.end,
+            rewritten=self._is_rewritten(history, since=place + 1),
+        )
         return replace(going_on, begun=begun) if begun else going_on
 
     def plan_text(self, text: str) -> Prompt:
-        """The prompt of a text completion: a text that goes on from a recorded one reuses its ids."""
+        """The prompt of a text completion: a text that goes on from a recorded one reuses its
+        ids.
+        """
         starts = remembered.beginnings(text, (node.num_letters for node in self.nodes))
-        begun = [node for node in self.nodes if node.prompt_digest is not None and starts.get(node.num_letters) == node.prompt_digest]
-        spoken = [(node, self._tokenizer.decode(remembered.unpacked(node.output))) for node in begun]
-        ends = [(node.num_letters + len(said), node) for node, said in spoken if text.startswith(said, node.num_letters)]
+        begun = [
+            node
+            for node in self.nodes
+            if node.prompt_digest is not None and starts.get(node.num_letters) == node.prompt_digest
+        ]
+        spoken = [
+            (node, self._tokenizer.decode(remembered.unpacked(node.output))) for node in begun
+        ]
+        ends = [
+            (node.num_letters + len(said), node)
+            for node, said in spoken
+            if text.startswith(said, node.num_letters)
+        ]
         if not ends:
             ids = self._tokenizer.encode(text)
             return Prompt(ids, text, parent=self._longest_prefix(ids))
@@ -241,9 +330,19 @@ class TokenTree:
         ids = tuple(token_ids)
         return Prompt(ids, None, parent=self._longest_prefix(ids))
 
-    def record(self, prompt: Prompt, turn: Turn, *, reply: str, request: int, message: AssistantMessage | None = None) -> Node:
+    def record(
+        self,
+        prompt: Prompt,
+        turn: Turn,
+        *,
+        reply: str,
+        request: int,
+        message: AssistantMessage | None = None,
+    ) -> Node:
         """Adds a finished turn. `turn.prompt_ids` are the ids of `prompt`."""
-        assert turn.prompt_ids == prompt.ids, "I4: the turn was sampled from the ids that were planned"
+        assert turn.prompt_ids == prompt.ids, (
+            "I4: the turn was sampled from the ids that were planned"
+        )
         node = Node.of(prompt, turn, reply=reply, request=request)
         siblings = self._roots if prompt.parent is None else prompt.parent.children
         self._count(prompt, request, siblings)
@@ -254,9 +353,15 @@ class TokenTree:
         return node
 
     def _read(self) -> None:
-        """The replies recorded since the last time: most sessions ask once, and need no digest of what they were told."""
+        """The replies recorded since the last time: most sessions ask once, and need no digest of
+        what they were told.
+        """
         for prompt, node, said in self._unread:
-            whole = msgspec.structs.replace(said, content=prompt.begun + said.content) if prompt.begun else said
+            whole = (
+                msgspec.structs.replace(said, content=prompt.begun + said.content)
+                if prompt.begun
+                else said
+            )
             own = remembered.digest(remembered.assistant_reply(whole))
             before = prompt.history or remembered.EMPTY
             self._by_history.setdefault(remembered.linked(before, own), []).append(node)
@@ -273,9 +378,17 @@ class TokenTree:
             self.num_mismatches += prompt.respelled
 
     def _continued(self, chat: Chat, history: History) -> tuple[Node, str, int] | None:
-        """The turn that the conversation goes on from, the text after it, and the place of its reply."""
-        known = [(place, nodes) for place in reversed(history.replies) if (nodes := self._by_history.get(history.chain[place]))]
-        starts = remembered.beginnings(chat.text, (node.num_letters for _, nodes in known for node in nodes))
+        """The turn that the conversation goes on from, the text after it, and the place of its
+        reply.
+        """
+        known = [
+            (place, nodes)
+            for place in reversed(history.replies)
+            if (nodes := self._by_history.get(history.chain[place]))
+        ]
+        starts = remembered.beginnings(
+            chat.text, (node.num_letters for _, nodes in known for node in nodes)
+        )
         for rank, (place, nodes) in enumerate(known):
             begun = [node for node in nodes if starts.get(node.num_letters) == node.prompt_digest]
             found = self._matcher.verbatim(begun, chat.text)
@@ -286,19 +399,42 @@ class TokenTree:
         return None
 
     def _is_rewritten(self, history: History, *, since: int) -> bool:
-        """Whether a message from place `since` on repeats a recorded reply, or stands where one was recorded."""
+        """Whether a message from place `since` on repeats a recorded reply, or stands where one was
+        recorded.
+        """
         return any(
-            own in self._replies or history.before(place) in self._answered for place, own in history.replies.items() if place >= since
+            own in self._replies or history.before(place) in self._answered
+            for place, own in history.replies.items()
+            if place >= since
         )
 
-    def _going_on(self, node: Node, text: str, rest: str, *, history: bytes | None = None, rewritten: bool = False) -> Prompt:
+    def _going_on(
+        self,
+        node: Node,
+        text: str,
+        rest: str,
+        *,
+        history: bytes | None = None,
+        rewritten: bool = False,
+    ) -> Prompt:
         last = remembered.unpacked((node.output or node.tail)[-4:])
-        rest_ids = self._tokenizer.encode_after(last[0], rest) if last else self._tokenizer.encode(rest)
+        rest_ids = (
+            self._tokenizer.encode_after(last[0], rest) if last else self._tokenizer.encode(rest)
+        )
         respelled = node.respelled or self._matcher.respelled(node, text, rest, rest_ids)
-        return Prompt(remembered.unpacked(node.packed_ids) + rest_ids, text, history, node, respelled, rewritten)
+        return Prompt(
+            remembered.unpacked(node.packed_ids) + rest_ids,
+            text,
+            history,
+            node,
+            respelled,
+            rewritten,
+        )
 
     def _longest_prefix(self, ids: tuple[int, ...]) -> Node | None:
-        """The longest recorded turn that these ids go on from; it looks only at the children of turns that they do."""
+        """The longest recorded turn that these ids go on from; it looks only at the children of
+        turns that they do.
+        """
         key = remembered.packed(ids) if self._roots else b""
         best = None
         best_end = 0
@@ -308,7 +444,11 @@ class TokenTree:
             for node in nodes:
                 middle = start + len(node.tail)
                 end = middle + len(node.output)
-                if end < len(key) and key.startswith(node.tail, start) and key.startswith(node.output, middle):
+                if (
+                    end < len(key)
+                    and key.startswith(node.tail, start)
+                    and key.startswith(node.output, middle)
+                ):
                     ends.append((end, node.children))
                     best, best_end = (node, end) if end > best_end else (best, best_end)
         return best
@@ -331,13 +471,20 @@ def counted(numbers: Iterable[tuple[Reason, int]]) -> dict[Reason, int]:
 def harvest(nodes: Sequence[Node], *, count_all_choices: bool = False) -> Harvest:
     """`nodes` in order of recording. Paths without a trainable token give no row.
 
-    `count_all_choices`: choices that the agent did not continue are trained too, each as a row of its own.
+    `count_all_choices`: choices that the agent did not continue are trained too, each as a row of
+    its own.
     """
     unchosen = set[Node]() if count_all_choices or len(nodes) < 2 else _unchosen(nodes)
-    turn_of = {request: turn for turn, request in enumerate(sorted({node.request for node in nodes}))}
+    turn_of = {
+        request: turn for turn, request in enumerate(sorted({node.request for node in nodes}))
+    }
     chosen = [node for node in nodes if node not in unchosen] if unchosen else nodes
-    masked = [(Reason.NOT_POLICY_SAMPLED, node.num_output) for node in chosen if not node.policy_sampled]
-    dropped = [(Reason.UNCHOSEN, node.num_output) for node in unchosen] + [(Reason.OVERSHOOT, node.num_overshoot) for node in nodes]
+    masked = [
+        (Reason.NOT_POLICY_SAMPLED, node.num_output) for node in chosen if not node.policy_sampled
+    ]
+    dropped = [(Reason.UNCHOSEN, node.num_output) for node in unchosen] + [
+        (Reason.OVERSHOOT, node.num_overshoot) for node in nodes
+    ]
     return Harvest(_rows(chosen, turn_of), counted(masked), counted(dropped))
 
 
@@ -353,7 +500,9 @@ def _rows(nodes: Sequence[Node], turn_of: Mapping[int, int]) -> tuple[Row, ...]:
     for leaf in nodes:
         if not leaf.children:
             path = leaf.path
-            trained = {node for node in path if node not in claimed and node.policy_sampled and node.output}
+            trained = {
+                node for node in path if node not in claimed and node.policy_sampled and node.output
+            }
             claimed.update(path)
             if trained:
                 rows.append(_row(leaf, path, trained=trained, turn_of=turn_of))
@@ -361,15 +510,24 @@ def _rows(nodes: Sequence[Node], turn_of: Mapping[int, int]) -> tuple[Row, ...]:
 
 
 _KINDS = tuple([np.dtype(kind) for kind in ("<i4", "?", "?", "<f4", "<i4", "<i4", "<i4")])
-"""Of a row's ids and of `Node.columns`: to make one of its name takes as long as to make the array."""
+"""Of a row's ids and of `Node.columns`: to make one of its name takes as long as to make the
+array.
+"""
 
 
-def _row(leaf: Node, path: Sequence[Node], *, trained: Set[Node], turn_of: Mapping[int, int]) -> Row:
+def _row(
+    leaf: Node, path: Sequence[Node], *, trained: Set[Node], turn_of: Mapping[int, int]
+) -> Row:
     """`turn_of`: the place of each request among those that were answered."""
     kept, kept_lengths = _kept([node for node in path if node in trained], length=leaf.end)
     parts = [node.columns(trained=node in trained, turn=turn_of[node.request]) for node in path]
-    columns = parts[0] if len(parts) == 1 else [b"".join(column) for column in zip(*parts, strict=True)]
-    arrays = [np.frombuffer(column, kind) for column, kind in zip((leaf.packed_ids, *columns), _KINDS, strict=True)]
+    columns = (
+        parts[0] if len(parts) == 1 else [b"".join(column) for column in zip(*parts, strict=True)]
+    )
+    arrays = [
+        np.frombuffer(column, kind)
+        for column, kind in zip((leaf.packed_ids, *columns), _KINDS, strict=True)
+    ]
     return Row(
         *arrays,
         kept=kept,
@@ -390,12 +548,17 @@ def _kept(trained: Sequence[Node], *, length: int) -> tuple[UInt8, Int32] | tupl
 
 
 def _experts(path: Sequence[Node]) -> UInt8 | None:
-    """Where two turns have a record of a token, the first stays: it is of the choice that the token was sampled with."""
+    """Where two turns have a record of a token, the first stays: it is of the choice that the token
+    was sampled with.
+    """
     if not any(node.experts for node in path):
         return None
     width = max(node.num_expert_bytes for node in path)
     found = np.full((path[-1].end, width), 255, dtype=np.uint8)
     for node in path:
         if node.num_expert_bytes == width:
-            fill_unknown(found[node.first_recorded : node.end], np.frombuffer(node.experts, dtype=np.uint8).reshape(-1, width))
+            fill_unknown(
+                found[node.first_recorded : node.end],
+                np.frombuffer(node.experts, dtype=np.uint8).reshape(-1, width),
+            )
     return found

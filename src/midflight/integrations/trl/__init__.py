@@ -1,4 +1,6 @@
-"""TRL's asynchronous GRPO: `AsyncGRPOConfig` and `AsyncGRPOTrainer` with the arguments of trl 1.16. docs/from-trl.md says what each becomes."""
+"""TRL's asynchronous GRPO: `AsyncGRPOConfig` and `AsyncGRPOTrainer` with the arguments of trl 1.16.
+docs/from-trl.md says what each becomes.
+"""
 
 from midflight.integrations.trl.config import AsyncGRPOConfig
 from midflight.integrations.trl.trainer import AsyncGRPOTrainer

@@ -1,4 +1,6 @@
-"""The options of trl 1.16's `AsyncGRPOConfig`, and what each becomes here. Facts of trl and of `transformers.TrainingArguments`, nothing of theirs is imported."""
+"""The options of trl 1.16's `AsyncGRPOConfig`, and what each becomes here. Facts of trl and of
+`transformers.TrainingArguments`, nothing of theirs is imported.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,73 @@ from midflight.errors import ConfigError, nearest
 from midflight.models.sizes import read_config, sizes_of
 
 OWN: Mapping[str, Any] = {
-    "model_init_kwargs": None, "dtype": "float32", "trust_remote_code": False, "router_aux_loss_coef": None,
-    "learning_rate": 1e-6, "logging_steps": 1, "lr_scheduler_type": "constant", "ignore_data_skip": True,
-    "num_generations": 8, "max_completion_length": 2048, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None,
-    "repetition_penalty": 1.0, "chat_template_kwargs": None, "max_tool_calling_iterations": None, "fork_threshold_tokens": 1024,
-    "vllm_server_base_url": "http://localhost:8000", "vllm_server_timeout": 240.0, "request_timeout": 600, "weight_sync_timeout": 1800,
-    "epsilon": 0.2, "epsilon_high": None, "token_budget": None,
-    "max_inflight_tasks": -1, "max_staleness": 4, "queue_maxsize": 1024, "weight_sync_steps": 1, "heartbeat_stale_after_s": 300.0,
-    "log_completions": False, "num_completions_to_print": None,
-}  # fmt: skip
+    "model_init_kwargs": None,
+    "dtype": "float32",
+    "trust_remote_code": False,
+    "router_aux_loss_coef": None,
+    "learning_rate": 1e-6,
+    "logging_steps": 1,
+    "lr_scheduler_type": "constant",
+    "ignore_data_skip": True,
+    "num_generations": 8,
+    "max_completion_length": 2048,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "chat_template_kwargs": None,
+    "max_tool_calling_iterations": None,
+    "fork_threshold_tokens": 1024,
+    "vllm_server_base_url": "http://localhost:8000",
+    "vllm_server_timeout": 240.0,
+    "request_timeout": 600,
+    "weight_sync_timeout": 1800,
+    "epsilon": 0.2,
+    "epsilon_high": None,
+    "token_budget": None,
+    "max_inflight_tasks": -1,
+    "max_staleness": 4,
+    "queue_maxsize": 1024,
+    "weight_sync_steps": 1,
+    "heartbeat_stale_after_s": 300.0,
+    "log_completions": False,
+    "num_completions_to_print": None,
+}
 """Those that trl's class adds to, or gives other defaults than, `TrainingArguments`."""
 
 GENERAL: Mapping[str, Any] = {
-    "output_dir": None, "per_device_train_batch_size": 8, "num_train_epochs": 3.0, "max_steps": -1, "warmup_steps": 0,
-    "optim": "adamw_torch_fused", "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8,
-    "gradient_accumulation_steps": 1, "max_grad_norm": 1.0, "bf16": None, "fp16": False, "gradient_checkpointing": True,
-    "torch_compile": False, "disable_tqdm": None, "report_to": "none", "project": None, "run_name": None, "save_strategy": "steps", "save_steps": 500,
-    "save_total_limit": None, "seed": 42, "data_seed": None, "use_cpu": False, "resume_from_checkpoint": None,
-}  # fmt: skip
-"""Those of `TrainingArguments` that mean something here, with their defaults; but for `adam_beta2`, which is 0.999 there."""
+    "output_dir": None,
+    "per_device_train_batch_size": 8,
+    "num_train_epochs": 3.0,
+    "max_steps": -1,
+    "warmup_steps": 0,
+    "optim": "adamw_torch_fused",
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "adam_epsilon": 1e-8,
+    "gradient_accumulation_steps": 1,
+    "max_grad_norm": 1.0,
+    "bf16": None,
+    "fp16": False,
+    "gradient_checkpointing": True,
+    "torch_compile": False,
+    "disable_tqdm": None,
+    "report_to": "none",
+    "project": None,
+    "run_name": None,
+    "save_strategy": "steps",
+    "save_steps": 500,
+    "save_total_limit": None,
+    "seed": 42,
+    "data_seed": None,
+    "use_cpu": False,
+    "resume_from_checkpoint": None,
+}
+"""Those of `TrainingArguments` that mean something here, with their defaults; but for `adam_beta2`,
+which is 0.999 there.
+"""
 
 HARMLESS = frozenset(
     [
@@ -102,11 +152,26 @@ HARMLESS = frozenset(
 """Options that say how another machinery works. They are accepted, and do nothing here."""
 
 REFUSED: Mapping[str, tuple[Any, str]] = {
-    "repetition_penalty": (1.0, "it is not the policy that is sampled then; ask for it in an environment of your own, whose turns are then masked"),
-    "trust_remote_code": (False, "a model's own code is not run; a known architecture proves itself when it is loaded"),
-    "router_aux_loss_coef": (None, "the load balance of a mixture is not a term of the loss here; leave it out"),
+    "repetition_penalty": (
+        1.0,
+        (
+            "it is not the policy that is sampled then; ask for it in an environment of your own, "
+            "whose turns are then masked"
+        ),
+    ),
+    "trust_remote_code": (
+        False,
+        "a model's own code is not run; a known architecture proves itself when it is loaded",
+    ),
+    "router_aux_loss_coef": (
+        None,
+        "the load balance of a mixture is not a term of the loss here; leave it out",
+    ),
     "ignore_data_skip": (True, "the place in the data is kept in the run's store"),
-    "lr_scheduler_kwargs": (None, "schedules have no further options; choose lr_scheduler_type and warmup_steps"),
+    "lr_scheduler_kwargs": (
+        None,
+        "schedules have no further options; choose lr_scheduler_type and warmup_steps",
+    ),
     "optim_args": (None, "the optimiser is AdamW, set by learning_rate and weight_decay"),
     "optim_target_modules": (None, "all weights are trained, or with peft_config the adapters"),
     "label_smoothing_factor": (0.0, "there are no labels"),
@@ -115,14 +180,29 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "fp16": (False, "float16 needs loss scaling; use bf16=True"),
     "use_liger_kernel": (False, "there are no such kernels here"),
     "liger_kernel_config": (None, "there are no such kernels here"),
-    "neftune_noise_alpha": (None, "noise would make the trained policy another one than the sampled"),
-    "eval_strategy": ("no", "trl's own trainer has no evaluation; use midflight.Trainer with heldout, and evaluation.eval_every"),
+    "neftune_noise_alpha": (
+        None,
+        "noise would make the trained policy another one than the sampled",
+    ),
+    "eval_strategy": (
+        "no",
+        (
+            "trl's own trainer has no evaluation; use midflight.Trainer with heldout, and "
+            "evaluation.eval_every"
+        ),
+    ),
     "eval_on_start": (False, "as eval_strategy"),
     "do_eval": (False, "as eval_strategy"),
     "do_predict": (False, "as eval_strategy"),
-    "load_best_model_at_end": (False, "there is no evaluation to choose by; the last version is exported, and checkpoints stay"),
+    "load_best_model_at_end": (
+        False,
+        "there is no evaluation to choose by; the last version is exported, and checkpoints stay",
+    ),
     "metric_for_best_model": (None, "as load_best_model_at_end"),
-    "save_only_model": (False, "a checkpoint must be able to go on; the model alone is in the folder `model`"),
+    "save_only_model": (
+        False,
+        "a checkpoint must be able to go on; the model alone is in the folder `model`",
+    ),
     "push_to_hub": (False, "upload the folder `model` of output_dir yourself"),
     "parallelism_config": (None, "set trainer.ranks in the configuration of midflight.Trainer"),
     "fsdp": (None, "set trainer.ranks, which shards the model"),
@@ -130,19 +210,28 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "deepspeed": (None, "as fsdp"),
     "debug": ("", "use midflight train CONFIG --debug"),
     "train_sampling_strategy": ("random", "the order is seeded; midflight.Trainer has shuffle"),
-}  # fmt: skip
+}
 """Options without a meaning here: the value that asks for nothing, and what to use."""
 
-SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+}
 KNOWN = {*OWN, *GENERAL, *HARMLESS, *REFUSED}
 MANY_TURNS = 1000
 """Where trl sets no limit: the context ends a conversation before."""
 ROLLOUT_SECONDS = 3600.0
-"""That an agent and its reward functions may take by themselves. trl has no limit; here one that hangs would hold a step up for ever."""
+"""That an agent and its reward functions may take by themselves. trl has no limit; here one that
+hangs would hold a step up for ever.
+"""
 
 
 class AsyncGRPOConfig:
-    """Options by the names of trl 1.16. `ConfigError` for one that has no meaning here says what to use."""
+    """Options by the names of trl 1.16. `ConfigError` for one that has no meaning here says what to
+    use.
+    """
 
     def __init__(self, output_dir: str | Path | None = None, **options: Any) -> None:
         for name in options:
@@ -167,7 +256,11 @@ class AsyncGRPOConfig:
     @property
     def notes(self) -> list[str]:
         """Of what was accepted and does nothing."""
-        idle = [name for name in sorted(self.given & HARMLESS) if getattr(self, name) not in (None, False)]
+        idle = [
+            name
+            for name in sorted(self.given & HARMLESS)
+            if getattr(self, name) not in (None, False)
+        ]
         return [f"{', '.join(idle)}: accepted, and without effect here"] if idle else []
 
     def _check(self) -> None:
@@ -177,7 +270,10 @@ class AsyncGRPOConfig:
             if getattr(self, name) not in (REFUSED[name][0], None)
         ]
         if self.lr_scheduler_type not in SCHEDULES:
-            problems.append(f"lr_scheduler_type={self.lr_scheduler_type!r}: schedules are {', '.join(SCHEDULES)}")
+            problems.append(
+                f"lr_scheduler_type={self.lr_scheduler_type!r}: schedules are "
+                f"{', '.join(SCHEDULES)}"
+            )
         if self.optim not in ("adamw_torch", "adamw_torch_fused"):
             problems.append(f"optim={self.optim!r}: the optimiser is AdamW (adamw_torch)")
         fixed = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8}
@@ -190,15 +286,23 @@ class AsyncGRPOConfig:
             problems.append(f"dtype={self.dtype!r}: weights are float32 or bfloat16")
         if self.samples_per_step % self.num_generations:
             problems.append(
-                f"per_device_train_batch_size * gradient_accumulation_steps is {self.samples_per_step}, and a step takes whole groups of "
+                "per_device_train_batch_size * gradient_accumulation_steps is "
+                f"{self.samples_per_step}, and a step takes whole groups of "
                 f"num_generations={self.num_generations}; make it a multiple of that"
             )
-        if isinstance(self.save_strategy, str) and self.save_strategy not in ("no", "steps", "epoch"):
-            problems.append(f"save_strategy={self.save_strategy!r}: checkpoints are written every save_steps steps, or not (no)")
+        if isinstance(self.save_strategy, str) and self.save_strategy not in (
+            "no",
+            "steps",
+            "epoch",
+        ):
+            problems.append(
+                f"save_strategy={self.save_strategy!r}: checkpoints are written every save_steps "
+                "steps, or not (no)"
+            )
         if problems:
             raise ConfigError("AsyncGRPOConfig: " + "\n".join(problems))
 
-    # --- What it comes to --------------------------------------------------------------------------------------------
+    # --- What it comes to -------------------------------------------------------------------------
 
     @property
     def samples_per_step(self) -> int:
@@ -211,10 +315,16 @@ class AsyncGRPOConfig:
 
     @property
     def trackers(self) -> list[str]:
-        """What `report_to` asks for, under our names for what is measured; with "all" those that are installed."""
+        """What `report_to` asks for, under our names for what is measured; with "all" those that
+        are installed.
+        """
         wanted = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
         if "all" in wanted:
-            return [name for name, package in TRACKERS.items() if (found := find_spec(package)) is not None and found.origin is not None]
+            return [
+                name
+                for name, package in TRACKERS.items()
+                if (found := find_spec(package)) is not None and found.origin is not None
+            ]
         return [str(name) for name in wanted if name != "none"]
 
     def steps(self, num_rows: int | None) -> int:
@@ -222,16 +332,26 @@ class AsyncGRPOConfig:
         if self.max_steps > 0:
             return int(self.max_steps)
         if num_rows is None:
-            raise ConfigError("the length of the data is not known: set max_steps in AsyncGRPOConfig.")
+            raise ConfigError(
+                "the length of the data is not known: set max_steps in AsyncGRPOConfig."
+            )
         return max(1, math.ceil(num_rows * self.num_train_epochs / self.groups_per_step))
 
     def tables(self, *, model: str, num_rows: int | None) -> dict[str, dict[str, Any]]:
-        """The configuration, by section. Options that were not given leave ours where trl's default is of another machinery."""
+        """The configuration, by section. Options that were not given leave ours where trl's default
+        is of another machinery.
+        """
         steps = self.steps(num_rows)
         device = "cpu" if self.use_cpu or not Path("/dev/nvidiactl").exists() else "cuda"
-        shared = {"share_devices": True} if device == "cuda" and num_present(os.environ) == 1 else {}
+        shared = (
+            {"share_devices": True} if device == "cuda" and num_present(os.environ) == 1 else {}
+        )
         clip_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        staging = {"stage_seconds": float(self.weight_sync_timeout)} if "weight_sync_timeout" in self.given else {}
+        staging = (
+            {"stage_seconds": float(self.weight_sync_timeout)}
+            if "weight_sync_timeout" in self.given
+            else {}
+        )
         name = self.run_name or Path(self.output_dir or model).name
         stall = float(self.heartbeat_stale_after_s)
         return {
@@ -244,7 +364,10 @@ class AsyncGRPOConfig:
             "trainer": {"device": device, **self._trainer(model, steps, num_rows)},
             "objective": {"kind": "ppo", "clip_low": self.epsilon, "clip_high": clip_high},
             "weights": {"every": self.weight_sync_steps, **staging},
-            "observe": {"trackers": self.trackers, **({"project": self.project} if "project" in self.given and self.project else {})},
+            "observe": {
+                "trackers": self.trackers,
+                **({"project": self.project} if "project" in self.given and self.project else {}),
+            },
         }
 
     def _environment(self, model: str) -> dict[str, Any]:
@@ -266,17 +389,24 @@ class AsyncGRPOConfig:
             """A share of all steps, or their number."""
             return max(1, round(value * steps)) if 0 < value < 1 else int(value)
 
-        per_epoch = steps if num_rows is None else max(1, math.ceil(num_rows / self.groups_per_step))
+        per_epoch = (
+            steps if num_rows is None else max(1, math.ceil(num_rows / self.groups_per_step))
+        )
         return {
             "learning_rate": float(self.learning_rate),
             "schedule": SCHEDULES[self.lr_scheduler_type],
             "warmup_steps": of_steps(self.warmup_steps),
             "weight_decay": float(self.weight_decay),
             "max_grad_norm": float(self.max_grad_norm),
-            "activation_checkpointing": "gradient_checkpointing" in self.given and bool(self.gradient_checkpointing),
-            "compute_dtype": "bfloat16" if self.bf16 and self._dtype(model) == "float32" else "auto",
+            "activation_checkpointing": "gradient_checkpointing" in self.given
+            and bool(self.gradient_checkpointing),
+            "compute_dtype": "bfloat16"
+            if self.bf16 and self._dtype(model) == "float32"
+            else "auto",
             "compile": bool(self.torch_compile),
-            "checkpoint_every": {"no": 0, "epoch": per_epoch}.get(self.save_strategy, of_steps(self.save_steps)),
+            "checkpoint_every": {"no": 0, "epoch": per_epoch}.get(
+                self.save_strategy, of_steps(self.save_steps)
+            ),
             **({"micro_batch_tokens": self.token_budget} if (self.token_budget or 0) > 0 else {}),
             **({"keep_checkpoints": self.save_total_limit} if self.save_total_limit else {}),
         }
@@ -292,7 +422,11 @@ class AsyncGRPOConfig:
             "max_staleness": self.max_staleness,
             **({"max_in_flight": self.max_inflight_tasks} if self.max_inflight_tasks > 0 else {}),
             **(
-                {"buffer_groups": max(self.groups_per_step, self.queue_maxsize // self.num_generations)}
+                {
+                    "buffer_groups": max(
+                        self.groups_per_step, self.queue_maxsize // self.num_generations
+                    )
+                }
                 if "queue_maxsize" in self.given
                 else {}
             ),
@@ -302,21 +436,34 @@ class AsyncGRPOConfig:
     def _dtype(self, model: str) -> str:
         """Of the weights; "auto" is that of the folder."""
         wanted = dict(self.model_init_kwargs or {})
-        dtype = str(wanted.pop("dtype", wanted.pop("torch_dtype", self.dtype))).removeprefix("torch.")
+        dtype = str(wanted.pop("dtype", wanted.pop("torch_dtype", self.dtype))).removeprefix(
+            "torch."
+        )
         if wanted:
-            raise ConfigError(f"model_init_kwargs has {', '.join(wanted)}: a model is loaded as its folder says; only dtype may be chosen.")
+            raise ConfigError(
+                f"model_init_kwargs has {', '.join(wanted)}: a model is loaded as its folder says; "
+                "only dtype may be chosen."
+            )
         if dtype == "auto":
             config = read_config(Path(model))
             dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         if dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"the model's dtype is {dtype!r}: weights are float32 or bfloat16; set dtype.")
+            raise ConfigError(
+                f"the model's dtype is {dtype!r}: weights are float32 or bfloat16; set dtype."
+            )
         return dtype
 
     def _server(self) -> dict[str, Any]:
-        """trl needs a server of vLLM; here one is used where it is named, else an engine of our own."""
+        """trl needs a server of vLLM; here one is used where it is named, else an engine of our
+        own.
+        """
         if "vllm_server_base_url" not in self.given:
             return {}
-        return {"kind": "vllm", "urls": [str(self.vllm_server_base_url).rstrip("/")], "start_seconds": float(self.vllm_server_timeout)}
+        return {
+            "kind": "vllm",
+            "urls": [str(self.vllm_server_base_url).rstrip("/")],
+            "start_seconds": float(self.vllm_server_timeout),
+        }
 
 
 def _remedy(name: str) -> str:

@@ -1,4 +1,6 @@
-"""trl's `environment_factory` as a class of the kind that the built-in loop takes: `reset`, public methods as tools, and a reward of its own."""
+"""trl's `environment_factory` as a class of the kind that the built-in loop takes: `reset`, public
+methods as tools, and a reward of its own.
+"""
 
 import functools
 import inspect
@@ -12,10 +14,15 @@ NOT_TOOLS = ("reset", "get_reward")
 
 
 def environment_class(factory: Factory, *, name: str | None = None) -> type:
-    """A class whose objects pass everything on to what the factory makes. `ConfigError` where that has no `reset`, or cannot be made."""
+    """A class whose objects pass everything on to what the factory makes. `ConfigError` where that
+    has no `reset`, or cannot be made.
+    """
     found = factory if inspect.isclass(factory) else type(factory())
     if not callable(getattr(found, "reset", None)):
-        raise ConfigError(f"environment_factory makes a {found.__name__} without `reset`; define it: it begins an episode.")
+        raise ConfigError(
+            f"environment_factory makes a {found.__name__} without `reset`; define it: it begins "
+            "an episode."
+        )
     body: dict[str, Any] = {
         "__init__": _making(factory),
         "reset": _resetting(without="environment" if name else ""),
@@ -43,7 +50,13 @@ def _resetting(*, without: str) -> Callable[..., Any]:
         given = {name: value for name, value in row.items() if name not in ("task", without)}
         parameters = inspect.signature(self.made.reset).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        return self.made.reset(**(given if takes_all else {name: value for name, value in given.items() if name in parameters}))
+        return self.made.reset(
+            **(
+                given
+                if takes_all
+                else {name: value for name, value in given.items() if name in parameters}
+            )
+        )
 
     return reset
 
@@ -69,9 +82,15 @@ def _passed_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def rows_of_environments(factories: Mapping[str, Factory] | Factory, *, number: int) -> list[dict[str, Any]]:
-    """In place of data, where the environments bring their own: so many empty prompts, each naming its environment if there are several."""
-    names = list(cast("Mapping[str, Factory]", factories)) if isinstance(factories, Mapping) else [None]
+def rows_of_environments(
+    factories: Mapping[str, Factory] | Factory, *, number: int
+) -> list[dict[str, Any]]:
+    """In place of data, where the environments bring their own: so many empty prompts, each naming
+    its environment if there are several.
+    """
+    names = (
+        list(cast("Mapping[str, Factory]", factories)) if isinstance(factories, Mapping) else [None]
+    )
     rows: list[dict[str, Any]] = []
     for index in range(max(number, len(names))):
         name = names[index % len(names)]

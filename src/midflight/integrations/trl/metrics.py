@@ -1,4 +1,6 @@
-"""The numbers of a step under the names that trl 1.16's asynchronous trainer gives them. What it has and we do not measure is left out."""
+"""The numbers of a step under the names that trl 1.16's asynchronous trainer gives them. What it
+has and we do not measure is left out.
+"""
 
 from collections.abc import Mapping
 
@@ -56,7 +58,11 @@ def trl_metrics(line: StepLine, *, group_size: int) -> Mapping[str, float]:
     if line.groups is not None:
         found["batch/samples_per_step"] = float(line.groups * group_size)
     waits = line.waits or {}
-    found["perf/rollout_wait_s"] = sum(seconds for who, seconds in waits.items() if who.startswith("trainer for "))
-    found["perf/weight_sync_s"] = found.get("perf/weight_sync_transfer_s", 0.0) + found.get("perf/weight_sync_pause_s", 0.0)
+    found["perf/rollout_wait_s"] = sum(
+        seconds for who, seconds in waits.items() if who.startswith("trainer for ")
+    )
+    found["perf/weight_sync_s"] = found.get("perf/weight_sync_transfer_s", 0.0) + found.get(
+        "perf/weight_sync_pause_s", 0.0
+    )
     found["sample/dropped_stale_total"] = float((line.dropped or {}).get("stale", 0))
     return found

@@ -25,7 +25,9 @@ class Viewing(msgspec.Struct, frozen=True):
 
 
 def dashboard_route(folder: Path) -> BaseRoute:
-    """Whoever brings a token brings it along: the viewer looks at it, and asks for it where there is none."""
+    """Whoever brings a token brings it along: the viewer looks at it, and asks for it where there
+    is none.
+    """
 
     async def dashboard(request: Request) -> Response:
         try:
@@ -34,6 +36,8 @@ def dashboard_route(folder: Path) -> BaseRoute:
             return HTMLResponse(_NONE, status_code=404)
         kind, _, bearer = request.headers.get("authorization", "").partition(" ")
         token = request.query_params.get("token") or (bearer if kind.lower() == "bearer" else "")
-        return RedirectResponse(f"{there}/" + (f"?{urlencode({'token': token})}" if token else ""), status_code=307)
+        return RedirectResponse(
+            f"{there}/" + (f"?{urlencode({'token': token})}" if token else ""), status_code=307
+        )
 
     return Route("/dashboard", dashboard, methods=["GET"])

@@ -1,4 +1,6 @@
-"""`POST /update_weights_from_disk`, as SGLang's clients send it: weights from a folder, for endpoints that have no trainer."""
+"""`POST /update_weights_from_disk`, as SGLang's clients send it: weights from a folder, for
+endpoints that have no trainer.
+"""
 
 import asyncio
 from pathlib import Path
@@ -27,7 +29,9 @@ class FromDisk(msgspec.Struct, frozen=True):
 
 
 class DiskWeights:
-    """Brings the weights of a folder to all engines, by the handover that trained versions take: requests under way go on."""
+    """Brings the weights of a folder to all engines, by the handover that trained versions take:
+    requests under way go on.
+    """
 
     def __init__(self, model: Path, fleet: Fleet, handover: Handover) -> None:
         """`model`: the folder that the engines started with; new weights must have its tensors."""
@@ -40,7 +44,9 @@ class DiskWeights:
         return route("/update_weights_from_disk", self._update, token=token)
 
     async def _update(self, request: Request) -> Response:
-        """Waits for the engines. The file must stay until the next one comes: an engine that is started again reads it."""
+        """Waits for the engines. The file must stay until the next one comes: an engine that is
+        started again reads it.
+        """
         body = await body_of(request, FromDisk)
         async with self._one_at_a_time:
             version = self._next(body.weight_version)
@@ -48,7 +54,12 @@ class DiskWeights:
             report = await self._handover.publish(manifest)
         lost = "; ".join(f"{name}: {why}" for name, why in report.quarantined.items())
         message = f"version {version} is served" + (f", but not by {lost}" if lost else "")
-        answer = {"success": not lost, "message": message, "num_paused_requests": 0, "weight_version": str(version)}
+        answer = {
+            "success": not lost,
+            "message": message,
+            "num_paused_requests": 0,
+            "weight_version": str(version),
+        }
         return json_answer(answer, status=400 if lost else 200)
 
     def _next(self, asked: str | None) -> Version:
@@ -58,7 +69,11 @@ class DiskWeights:
             return current + 1
         if not asked.isdecimal() or not current < int(asked[:20]) < 2**31:
             raise RequestRejected(
-                f"weight_version is {asked[:80]!r}, and version {current} is served: send a larger whole number, or leave it out.",
+                (
+                    f"weight_version is {asked[:80]!r}, and version {current} is served: send a "
+                    "larger "
+                    "whole number, or leave it out."
+                ),
                 param="weight_version",
             )
         return int(asked)
@@ -68,6 +83,10 @@ class DiskWeights:
         file = path / _FILE if path.is_dir() else path
         if not file.is_file():
             raise RequestRejected(
-                f"model_path is {str(path)[:200]!r}: there is no {_FILE}. Save the weights in one file.", param="model_path"
+                (
+                    f"model_path is {str(path)[:200]!r}: there is no {_FILE}. Save the weights in "
+                    "one file."
+                ),
+                param="model_path",
             )
         return manifest_of(file, version=version, fitting=ModelTensors.of(self._model).fitting)

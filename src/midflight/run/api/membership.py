@@ -1,8 +1,10 @@
-"""`/midflight/v1/engines`: how engines join a run, move to another address and leave it; and the client of these routes.
+"""`/midflight/v1/engines`: how engines join a run, move to another address and leave it; and the
+client of these routes.
 
 GET    /midflight/v1/engines        who is a member, and what an engine must be like to become one
-PUT    /midflight/v1/engines/NAME   joins; moves, where the address is another; changes nothing, where it is the same
-DELETE /midflight/v1/engines/NAME   leaves: requests end, the rest goes on elsewhere
+PUT    /midflight/v1/engines/NAME   joins; moves, where the address is another; changes nothing,
+where it is the same DELETE /midflight/v1/engines/NAME   leaves: requests end, the rest goes on
+elsewhere
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +34,9 @@ class EngineAddress(StrictBody, frozen=True):
     token: Annotated[str, Meta(max_length=512)] | None = None
     """Of the engine's wire; none is that of the run's own engines."""
     again: bool = False
-    """It was said before, and may be news to a gateway that was started anew: an engine that was told to leave stays away."""
+    """It was said before, and may be news to a gateway that was started anew: an engine that was
+    told to leave stays away.
+    """
 
     @property
     def place(self) -> tuple[str, str | None]:
@@ -79,12 +83,17 @@ class Membered(Protocol):
 
     def members(self) -> Membership: ...
     async def put(self, name: str, address: EngineAddress) -> tuple[MemberState, bool]:
-        """The engine as a member, and whether it is new here; `EngineRefused` or `MemberConflict`, and nothing has changed."""
+        """The engine as a member, and whether it is new here; `EngineRefused` or `MemberConflict`,
+        and nothing has changed.
+        """
         ...
 
-    async def leave(self, name: str, *, force: bool, drain_seconds: float | None, for_good: bool = False) -> Left:
-        """Waits for its requests, `drain_seconds` at most (none: as configured). `force`: though nobody else serves. `for_good`: what only
-        it could answer fails at once and waits for nobody."""
+    async def leave(
+        self, name: str, *, force: bool, drain_seconds: float | None, for_good: bool = False
+    ) -> Left:
+        """Waits for its requests, `drain_seconds` at most (none: as configured). `force`: though
+        nobody else serves. `for_good`: what only it could answer fails at once and waits for
+        nobody."""
         ...
 
 
@@ -95,14 +104,22 @@ def member_routes(run: Membered, *, token: str) -> Sequence[BaseRoute]:
         return json_answer(run.members())
 
     async def put(request: Request) -> Response:
-        state, is_new = await run.put(request.path_params["name"], await body_of(request, EngineAddress))
+        state, is_new = await run.put(
+            request.path_params["name"], await body_of(request, EngineAddress)
+        )
         return json_answer(state, status=201 if is_new else 200)
 
     async def delete(request: Request) -> Response:
         asked = request.query_params
-        force, for_good = (asked.get(name, "0").lower() in ("", "1", "true") for name in ("force", "for_good"))
+        force, for_good = (
+            asked.get(name, "0").lower() in ("", "1", "true") for name in ("force", "for_good")
+        )
         seconds = _seconds(asked["drain_seconds"]) if "drain_seconds" in asked else None
-        return json_answer(await run.leave(request.path_params["name"], force=force, drain_seconds=seconds, for_good=for_good))
+        return json_answer(
+            await run.leave(
+                request.path_params["name"], force=force, drain_seconds=seconds, for_good=for_good
+            )
+        )
 
     one = PATH + "/{name:path}"
     return [
@@ -118,7 +135,9 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= 1e6:
-        raise RequestRejected(f"drain_seconds is {text[:40]!r}: give seconds from 0.", param="drain_seconds")
+        raise RequestRejected(
+            f"drain_seconds is {text[:40]!r}: give seconds from 0.", param="drain_seconds"
+        )
     return seconds
 
 
@@ -132,11 +151,27 @@ class MembershipClient:
         return await self._http.call("GET", PATH, seconds=seconds)
 
     async def put(self, name: str, address: EngineAddress, *, seconds: float) -> Answered:
-        return await self._http.call("PUT", f"{PATH}/{quote(name, safe='')}", msgspec.json.encode(address), seconds=seconds)
+        return await self._http.call(
+            "PUT", f"{PATH}/{quote(name, safe='')}", msgspec.json.encode(address), seconds=seconds
+        )
 
     async def leave(
-        self, name: str, *, force: bool, drain_seconds: float | None = None, for_good: bool = False, seconds: float | None = None
+        self,
+        name: str,
+        *,
+        force: bool,
+        drain_seconds: float | None = None,
+        for_good: bool = False,
+        seconds: float | None = None,
     ) -> Answered:
-        given = {"drain_seconds": None if drain_seconds is None else str(drain_seconds), "for_good": "true" if for_good else None}
-        asked = {"force": str(force).lower(), **{name: value for name, value in given.items() if value is not None}}
-        return await self._http.call("DELETE", f"{PATH}/{quote(name, safe='')}?{urlencode(asked)}", seconds=seconds)
+        given = {
+            "drain_seconds": None if drain_seconds is None else str(drain_seconds),
+            "for_good": "true" if for_good else None,
+        }
+        asked = {
+            "force": str(force).lower(),
+            **{name: value for name, value in given.items() if value is not None},
+        }
+        return await self._http.call(
+            "DELETE", f"{PATH}/{quote(name, safe='')}?{urlencode(asked)}", seconds=seconds
+        )

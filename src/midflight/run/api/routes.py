@@ -1,8 +1,9 @@
-"""`/midflight/v1`: the routes by which a trainer, ours or a foreign one, draws batches and publishes weights; and the teacher behind the
-gateway: the scores of a batch for whoever trains on it, and of any rows over HTTP.
+"""`/midflight/v1`: the routes by which a trainer, ours or a foreign one, draws batches and
+publishes weights; and the teacher behind the gateway: the scores of a batch for whoever trains on
+it, and of any rows over HTTP.
 
-Documented for other languages in docs/foreign-trainers.md. `API_VERSION` counts up when a client of the version before would
-no longer work; fields may be added to answers without that.
+Documented for other languages in docs/foreign-trainers.md. `API_VERSION` counts up when a client of
+the version before would no longer work; fields may be added to answers without that.
 """
 
 import asyncio
@@ -24,16 +25,48 @@ from starlette.routing import BaseRoute
 
 from midflight.config.bounds import RolloutBound
 from midflight.config.sections import Config
-from midflight.errors import EngineError, EngineUnavailable, NotSupported, RequestRejected, RequestTimeout
+from midflight.errors import (
+    EngineError,
+    EngineUnavailable,
+    NotSupported,
+    RequestRejected,
+    RequestTimeout,
+)
 from midflight.ports import Scorer
-from midflight.run.api.service import LIFE, PREFIX, DoneBody, ModelTensors, StepBook, TrainerService, WentOn
+from midflight.run.api.service import (
+    LIFE,
+    PREFIX,
+    DoneBody,
+    ModelTensors,
+    StepBook,
+    TrainerService,
+    WentOn,
+)
 from midflight.run.api.session_routes import WaitSeconds, batch_as_lists
 from midflight.run.heart import Heart
 from midflight.run.parts import TEACHER
 from midflight.trajectories.packing import teacher_is_finite, to_bytes
-from midflight.types import Batch, Delta, Float32, Int32, PackedBatch, TensorSpec, Version, WeightManifest
+from midflight.types import (
+    Batch,
+    Delta,
+    Float32,
+    Int32,
+    PackedBatch,
+    TensorSpec,
+    Version,
+    WeightManifest,
+)
 from midflight.weights.transports.files import check_readable, manifest_of
-from midflight.wire.edge import JSON, PACKED, StrictBody, body_of, json_answer, route, wants, with_client
+from midflight.wire.edge import (
+    JSON,
+    PACKED,
+    StrictBody,
+    body_of,
+    json_answer,
+    route,
+    wants,
+    with_client,
+)
 
 API_VERSION = 1
 
@@ -63,7 +96,9 @@ class AheadBody(AtVersion, frozen=True):
 
 
 class WeightsBody(StrictBody, frozen=True):
-    """`file`, a safetensors file that this machine can read; or all fields of a `WeightManifest` from a trainer that made one."""
+    """`file`, a safetensors file that this machine can read; or all fields of a `WeightManifest`
+    from a trainer that made one.
+    """
 
     version: Annotated[Version, Meta(ge=0)]
     file: str | None = None
@@ -137,7 +172,9 @@ def info_route(
 
 
 class TrainerRoutes:
-    """All behind the control token. Each waits for the service, and for as long as its client does."""
+    """All behind the control token. Each waits for the service, and for as long as its client
+    does.
+    """
 
     def __init__(
         self,
@@ -150,8 +187,8 @@ class TrainerRoutes:
         finished: Callable[[], None] | None = None,
         goes_on: tuple[Sequence[Batch], Version] | None = None,
     ) -> None:
-        """`finished` is called when the answer to `finish` has been sent. `goes_on`: beside a trainer that did not die, with the batches that it
-        has and the version of the next."""
+        """`finished` is called when the answer to `finish` has been sent. `goes_on`: beside a
+        trainer that did not die, with the batches that it has and the version of the next."""
         self._service = service
         self._token = token
         self._model = model
@@ -174,9 +211,14 @@ class TrainerRoutes:
             "finish": self._finish,
             "store": self._copy,
         }
-        return [route(f"{PREFIX}/{name}", self._of_this_life(verb), token=self._token) for name, verb in verbs.items()]
+        return [
+            route(f"{PREFIX}/{name}", self._of_this_life(verb), token=self._token)
+            for name, verb in verbs.items()
+        ]
 
-    def _of_this_life(self, verb: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    def _of_this_life(
+        self, verb: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def answered(request: Request) -> Response:
             self._book.check_life(_life(request))
             return await verb(request)
@@ -196,8 +238,14 @@ class TrainerRoutes:
 
     async def _ahead(self, request: Request) -> Response:
         body = await body_of(request, AheadBody)
-        groups = await with_client(request.receive, self._service.ahead(body.version, tokens=body.tokens))
-        return Response(status_code=204) if groups is None else Response(to_bytes(groups), media_type=PACKED)
+        groups = await with_client(
+            request.receive, self._service.ahead(body.version, tokens=body.tokens)
+        )
+        return (
+            Response(status_code=204)
+            if groups is None
+            else Response(to_bytes(groups), media_type=PACKED)
+        )
 
     async def _drawn(self, body: Take) -> PackedBatch | None:
         if body.wait_seconds is None:
@@ -221,7 +269,9 @@ class TrainerRoutes:
         return json_answer({"lease": body.lease})
 
     async def _restart(self, request: Request) -> Response:
-        """The answer's version is the one that the next step begins at, and whose weights must be published first."""
+        """The answer's version is the one that the next step begins at, and whose weights must be
+        published first.
+        """
         body = await body_of(request, RestartBody)
         self._book.check_restart(body.version)
         version = await self._service.restart(body.version, least=body.least)
@@ -229,7 +279,9 @@ class TrainerRoutes:
         return json_answer(WentOn(version, self._service.over))
 
     async def _weights(self, request: Request) -> Response:
-        """Waits until every engine serves the version, is reserved or in quarantine; `served_version` says what came of it."""
+        """Waits until every engine serves the version, is reserved or in quarantine;
+        `served_version` says what came of it.
+        """
         body = await body_of(request, WeightsBody)
         self._book.check_version(body.version)
         manifest = await self._manifest(body)
@@ -245,7 +297,9 @@ class TrainerRoutes:
         return json_answer({"version": body.version})
 
     async def _copy(self, request: Request) -> Response:
-        """Of a version that was made: what is trained later waits again where a run goes on from it."""
+        """Of a version that was made: what is trained later waits again where a run goes on from
+        it.
+        """
         body = await body_of(request, AtVersion)
         self._book.check_saved(body.version)
         return json_answer(await self._service.copy_store(body.version))
@@ -265,12 +319,25 @@ class TrainerRoutes:
     async def _manifest(self, body: WeightsBody) -> WeightManifest:
         """As the trainer gave it, or made here from its file."""
         if body.file is not None:
-            tensors = self._tensors = self._tensors or await asyncio.to_thread(ModelTensors.of, self._model)
+            tensors = self._tensors = self._tensors or await asyncio.to_thread(
+                ModelTensors.of, self._model
+            )
             path = Path(body.file)
-            return await asyncio.to_thread(lambda: manifest_of(path, version=body.version, fitting=tensors.fitting))
-        if body.fingerprint is None or body.transport is None or body.location is None or body.tensors is None:
-            raise RequestRejected("weights need `version` and `file`, or all fields of a manifest.", param="file")
-        manifest = WeightManifest(body.version, body.fingerprint, body.transport, body.location, body.tensors, body.deltas)
+            return await asyncio.to_thread(
+                lambda: manifest_of(path, version=body.version, fitting=tensors.fitting)
+            )
+        if (
+            body.fingerprint is None
+            or body.transport is None
+            or body.location is None
+            or body.tensors is None
+        ):
+            raise RequestRejected(
+                "weights need `version` and `file`, or all fields of a manifest.", param="file"
+            )
+        manifest = WeightManifest(
+            body.version, body.fingerprint, body.transport, body.location, body.tensors, body.deltas
+        )
         await asyncio.to_thread(check_readable, manifest)
         return manifest
 
@@ -283,7 +350,7 @@ def _life(request: Request) -> int:
     return int(said)
 
 
-# --- Tasks ------------------------------------------------------------------------------------------------------------
+# --- Tasks ----------------------------------------------------------------------------------------
 
 
 class TasksBody(StrictBody, frozen=True):
@@ -293,13 +360,17 @@ class TasksBody(StrictBody, frozen=True):
 
 class TasksTaken(msgspec.Struct, frozen=True):
     first: int
-    """The number of the first of them, counted from 0 in the whole run; the others follow. It is their id, unless a column is."""
+    """The number of the first of them, counted from 0 in the whole run; the others follow. It is
+    their id, unless a column is.
+    """
     taken: int
     waiting: int
     """That were not drawn yet, these and earlier ones."""
 
 
-def tasks_route(post: Callable[[Sequence[dict[str, Any]]], tuple[range, int]], *, token: str) -> BaseRoute:
+def tasks_route(
+    post: Callable[[Sequence[dict[str, Any]]], tuple[range, int]], *, token: str
+) -> BaseRoute:
     """`POST /midflight/v1/tasks`: all of them join the stream, or none does."""
 
     async def tasks(request: Request) -> Response:
@@ -309,47 +380,68 @@ def tasks_route(post: Callable[[Sequence[dict[str, Any]]], tuple[range, int]], *
     return route(PREFIX + "/tasks", tasks, token=token)
 
 
-# --- The teacher ------------------------------------------------------------------------------------------------------
+# --- The teacher ----------------------------------------------------------------------------------
 
 
 _log = logging.getLogger(__name__)
 AGAIN_SECONDS = 0.5
-"""Before a lost teacher is asked again: its loss may be seen by the request before it is by the connection."""
+"""Before a lost teacher is asked again: its loss may be seen by the request before it is by the
+connection.
+"""
 
 
 class Teacher:
-    """Asks a scorer, and again when that was lost: the launcher starts it anew. The temperature is that of the student's sampling."""
+    """Asks a scorer, and again when that was lost: the launcher starts it anew. The temperature is
+    that of the student's sampling.
+    """
 
-    def __init__(self, scorer: Scorer, *, temperature: float, seconds: float, heart: Heart | None = None) -> None:
+    def __init__(
+        self, scorer: Scorer, *, temperature: float, seconds: float, heart: Heart | None = None
+    ) -> None:
         self._scorer = scorer
         self._temperature = temperature
         self._seconds = seconds
         self._heart = heart or Heart()
 
     async def scored(self, batch: PackedBatch) -> PackedBatch:
-        """The batch with its scores: never without. `EngineError` if those of tokens to train on are not finite; else see `score`."""
-        scores = await self.score(batch.token_ids, batch.row_offsets) if len(batch.token_ids) else np.zeros(0, np.float32)
+        """The batch with its scores: never without. `EngineError` if those of tokens to train on
+        are not finite; else see `score`.
+        """
+        scores = (
+            await self.score(batch.token_ids, batch.row_offsets)
+            if len(batch.token_ids)
+            else np.zeros(0, np.float32)
+        )
         made = replace(batch, teacher_logprobs=scores)
         if not teacher_is_finite(made):
-            raise EngineError("the teacher gave a log-probability that is not finite. Check the weights of distillation.teacher.")
+            raise EngineError(
+                "the teacher gave a log-probability that is not finite. Check the weights of "
+                "distillation.teacher."
+            )
         return made
 
     async def score(self, token_ids: Int32, row_offsets: Int32) -> Float32:
-        """As the port's `Scorer`. Waits for the teacher, through restarts; `RequestTimeout` names it after the deadline."""
+        """As the port's `Scorer`. Waits for the teacher, through restarts; `RequestTimeout` names
+        it after the deadline.
+        """
         try:
-            with self._heart.doing("asks the teacher for scores", whom=TEACHER, limit=self._seconds):
+            with self._heart.doing(
+                "asks the teacher for scores", whom=TEACHER, limit=self._seconds
+            ):
                 async with asyncio.timeout(self._seconds):
                     return await self._answered(token_ids, row_offsets)
         except TimeoutError:
             raise RequestTimeout(
-                f"the teacher did not score {len(token_ids)} tokens within {self._seconds:g} s. See logs/{TEACHER}.log in the run's folder, "
-                "or raise distillation.score_seconds."
+                f"the teacher did not score {len(token_ids)} tokens within {self._seconds:g} s. "
+                f"See logs/{TEACHER}.log in the run's folder, or raise distillation.score_seconds."
             ) from None
 
     async def _answered(self, token_ids: Int32, row_offsets: Int32) -> Float32:
         while True:
             try:
-                return await self._scorer.score(token_ids, row_offsets, temperature=self._temperature)
+                return await self._scorer.score(
+                    token_ids, row_offsets, temperature=self._temperature
+                )
             except EngineUnavailable as lost:
                 _log.warning("asking the teacher again: %s", lost)
             await asyncio.sleep(AGAIN_SECONDS)
@@ -374,7 +466,9 @@ def score_route(teacher: Teacher | None, *, token: str) -> BaseRoute:
     async def score(request: Request) -> Response:
         rows = (await body_of(request, ScoreBody)).rows
         if teacher is None:
-            raise NotSupported("scoring: this run has no teacher. Start it with distillation.teacher.")
+            raise NotSupported(
+                "scoring: this run has no teacher. Start it with distillation.teacher."
+            )
         token_ids, offsets = _flat(rows)
         scores = await with_client(request.receive, teacher.score(token_ids, offsets))
         return json_answer(RowScores([part.tolist() for part in np.split(scores, offsets[1:-1])]))

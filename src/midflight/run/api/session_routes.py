@@ -1,8 +1,9 @@
-"""`/midflight/v1/sessions` and `/claims`: for harnesses and workers outside this process, in any language; and rows and batches as JSON,
-the same numbers as the packed bytes, for clients that would rather read lists.
+"""`/midflight/v1/sessions` and `/claims`: for harnesses and workers outside this process, in any
+language; and rows and batches as JSON, the same numbers as the packed bytes, for clients that would
+rather read lists.
 
-Opening and claiming need the control token. Scoring and ending a session need that, or the session's owner token; the agent's
-own token opens neither, so an agent can't score itself.
+Opening and claiming need the control token. Scoring and ending a session need that, or the
+session's owner token; the agent's own token opens neither, so an agent can't score itself.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,16 +24,41 @@ from midflight.gateway.answers.owner import OwnedRecord, OwnedSessions
 from midflight.gateway.sessions.registry import SessionRegistry
 from midflight.run.api.service import PREFIX
 from midflight.trajectories.packing import NO_ANSWER, pack, to_bytes
-from midflight.types import Batch, Group, Json, PackedBatch, Result, Row, SamplingParams, Task, Trajectory, Version
+from midflight.types import (
+    Batch,
+    Group,
+    Json,
+    PackedBatch,
+    Result,
+    Row,
+    SamplingParams,
+    Task,
+    Trajectory,
+    Version,
+)
 from midflight.types.generation import LEAST_TEMPERATURE, MAX_STOPS, PARAMETERS
 from midflight.types.kept import kept_ids
-from midflight.wire.edge import JSON, PACKED, StrictBody, bearer_of, body_of, holds, json_answer, local_address, route, wants, with_client
+from midflight.wire.edge import (
+    JSON,
+    PACKED,
+    StrictBody,
+    bearer_of,
+    body_of,
+    holds,
+    json_answer,
+    local_address,
+    route,
+    wants,
+    with_client,
+)
 
-# --- Rows and batches as JSON -----------------------------------------------------------------------------------------
+# --- Rows and batches as JSON ---------------------------------------------------------------------
 
 
 class RowLists(msgspec.Struct, frozen=True):
-    """One row. All lists have its length; the last three are meaningful where `loss_mask` is true."""
+    """One row. All lists have its length; the last three are meaningful where `loss_mask` is
+    true.
+    """
 
     token_ids: list[int]
     loss_mask: list[bool]
@@ -54,7 +80,9 @@ class RolloutRow(RowLists, frozen=True, omit_defaults=True):
     turns: list[int] | None = None
     """The answer that each token is of, from 0, where some rollout has rewards for its answers."""
     kept: list[list[int]] | None = None
-    """Where `correction.sampling_masks` is on: of each token the ids that truncation left; none where nothing was cut off."""
+    """Where `correction.sampling_masks` is on: of each token the ids that truncation left; none
+    where nothing was cut off.
+    """
 
 
 class RolloutFacts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -77,22 +105,54 @@ class BatchLists(msgspec.Struct, frozen=True):
 def rows_as_lists(rows: Iterable[Row]) -> list[SessionRow]:
     return [
         SessionRow(
-            row.token_ids.tolist(), row.loss_mask.tolist(), row.logprobs.tolist(), row.versions.tolist(), row.kv_versions.tolist(), row.role
+            row.token_ids.tolist(),
+            row.loss_mask.tolist(),
+            row.logprobs.tolist(),
+            row.versions.tolist(),
+            row.kv_versions.tolist(),
+            row.role,
         )
         for row in rows
     ]
 
 
 def batch_as_lists(batch: PackedBatch) -> BatchLists:
-    left = [None] * len(batch.rewards) if batch.room is None else [None if room == NO_ANSWER else room for room in batch.room.tolist()]
+    left = (
+        [None] * len(batch.rewards)
+        if batch.room is None
+        else [None if room == NO_ANSWER else room for room in batch.room.tolist()]
+    )
     num = len(batch.rewards)
     named = batch.component_names
-    earned = [None] * num if batch.turn_rewards is None else batch.turn_rewards.reshape(num, -1).tolist()
+    earned = (
+        [None] * num if batch.turn_rewards is None else batch.turn_rewards.reshape(num, -1).tolist()
+    )
     table = [()] * num if batch.components is None else batch.components.reshape(num, -1).tolist()
-    components = [{name: value for name, value in zip(named, line, strict=True) if value == value} for line in table]  # no NaN
-    facts = zip(batch.rollout_group.tolist(), batch.rewards.tolist(), batch.truncated.tolist(), left, earned, components, strict=True)
-    spans = [slice(*span) for span in zip(batch.row_offsets[:-1].tolist(), batch.row_offsets[1:].tolist(), strict=True)]
-    kept = None if batch.kept is None or batch.kept_lengths is None else kept_ids(batch.kept, batch.kept_lengths)
+    # no NaN
+    components = [
+        {name: value for name, value in zip(named, line, strict=True) if value == value}
+        for line in table
+    ]
+    facts = zip(
+        batch.rollout_group.tolist(),
+        batch.rewards.tolist(),
+        batch.truncated.tolist(),
+        left,
+        earned,
+        components,
+        strict=True,
+    )
+    spans = [
+        slice(*span)
+        for span in zip(
+            batch.row_offsets[:-1].tolist(), batch.row_offsets[1:].tolist(), strict=True
+        )
+    ]
+    kept = (
+        None
+        if batch.kept is None or batch.kept_lengths is None
+        else kept_ids(batch.kept, batch.kept_lengths)
+    )
     return BatchLists(
         lease=batch.lease,
         train_version=batch.train_version,
@@ -114,7 +174,7 @@ def batch_as_lists(batch: PackedBatch) -> BatchLists:
     )
 
 
-# --- The routes -------------------------------------------------------------------------------------------------------
+# --- The routes -----------------------------------------------------------------------------------
 
 
 MAX_TASK_BYTES = 64 * 2**10
@@ -129,11 +189,17 @@ def _bounds(parameter: str) -> Meta:
     """Those of the one list of sampling parameters."""
     bounds = PARAMETERS[parameter].range
     assert bounds is not None
-    return Meta(gt=bounds.least, le=bounds.most) if bounds.above else Meta(ge=bounds.least, le=bounds.most)
+    return (
+        Meta(gt=bounds.least, le=bounds.most)
+        if bounds.above
+        else Meta(ge=bounds.least, le=bounds.most)
+    )
 
 
 class Sampling(StrictBody, frozen=True):
-    """Defaults of a session's requests. What is sampled at another temperature, or from a truncated distribution, is masked."""
+    """Defaults of a session's requests. What is sampled at another temperature, or from a truncated
+    distribution, is masked.
+    """
 
     max_tokens: Annotated[int, _bounds("max_tokens")] | None = None
     min_tokens: Annotated[int, _bounds("min_tokens")] = 0
@@ -150,7 +216,9 @@ class OpenBody(StrictBody, frozen=True):
     tracked: bool = True
     """Whether the record has rows; without them it only counts."""
     count_all_choices: bool = False
-    """Choices (n > 1) that the agent did not go on from get rows too, and are not dropped(unchosen)."""
+    """Choices (n > 1) that the agent did not go on from get rows too, and are not
+    dropped(unchosen).
+    """
     task: msgspec.Raw = msgspec.Raw(b"null")
     """Anything; comes back with the record."""
 
@@ -189,7 +257,9 @@ class Claim(Opened, frozen=True):
 
 
 class SessionRoutes:
-    """Holds no state. `board` is there where the environment is `claimed`; `served` gives the version that engines serve."""
+    """Holds no state. `board` is there where the environment is `claimed`; `served` gives the
+    version that engines serve.
+    """
 
     def __init__(
         self,
@@ -220,17 +290,33 @@ class SessionRoutes:
 
     async def _open(self, request: Request) -> Response:
         body = await body_of(request, OpenBody)
-        if body.sampling.temperature is not None and 0 < body.sampling.temperature < LEAST_TEMPERATURE:
+        if (
+            body.sampling.temperature is not None
+            and 0 < body.sampling.temperature < LEAST_TEMPERATURE
+        ):
             raise RequestRejected(
-                f"sampling.temperature is {body.sampling.temperature}: send 0, or {LEAST_TEMPERATURE} and more.",
+                (
+                    f"sampling.temperature is {body.sampling.temperature}: send 0, or "
+                    f"{LEAST_TEMPERATURE} and more."
+                ),
                 param="sampling.temperature",
             )
         if len(body.task) > MAX_TASK_BYTES:
-            raise RequestRejected(f"task has {len(body.task)} bytes: send {MAX_TASK_BYTES} at most, or a reference.", param="task")
+            raise RequestRejected(
+                f"task has {len(body.task)} bytes: send {MAX_TASK_BYTES} at most, or a reference.",
+                param="task",
+            )
         task = _task(body.task)
         sampling = _sampling(body.sampling, self._sampling)
-        handle = self._owned.open(sampling=sampling, keeps_rows=body.tracked, count_all_choices=body.count_all_choices, task=task)
-        return json_answer(self._opened(request, handle.session_id, handle.api_key, handle.owner_token))
+        handle = self._owned.open(
+            sampling=sampling,
+            keeps_rows=body.tracked,
+            count_all_choices=body.count_all_choices,
+            task=task,
+        )
+        return json_answer(
+            self._opened(request, handle.session_id, handle.api_key, handle.owner_token)
+        )
 
     async def _reward(self, request: Request) -> Response:
         session_id = self._checked(request)
@@ -242,42 +328,68 @@ class SessionRoutes:
         return json_answer({"session_id": session_id, "reward": said.reward})
 
     async def _end(self, request: Request) -> Response:
-        """What the trainer gets of a claimed rollout is not the worker's to fetch: to end one is to give it up."""
+        """What the trainer gets of a claimed rollout is not the worker's to fetch: to end one is to
+        give it up.
+        """
         session_id = self._checked(request)
         await body_of(request, StrictBody)
         if self._board is not None and session_id in self._board:
-            return json_answer({"session_id": session_id, "reward": reward_in(self._board.give_up(session_id))})
+            return json_answer(
+                {"session_id": session_id, "reward": reward_in(self._board.give_up(session_id))}
+            )
         kind = wants(request, (JSON, PACKED))
         if kind == PACKED and not self._owned.has_reward(session_id):
             raise RequestRejected(
-                f"ending session {session_id}: a packed rollout needs its reward, and none was given; post that first, or ask for JSON."
+                f"ending session {session_id}: a packed rollout needs its reward, and none was "
+                "given; post that first, or ask for JSON."
             )
         ended = self._owned.end(session_id)
-        return Response(_packed(ended, self._served()), media_type=PACKED) if kind == PACKED else json_answer(_record(ended))
+        return (
+            Response(_packed(ended, self._served()), media_type=PACKED)
+            if kind == PACKED
+            else json_answer(_record(ended))
+        )
 
     async def _claim(self, request: Request) -> Response:
-        """Waits for offers; ended by them, by `wait_seconds`, or by the worker, when it disconnects."""
+        """Waits for offers; ended by them, by `wait_seconds`, or by the worker, when it
+        disconnects.
+        """
         if self._board is None:
             raise NothingToClaim(
-                'nothing is to be claimed here: the run\'s environment.entry is not "midflight.environments.claimed:claimed".'
+                "nothing is to be claimed here: the run's environment.entry is not "
+                '"midflight.environments.claimed:claimed".'
             )
         body = await body_of(request, ClaimBody)
-        offers = await with_client(request.receive, claims(self._board, most=body.max, wait_seconds=body.wait_seconds))
+        offers = await with_client(
+            request.receive, claims(self._board, most=body.max, wait_seconds=body.wait_seconds)
+        )
         return json_answer([self._claim_of(request, offer) for offer in offers])
 
     def _claim_of(self, request: Request, offer: Offer) -> Claim:
-        opened = self._opened(request, offer.session_id, offer.api_key, self._gateway.registry.owner_token(offer.session_id))
+        opened = self._opened(
+            request,
+            offer.session_id,
+            offer.api_key,
+            self._gateway.registry.owner_token(offer.session_id),
+        )
         task = ClaimedTask(offer.task.id, offer.task.source, offer.task.data)
         return Claim(opened.session_id, opened.base_url, opened.api_key, opened.owner_token, task)
 
     def _opened(self, request: Request, session_id: str, api_key: str, owner_token: str) -> Opened:
-        return Opened(session_id, f"{self._public_url or local_address(request)}/s/{api_key}/v1", api_key, owner_token)
+        return Opened(
+            session_id,
+            f"{self._public_url or local_address(request)}/s/{api_key}/v1",
+            api_key,
+            owner_token,
+        )
 
     def _checked(self, request: Request) -> str:
         """The session that the request may score and end."""
         session_id = str(request.path_params["session_id"])
         if not holds(request, self._token):
-            owner: OwnedSessions | SessionRegistry = self._owned if session_id in self._owned else self._gateway.registry
+            owner: OwnedSessions | SessionRegistry = (
+                self._owned if session_id in self._owned else self._gateway.registry
+            )
             owner.check_owner(session_id, bearer_of(request))
         return session_id
 
@@ -286,7 +398,9 @@ def _task(raw: msgspec.Raw) -> Json:
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestRejected(f"task is no JSON that could be kept: {error}. Send something plainer.", param="task") from error
+        raise RequestRejected(
+            f"task is no JSON that could be kept: {error}. Send something plainer.", param="task"
+        ) from error
 
 
 def _sampling(asked: Sampling, default: SamplingParams) -> SamplingParams:
@@ -303,7 +417,14 @@ def _sampling(asked: Sampling, default: SamplingParams) -> SamplingParams:
 
 def _said(body: RewardBody, session_id: str) -> Result:
     """As float32 all of it must be finite, because that is how rewards travel."""
-    said = Result(body.reward, body.components, body.metrics, body.turns, cast("dict[str, Json]", body.fields), body.roles)
+    said = Result(
+        body.reward,
+        body.components,
+        body.metrics,
+        body.turns,
+        cast("dict[str, Json]", body.fields),
+        body.roles,
+    )
     try:
         return checked_result(said, task=Task(session_id, "session"))
     except BadReward as error:
@@ -316,7 +437,11 @@ def _record(ended: OwnedRecord) -> dict[str, object]:
         "session_id": record.session_id,
         "task": ended.task,
         "reward": ended.reward,
-        **{name: found for name in ("components", "metrics", "turns", "fields", "roles") if (found := getattr(ended.said, name))},
+        **{
+            name: found
+            for name in ("components", "metrics", "turns", "fields", "roles")
+            if (found := getattr(ended.said, name))
+        },
         "num_turns": record.num_turns,
         "num_branches": record.num_branches,
         "num_tokens": sum(row.num_trainable for row in record.rows),
@@ -332,13 +457,32 @@ def _record(ended: OwnedRecord) -> dict[str, object]:
 
 
 def _packed(ended: OwnedRecord, served: Version) -> bytes:
-    """A batch of one group with one rollout, and one for each role that has a reward; its `lease` is 0, and its `train_version` the version served now."""
+    """A batch of one group with one rollout, and one for each role that has a reward; its `lease`
+    is 0, and its `train_version` the version served now.
+    """
     record = ended.record
-    said = replace(ended.said, roles={**dict.fromkeys(record.roles.keys() - {""}), **ended.said.roles})
+    said = replace(
+        ended.said, roles={**dict.fromkeys(record.roles.keys() - {""}), **ended.said.roles}
+    )
     roles, rows, _ = scored_roles(said, record)
     scored = {"components": said.components, "turn_rewards": tuple(said.turns), "roles": roles}
     rollout = Trajectory(
-        ended.key, record.session_id, "session", ended.reward, rows, record.truncated, room=record.room, **cast("dict[str, Any]", scored)
+        ended.key,
+        record.session_id,
+        "session",
+        ended.reward,
+        rows,
+        record.truncated,
+        room=record.room,
+        **cast("dict[str, Any]", scored),
     )
     newest = max((int(row.versions.max()) for row in record.rows), default=served)
-    return to_bytes(pack(Batch(0, max(served, newest), (Group(ended.key.group, record.session_id, "session", (rollout,)),))))
+    return to_bytes(
+        pack(
+            Batch(
+                0,
+                max(served, newest),
+                (Group(ended.key.group, record.session_id, "session", (rollout,)),),
+            )
+        )
+    )

@@ -1,4 +1,5 @@
-"""Where workers reach the rollout process: one WebSocket each, behind a token that opens nothing else.
+"""Where workers reach the rollout process: one WebSocket each, behind a token that opens nothing
+else.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -27,7 +28,9 @@ from midflight.wire.edge import bearer_in, body_of, headers_of, json_answer, rou
 
 class WorkerRoutes:
     def __init__(self, crew: Crew, *, token: str, control_token: str) -> None:
-        """`token` is the workers'; by `control_token` the launcher says that it is about to end one."""
+        """`token` is the workers'; by `control_token` the launcher says that it is about to end
+        one.
+        """
         self._crew = crew
         self._token = token
         self._control_token = control_token
@@ -40,7 +43,9 @@ class WorkerRoutes:
         ]
 
     async def _serve(self, socket: WebSocket) -> None:
-        """Waits for the worker's words; ended by the loss of its connection, with which its agents are lost."""
+        """Waits for the worker's words; ended by the loss of its connection, with which its agents
+        are lost.
+        """
         if not same_token(bearer_in(headers_of(socket.scope)), self._token):
             return await socket.close(code=1008)
         await socket.accept()
@@ -87,11 +92,15 @@ class WorkerRoutes:
 def _error(ended: wire.AgentEnded) -> Exception | None:
     if ended.error is None:
         return None
-    return ConfigError(ended.error) if ended.ends_run else AgentFailed(ended.error, trace=ended.trace)
+    return (
+        ConfigError(ended.error) if ended.ends_run else AgentFailed(ended.error, trace=ended.trace)
+    )
 
 
 class _Line:
-    """Implements the crew's `ToWorker`: what is on its way to one worker. Bounded by the rollouts in flight, which admission limits."""
+    """Implements the crew's `ToWorker`: what is on its way to one worker. Bounded by the rollouts
+    in flight, which admission limits.
+    """
 
     def __init__(self) -> None:
         self._messages: asyncio.Queue[wire.RunAgent | wire.CancelAgent] = asyncio.Queue()
@@ -100,15 +109,26 @@ class _Line:
         task = job.task
         session = job.session
         self._messages.put_nowait(
-            wire.RunAgent(session.session_id, session.base_url, session.api_key, task.id, task.source, job.data, job.attempts)
+            wire.RunAgent(
+                session.session_id,
+                session.base_url,
+                session.api_key,
+                task.id,
+                task.source,
+                job.data,
+                job.attempts,
+            )
         )
 
     def cancel(self, session_id: str) -> None:
         self._messages.put_nowait(wire.CancelAgent(session_id))
 
     async def drain(self, socket: WebSocket) -> None:
-        """Waits for what is to be sent; ended by its task group, or by the loss of the connection."""
-        with suppress(WebSocketDisconnect, RuntimeError):  # Starlette's for a socket that is closed already
+        """Waits for what is to be sent; ended by its task group, or by the loss of the
+        connection.
+        """
+        # Starlette's for a socket that is closed already
+        with suppress(WebSocketDisconnect, RuntimeError):
             while True:
                 await socket.send_text(wire.encode(await self._messages.get()).decode())
 

@@ -1,4 +1,6 @@
-"""What rollout process and workers say to each other over one WebSocket, as JSON. The agents' requests go by HTTP, like any others'."""
+"""What rollout process and workers say to each other over one WebSocket, as JSON. The agents'
+requests go by HTTP, like any others'.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,7 +17,9 @@ SPARED_PATH: Final = PATH + "/spared"
 
 
 class RunAgent(msgspec.Struct, tag="run", frozen=True):
-    """To a worker: a rollout of its own. `data` is the task's as JSON, so that every rollout has a copy of it."""
+    """To a worker: a rollout of its own. `data` is the task's as JSON, so that every rollout has a
+    copy of it.
+    """
 
     session_id: str
     base_url: str
@@ -44,14 +48,18 @@ class BeatOfLoop(msgspec.Struct, tag="beat", frozen=True):
 
 
 class ToolsRun(msgspec.Struct, tag="tools", frozen=True):
-    """The agent runs tools that have limits of their own, for `limit` seconds at most; None: they have ended."""
+    """The agent runs tools that have limits of their own, for `limit` seconds at most; None: they
+    have ended.
+    """
 
     session_id: str
     limit: float | None
 
 
 class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
-    """An agent has ended: with a result, which is checked; or with an error, as its class and message."""
+    """An agent has ended: with a result, which is checked; or with an error, as its class and
+    message.
+    """
 
     session_id: str
     reward: float | None = None
@@ -74,7 +82,9 @@ class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
             return [Result(**_heard(each)) for each in self.judged]
         if self.unjudged is not None:
             return Unjudged(**_heard(self.unjudged))
-        return Result(self.reward, self.components, self.metrics, self.turns, self.fields, self.roles)
+        return Result(
+            self.reward, self.components, self.metrics, self.turns, self.fields, self.roles
+        )
 
 
 def ended_with(session_id: str, result: Result | Unjudged) -> AgentEnded:
@@ -90,12 +100,16 @@ def judged_with(session_id: str, results: Sequence[Result]) -> AgentEnded:
 
 
 def _plain(result: Result) -> dict[str, Any]:
-    said = {name: dict(getattr(result, name)) for name in ("components", "metrics", "fields", "roles")}
+    said = {
+        name: dict(getattr(result, name)) for name in ("components", "metrics", "fields", "roles")
+    }
     return {"reward": result.reward, "turns": tuple(result.turns), **said}
 
 
 class LoopBlocked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """By HTTP, from a thread of the worker: its event loop has not turned for `seconds`, and this is where it is."""
+    """By HTTP, from a thread of the worker: its event loop has not turned for `seconds`, and this
+    is where it is.
+    """
 
     name: str
     session_id: str | None

@@ -1,4 +1,6 @@
-"""An embedded engine's process: a model, the decode loop, and the wire, on a socket that the launcher holds."""
+"""An embedded engine's process: a model, the decode loop, and the wire, on a socket that the
+launcher holds.
+"""
 
 import asyncio
 import socket
@@ -47,11 +49,22 @@ async def run_engine(spec: EngineSpec, launcher: Launcher) -> None:
     """Decodes and serves until the launcher ends it, or the decode loop crashes."""
     config = Config.model_validate_json(spec.config)
     with launcher.heart.doing("loads its model", limit=START_SECONDS, heavy=True, computes=True):
-        engine = await asyncio.to_thread(make_engine, config, Path(spec.model), name=spec.name, version=spec.version)
+        engine = await asyncio.to_thread(
+            make_engine, config, Path(spec.model), name=spec.name, version=spec.version
+        )
     if engine.warning and spec.name in SPEAKERS:
         launcher.tell(Words(f"{spec.name}: {engine.warning}"))
     about = about_route(engine, Path(spec.model))
     worked = FirstWork(launcher)
-    app = build_app(engine, partial(relay_steps, worked=worked), token=spec.token, scorer=engine, beside=[about], worked=worked)
+    app = build_app(
+        engine,
+        partial(relay_steps, worked=worked),
+        token=spec.token,
+        scorer=engine,
+        beside=[about],
+        worked=worked,
+    )
     with socket.socket(fileno=spec.socket_fd) as listener:
-        await serve_while(engine.run(), serve_app(app, listener, ready=lambda: launcher.tell(Ready())))
+        await serve_while(
+            engine.run(), serve_app(app, listener, ready=lambda: launcher.tell(Ready()))
+        )

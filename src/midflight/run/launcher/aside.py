@@ -1,6 +1,8 @@
-"""A run that another one replaces: it is set aside, and put back unless the other makes its first step.
+"""A run that another one replaces: it is set aside, and put back unless the other makes its first
+step.
 
-Everything is done by renames within one file system. What a crash leaves, at any instant, says by its name how to go on:
+Everything is done by renames within one file system. What a crash leaves, at any instant, says by
+its name how to go on:
 
 | in the run's folder | what it holds | how to go on |
 |---|---|---|
@@ -8,7 +10,8 @@ Everything is done by renames within one file system. What a crash leaves, at an
 | `.overwritten` | the whole run; what is in its place is the new run's | the new run's is moved away, then the whole run back |
 | `.overwritten-gone`, `.overwritten-gone1`, ... | what nobody wants any more | it is deleted |
 
-The functions are synchronous, hold no lock and may be called again after a crash in their midst: whoever calls them holds the folder.
+The functions are synchronous, hold no lock and may be called again after a crash in their midst:
+whoever calls them holds the folder.
 """
 
 import os
@@ -35,9 +38,13 @@ class AsidePlace(msgspec.Struct, frozen=True):
     root: str
     """Absolute, or relative to the run's folder: then the run's folder may be moved meanwhile."""
     aside: str | None
-    """Where they go, on the same file system; none is the folder whose name says how far things are."""
+    """Where they go, on the same file system; none is the folder whose name says how far things
+    are.
+    """
     names: tuple[str, ...]
-    """What a run may have there, in the order in which it is moved. It is moved back in the opposite order."""
+    """What a run may have there, in the order in which it is moved. It is moved back in the
+    opposite order.
+    """
 
 
 def is_left(folder: Path) -> bool:
@@ -57,7 +64,8 @@ def check_movable(folder: Path, places: Sequence[AsidePlace]) -> None:
         found = [root / name for name in place.names if os.path.lexists(root / name)]
         if found and not os.access(root, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"setting aside the run in {folder}: {root} cannot be written to; make it writable, or give --folder for another place."
+                f"setting aside the run in {folder}: {root} cannot be written to; make it "
+                "writable, or give --folder for another place."
             )
         for path in found:
             _check_entry(folder, path)
@@ -66,22 +74,25 @@ def check_movable(folder: Path, places: Sequence[AsidePlace]) -> None:
 def _check_entry(folder: Path, path: Path) -> None:
     if path.is_dir() and path.is_symlink():
         raise ConfigError(
-            f"setting aside the run in {folder}: {path} is a link to the folder {path.resolve()}, whose content would stay; remove the link, or "
-            "give --folder for another place."
+            f"setting aside the run in {folder}: {path} is a link to the folder {path.resolve()}, "
+            "whose content would stay; remove the link, or give --folder for another place."
         )
     if path.stat(follow_symlinks=False).st_dev != path.parent.stat().st_dev or path.is_mount():
         raise ConfigError(
-            f"setting aside the run in {folder}: {path} is a file system of its own, which cannot be renamed; unmount it, or give --folder for "
-            "another place."
+            f"setting aside the run in {folder}: {path} is a file system of its own, which cannot "
+            "be renamed; unmount it, or give --folder for another place."
         )
     if path.is_dir() and not os.access(path, os.W_OK):
         raise ConfigError(
-            f"setting aside the run in {folder}: {path} cannot be written to; make it writable, or give --folder for another place."
+            f"setting aside the run in {folder}: {path} cannot be written to; make it writable, or "
+            "give --folder for another place."
         )
 
 
 def set_aside(folder: Path, places: Sequence[AsidePlace]) -> None:
-    """Moves what the places name. `OSError` where something cannot be moved: then everything is back in its place."""
+    """Moves what the places name. `OSError` where something cannot be moved: then everything is
+    back in its place.
+    """
     assert not is_left(folder), f"{folder} has a run aside already"
     moving = folder / MOVING
     moving.mkdir()
@@ -110,7 +121,9 @@ def _move_out(folder: Path, place: AsidePlace) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Moves the run back that is aside, and away what a new run has made in its place: `delete_gone` deletes that."""
+    """Moves the run back that is aside, and away what a new run has made in its place:
+    `delete_gone` deletes that.
+    """
     if is_aside(folder):
         places = _places_in(folder / ASIDE)
         gone = _new_gone(folder)
@@ -121,7 +134,8 @@ def put_back(folder: Path) -> None:
     moving = folder / MOVING
     if not moving.is_dir():
         return
-    for place in reversed(_places_in(moving) if (moving / PLACES).is_file() else []):  # without the list nothing was moved yet
+    # without the list nothing was moved yet
+    for place in reversed(_places_in(moving) if (moving / PLACES).is_file() else []):
         _move_back(folder, place)
     (moving / PLACES).unlink(missing_ok=True)
     (moving / f".{PLACES}.new").unlink(missing_ok=True)  # what a crash left of writing it
@@ -144,7 +158,9 @@ def _move_away(folder: Path, place: AsidePlace, gone: Path) -> None:
 
 
 def _move_back(folder: Path, place: AsidePlace) -> None:
-    """Each name is either aside or in its place. What stands there all the same was written by somebody else meanwhile, and goes."""
+    """Each name is either aside or in its place. What stands there all the same was written by
+    somebody else meanwhile, and goes.
+    """
     root = folder / place.root
     aside = _aside_of(folder, place)
     for name in reversed(place.names):
@@ -167,7 +183,9 @@ def let_go(folder: Path) -> None:
 
 
 def delete_gone(folder: Path) -> None:
-    """Deletes what nobody wants any more, which may take long. `OSError` where that is not possible."""
+    """Deletes what nobody wants any more, which may take long. `OSError` where that is not
+    possible.
+    """
     for gone in folder.glob(f"{GONE}*"):
         run = gone / ASIDE
         for place in _places_in(run) if (run / PLACES).is_file() else []:
@@ -192,8 +210,8 @@ def _places_in(aside: Path) -> list[AsidePlace]:
         return msgspec.json.decode((aside / PLACES).read_bytes(), type=list[AsidePlace])
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
-            f"{aside} holds the run that --overwrite set aside, and its {PLACES} cannot be read ({error}); move what is in it back into "
-            f"{aside.parent} by hand, and remove it."
+            f"{aside} holds the run that --overwrite set aside, and its {PLACES} cannot be read "
+            f"({error}); move what is in it back into {aside.parent} by hand, and remove it."
         ) from error
 
 
@@ -205,7 +223,9 @@ def _delete(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Waits until renames in the folder are on its disk. Some file systems cannot do that for a folder."""
+    """Waits until renames in the folder are on its disk. Some file systems cannot do that for a
+    folder.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

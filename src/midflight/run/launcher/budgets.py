@@ -1,8 +1,9 @@
 """How often a part may be started again without having done anything in between. Synchronous.
 
-A part that has worked since its last start has earned its restarts back, and what was spent comes back with time. So a part that dies now and
-then goes on for ever, and one that cannot work ends the run. How long a restart waits follows from the deaths alone, so that a part that works for
-a moment between two deaths is not started again and again at once.
+A part that has worked since its last start has earned its restarts back, and what was spent comes
+back with time. So a part that dies now and then goes on for ever, and one that cannot work ends the
+run. How long a restart waits follows from the deaths alone, so that a part that works for a moment
+between two deaths is not started again and again at once.
 """
 
 from midflight.errors import every_error, first_error
@@ -10,7 +11,9 @@ from midflight.run.parts import Restarted
 from midflight.run.places.port import PartFailed
 
 REPLENISH_SECONDS = 600.0
-"""After this a restart that was spent is there again, and a death is forgotten: crashes that far apart do not end a run of a week."""
+"""After this a restart that was spent is there again, and a death is forgotten: crashes that far
+apart do not end a run of a week.
+"""
 FIRST_WAIT = 2.0
 LONGEST_WAIT = 30.0
 """Seconds before the second restart in a row, which double with each; the first is at once."""
@@ -37,12 +40,15 @@ class Budget:
     def spend(self, now: float, *, counts: bool = True) -> float | None:
         """Takes a restart, and says how many seconds to wait before it; None when none is left.
 
-        With `counts` false the death says nothing about the part, and only the wait grows. A budget of none has no restart for it either.
+        With `counts` false the death says nothing about the part, and only the wait grows. A budget
+        of none has no restart for it either.
         """
         if self._size == 0 or (counts and self.left(now) <= 0):
             return None
         self._deaths = _recent(self._deaths, now)
-        wait = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (len(self._deaths) - 1)) if self._deaths else 0.0
+        wait = (
+            min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (len(self._deaths) - 1)) if self._deaths else 0.0
+        )
         self._deaths.append(now)
         if counts:
             self._spent.append(now)
@@ -69,17 +75,27 @@ class Budgets:
         return self._budgets.setdefault(part, Budget(self._size))
 
     def is_further(self, step: int) -> bool:
-        """Whether the run has come to a step that it had not reached before. Steps that it makes once more are no work."""
+        """Whether the run has come to a step that it had not reached before. Steps that it makes
+        once more are no work.
+        """
         before = self._furthest
         self._furthest = max(self._furthest, step)
         return step > before
 
     def spend_on(self, failures: BaseException, *, now: float, possible: bool = True) -> Restarted:
-        """Takes a restart of the part whose failure ended the others', and says so. Raises the failure where none is left or `possible`.
+        """Takes a restart of the part whose failure ended the others', and says so. Raises the
+        failure where none is left or `possible`.
 
         Of errors of parts that ended together, one that a restart cannot mend says most.
         """
-        failure = next((one for one in every_error(failures) if not isinstance(one, PartFailed)), first_error(failures))
-        if not isinstance(failure, PartFailed) or not possible or (wait := self.of(failure.part).spend(now)) is None:
+        failure = next(
+            (one for one in every_error(failures) if not isinstance(one, PartFailed)),
+            first_error(failures),
+        )
+        if (
+            not isinstance(failure, PartFailed)
+            or not possible
+            or (wait := self.of(failure.part).spend(now)) is None
+        ):
             raise failure from failures
         return Restarted(failure.part, str(failure), self.of(failure.part).left(now), wait)

@@ -1,7 +1,9 @@
 """A part of the run in a process of its own, seen from inside. Torch-free until a part runs.
 
-`python -m midflight.run.launcher.child PART`, behind it the environment's name or the engine's kind, reads objects of the program that
-started the run and one spec from standard input, runs the part until that ends or the launcher asks it to, and reports a failure with its traceback. It never outlives the launcher.
+`python -m midflight.run.launcher.child PART`, behind it the environment's name or the engine's
+kind, reads objects of the program that started the run and one spec from standard input, runs the
+part until that ends or the launcher asks it to, and reports a failure with its traceback. It never
+outlives the launcher.
 """
 
 import asyncio
@@ -21,7 +23,15 @@ import uvloop
 
 from midflight import given
 from midflight.entries import load_entry
-from midflight.errors import ConfigError, MidflightError, RunFailed, StoreFailed, disk_full, every_error, first_error
+from midflight.errors import (
+    ConfigError,
+    MidflightError,
+    RunFailed,
+    StoreFailed,
+    disk_full,
+    every_error,
+    first_error,
+)
 from midflight.observe import logs
 from midflight.observe.memory import tree_bytes
 from midflight.run import parts
@@ -29,16 +39,24 @@ from midflight.run.heart import START_SECONDS
 from midflight.run.places.port import STACKS_SIGNAL
 
 STOP_SECONDS = 2.5
-"""A child that was asked to end and hangs is gone after this, so that the launcher keeps its five seconds."""
+"""A child that was asked to end and hangs is gone after this, so that the launcher keeps its five
+seconds.
+"""
 
 GC_THRESHOLD = 50_000
-"""Allocations between two collections: one request of an agent makes thousands of objects, nearly all freed by counting."""
+"""Allocations between two collections: one request of an agent makes thousands of objects, nearly
+all freed by counting.
+"""
 
 
-def part_main(part: parts.ProcessKind, arguments: Sequence[str]) -> Callable[[Any, parts.Launcher], Awaitable[None]]:
-    """Imports a part, which for trainer and embedded engine means torch. Done before the spec is known: it takes seconds.
+def part_main(
+    part: parts.ProcessKind, arguments: Sequence[str]
+) -> Callable[[Any, parts.Launcher], Awaitable[None]]:
+    """Imports a part, which for trainer and embedded engine means torch. Done before the spec is
+    known: it takes seconds.
 
-    What `[environment]` names comes with the process that runs agents: one that cannot be imported is found now, not after the warm start.
+    What `[environment]` names comes with the process that runs agents: one that cannot be imported
+    is found now, not after the warm start.
     """
     if part is parts.ProcessKind.ENGINE and list(arguments) == ["embedded"]:
         from midflight.run.engine.engine_process import run_engine
@@ -63,8 +81,13 @@ def part_main(part: parts.ProcessKind, arguments: Sequence[str]) -> Callable[[An
     return run_trainer
 
 
-async def run_until_asked(run: Callable[[parts.Spec, parts.Launcher], Awaitable[None]], spec: parts.Spec, launcher: parts.Launcher) -> None:
-    """Runs the part as the main task; SIGTERM and SIGINT cancel it. Ended by the part or by the launcher.
+async def run_until_asked(
+    run: Callable[[parts.Spec, parts.Launcher], Awaitable[None]],
+    spec: parts.Spec,
+    launcher: parts.Launcher,
+) -> None:
+    """Runs the part as the main task; SIGTERM and SIGINT cancel it. Ended by the part or by the
+    launcher.
 
     A failure is told here, before threads that still compute are waited for (I9).
     """
@@ -91,10 +114,18 @@ def report(error: BaseException, launcher: parts.Launcher) -> None:
 
 
 def failure_of(error: BaseException) -> parts.Failed:
-    """What the launcher must know of it. Of errors that came together, one that a restart cannot mend says most."""
+    """What the launcher must know of it. Of errors that came together, one that a restart cannot
+    mend says most.
+    """
     said = [_verdict(one) for one in every_error(error)]
-    verdict, message = next((one for one in said if one[0] in (parts.Verdict.CONFIG, parts.Verdict.FINAL)), said[0])
-    trace = "" if isinstance(first_error(error), parts.ServerLost) else "".join(traceback.format_exception(error))
+    verdict, message = next(
+        (one for one in said if one[0] in (parts.Verdict.CONFIG, parts.Verdict.FINAL)), said[0]
+    )
+    trace = (
+        ""
+        if isinstance(first_error(error), parts.ServerLost)
+        else "".join(traceback.format_exception(error))
+    )
     return parts.Failed(message, trace, verdict)
 
 
@@ -157,11 +188,13 @@ def main() -> int:
                 parts.ProcessKind.TRAINER: parts.TrainerSpec,
             }[part],
         )
-        gc.freeze()  # modules live as long as the process; only what a run makes is worth looking at
+        # modules live as long as the process; only what a run makes is worth looking at
+        gc.freeze()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run_until_asked(run, spec, launcher))
     except asyncio.CancelledError:
-        return 128 + signal.SIGTERM  # not 0: an end that somebody asked for is not the end of the work
+        # not 0: an end that somebody asked for is not the end of the work
+        return 128 + signal.SIGTERM
     except BaseException:  # told already
         return 1
     return 0

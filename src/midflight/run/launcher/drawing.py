@@ -1,4 +1,6 @@
-"""How long the tasks of datasets take to be drawn, found out by drawing some: what is counted is work, not the time that passes."""
+"""How long the tasks of datasets take to be drawn, found out by drawing some: what is counted is
+work, not the time that passes.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,7 +9,9 @@ from typing import cast
 from midflight.config.sources import DATASET_SIZE, SourceSection, num_draws
 
 DRAWING_SECONDS = 20.0
-"""Processor time for which tasks are drawn; what more of them take is reckoned from that. Nothing is refused for it."""
+"""Processor time for which tasks are drawn; what more of them take is reckoned from that. Nothing
+is refused for it.
+"""
 SAY_SECONDS = 1.0
 """Processor time from one word about it to the next."""
 FEW = 200
@@ -19,8 +23,8 @@ class TakesLonger(Exception):
 
 
 class TaskDrawing:
-    """Hears of each entry that is drawn. Counts from the first one on: what is imported or made before takes its time once, however many
-    tasks there are."""
+    """Hears of each entry that is drawn. Counts from the first one on: what is imported or made
+    before takes its time once, however many tasks there are."""
 
     def __init__(
         self,
@@ -30,7 +34,9 @@ class TaskDrawing:
         say: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`seconds` of the clock after which it raises `TakesLonger`, by default `DRAWING_SECONDS`."""
+        """`seconds` of the clock after which it raises `TakesLonger`, by default
+        `DRAWING_SECONDS`.
+        """
         self._total = sum(num_draws(section) for section in sections if section.dataset is not None)
         self._seconds = DRAWING_SECONDS if seconds is None else seconds
         self._say = say
@@ -60,5 +66,8 @@ def with_few(source: SourceSection) -> SourceSection:
     """The same dataset with fewer tasks; rows stay as they are."""
     if source.dataset is None:
         return source
-    few = {"size": min(source.size or DATASET_SIZE, FEW), "heldout": min(cast(int, source.num_heldout), FEW // 8)}
+    few = {
+        "size": min(source.size or DATASET_SIZE, FEW),
+        "heldout": min(cast(int, source.num_heldout), FEW // 8),
+    }
     return source.model_copy(update=few)

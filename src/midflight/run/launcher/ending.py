@@ -1,4 +1,6 @@
-"""Running what a command does, in any thread and beside any event loop: to its end, or until a signal or another thread asks for it."""
+"""Running what a command does, in any thread and beside any event loop: to its end, or until a
+signal or another thread asks for it.
+"""
 
 import asyncio
 import signal
@@ -13,11 +15,15 @@ from midflight.errors import first_error
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What ends a command in order; once more of any ends it at once."""
 LOOK_SECONDS = 0.2
-"""A signal that the system gave to another thread does not wake the main one: it is seen when that looks up."""
+"""A signal that the system gave to another thread does not wake the main one: it is seen when that
+looks up.
+"""
 
 
 class Stop:
-    """Asks a command to end: in order at first; asked again, it does not wait for its parts any more. From any thread."""
+    """Asks a command to end: in order at first; asked again, it does not wait for its parts any
+    more. From any thread.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal may ask in the midst of asking
@@ -32,7 +38,9 @@ class Stop:
                 self._cancel()
 
     def reaches(self, cancel: Callable[[], None] | None) -> None:
-        """From now on it is asked by `cancel`, also where somebody has asked already; none where it has ended. `cancel` may come from any thread."""
+        """From now on it is asked by `cancel`, also where somebody has asked already; none where it
+        has ended. `cancel` may come from any thread.
+        """
         with self._lock:
             self._cancel = cancel
             if cancel is not None and self.asked is not None:
@@ -40,11 +48,13 @@ class Stop:
 
 
 def main_task(main: Coroutine[Any, Any, object], *, stop: Stop | None = None) -> int:
-    """Runs to the end, or until a signal of `STOPS` or `stop` asks for it, which cancels it: 130, 143 or 129. Whoever asks again cuts short
-    what it waits for then, so that parts are killed and not waited for. `nohup` stays in force.
+    """Runs to the end, or until a signal of `STOPS` or `stop` asks for it, which cancels it: 130,
+    143 or 129. Whoever asks again cuts short what it waits for then, so that parts are killed and
+    not waited for. `nohup` stays in force.
 
-    Signals reach the main thread of a program alone: elsewhere they stay as they are. Where an event loop runs already, as in a notebook,
-    it runs in a thread of its own, for which this one waits; a `KeyboardInterrupt` while it waits is SIGINT.
+    Signals reach the main thread of a program alone: elsewhere they stay as they are. Where an
+    event loop runs already, as in a notebook, it runs in a thread of its own, for which this one
+    waits; a `KeyboardInterrupt` while it waits is SIGINT.
     """
     asked = stop or Stop()
     return _in_thread(main, asked) if _loop_runs() else asyncio.run(_until_asked(main, asked))

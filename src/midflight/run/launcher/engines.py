@@ -1,5 +1,5 @@
-"""The engines of a ring, over all their lives: started again where they live, moved where their machine is lost, joined where there was no room
-for them at first.
+"""The engines of a ring, over all their lives: started again where they live, moved where their
+machine is lost, joined where there was no room for them at first.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -24,21 +24,36 @@ from midflight.errors import RunFailed, first_error
 from midflight.observe.status import duration
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.killed import KilledStarts, is_told, why_ended, why_killed
-from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, PartLost, ProcessKind, Restarted, Spec, Words, serve_while
+from midflight.run.parts import (
+    TEACHER,
+    EngineSpec,
+    Message,
+    ModelReady,
+    PartLost,
+    ProcessKind,
+    Restarted,
+    Spec,
+    Words,
+    serve_while,
+)
 from midflight.run.places.port import Child, PartFailed, Place, Places, Wants
 
 if TYPE_CHECKING:
     from midflight.run.api.membership import MembershipClient
 
 REMINDER_SECONDS = 30.0
-"""After which it is said that requests wait for an engine; again each time that this has doubled."""
+"""After which it is said that requests wait for an engine; again each time that this has
+doubled.
+"""
 AGAIN_SECONDS = 2.0
 """Between two attempts at a gateway that does not answer yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePart:
-    """One engine process, in all its lives. `url` is of a server that it attaches to; `model` of the teacher, which has its own."""
+    """One engine process, in all its lives. `url` is of a server that it attaches to; `model` of
+    the teacher, which has its own.
+    """
 
     name: str
     kind: str
@@ -64,7 +79,9 @@ class Access:
 
 
 class Engines:
-    """`start` and `follow` are the ring's: a process is started, and heard until it ends. `serving` are the parts that have come up."""
+    """`start` and `follow` are the ring's: a process is started, and heard until it ends. `serving`
+    are the parts that have come up.
+    """
 
     def __init__(
         self,
@@ -80,8 +97,9 @@ class Engines:
         memory: Callable[[], str],
         holds: bool,
     ) -> None:
-        """`memory`: what there is, what the parts are estimated to take, and the remedy, in sentences. `holds`: requests wait for an engine for as
-        long as one is started, however often that is killed; else the run ends when nothing comes of it, see `killed`."""
+        """`memory`: what there is, what the parts are estimated to take, and the remedy, in
+        sentences. `holds`: requests wait for an engine for as long as one is started, however often
+        that is killed; else the run ends when nothing comes of it, see `killed`."""
         self._config = config
         self._places = places
         self._access = access
@@ -103,24 +121,37 @@ class Engines:
         """When it is said again that requests wait for an engine."""
 
     async def take(self, *, with_teacher: bool) -> Sequence[Coroutine[Any, Any, None]]:
-        """Places for the engines that the run starts with. Returns what keeps them, and what has the others join."""
+        """Places for the engines that the run starts with. Returns what keeps them, and what has
+        the others join.
+        """
         section = self._config.engine
         teacher = self._config.distillation.teacher
         urls = section.urls or (None,) * num_engines(section)
         least = engines_min(self._config)
         async with asyncio.TaskGroup() as group:
             taken = [group.create_task(self._take(f"engine{index}")) for index in range(least)]
-        first = [EnginePart(f"engine{index}", section.kind, place.result(), url=urls[index]) for index, place in enumerate(taken)]
-        self._apart = {part.name for part in first[least - self._config.environment.untracked.engines :]}
+        first = [
+            EnginePart(f"engine{index}", section.kind, place.result(), url=urls[index])
+            for index, place in enumerate(taken)
+        ]
+        self._apart = {
+            part.name for part in first[least - self._config.environment.untracked.engines :]
+        }
         if teacher is not None and with_teacher:
-            first.append(EnginePart(TEACHER, "embedded", await self._take(TEACHER), model=str(teacher)))
+            first.append(
+                EnginePart(TEACHER, "embedded", await self._take(TEACHER), model=str(teacher))
+            )
         self.parts = {part.name: part for part in first}
-        later = [self.join(f"engine{index}", url) for index, url in enumerate(urls) if index >= least]
+        later = [
+            self.join(f"engine{index}", url) for index, url in enumerate(urls) if index >= least
+        ]
         return [*(self.keep(part) for part in first), *later]
 
     def _take(self, name: str, *, for_ever: bool = False) -> Coroutine[Any, Any, Place]:
         server = server_of(self._config, name)
-        wants = None if server is None else Wants(engine_resources(self._config, server), server.host)
+        wants = (
+            None if server is None else Wants(engine_resources(self._config, server), server.host)
+        )
         return self._places.take(ProcessKind.ENGINE, for_ever=for_ever, wants=wants)
 
     def addresses(self) -> dict[str, str]:
@@ -132,10 +163,20 @@ class Engines:
             event.set()
 
     async def join(self, name: str, url: str | None) -> None:
-        await self.keep(EnginePart(name, self._config.engine.kind, await self._elsewhere(name, for_ever=True), url=url, joins=True))
+        await self.keep(
+            EnginePart(
+                name,
+                self._config.engine.kind,
+                await self._elsewhere(name, for_ever=True),
+                url=url,
+                joins=True,
+            )
+        )
 
     async def keep(self, part: EnginePart) -> None:
-        """Runs one engine, and starts it again when it dies: it comes back with the first weights, in quarantine; the teacher with its own."""
+        """Runs one engine, and starts it again when it dies: it comes back with the first weights,
+        in quarantine; the teacher with its own.
+        """
         try:
             while True:
                 part = await self._next_life(part)
@@ -143,12 +184,19 @@ class Engines:
             self._stop_reminding(part.name)
 
     async def _next_life(self, part: EnginePart) -> EnginePart:
-        """Waits for the end of one process, then for the time and the place of the next. Returns that one."""
+        """Waits for the end of one process, then for the time and the place of the next. Returns
+        that one.
+        """
         self.parts[part.name] = part
         failure = await self._life(part)
         was_killed_early = failure.was_killed and part.name not in self._serving
         if part.name in self._serving:
-            self._killed.forget([part.name, *(one for one in self.parts if part.name in self._others(one, self.parts))])
+            self._killed.forget(
+                [
+                    part.name,
+                    *(one for one in self.parts if part.name in self._others(one, self.parts)),
+                ]
+            )
         self._serving.discard(part.name)
         if not (part.place.lost or part.place.is_recalled):
             # Whoever kills an engine that loads its model says nothing about the model.
@@ -162,18 +210,30 @@ class Engines:
         return replace(part, place=await self._elsewhere(part.name), joins=True)
 
     def _killed_early(self, failure: PartFailed) -> PartFailed:
-        """The failure of an engine that was killed while it started, with what can be done, now and then. `RunFailed` where none can be started."""
+        """The failure of an engine that was killed while it started, with what can be done, now and
+        then. `RunFailed` where none can be started.
+        """
         name = failure.part
         num = self._killed.add(name)
         others = [] if name == TEACHER else self._others(name, self.parts)
         may_come_up = [one for one in others if one not in self._spent]
-        if not self._holds and not self._serving.intersection(others) and self._killed.have_ended([name, *may_come_up]):
-            raise RunFailed(f"{why_ended(sorted([name, *may_come_up]), self._memory())}\n{failure}") from failure
-        return PartFailed(f"{failure}\n{why_killed(num, name, self._memory())}", part=name) if is_told(num) else failure
+        if (
+            not self._holds
+            and not self._serving.intersection(others)
+            and self._killed.have_ended([name, *may_come_up])
+        ):
+            raise RunFailed(
+                f"{why_ended(sorted([name, *may_come_up]), self._memory())}\n{failure}"
+            ) from failure
+        return (
+            PartFailed(f"{failure}\n{why_killed(num, name, self._memory())}", part=name)
+            if is_told(num)
+            else failure
+        )
 
     async def _elsewhere(self, name: str, *, for_ever: bool = False) -> Place:
-        """Waits for a place, while others serve longer than the limit of one that the run needs. A seat that dies as it is taken is another
-        death of the engine."""
+        """Waits for a place, while others serve longer than the limit of one that the run needs. A
+        seat that dies as it is taken is another death of the engine."""
         while True:
             try:
                 return await self._take(name, for_ever=for_ever)
@@ -199,7 +259,8 @@ class Engines:
             failure = first_error(errors)
             if not isinstance(failure, PartFailed):
                 raise failure from errors
-        engine.signal(signal.SIGKILL)  # a failed one may linger, and its successor listens on the same socket
+        # a failed one may linger, and its successor listens on the same socket
+        engine.signal(signal.SIGKILL)
         await engine.ended()
         return failure
 
@@ -221,28 +282,38 @@ class Engines:
     @asynccontextmanager
     async def _members(self) -> AsyncGenerator["MembershipClient"]:
         """The gateway's. `PartLost` where it does not answer."""
-        from midflight.run.api.membership import MembershipClient  # only here does the launcher ask anybody
+        # only here does the launcher ask anybody
+        from midflight.run.api.membership import MembershipClient
         from midflight.wire.client import HttpClient
 
-        async with HttpClient(self._access.gateway, lost=PartLost, token=self._access.control_token) as http:
+        async with HttpClient(
+            self._access.gateway, lost=PartLost, token=self._access.control_token
+        ) as http:
             yield MembershipClient(http)
 
     async def _leave(self, part: EnginePart) -> None:
-        """Waits until its place is recalled, and then for its requests, which end there or go on elsewhere; only then it ends."""
+        """Waits until its place is recalled, and then for its requests, which end there or go on
+        elsewhere; only then it ends.
+        """
         await part.place.recalled()
         said = f"{part.name} leaves its place at {part.place.host}, which is about to be taken away"
         try:
             async with self._members() as members:
                 seconds = self._config.gateway.drain_seconds + self._config.run.stall_seconds
                 answer = await members.leave(part.name, force=True, seconds=seconds)
-            said += f": {msgspec.json.decode(answer.content)['resumed']} requests go on elsewhere" if answer.status == 200 else ""
+            said += (
+                f": {msgspec.json.decode(answer.content)['resumed']} requests go on elsewhere"
+                if answer.status == 200
+                else ""
+            )
         except PartLost as lost:  # nobody asks anything of it then
             said += f"; the gateway {lost}"
         raise PartFailed(said, part=part.name)
 
     async def _announce(self, part: EnginePart) -> None:
-        """Tells the gateway where the engine is. Waits until the engine serves, and for the gateway, which may not serve yet, and which asks the
-        engine what it is: the larger its weights, the longer that takes."""
+        """Tells the gateway where the engine is. Waits until the engine serves, and for the
+        gateway, which may not serve yet, and which asks the engine what it is: the larger its
+        weights, the longer that takes."""
         from midflight.run.api.membership import EngineAddress
 
         await self._up[part.name].wait()
@@ -250,13 +321,18 @@ class Engines:
         async with self._members() as members:
             while True:
                 try:
-                    answer = await members.put(part.name, EngineAddress(part.address), seconds=seconds)
+                    answer = await members.put(
+                        part.name, EngineAddress(part.address), seconds=seconds
+                    )
                     break
                 except PartLost:
                     await asyncio.sleep(AGAIN_SECONDS)
         if answer.status not in (200, 201):
             said = answer.content.decode(errors="replace")
-            raise PartFailed(f"{part.name} at {part.address} was not admitted ({answer.status}): {said}", part=part.name)
+            raise PartFailed(
+                f"{part.name} at {part.address} was not admitted ({answer.status}): {said}",
+                part=part.name,
+            )
 
     def _others(self, name: str, among: Collection[str]) -> Sequence[str]:
         """The other engines `among` these parts; for one that is trained, those that are."""
@@ -267,12 +343,20 @@ class Engines:
         """Tells the gateway that nobody need wait for this engine. Waits for its answer."""
         with suppress(PartLost):  # nobody asks anything of it then
             async with self._members() as members:
-                await members.leave(name, force=True, drain_seconds=0, for_good=True, seconds=self._config.run.stall_seconds)
+                await members.leave(
+                    name,
+                    force=True,
+                    drain_seconds=0,
+                    for_good=True,
+                    seconds=self._config.run.stall_seconds,
+                )
 
     async def _may_restart(self, failure: PartFailed, *, counts: bool) -> bool:
-        """Waits for an engine's back-off. Says whether it has left the run meanwhile, as one does that answers what is not trained.
+        """Waits for an engine's back-off. Says whether it has left the run meanwhile, as one does
+        that answers what is not trained.
 
-        A spent budget is the failure, unless another engine serves or can still come up: then it is a longer wait.
+        A spent budget is the failure, unless another engine serves or can still come up: then it is
+        a longer wait.
         """
         name = failure.part
         now = asyncio.get_running_loop().time
@@ -286,7 +370,11 @@ class Engines:
             if not others or name == TEACHER:
                 raise failure
             back = budget.seconds_to_next(now())
-            self._say(Restarted(name, f"{failure}\nIts restarts are spent; {self._said_of(others)}.", 0, back))
+            self._say(
+                Restarted(
+                    name, f"{failure}\nIts restarts are spent; {self._said_of(others)}.", 0, back
+                )
+            )
             if name in self._apart and not left:
                 await self._give_up(name)
                 left = True
@@ -304,13 +392,20 @@ class Engines:
         return f"{', '.join(engines)} is being started, and requests wait for that"
 
     def _remind(self, name: str, *, since: float, seconds: float) -> None:
-        """Says after so long, and each time that this has doubled, that requests wait, if no engine serves then."""
+        """Says after so long, and each time that this has doubled, that requests wait, if no engine
+        serves then.
+        """
         loop = asyncio.get_running_loop()
 
         def say() -> None:
             if not self._serving & self.parts.keys() - {TEACHER}:
-                away = f"no engine has served for {duration(loop.time() - since)}: requests wait for {name}, which is being started"
-                self._say(Words(f"{away}. Its log is logs/{name}.log in {self._config.run.folder}."))
+                away = (
+                    f"no engine has served for {duration(loop.time() - since)}: requests wait "
+                    f"for {name}, which is being started"
+                )
+                self._say(
+                    Words(f"{away}. Its log is logs/{name}.log in {self._config.run.folder}.")
+                )
             self._remind(name, since=since, seconds=2 * seconds)
 
         self._reminders[name] = loop.call_later(seconds, say)

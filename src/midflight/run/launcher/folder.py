@@ -1,7 +1,7 @@
 """A run's folder: what lies in it that is worth keeping, and what a new run removes.
 
-A run that could go on, or that has finished, is replaced only by `--overwrite`, which sets it aside until the new one has made its first
-step.
+A run that could go on, or that has finished, is replaced only by `--overwrite`, which sets it aside
+until the new one has made its first step.
 """
 
 import shutil
@@ -40,7 +40,10 @@ PRODUCTS = (
     "published",
     "view.json",
 )
-DRAFTS = (*(f".{name}.new" for name in (CONFIG, MACHINE, JOURNAL, "summary.json", "view.json")), ".endpoint.json.writing")
+DRAFTS = (
+    *(f".{name}.new" for name in (CONFIG, MACHINE, JOURNAL, "summary.json", "view.json")),
+    ".endpoint.json.writing",
+)
 """What a kill leaves of files that are written whole."""
 TRACKED = ("shards", "trackers", "tensorboard", "wandb", "mlruns", "trackio")
 MODELS = ("checkpoints", "first", "start", "reference", "model", "adapter", "weights")
@@ -64,7 +67,9 @@ def can_go_on(folder: Path) -> bool:
 
 
 def prepare(folder: Path, config: Config, *, resume: bool) -> None:
-    """A new run starts in a clean folder; only what an earlier run made is removed. Its whole configuration is kept there."""
+    """A new run starts in a clean folder; only what an earlier run made is removed. Its whole
+    configuration is kept there.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not resume:
@@ -74,13 +79,17 @@ def prepare(folder: Path, config: Config, *, resume: bool) -> None:
                 shutil.rmtree(folder / name, ignore_errors=True)
         (folder / JOURNAL).touch()
         write_whole(folder / CONFIG, as_toml(config).encode())
-        write_whole(folder / MACHINE, msgspec.json.format(msgspec.json.encode(machine()), indent=2) + b"\n")
+        write_whole(
+            folder / MACHINE, msgspec.json.format(msgspec.json.encode(machine()), indent=2) + b"\n"
+        )
     except OSError as error:
         raise unwritable(folder, error) from error
 
 
 def clear(folder: Path) -> None:
-    """Removes what a run made, but for its logs, which say why after a crash, and what it was given, from which it begins again."""
+    """Removes what a run made, but for its logs, which say why after a crash, and what it was
+    given, from which it begins again.
+    """
     for name in PRODUCTS:
         (folder / name).unlink(missing_ok=True)
     for name in (*MODELS, *TRACKED):
@@ -88,45 +97,67 @@ def clear(folder: Path) -> None:
 
 
 def num_bytes_of_run(folder: Path) -> int:
-    """Of what a run leaves there that is written anew: a new one deletes it, one that goes on replaces it."""
-    return sum(path.stat().st_size for name in MODELS for path in (folder / name).rglob("*") if path.is_file())
+    """Of what a run leaves there that is written anew: a new one deletes it, one that goes on
+    replaces it.
+    """
+    return sum(
+        path.stat().st_size
+        for name in MODELS
+        for path in (folder / name).rglob("*")
+        if path.is_file()
+    )
 
 
 def unwritable(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"writing to {folder}: {error.strerror} ({error.filename}); choose another run.folder, or make it writable.")
+    return ConfigError(
+        f"writing to {folder}: {error.strerror} ({error.filename}); choose another run.folder, or "
+        "make it writable."
+    )
 
 
-# --- A run that another replaces --------------------------------------------------------------------------------------
+# --- A run that another replaces ------------------------------------------------------------------
 
 
 def places_of(folder: Path, config: Config) -> list[AsidePlace]:
-    """Where the run lies that a run of this configuration would replace: in the folder, and its store where that is elsewhere."""
+    """Where the run lies that a run of this configuration would replace: in the folder, and its
+    store where that is elsewhere.
+    """
     own = AsidePlace(".", None, (*PRODUCTS, ROWS, POSTED, CONFIG, *DRAFTS, LOGS, *TRACKED, *MODELS))
-    disks = {disk for disk in (store_folder_of(folder), config.run.store_folder) if disk is not None and disk.is_dir()}
+    disks = {
+        disk
+        for disk in (store_folder_of(folder), config.run.store_folder)
+        if disk is not None and disk.is_dir()
+    }
     return [own, *(_place_of_store(store_path(folder, disk)) for disk in sorted(disks))]
 
 
 def _place_of_store(store: Path) -> AsidePlace:
     names = (f"{store.stem}.overwritten{number or ''}" for number in count())
     free = next(name for name in names if not (store.parent / name).exists())
-    return AsidePlace(str(store.parent), str(store.parent / free), tuple(store.name + beside for beside in BESIDE))
+    return AsidePlace(
+        str(store.parent), str(store.parent / free), tuple(store.name + beside for beside in BESIDE)
+    )
 
 
 def set_aside(folder: Path, config: Config) -> None:
-    """Sets the run aside that the folder holds. `ConfigError` where that is not possible: then nothing has changed."""
+    """Sets the run aside that the folder holds. `ConfigError` where that is not possible: then
+    nothing has changed.
+    """
     places = places_of(folder, config)
     aside.check_movable(folder, places)
     try:
         aside.set_aside(folder, places)
     except OSError as error:
         raise ConfigError(
-            f"setting aside the run in {folder}: {error.strerror} ({error.filename}); everything is as it was. Give --folder for another place, or "
-            "make it movable."
+            f"setting aside the run in {folder}: {error.strerror} ({error.filename}); everything "
+            "is as it was. Give --folder for another place, or make it movable."
         ) from error
 
 
 def replaces(folder: Path) -> bool:
-    """Whether the run in the folder has made its first step, so that the one before it is not wanted any more."""
+    """Whether the run in the folder has made its first step, so that the one before it is not
+    wanted any more.
+    """
     if (folder / "model").exists() or (folder / "adapter").exists():
         return True
     with suppress(FileNotFoundError):
@@ -142,7 +173,9 @@ def _is_step(line: bytes) -> bool:
 
 
 def put_back(folder: Path) -> None:
-    """Puts the run back that is aside. Logs of a new one that had begun in its place stay, under another name."""
+    """Puts the run back that is aside. Logs of a new one that had begun in its place stay, under
+    another name.
+    """
     logs = folder / LOGS
     failed = folder / FAILED_LOGS
     if aside.is_aside(folder) and logs.is_dir():

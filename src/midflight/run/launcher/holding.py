@@ -1,7 +1,8 @@
 """Which process holds a run's folder, and what it finds there that an earlier one left.
 
-One process holds the folder at a time: the lock is the system's, on the file `lock`, which the parts that write into the folder inherit, so
-it ends with the last of them however they die. What the file says is for people, and for whoever comes after a crash.
+One process holds the folder at a time: the lock is the system's, on the file `lock`, which the
+parts that write into the folder inherit, so it ends with the last of them however they die. What
+the file says is for people, and for whoever comes after a crash.
 """
 
 import fcntl
@@ -21,8 +22,8 @@ from midflight.run.launcher import aside
 from midflight.run.launcher.folder import FAILED_LOGS, put_back, replaces, unwritable
 
 ENDING_SECONDS = 60.0
-"""For the parts of a launcher that was killed to end. They end by themselves in a few seconds, or their guards kill them; on a busy machine both come
-late. What still lives then is named."""
+"""For the parts of a launcher that was killed to end. They end by themselves in a few seconds, or
+their guards kill them; on a busy machine both come late. What still lives then is named."""
 
 
 def check_free(folder: Path) -> None:
@@ -35,8 +36,8 @@ def check_free(folder: Path) -> None:
 def held(folder: Path, say: Callable[[str], None]) -> Generator[FileIO]:
     """Holds the folder, which is made. Yields the lock, for the processes that write there too.
 
-    `ConfigError` names who holds it already. What a killed process left is taken over, and `say` hears of it. A run that is aside is put
-    back, or let go, at the beginning and at the end.
+    `ConfigError` names who holds it already. What a killed process left is taken over, and `say`
+    hears of it. A run that is aside is put back, or let go, at the beginning and at the end.
     """
     is_new = not folder.exists()
     try:
@@ -48,7 +49,12 @@ def held(folder: Path, say: Callable[[str], None]) -> Generator[FileIO]:
         check_free(folder)
         if (left := holder_of(folder)) is not None:
             say(f"{folder} is taken over from {left}, which ended without giving it back.")
-        holder = Holder(os.getpid(), start_of(os.getpid()), time.strftime("%Y-%m-%d %H:%M:%S"), " ".join(["midflight", *sys.argv[1:3]]))
+        holder = Holder(
+            os.getpid(),
+            start_of(os.getpid()),
+            time.strftime("%Y-%m-%d %H:%M:%S"),
+            " ".join(["midflight", *sys.argv[1:3]]),
+        )
         lock.truncate(0)
         lock.write(msgspec.json.encode(holder))
         with _clear_words(folder):
@@ -66,7 +72,9 @@ def held(folder: Path, say: Callable[[str], None]) -> Generator[FileIO]:
 
 
 def _give_back(folder: Path, lock: FileIO) -> None:
-    """Where a run is aside the lock stays, without a holder's name: `restore` waits by it for the last parts."""
+    """Where a run is aside the lock stays, without a holder's name: `restore` waits by it for the
+    last parts.
+    """
     if aside.is_left(folder):
         lock.truncate(0)
     else:
@@ -74,7 +82,8 @@ def _give_back(folder: Path, lock: FileIO) -> None:
 
 
 def restore(folder: Path, say: Callable[[str], None]) -> bool:
-    """Puts a run back that is aside, where nobody makes one in its place. Whether it did; where it can't, `say` hears why.
+    """Puts a run back that is aside, where nobody makes one in its place. Whether it did; where it
+    can't, `say` hears why.
 
     Waits for the last parts of a launcher that is gone, at most `ENDING_SECONDS`.
     """
@@ -88,7 +97,10 @@ def restore(folder: Path, say: Callable[[str], None]) -> bool:
             _unlink(folder / LOCK, lock)
     except (OSError, ConfigError) as error:
         if aside.is_left(folder):  # else somebody else was faster
-            say(f"{folder} holds a run that --overwrite set aside; it is not back yet: {error} The next start tries again.")
+            say(
+                f"{folder} holds a run that --overwrite set aside; it is not back yet: {error} The "
+                "next start tries again."
+            )
         return False
     return is_back
 
@@ -103,7 +115,10 @@ def _settle(folder: Path, say: Callable[[str], None]) -> bool:
     put_back(folder)
     logs = folder / FAILED_LOGS
     say(
-        f"{folder}: the run that --overwrite had set aside is back, for the new one ended before its first step"
+        (
+            f"{folder}: the run that --overwrite had set aside is back, for the new one ended "
+            "before its first step"
+        )
         + (f"; what the new one's parts printed is in {logs}." if logs.is_dir() else ".")
     )
     return True
@@ -121,11 +136,16 @@ def _delete_gone(folder: Path, say: Callable[[str], None]) -> None:
     try:
         aside.delete_gone(folder)
     except OSError as error:
-        say(f"{folder}: {error.filename}, of a run that was replaced, could not be deleted: {error.strerror}. The next start tries again.")
+        say(
+            f"{folder}: {error.filename}, of a run that was replaced, could not be deleted: "
+            f"{error.strerror}. The next start tries again."
+        )
 
 
 def _locked(path: Path) -> FileIO:
-    """Waits for the last parts of a launcher that is gone, at most `ENDING_SECONDS`. A living holder is refused at once."""
+    """Waits for the last parts of a launcher that is gone, at most `ENDING_SECONDS`. A living
+    holder is refused at once.
+    """
     deadline = time.monotonic() + ENDING_SECONDS
     while True:
         lock = FileIO(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+")
@@ -140,12 +160,18 @@ def _locked(path: Path) -> FileIO:
             if holder is not None and holder.lives:
                 raise _in_use(path.parent, str(holder)) from None
             if time.monotonic() > deadline:
-                raise _in_use(path.parent, f"what {holder or 'a process'} left behind when it ended: {_users(path)}") from None
+                raise _in_use(
+                    path.parent,
+                    f"what {holder or 'a process'} left behind when it ended: {_users(path)}",
+                ) from None
             time.sleep(0.05)
 
 
 def _in_use(folder: Path, whom: str) -> ConfigError:
-    return ConfigError(f"{folder} is in use by {whom}; wait for its end, stop it, or give --folder (--set run.folder=) for another place.")
+    return ConfigError(
+        f"{folder} is in use by {whom}; wait for its end, stop it, or give --folder (--set "
+        "run.folder=) for another place."
+    )
 
 
 def _unlink(path: Path, lock: FileIO) -> None:

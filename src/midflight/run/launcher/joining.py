@@ -1,4 +1,5 @@
-"""`midflight join`: one engine in this process that becomes a member of a run anywhere, and leaves it in order. Imports torch for one of ours.
+"""`midflight join`: one engine in this process that becomes a member of a run anywhere, and leaves
+it in order. Imports torch for one of ours.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -26,7 +27,13 @@ from midflight.engines.servers.engine import ServerEngine
 from midflight.errors import ConfigError, RunFailed, SentAway
 from midflight.observe.terminal import Terminal
 from midflight.ports import Scorer
-from midflight.run.api.membership import EngineAddress, EngineNeeds, Membership, MembershipClient, MemberState
+from midflight.run.api.membership import (
+    EngineAddress,
+    EngineNeeds,
+    Membership,
+    MembershipClient,
+    MemberState,
+)
 from midflight.run.engine.companion import speak_for_server
 from midflight.run.launcher import opening
 from midflight.run.launcher.ending import main_task
@@ -39,7 +46,9 @@ from midflight.wire.server import listen, serve_app
 E = TypeVar("E", bound=ServedEngine)
 
 SAY_SECONDS = 5.0
-"""Between two times of saying where the engine is: a gateway that was started anew knows of none that had joined."""
+"""Between two times of saying where the engine is: a gateway that was started anew knows of none
+that had joined.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +59,43 @@ class Door:
     token: str = field(repr=False)
 
     def client(self) -> HttpClient:
-        return HttpClient(self.url, lost=lambda what: PartLost(f"the gateway at {self.url} {what}"), token=self.token)
+        return HttpClient(
+            self.url,
+            lost=lambda what: PartLost(f"the gateway at {self.url} {what}"),
+            token=self.token,
+        )
 
 
 async def asked(door: Door, *, name: str, patience_seconds: float) -> EngineNeeds:
-    """What the run needs of an engine. Waits for the answer, at most `patience_seconds`. `ConfigError` where there is none, the token is wrong, its version another, or the name taken."""
+    """What the run needs of an engine. Waits for the answer, at most `patience_seconds`.
+    `ConfigError` where there is none, the token is wrong, its version another, or the name
+    taken.
+    """
     if not re.fullmatch(r"https?://[^\s/?#@]+/?", door.url):
-        raise ConfigError(f"--url is {door.url!r}: give the gateway's address, such as http://10.0.0.5:8000.")
+        raise ConfigError(
+            f"--url is {door.url!r}: give the gateway's address, such as http://10.0.0.5:8000."
+        )
     try:
         async with door.client() as http:
             answer = await MembershipClient(http).members(seconds=_bounded(patience_seconds))
     except PartLost as lost:
         raise ConfigError(
-            f"nothing answers at {door.url} ({lost.__cause__}): give the address that the run printed, as seen from here."
+            f"nothing answers at {door.url} ({lost.__cause__}): give the address that the run "
+            "printed, as seen from here."
         ) from lost
     _check_token(door, answer)
     try:
         found = msgspec.json.decode(answer.content, type=Membership)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{door.url} answered {answer.status} and is no gateway that engines of Midflight {__version__} join.") from error
+        raise ConfigError(
+            f"{door.url} answered {answer.status} and is no gateway that engines of Midflight "
+            f"{__version__} join."
+        ) from error
     if found.run.midflight != __version__:
-        raise ConfigError(f"the run at {door.url} is of Midflight {found.run.midflight}, this is {__version__}: install the same.")
+        raise ConfigError(
+            f"the run at {door.url} is of Midflight {found.run.midflight}, this is {__version__}: "
+            "install the same."
+        )
     if any(member.name == name and member.state == "serving" for member in found.engines):
         raise ConfigError(f"the run has an engine {name!r} that serves: choose another --name.")
     return found.run
@@ -78,7 +103,10 @@ async def asked(door: Door, *, name: str, patience_seconds: float) -> EngineNeed
 
 def _check_token(door: Door, answer: Answered) -> None:
     if answer.status == 401:
-        raise ConfigError(f"the gateway at {door.url} does not accept the token: give the control token that the run printed, by --token.")
+        raise ConfigError(
+            f"the gateway at {door.url} does not accept the token: give the control token that the "
+            "run printed, by --token."
+        )
 
 
 def default_name() -> str:
@@ -87,7 +115,9 @@ def default_name() -> str:
 
 
 def own_address(url: str) -> str:
-    """The address of this machine on its way to the gateway, by which the gateway finds it too unless there is something between."""
+    """The address of this machine on its way to the gateway, by which the gateway finds it too
+    unless there is something between.
+    """
     host = urlsplit(url).hostname or ""
     port = urlsplit(url).port or 80
     try:
@@ -96,15 +126,25 @@ def own_address(url: str) -> str:
             probe.connect(to)  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ConfigError(f"--url is {url!r}: this machine knows no way to {host!r} ({error}).") from error
+        raise ConfigError(
+            f"--url is {url!r}: this machine knows no way to {host!r} ({error})."
+        ) from error
 
 
 class JoinedEngine:
     """The membership of one engine."""
 
-    def __init__(self, door: Door, name: str, *, patience_seconds: float, drain_seconds: float, say: Callable[[str], None]) -> None:
-        """`patience_seconds`: how long a gateway may stay away before this gives up. `drain_seconds`: how long it lets requests end here when
-        this leaves."""
+    def __init__(
+        self,
+        door: Door,
+        name: str,
+        *,
+        patience_seconds: float,
+        drain_seconds: float,
+        say: Callable[[str], None],
+    ) -> None:
+        """`patience_seconds`: how long a gateway may stay away before this gives up.
+        `drain_seconds`: how long it lets requests end here when this leaves."""
         self.name = name
         self._door = door
         self._say = say
@@ -114,7 +154,9 @@ class JoinedEngine:
         self._is_member = False
 
     async def run(self, address: EngineAddress, up: asyncio.Event) -> None:
-        """Waits for the engine to be `up`, then says again and again where it is. Ended by cancellation, whereupon it leaves, or by being sent away."""
+        """Waits for the engine to be `up`, then says again and again where it is. Ended by
+        cancellation, whereupon it leaves, or by being sent away.
+        """
         await up.wait()
         async with self._door.client() as http:
             client = MembershipClient(http)
@@ -143,13 +185,23 @@ class JoinedEngine:
             await asyncio.sleep(SAY_SECONDS)
 
     def _hear(self, answer: Answered) -> None:
-        """What ends it the first time may pass later: another engine's name, or a network that was broken for a while."""
+        """What ends it the first time may pass later: another engine's name, or a network that was
+        broken for a while.
+        """
         _check_token(self._door, answer)
         if answer.status < 300:
             self._is_member = True
             state = msgspec.json.decode(answer.content, type=MemberState)
-            serving = f"serves version {state.version}" if state.state == "serving" else state.error or f"is {state.state}"
-            self._tell(f"{self.name} has joined {self._door.url} and {serving}" if state.state == "serving" else f"{self.name}: {serving}")
+            serving = (
+                f"serves version {state.version}"
+                if state.state == "serving"
+                else state.error or f"is {state.state}"
+            )
+            self._tell(
+                f"{self.name} has joined {self._door.url} and {serving}"
+                if state.state == "serving"
+                else f"{self.name}: {serving}"
+            )
             return
         message, code = _error_in(answer)
         if code == SentAway.code:
@@ -159,10 +211,16 @@ class JoinedEngine:
         self._tell(message)
 
     async def _leave(self, client: MembershipClient) -> None:
-        """Waits for the requests that may end here; a gateway that is gone, or whoever asks again, ends it."""
+        """Waits for the requests that may end here; a gateway that is gone, or whoever asks again,
+        ends it.
+        """
         self._say(f"{self.name} leaves: its requests may end")
         try:
-            answer = await client.leave(self.name, force=True, seconds=_bounded(self._drain_seconds + self._patience_seconds))
+            answer = await client.leave(
+                self.name,
+                force=True,
+                seconds=_bounded(self._drain_seconds + self._patience_seconds),
+            )
         except PartLost as lost:
             self._say(str(lost))
         else:
@@ -186,10 +244,25 @@ def _error_in(answer: Answered) -> tuple[str, str]:
         error = msgspec.json.decode(answer.content)["error"]
         return str(error["message"]), str(error["code"])
     except (msgspec.DecodeError, KeyError, TypeError):
-        return f"the gateway answered {answer.status}: {answer.content[:200].decode(errors='replace')}", ""
+        return (
+            (
+                f"the gateway answered {answer.status}: "
+                f"{answer.content[:200].decode(errors='replace')}"
+            ),
+            "",
+        )
 
 
-def run(config: Config, door: Door, *, name: str, host: str | None, port: int, advertised: str | None, patience_seconds: float) -> int:
+def run(
+    config: Config,
+    door: Door,
+    *,
+    name: str,
+    host: str | None,
+    port: int,
+    advertised: str | None,
+    patience_seconds: float,
+) -> int:
     """Until a signal, or until the run sends the engine away."""
     model = config.model.path
     assert model is not None
@@ -197,12 +270,26 @@ def run(config: Config, door: Door, *, name: str, host: str | None, port: int, a
         terminal.say(opening.serving(config, logs=False))
         place = (own_address(door.url) if host is None else host, port)
         drain_seconds = config.gateway.drain_seconds
-        joined = JoinedEngine(door, name, patience_seconds=patience_seconds, drain_seconds=drain_seconds, say=terminal.say)
+        joined = JoinedEngine(
+            door,
+            name,
+            patience_seconds=patience_seconds,
+            drain_seconds=drain_seconds,
+            say=terminal.say,
+        )
         return main_task(join(config, model, joined, place, advertised))
 
 
-async def join(config: Config, model: Path, joined: JoinedEngine, place: tuple[str, int], advertised: str | None) -> None:
-    """Until it is cancelled or sent away, which it leaves in order for; or until the engine dies: nothing is started again here."""
+async def join(
+    config: Config,
+    model: Path,
+    joined: JoinedEngine,
+    place: tuple[str, int],
+    advertised: str | None,
+) -> None:
+    """Until it is cancelled or sent away, which it leaves in order for; or until the engine dies:
+    nothing is started again here.
+    """
     remove_left()
     with listen(*place) as listener:
         host = f"[{place[0]}]" if ":" in place[0] else place[0]
@@ -210,8 +297,12 @@ async def join(config: Config, model: Path, joined: JoinedEngine, place: tuple[s
         up = asyncio.Event()
         address = EngineAddress(advertised or f"http://{host}:{listener.getsockname()[1]}", token)
 
-        async def serve(engine: E, wire: Callable[[E, WebSocket], Awaitable[None]], scorer: Scorer | None = None) -> None:
-            app = build_app(engine, wire, token=token, scorer=scorer, beside=[about_route(engine, model)])
+        async def serve(
+            engine: E, wire: Callable[[E, WebSocket], Awaitable[None]], scorer: Scorer | None = None
+        ) -> None:
+            app = build_app(
+                engine, wire, token=token, scorer=scorer, beside=[about_route(engine, model)]
+            )
             await serve_app(app, listener, ready=up.set)
 
         served = _embedded if config.engine.kind == "embedded" else _server
@@ -219,14 +310,18 @@ async def join(config: Config, model: Path, joined: JoinedEngine, place: tuple[s
         await serve_while(joined.run(address, up), served(config, model, joined.name, serve))
 
 
-async def _embedded(config: Config, model: Path, name: str, serve: Callable[..., Coroutine[Any, Any, None]]) -> None:
+async def _embedded(
+    config: Config, model: Path, name: str, serve: Callable[..., Coroutine[Any, Any, None]]
+) -> None:
     from midflight.run.engine.engine_process import make_engine
 
     engine = await asyncio.to_thread(make_engine, config, model, name=name, version=0)
     await serve_while(serve(engine, relay_steps, engine), engine.run())
 
 
-async def _server(config: Config, model: Path, name: str, serve: Callable[..., Coroutine[Any, Any, None]]) -> None:
+async def _server(
+    config: Config, model: Path, name: str, serve: Callable[..., Coroutine[Any, Any, None]]
+) -> None:
     async def speak(engine: ServerEngine) -> None:
         await serve(engine, relay)
 

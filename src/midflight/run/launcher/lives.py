@@ -1,4 +1,5 @@
-"""A trainer in all its lives: when a rank of it is lost, all ranks begin again from the last checkpoint, and whatever else runs stays.
+"""A trainer in all its lives: when a rank of it is lost, all ranks begin again from the last
+checkpoint, and whatever else runs stays.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -20,10 +21,17 @@ STAYS = "The trainer goes on from its last checkpoint; engines, gateway and agen
 
 
 class Lives:
-    """Where another life cannot help, the failure goes on, and all parts may start again: there is no checkpoint yet, the trainer did not
-    come up beside the others, or its budget is spent."""
+    """Where another life cannot help, the failure goes on, and all parts may start again: there is
+    no checkpoint yet, the trainer did not come up beside the others, or its budget is spent."""
 
-    def __init__(self, folder: Path, budgets: Budgets, watchdog: Watchdog, *, say: Callable[[Restarted], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        budgets: Budgets,
+        watchdog: Watchdog,
+        *,
+        say: Callable[[Restarted], None],
+    ) -> None:
         self._folder = folder
         self._budgets = budgets
         self._watchdog = watchdog
@@ -35,8 +43,12 @@ class Lives:
         self._came_up = True
         self._watchdog.weights_found()
 
-    async def lead(self, live: Callable[[int], Awaitable[None]], end: Callable[[], Awaitable[None]]) -> None:
-        """`live` is a life by its number, until its last step; `end` leaves nothing of one that failed. See the module."""
+    async def lead(
+        self, live: Callable[[int], Awaitable[None]], end: Callable[[], Awaitable[None]]
+    ) -> None:
+        """`live` is a life by its number, until its last step; `end` leaves nothing of one that
+        failed. See the module.
+        """
         number = -1
         while True:
             number += 1
@@ -45,7 +57,9 @@ class Lives:
                 return
             except BaseExceptionGroup as failures:
                 possible = self._came_up and can_go_on(self._folder)
-                again = self._budgets.spend_on(failures, now=asyncio.get_running_loop().time(), possible=possible)
+                again = self._budgets.spend_on(
+                    failures, now=asyncio.get_running_loop().time(), possible=possible
+                )
             self._came_up = False
             self._watchdog.weights_lost()
             await end()

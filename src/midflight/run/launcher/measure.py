@@ -1,6 +1,8 @@
-"""A short measurement of a model: how it answers the tasks of a project, and how quickly engine and trainer compute here.
+"""A short measurement of a model: how it answers the tasks of a project, and how quickly engine and
+trainer compute here.
 
-    python -m midflight.run.launcher.measure THREADS      a configuration on standard input; `Measured` as JSON, or what is wrong
+    python -m midflight.run.launcher.measure THREADS      a configuration on standard input;
+    `Measured` as JSON, or what is wrong
 
 It is bounded by work, not by the clock: so many tokens, fewer of a larger model.
 """
@@ -35,7 +37,9 @@ from midflight.types.facts import unheard
 from midflight.weights.transports.select import receiver
 
 WORK = 17_000_000_000
-"""Parameters times steps, or times tokens of the trainer: some seconds of each on a slow core. 126 of a model of 135 million."""
+"""Parameters times steps, or times tokens of the trainer: some seconds of each on a slow core. 126
+of a model of 135 million.
+"""
 FIRST_TOKENS = 64
 """An answer may have so many tokens at first."""
 MOST_TOKENS = 512
@@ -87,7 +91,9 @@ class Measurement:
         rates = tuple((width, self._engine_rate(engine, width)) for width in WIDTHS)
         answers, most = self._answers(engine, questions)
         said = [tokenizer.decode(answer.token_ids, skip_special=True) for answer in answers]
-        ended = sorted(len(answer.token_ids) for answer in answers if answer.finish.reason != "length")
+        ended = sorted(
+            len(answer.token_ids) for answer in answers if answer.finish.reason != "length"
+        )
         reward = _reward_of(questions.tasks)
         return Measured(
             threads=self._threads,
@@ -96,7 +102,10 @@ class Measurement:
             ended=tuple(ended),
             num_cut=len(answers) - len(ended),
             most_tokens=most,
-            num_right=sum(_is_right(text, task, reward) for text, task in zip(said, questions.tasks, strict=True)),
+            num_right=sum(
+                _is_right(text, task, reward)
+                for text, task in zip(said, questions.tasks, strict=True)
+            ),
             reward=reward,
             closes=_closes(tokenizer),
             question=str(questions.tasks[0].messages[-1].get("content", "")),
@@ -105,28 +114,36 @@ class Measurement:
             trainer_rate=trainer_rate,
         )
 
-    # --- What is asked ------------------------------------------------------------------------------------------------
+    # --- What is asked ----------------------------------------------------------------------------
 
     def _questions(self, tokenizer: Tokenizer) -> Questions:
         self._trial.doing("opens the tasks")
         sections = [with_few(section) for section in self._config.environment.sources]
         (source,) = load_sources(sections, seed=self._config.run.seed)
         looked = _evenly(source, NUM_LOOKED)
-        prompts = [tokenizer.encode(tokenizer.render(task.messages, add_generation_prompt=True)) for task in looked]
+        prompts = [
+            tokenizer.encode(tokenizer.render(task.messages, add_generation_prompt=True))
+            for task in looked
+        ]
         chosen = range(0, len(looked), max(1, len(looked) // NUM_TASKS))[:NUM_TASKS]
         lengths = tuple(sorted(map(len, prompts)))
         context = self._config.model.max_context
         if lengths[-1] + LEAST_TOKENS > context:
             raise ConfigError(
-                f"the longest of {len(prompts)} prompts of {source.name} has {lengths[-1]} tokens, and the model can {context} with the "
-                f"answer: give tasks with prompts of at most {context - LEAST_TOKENS}."
+                f"the longest of {len(prompts)} prompts of {source.name} has {lengths[-1]} tokens, "
+                f"and the model can {context} with the answer: give tasks with prompts of at most "
+                f"{context - LEAST_TOKENS}."
             )
-        return Questions(tuple(looked[i] for i in chosen), tuple(prompts[i] for i in chosen), lengths)
+        return Questions(
+            tuple(looked[i] for i in chosen), tuple(prompts[i] for i in chosen), lengths
+        )
 
-    # --- How quickly --------------------------------------------------------------------------------------------------
+    # --- How quickly ------------------------------------------------------------------------------
 
     def _trainer_rate(self) -> float:
-        """Tokens a second. The trainer loads the model anew, because trainer and engine each change how it attends."""
+        """Tokens a second. The trainer loads the model anew, because trainer and engine each change
+        how it attends.
+        """
         self._trial.doing("measures the trainer")
         model = load_model(self._folder, dtype=self._config.model.dtype)
         layout, proof = proven_layout(model, max_context=self._config.model.max_context)
@@ -139,7 +156,9 @@ class Measurement:
         return SPEED_ROW * len(rows) / self._seconds(lambda: self._backward(policy, rows))
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """The seconds that this process computes for it, by its threads. The work of other programs on the same cores does not count."""
+        """The seconds that this process computes for it, by its threads. The work of other programs
+        on the same cores does not count.
+        """
         began = time.process_time()
         work()
         return (time.process_time() - began) / self._threads
@@ -154,7 +173,9 @@ class Measurement:
         predictions = answer_predictions(rows)
         every = np.arange(len(predictions.targets))
         cpu = torch.device("cpu")
-        for micro in split(predictions, every, budget=TRAINED_TOKENS, device=cpu, layout=policy.layout):
+        for micro in split(
+            predictions, every, budget=TRAINED_TOKENS, device=cpu, layout=policy.layout
+        ):
             torch.autograd.backward(-policy(micro, temperature=1.0)[0].sum())
 
     def _engine(self, tokenizer: Tokenizer, *, longest: int) -> EmbeddedEngine:
@@ -172,18 +193,23 @@ class Measurement:
         )
 
     def _engine_rate(self, engine: EmbeddedEngine, width: int) -> float:
-        """Output tokens a second of so many requests that are decoded together, their prompts left out."""
+        """Output tokens a second of so many requests that are decoded together, their prompts left
+        out.
+        """
         steps = max(2, min(SPEED_STEPS, WORK // self._num_parameters // len(WIDTHS)))
         prompts = [self._row(1000 * width + number)[0][:SPEED_PROMPT] for number in range(width)]
         prompted = self._seconds(lambda: engine.generate_all(_requests(prompts, 1)))
-        others = [prompt[::-1] for prompt in prompts]  # of the same length, and nothing of them is kept
+        # of the same length, and nothing of them is kept
+        others = [prompt[::-1] for prompt in prompts]
         decoded = self._seconds(lambda: engine.generate_all(_requests(others, 1 + steps)))
         return width * steps / max(1e-9, decoded - prompted)
 
-    # --- How it answers -----------------------------------------------------------------------------------------------
+    # --- How it answers ---------------------------------------------------------------------------
 
     def _answers(self, engine: EmbeddedEngine, questions: Questions) -> tuple[list[Generated], int]:
-        """The answer to each question, and how many tokens an answer could have. These double until nearly all answers have ended."""
+        """The answer to each question, and how many tokens an answer could have. These double until
+        nearly all answers have ended.
+        """
         room = engine.capabilities.max_context - questions.lengths[-1]
         limit = min(room, MOST_TOKENS, max(LEAST_TOKENS, WORK // self._num_parameters))
         most = min(FIRST_TOKENS, limit)
@@ -198,17 +224,27 @@ class Measurement:
             most = min(limit, 2 * most)
 
     def _longer(
-        self, engine: EmbeddedEngine, questions: Questions, answers: Sequence[Generated | None], most: int
+        self,
+        engine: EmbeddedEngine,
+        questions: Questions,
+        answers: Sequence[Generated | None],
+        most: int,
     ) -> list[Generated | None]:
         """Answers that go on where they were cut."""
-        open_ones = [i for i, answer in enumerate(answers) if answer is None or answer.finish.reason == "length"]
+        open_ones = [
+            i
+            for i, answer in enumerate(answers)
+            if answer is None or answer.finish.reason == "length"
+        ]
         before = {i: () if (answer := answers[i]) is None else answer.token_ids for i in open_ones}
         requests = [
             GenerateRequest(
                 f"{i:032x}",
                 (*questions.prompts[i], *before[i]),
                 len(questions.prompts[i]),
-                SamplingParams(max_tokens=most, temperature=self._config.environment.temperature, seed=i),
+                SamplingParams(
+                    max_tokens=most, temperature=self._config.environment.temperature, seed=i
+                ),
             )
             for i in open_ones
         ]
@@ -221,7 +257,10 @@ class Measurement:
 def _requests(prompts: Sequence[Sequence[int]], tokens: int) -> list[GenerateRequest]:
     """Requests whose answers have exactly so many tokens."""
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    return [GenerateRequest(f"{number:032x}", tuple(prompt), len(prompt), sampling) for number, prompt in enumerate(prompts)]
+    return [
+        GenerateRequest(f"{number:032x}", tuple(prompt), len(prompt), sampling)
+        for number, prompt in enumerate(prompts)
+    ]
 
 
 def _joined(before: tuple[int, ...], answer: Generated) -> Generated:
@@ -260,7 +299,9 @@ def _is_right(said: str, task: Task, reward: str) -> bool:
 
 def _closes(tokenizer: Tokenizer) -> bool:
     """True where the template closes an answer with a token that ends it."""
-    whole = tokenizer.render([{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "two"}])
+    whole = tokenizer.render(
+        [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "two"}]
+    )
     behind = tokenizer.encode(whole.rpartition("two")[2])
     return bool(set(behind[:1]) & tokenizer.eos_token_ids)
 

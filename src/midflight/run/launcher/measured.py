@@ -1,9 +1,13 @@
-"""The measurements of `midflight init --model`, which `midflight.run.launcher.measure` makes. Importing this needs no torch."""
+"""The measurements of `midflight init --model`, which `midflight.run.launcher.measure` makes.
+Importing this needs no torch.
+"""
 
 import msgspec
 
 ENDED_SHARE = 0.9
-"""Where this share of the answers ended by themselves, few would be cut short at the length of those."""
+"""Where this share of the answers ended by themselves, few would be cut short at the length of
+those.
+"""
 FAIR_TOKENS = 256
 """A model that talks should have ended an answer within so many tokens."""
 WIDTHS = (1, 8, 32)
@@ -26,7 +30,9 @@ class Measured(msgspec.Struct, frozen=True):
     num_right: int
     """Answers that were right as `reward` judges."""
     reward: str
-    """The reward that can judge the tasks: `number_match` where each answer is a number, else `exact_match`."""
+    """The reward that can judge the tasks: `number_match` where each answer is a number, else
+    `exact_match`.
+    """
     closes: bool
     """The chat template closes an answer with a token that ends one."""
     question: str
@@ -44,7 +50,9 @@ class Measured(msgspec.Struct, frozen=True):
 
     @property
     def ends(self) -> bool:
-        """True where its answers come to an end. A large model's answers have little room here, so there only the chat template is asked."""
+        """True where its answers come to an end. A large model's answers have little room here, so
+        there only the chat template is asked.
+        """
         has_ended = len(self.ended) >= self.num_answers / 2
         return self.closes and (has_ended or self.most_tokens < FAIR_TOKENS)
 

@@ -1,4 +1,6 @@
-"""`midflight engine`: the gateway over one engine in one process, and the routes that give this engine weights. Imports torch."""
+"""`midflight engine`: the gateway over one engine in one process, and the routes that give this
+engine weights. Imports torch.
+"""
 
 import asyncio
 import socket
@@ -41,14 +43,17 @@ async def serve_engine(
     ready: Callable[[str], None],
     alarmed: Callable[[str], None],
 ) -> None:
-    """Until cancelled, or until the engine dies: nothing is started again here. `ready` gets the URL, `alarmed` what is wrong.
+    """Until cancelled, or until the engine dies: nothing is started again here. `ready` gets the
+    URL, `alarmed` what is wrong.
 
     With a token, everything but `/health` asks for it.
     """
     remove_left()
     with listen(host, port) as listener:
         url = f"http://{host}:{listener.getsockname()[1]}"
-        site = OneEngineSite(config, model, listener, url=url, token=token, ready=ready, alarmed=alarmed)
+        site = OneEngineSite(
+            config, model, listener, url=url, token=token, ready=ready, alarmed=alarmed
+        )
         if config.engine.kind == "embedded":
             engine = await asyncio.to_thread(make_engine, config, model, name=NAME, version=0)
             await serve_while(engine.run(), site.serve(engine, relay_steps, scorer=engine))
@@ -59,7 +64,9 @@ async def serve_engine(
 
         url = config.engine.urls[0] if config.engine.urls else None
         with scratch_folder() as staging:
-            await speak_for_server(config, model, serve, name=NAME, url=url, version=0, staging=staging)
+            await speak_for_server(
+                config, model, serve, name=NAME, url=url, version=0, staging=staging
+            )
 
 
 class OneEngineSite:
@@ -85,21 +92,37 @@ class OneEngineSite:
         self._tokenizer = Tokenizer.load(model)
         self._model = model
 
-    async def serve(self, engine: E, wire: Callable[[E, WebSocket], Awaitable[None]], *, scorer: Scorer | None = None) -> None:
-        """Waits for clients, for ever; ended by cancellation. A version that is committed from outside is one that the fleet serves."""
+    async def serve(
+        self,
+        engine: E,
+        wire: Callable[[E, WebSocket], Awaitable[None]],
+        *,
+        scorer: Scorer | None = None,
+    ) -> None:
+        """Waits for clients, for ever; ended by cancellation. A version that is committed from
+        outside is one that the fleet serves.
+        """
         metrics = Metrics()
         metrics.registry.register(EngineCollector(engine.reading))
         alarms = Alarms(lambda alarm: self._alarmed(alarm.text))
         record = Observers([metrics.apply, alarms.apply]).apply
-        serving = Serving(self._config, self._tokenizer, [engine], record=record, version=0, anonymous=True)
+        serving = Serving(
+            self._config, self._tokenizer, [engine], record=record, version=0, anonymous=True
+        )
         serving.gateway.address = self._url
-        routes = EngineRoutes(engine, wire, scorer=scorer, committed=partial(serving.fleet.served, engine.name))
+        routes = EngineRoutes(
+            engine, wire, scorer=scorer, committed=partial(serving.fleet.served, engine.name)
+        )
         app = build_app(
             serving.gateway,
             serving.control,
             ready=serving.routable,
             metrics=metrics.registry,
-            extra_routes=[*routes.wire(), *routes.operator(), DiskWeights(self._model, serving.fleet, serving.handover).route(None)],
+            extra_routes=[
+                *routes.wire(),
+                *routes.operator(),
+                DiskWeights(self._model, serving.fleet, serving.handover).route(None),
+            ],
         )
         app = guarded(app, host=self._listener.getsockname()[0], names=self._config.gateway.names)
         await serve_while(

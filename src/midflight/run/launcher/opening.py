@@ -17,7 +17,13 @@ def beginning(config: Config) -> str:
 
 def training(config: Config, *, own_loss: str | None = None) -> str:
     """Of `midflight train`, once that is known."""
-    return "\n".join([*_learning(config, own_loss), *_where(config), *(f"note: {note}" for note in remarks(config))])
+    return "\n".join(
+        [
+            *_learning(config, own_loss),
+            *_where(config),
+            *(f"note: {note}" for note in remarks(config)),
+        ]
+    )
 
 
 def rolling_out(config: Config) -> str:
@@ -28,13 +34,20 @@ def rolling_out(config: Config) -> str:
 
 def serving(config: Config, *, logs: bool = True) -> str:
     """Of `midflight serve`, and of `midflight engine`, which writes no logs."""
-    return f"serving {_model(config)} with {_engines(config)}" + (f"; logs: {config.run.folder / 'logs'}" if logs else "")
+    return f"serving {_model(config)} with {_engines(config)}" + (
+        f"; logs: {config.run.folder / 'logs'}" if logs else ""
+    )
 
 
 def evaluating(config: Config) -> str:
     """Of `midflight evaluate`."""
-    tasks = ", ".join(f"{source.num_heldout} of {source.origin}" for source in config.environment.sources)
-    return f"asking {_model(config)} with {_engines(config)} held-out tasks: {tasks}; logs: {config.run.folder / 'logs'}"
+    tasks = ", ".join(
+        f"{source.num_heldout} of {source.origin}" for source in config.environment.sources
+    )
+    return (
+        f"asking {_model(config)} with {_engines(config)} held-out tasks: {tasks}; logs: "
+        f"{config.run.folder / 'logs'}"
+    )
 
 
 def loss_lines(config: Config, own_loss: str | None) -> tuple[str, ...]:
@@ -49,7 +62,9 @@ def warm_start(config: Config) -> str | None:
         return None
     on = "on answers" if section.data is None else f"on {section.data}"
     return (
-        on + (f", until accuracy {section.target_accuracy:g}" if section.target_accuracy else "") + f", at most {section.max_steps} steps"
+        on
+        + (f", until accuracy {section.target_accuracy:g}" if section.target_accuracy else "")
+        + f", at most {section.max_steps} steps"
     )
 
 
@@ -62,16 +77,30 @@ def remarks(config: Config) -> tuple[str, ...]:
 def _beginning(config: Config) -> Iterator[str]:
     rollout = config.rollout
     warm = warm_start(config)
-    until = f", or until the mean reward is {config.run.stop_at_reward:g}" if config.run.stop_at_reward else ""
-    yield f"{config.run.name}: {config.run.steps} steps{until}, each on {rollout.groups_per_step} groups of {rollout.group_size} rollouts"
-    yield f"model: {_model(config)}" + (f"; a supervised warm start comes first, {warm}" if warm else "")
+    until = (
+        f", or until the mean reward is {config.run.stop_at_reward:g}"
+        if config.run.stop_at_reward
+        else ""
+    )
+    yield (
+        f"{config.run.name}: {config.run.steps} steps{until}, each on {rollout.groups_per_step} "
+        f"groups of {rollout.group_size} rollouts"
+    )
+    yield f"model: {_model(config)}" + (
+        f"; a supervised warm start comes first, {warm}" if warm else ""
+    )
     tasks = (source.described for source in config.environment.sources)
     yield f"tasks: {'; '.join(tasks)}; agent {agent_of(config.environment)}"
     stale = derived.worst_staleness(rollout)
     age = (
-        f"no trained token is older than {stale.worst} versions" if stale.worst else "every batch is sampled by the version that it trains"
+        f"no trained token is older than {stale.worst} versions"
+        if stale.worst
+        else "every batch is sampled by the version that it trains"
     )
-    yield f"staleness: {age} ({rollout.stale_policy.value}); up to {derived.in_flight(config)} rollouts go on at once, with {_engines(config)}"
+    yield (
+        f"staleness: {age} ({rollout.stale_policy.value}); up to {derived.in_flight(config)} "
+        f"rollouts go on at once, with {_engines(config)}"
+    )
 
 
 def _learning(config: Config, own_loss: str | None) -> Iterator[str]:
@@ -82,7 +111,10 @@ def _learning(config: Config, own_loss: str | None) -> Iterator[str]:
 
 def _where(config: Config) -> Iterator[str]:
     folder = config.run.folder
-    yield f"folder: {folder}, with numbers in metrics.jsonl and what the parts print in {folder / 'logs'}"
+    yield (
+        f"folder: {folder}, with numbers in metrics.jsonl and what the parts print in "
+        f"{folder / 'logs'}"
+    )
 
 
 def _engines(config: Config) -> str:
@@ -94,4 +126,7 @@ def _engines(config: Config) -> str:
 
 def _model(config: Config) -> str:
     origin = f"{Path(config.model.path)}" if config.model.path else "made here, with random weights"
-    return f"{derived.model_sizes(config.model).num_parameters:,} parameters in {config.model.dtype} ({origin})"
+    return (
+        f"{derived.model_sizes(config.model).num_parameters:,} parameters in "
+        f"{config.model.dtype} ({origin})"
+    )

@@ -1,8 +1,10 @@
-"""What only the machine and the user's own code can say before a run: `python -m midflight.run.launcher.preflight`, a process of its own.
+"""What only the machine and the user's own code can say before a run: `python -m
+midflight.run.launcher.preflight`, a process of its own.
 
-It imports the environment, draws the tasks, loads the tokenizer, renders a prompt, and looks at devices, disk, shared memory and ports. It
-reads objects of the program that starts the run, and a configuration, from standard input and writes `Findings` to standard output. It changes nothing. Importing this needs no torch; a
-run of it may.
+It imports the environment, draws the tasks, loads the tokenizer, renders a prompt, and looks at
+devices, disk, shared memory and ports. It reads objects of the program that starts the run, and a
+configuration, from standard input and writes `Findings` to standard output. It changes nothing.
+Importing this needs no torch; a run of it may.
 """
 
 from __future__ import annotations
@@ -79,11 +81,21 @@ class Inspection:
         program = self._tried(self._environment)
         sources = self._tried(self._sources)
         if program is not None and sources:
-            self._tried(lambda: program.check_columns([source.training[0] for source in sources if source.training]))
+            self._tried(
+                lambda: program.check_columns(
+                    [source.training[0] for source in sources if source.training]
+                )
+            )
         tokenizer = self._tried(self._tokenizer)
-        prompt = None if not sources or tokenizer is None else self._tried(lambda: self._prompt(sources[0], tokenizer))
+        prompt = (
+            None
+            if not sources or tokenizer is None
+            else self._tried(lambda: self._prompt(sources[0], tokenizer))
+        )
         found = (
-            [] if not sources or tokenizer is None else self._tried(lambda: self._survey(sources, tokenizer, measured=prompt is not None))
+            []
+            if not sources or tokenizer is None
+            else self._tried(lambda: self._survey(sources, tokenizer, measured=prompt is not None))
         )
         if config.warm_start.data is not None and tokenizer is not None:
             self._tried(lambda: self._conversations(tokenizer))
@@ -92,12 +104,18 @@ class Inspection:
         own_loss = None if config.objective.kind in OBJECTIVES else self._tried(self._own_loss)
         self._tried(self._trackers)
         machine = self.machine()
-        return msgspec.structs.replace(machine, prompt=prompt, own_loss=own_loss, sources=tuple(found or ()))
+        return msgspec.structs.replace(
+            machine, prompt=prompt, own_loss=own_loss, sources=tuple(found or ())
+        )
 
     def machine(self) -> Findings:
         """What the machine has of it, and what was found before."""
         self._doing("looks at the machine")
-        here = (self._devices, self._shared_memory, self._port) if self._config.cluster.kind == "local" else ()
+        here = (
+            (self._devices, self._shared_memory, self._port)
+            if self._config.cluster.kind == "local"
+            else ()
+        )
         for look in (self._disk, *here):
             self._tried(look)
         return Findings(tuple(self._problems), tuple(self._notes))
@@ -109,13 +127,16 @@ class Inspection:
             self._problems.append(str(error))
             return None
 
-    # --- What the run is made of -------------------------------------------------------------------------------------
+    # --- What the run is made of ------------------------------------------------------------------
 
     def _environment(self) -> AgentProgram:
         from midflight.environments.mcp_servers import check_servers
         from midflight.environments.registry import AgentProgram
 
-        self._doing(f"imports {', '.join(entries_of(self._config.environment)) or agent_of(self._config.environment)}")
+        self._doing(
+            "imports "
+            f"{', '.join(entries_of(self._config.environment)) or agent_of(self._config.environment)}"
+        )
         program = AgentProgram(self._config.environment)
         if self._config.environment.mcp:
             self._doing("starts the servers of environment.mcp")
@@ -134,10 +155,15 @@ class Inspection:
             return load_sources(sections, seed=seed, on_entry=drawing.drawn)
         except TakesLonger:
             pass
-        wanted = ", ".join(f"{s.dataset}: size = {s.size or DATASET_SIZE}, heldout = {s.num_heldout}" for s in sections if s.dataset)
+        wanted = ", ".join(
+            f"{s.dataset}: size = {s.size or DATASET_SIZE}, heldout = {s.num_heldout}"
+            for s in sections
+            if s.dataset
+        )
         self._notes.append(
-            f"drawing the tasks ({wanted}) takes about {duration(drawing.whole_seconds)} of processor time at every start; lower size and "
-            "heldout for less. Whether there are so many is not checked."
+            f"drawing the tasks ({wanted}) takes about {duration(drawing.whole_seconds)} of "
+            "processor time at every start; lower size and heldout for less. Whether there are so "
+            "many is not checked."
         )
         return load_sources([with_few(section) for section in sections], seed=seed)
 
@@ -164,20 +190,32 @@ class Inspection:
         ids = tokenizer.encode(text)
         if len(ids) >= config.model.max_context:
             raise ConfigError(
-                f"the prompt of task {task.id} of {source.name} has {len(ids)} tokens and model.max_context is {config.model.max_context}, "
-                "which leaves none for an answer; raise it, or choose shorter tasks."
+                f"the prompt of task {task.id} of {source.name} has {len(ids)} tokens and "
+                f"model.max_context is {config.model.max_context}, which leaves none for an "
+                "answer; raise it, or choose shorter tasks."
             )
-        return Prompt(source.name, task.id, text, tuple((i, tokenizer.backend.id_to_token(i) or "?") for i in ids))
+        return Prompt(
+            source.name,
+            task.id,
+            text,
+            tuple((i, tokenizer.backend.id_to_token(i) or "?") for i in ids),
+        )
 
-    def _survey(self, sources: Sequence[Source], tokenizer: Tokenizer, *, measured: bool) -> list[SourceFindings]:
+    def _survey(
+        self, sources: Sequence[Source], tokenizer: Tokenizer, *, measured: bool
+    ) -> list[SourceFindings]:
         """Every row, and the lengths of prompts where the model takes chats."""
         config = self._config
         agent = agent_of(config.environment)
         learns_answers = config.warm_start.is_made and config.warm_start.data is None
         survey = Survey(
-            needs_answer=(agent == SINGLE_TURN and not config.environment.rewards) or learns_answers, max_context=config.model.max_context
+            needs_answer=(agent == SINGLE_TURN and not config.environment.rewards)
+            or learns_answers,
+            max_context=config.model.max_context,
         )
-        sections = dict(zip(source_names(config.environment.sources), config.environment.sources, strict=True))
+        sections = dict(
+            zip(source_names(config.environment.sources), config.environment.sources, strict=True)
+        )
         for source in sources:
             self._doing(f"looks at the tasks of {source.name}")
             survey.rows(source, sections[source.name])
@@ -190,12 +228,15 @@ class Inspection:
 
         assert self._config.warm_start.data is not None
         self._doing("looks at warm_start.data")
-        conversations = Conversations(self._config.warm_start.data, tokenizer, max_tokens=self._config.model.max_context)
+        conversations = Conversations(
+            self._config.warm_start.data, tokenizer, max_tokens=self._config.model.max_context
+        )
         looked = conversations.check(seconds=LOOKING_SECONDS)
         if looked < len(conversations):
             self._notes.append(
-                f"of warm_start.data the first {looked:,} of {len(conversations):,} conversations were looked at in {LOOKING_SECONDS:.0f} s of processor time: "
-                "a broken one behind them ends the run when it is learnt."
+                f"of warm_start.data the first {looked:,} of {len(conversations):,} conversations "
+                f"were looked at in {LOOKING_SECONDS:.0f} s of processor time: a broken one behind "
+                "them ends the run when it is learnt."
             )
 
     def _architecture(self) -> None:
@@ -208,8 +249,9 @@ class Inspection:
         check_folder(config.model.path)
         if config.lora.rank is not None and (number := num_experts_of(config.model.path)):
             self._notes.append(
-                f"[lora] does not reach the {number} experts of each layer, nor their router: they stay as they are, and adapters train the "
-                "linear layers beside them, attention first of all. Without [lora] everything is trained."
+                f"[lora] does not reach the {number} experts of each layer, nor their router: they "
+                "stay as they are, and adapters train the linear layers beside them, attention "
+                "first of all. Without [lora] everything is trained."
             )
 
     def _own_loss(self) -> str:
@@ -226,11 +268,13 @@ class Inspection:
                 self._doing(f"imports {name}")
                 made(name)
 
-    # --- What the machine has ----------------------------------------------------------------------------------------
+    # --- What the machine has ---------------------------------------------------------------------
 
     def _devices(self) -> None:
         config = self._config
-        wanted = {"trainer.device": config.trainer.device} | ({} if config.engine.urls else {"engine.device": config.engine.device})
+        wanted = {"trainer.device": config.trainer.device} | (
+            {} if config.engine.urls else {"engine.device": config.engine.device}
+        )
         if not any(device.startswith("cuda") for device in wanted.values()):
             return
         self._doing("asks torch for GPUs")
@@ -239,7 +283,10 @@ class Inspection:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         for key, device in wanted.items():
             if device.startswith("cuda") and not count:
-                self._problems.append(f"{key} is {device!r}, which this machine has not got; set it to cpu: torch sees no GPU.")
+                self._problems.append(
+                    f"{key} is {device!r}, which this machine has not got; set it to cpu: torch "
+                    "sees no GPU."
+                )
         if count:
             device_map(config, number=count)
 
@@ -247,14 +294,18 @@ class Inspection:
         folder = Path(self._config.run.folder).absolute()
         there = next(place for place in (folder, *folder.parents) if place.is_dir())
         if not os.access(there, os.W_OK):
-            raise ConfigError(f"run.folder is {folder}, and {there} cannot be written to; choose another run.folder, or make it writable.")
+            raise ConfigError(
+                f"run.folder is {folder}, and {there} cannot be written to; choose another "
+                "run.folder, or make it writable."
+            )
         check_local(store_path(folder, self._config.run.store_folder))
         needed = derived.disk_bytes(self._config, derived.model_sizes(self._config.model))
         free = shutil.disk_usage(there).free + num_bytes_of_run(folder)
         if free < needed:
             raise ConfigError(
-                f"run.folder is {folder}, where {size(free)} are free, and checkpoints and models take {size(needed)}; free some space, "
-                "choose another run.folder, or lower trainer.keep_checkpoints."
+                f"run.folder is {folder}, where {size(free)} are free, and checkpoints and models "
+                f"take {size(needed)}; free some space, choose another run.folder, or lower "
+                "trainer.keep_checkpoints."
             )
 
     def _shared_memory(self) -> None:
@@ -264,7 +315,8 @@ class Inspection:
         free = shutil.disk_usage(SHARED).free
         if free < needed:
             raise ConfigError(
-                f"{SHARED} has {size(free)} free, and versions on their way take {size(needed)} there; enlarge it (in containers --shm-size), "
+                f"{SHARED} has {size(free)} free, and versions on their way take {size(needed)} "
+                "there; enlarge it (in containers --shm-size), "
                 'or set weights.transport = "file".'
             )
 

@@ -10,7 +10,9 @@ from midflight.run.launcher.folder import JOURNAL, replaces
 
 
 class ReplacedRun:
-    """Lets the run go that is aside in a folder, if there is one. Synchronous; a thread deletes it, which takes long where it is large."""
+    """Lets the run go that is aside in a folder, if there is one. Synchronous; a thread deletes it,
+    which takes long where it is large.
+    """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder = folder
@@ -19,21 +21,29 @@ class ReplacedRun:
 
     def look(self) -> None:
         """To be called when the new run may have made its first step."""
-        if self._deletion is not None or not aside.is_aside(self._folder) or not replaces(self._folder):
+        if (
+            self._deletion is not None
+            or not aside.is_aside(self._folder)
+            or not replaces(self._folder)
+        ):
             return
         try:
             self._let_go()
         except OSError as error:
             self._say(f"{self._folder}: the run that was replaced stays for now: {error}")
             return
-        self._say(f"{self._folder}: the first step is made, and the run that was there before is deleted.")
+        self._say(
+            f"{self._folder}: the first step is made, and the run that was there before is deleted."
+        )
 
     def _let_go(self) -> None:
         """The step is on the disk before the run goes that it replaces."""
         with (self._folder / JOURNAL).open("rb") as journal:
             os.fsync(journal.fileno())
         aside.let_go(self._folder)
-        self._deletion = threading.Thread(target=self._delete, name="deletes the replaced run", daemon=True)
+        self._deletion = threading.Thread(
+            target=self._delete, name="deletes the replaced run", daemon=True
+        )
         self._deletion.start()
 
     def _delete(self) -> None:

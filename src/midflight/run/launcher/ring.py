@@ -1,4 +1,5 @@
-"""The launcher's view of a run: its processes, started together, listened to, restarted within a budget, always stopped.
+"""The launcher's view of a run: its processes, started together, listened to, restarted within a
+budget, always stopped.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -63,25 +64,40 @@ from midflight.run.parts import (
     write_endpoint,
 )
 from midflight.run.places.local import LocalPlaces
-from midflight.run.places.port import Child, HasDescriptor, PartFailed, Place, Places, error_of, stop_all
+from midflight.run.places.port import (
+    Child,
+    HasDescriptor,
+    PartFailed,
+    Place,
+    Places,
+    error_of,
+    stop_all,
+)
 from midflight.run.scratch import remove_left, segment_name
 
 WRITING_SECONDS = 2.0
 """Of `stop_seconds`, what the launcher keeps for summary and plot after its parts have ended."""
 MAX_FAILED_STARTS = 3
-"""Of one worker in a row, before the run fails: its connection is refused, or the machine has no room for it."""
+"""Of one worker in a row, before the run fails: its connection is refused, or the machine has no
+room for it.
+"""
 LAST_WORDS_SECONDS = 0.5
 """To read what ended processes left in their pipes."""
 OTHERS_STAY = "It goes on from its store; trainer, engines and the other gateways stay."
 ONE_ARENA = {"MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1")}
-"""Set for processes with tensors: glibc gives threads memory of their own, and no thread uses what another has freed. Versions are staged and steps are made in
-whichever thread is free, so that an engine of 135 million parameters would keep 0.4 GB for nothing."""
+"""Set for processes with tensors: glibc gives threads memory of their own, and no thread uses what
+another has freed. Versions are staged and steps are made in whichever thread is free, so that an
+engine of 135 million parameters would keep 0.4 GB for nothing."""
 OWN_REASON_SECONDS = 5.0
-"""For a part that was lost to say why itself, or to be seen to end: its connections break first, and a busy machine takes seconds more."""
+"""For a part that was lost to say why itself, or to be seen to end: its connections break first,
+and a busy machine takes seconds more.
+"""
 
 
 class Ring:
-    """One attempt at a run. `on_message` hears everything the parts say; it must not raise or wait."""
+    """One attempt at a run. `on_message` hears everything the parts say; it must not raise or
+    wait.
+    """
 
     def __init__(
         self,
@@ -95,7 +111,9 @@ class Ring:
         objects: bytes = given.NOTHING,
         watchdog: Watchdog | None = None,
     ) -> None:
-        """`lock` holds the run's folder while a part that writes there lives. `budgets` outlive one attempt. `objects`: of a program, packed."""
+        """`lock` holds the run's folder while a part that writes there lives. `budgets` outlive one
+        attempt. `objects`: of a program, packed.
+        """
         self._objects = objects
         self._config = config
         self._on_message = on_message
@@ -118,14 +136,17 @@ class Ring:
         self._workers = 0
         """Processes that run the agents of each gateway."""
         self._is_done = False
-        """Nothing is left to be rolled out: parts that end now have done so because the rollout process does."""
+        """Nothing is left to be rolled out: parts that end now have done so because the rollout
+        process does.
+        """
         self._told = Statuses()
         self.memory: dict[str, int] = {}
         """Bytes of the parts that this process cannot look at, as each told last."""
 
     async def run(self, purpose: Purpose, *, resume: bool = False) -> None:
-        """Until what `purpose` ends it by, or until a part fails. With our own trainer that is its last step, evaluated and exported.
-        `resume`: the trainer goes on from its last checkpoint."""
+        """Until what `purpose` ends it by, or until a part fails. With our own trainer that is its
+        last step, evaluated and exported. `resume`: the trainer goes on from its last
+        checkpoint."""
         self._model: asyncio.Future[ModelReady] = asyncio.get_running_loop().create_future()
         if self._given_model is not None:
             self._model.set_result(self._given_model)
@@ -145,9 +166,17 @@ class Ring:
         taught = purpose in (Purpose.TRAIN, Purpose.ROLLOUTS)
         self.lay_out(ranks=trains, teacher=taught)
         config = self._config if trains else unsharded(self._config)
-        self._gateway = await self._places.take(ProcessKind.ROLLOUT, host=gateway.host, port=gateway.port)
-        beside = [await self._places.take(ProcessKind.ROLLOUT, host=gateway.host) for _ in range(1, config.gateway.shards)]
-        self._gateways = [GatewayPart(shard, place, shard_of(config, shard)) for shard, place in enumerate([self._gateway, *beside])]
+        self._gateway = await self._places.take(
+            ProcessKind.ROLLOUT, host=gateway.host, port=gateway.port
+        )
+        beside = [
+            await self._places.take(ProcessKind.ROLLOUT, host=gateway.host)
+            for _ in range(1, config.gateway.shards)
+        ]
+        self._gateways = [
+            GatewayPart(shard, place, shard_of(config, shard))
+            for shard, place in enumerate([self._gateway, *beside])
+        ]
         access = Access(self.url, self._control_token, self._engine_token, self._segment)
         self._engines = Engines(
             *(self._config, self._places, access),
@@ -164,10 +193,21 @@ class Ring:
         running = [*engines, self._watch(), self._places.watch()]
         rollout, *rollouts = [self._rollout(purpose, part) for part in self._gateways]
         self._workers = self._num_workers(purpose)
-        running += [*rollouts, *(self._worker(name, part) for part in self._gateways for name in self._workers_of(part))]
+        running += [
+            *rollouts,
+            *(
+                self._worker(name, part)
+                for part in self._gateways
+                for name in self._workers_of(part)
+            ),
+        ]
         try:
             if trains:
-                await serve_while(self._lives.lead(partial(self._trainer, resume), self._end_trainer), rollout, *running)
+                await serve_while(
+                    self._lives.lead(partial(self._trainer, resume), self._end_trainer),
+                    rollout,
+                    *running,
+                )
             else:
                 await serve_while(rollout, *running)
         finally:
@@ -179,24 +219,36 @@ class Ring:
                     remove_endpoint(part.folder, self._control_token)
 
     def lay_out(self, *, ranks: bool, teacher: bool) -> None:
-        """Gives each process that computes on GPUs of this machine its own; a cluster gives each seat its own."""
-        laid = device_map(self._config, number=num_present(os.environ) or None, ranks=ranks, teacher=teacher)
+        """Gives each process that computes on GPUs of this machine its own; a cluster gives each
+        seat its own.
+        """
+        laid = device_map(
+            self._config, number=num_present(os.environ) or None, ranks=ranks, teacher=teacher
+        )
         self._devices = {part.who: part.devices for part in laid if part.devices}
 
     def _memory_words(self, *, trains: bool) -> str:
-        from midflight.run.places.fit import memory_words, this_hardware  # it knows clusters, which few runs need
+        # it knows clusters, which few runs need
+        from midflight.run.places.fit import memory_words, this_hardware
 
         return memory_words(self._config, this_hardware(), trains=trains)
 
     async def _end(self) -> None:
-        """Waits for the parts' ends, and for what they still said; a cancellation kills them at once."""
+        """Waits for the parts' ends, and for what they still said; a cancellation kills them at
+        once.
+        """
         for place in (part.place for part in (*self._gateways, *self._engines.parts.values())):
             place.refuse()
-        await stop_all([*self.children.values()], seconds=max(0.5, self._config.run.stop_seconds - WRITING_SECONDS))
+        await stop_all(
+            [*self.children.values()],
+            seconds=max(0.5, self._config.run.stop_seconds - WRITING_SECONDS),
+        )
         await self._last_words()
 
     async def _watch(self) -> None:
-        """Waits for the interval to pass, for ever; ended by its task group. Who hangs is shown and ended: its own task starts it again."""
+        """Waits for the interval to pass, for ever; ended by its task group. Who hangs is shown and
+        ended: its own task starts it again.
+        """
         async with asyncio.TaskGroup() as endings:
             while True:
                 await asyncio.sleep(LOOK_SECONDS)
@@ -205,54 +257,91 @@ class Ring:
                     self._watchdog.see(child.name, child.state)
                 found = self._watchdog.look()
                 if not found and self._watchdog.due():
-                    self._on_message(Stalled(f"{self._watchdog.standstill()}.\n{self._watchdog.report()}"))
+                    self._on_message(
+                        Stalled(f"{self._watchdog.standstill()}.\n{self._watchdog.report()}")
+                    )
                 for hung in found:
                     report = self._watchdog.report()
                     self._watchdog.end(hung.name)
                     endings.create_task(self._end_hung(hung, self.children[hung.name], report))
 
     async def _end_hung(self, hung: Hung, child: Child, report: str) -> None:
-        """Waits for the stacks of a process that can still write them; and before the end of a worker that is stopped, for its gateway to hear
-        that no agent is to blame."""
+        """Waits for the stacks of a process that can still write them; and before the end of a
+        worker that is stopped, for its gateway to hear that no agent is to blame."""
         if hung.stopped and child.part is ProcessKind.WORKER:
             await self._spare(hung.name)
-        stacks = "" if hung.stopped else f"\nthe stacks of {hung.name} (pid {child.pid}):\n{await child.stacks()}"
+        stacks = (
+            ""
+            if hung.stopped
+            else f"\nthe stacks of {hung.name} (pid {child.pid}):\n{await child.stacks()}"
+        )
         self._on_message(Stalled(f"{hung.why}.\n{report}{stacks}"))
         child.condemn(hung.why)
 
     async def _spare(self, worker: str) -> None:
-        """Tells the gateway whose agents it runs. Waits for its answer, `stall_seconds` at most: one that does not answer hangs itself."""
-        from midflight.run.api import worker_wire as wire  # only here and for engines does the launcher ask anybody
+        """Tells the gateway whose agents it runs. Waits for its answer, `stall_seconds` at most:
+        one that does not answer hangs itself.
+        """
+        # only here and for engines does the launcher ask anybody
+        from midflight.run.api import worker_wire as wire
         from midflight.wire.client import HttpClient
 
         gateway = next(part for part in self._gateways if worker in self._workers_of(part))
         async with HttpClient(gateway.url, lost=PartLost, token=self._control_token) as http:
             with suppress(PartLost):
                 said = wire.encode(wire.WorkerSpared(worker))
-                await http.call("POST", wire.SPARED_PATH, said, seconds=self._config.run.stall_seconds)
+                await http.call(
+                    "POST", wire.SPARED_PATH, said, seconds=self._config.run.stall_seconds
+                )
 
     @property
     def url(self) -> str:
         return self._gateways[0].url
 
     async def _trainer(self, resume: bool, life: int) -> None:
-        """The first rank's end is the trainer's. The others end with it, and if one fails all do."""
+        """The first rank's end is the trainer's. The others end with it, and if one fails all
+        do.
+        """
         for place in self._rank_places:  # of an earlier life
             place.close()
-        self._rank_places = first, *others = await self._places.take_all(ProcessKind.TRAINER, self._config.trainer.ranks)
+        self._rank_places = first, *others = await self._places.take_all(
+            ProcessKind.TRAINER, self._config.trainer.ranks
+        )
         config = config_in_place(self._config, "trainer").model_dump_json()
         meeting = f"{first.host}:{first.port}"
-        spec = TrainerSpec(config, self.url, self._control_token, self._segment, resume or life > 0, life, meeting=meeting)
-        spec = msgspec.structs.replace(spec, further_urls=tuple(part.url for part in self._gateways[1:]))
-        ranks = [self._rank(msgspec.structs.replace(spec, rank=rank), place) for rank, place in enumerate(others, start=1)]
-        await serve_while(self._rank(msgspec.structs.replace(spec, meeting_fd=first.fd), first), *ranks)
+        spec = TrainerSpec(
+            config,
+            self.url,
+            self._control_token,
+            self._segment,
+            resume or life > 0,
+            life,
+            meeting=meeting,
+        )
+        spec = msgspec.structs.replace(
+            spec, further_urls=tuple(part.url for part in self._gateways[1:])
+        )
+        ranks = [
+            self._rank(msgspec.structs.replace(spec, rank=rank), place)
+            for rank, place in enumerate(others, start=1)
+        ]
+        await serve_while(
+            self._rank(msgspec.structs.replace(spec, meeting_fd=first.fd), first), *ranks
+        )
 
     async def _end_trainer(self) -> None:
-        await stop_all([child for name, child in self.children.items() if name.startswith("trainer")], seconds=0.0)
+        await stop_all(
+            [child for name, child in self.children.items() if name.startswith("trainer")],
+            seconds=0.0,
+        )
 
     async def _rank(self, spec: TrainerSpec, place: Place) -> None:
         trainer = await self._start(
-            ProcessKind.TRAINER, f"trainer{spec.rank or ''}", place, listens=spec.meeting_fd is not None, writes=True
+            ProcessKind.TRAINER,
+            f"trainer{spec.rank or ''}",
+            place,
+            listens=spec.meeting_fd is not None,
+            writes=True,
         )
         await trainer.tell(msgspec.structs.replace(spec, host=place.host))
         try:
@@ -262,7 +351,9 @@ class Ring:
             raise PartFailed(str(lost), part=trainer.name) from lost
 
     async def _rollout(self, purpose: Purpose, part: GatewayPart) -> None:
-        """With several, one that dies is started again alone, within its budget, and goes on from its store."""
+        """With several, one that dies is started again alone, within its budget, and goes on from
+        its store.
+        """
         again = False
         while True:
             try:
@@ -270,10 +361,13 @@ class Ring:
                 return
             except PartFailed as failure:
                 possible = len(self._gateways) > 1 and part.name in self._ready
-                said = self._budgets.spend_on(failure, now=asyncio.get_running_loop().time(), possible=possible)
+                said = self._budgets.spend_on(
+                    failure, now=asyncio.get_running_loop().time(), possible=possible
+                )
             self._on_message(msgspec.structs.replace(said, error=f"{said.error}\n{OTHERS_STAY}"))
             self._ready.discard(part.name)
-            self.children[part.name].signal(signal.SIGKILL)  # a failed one may linger, and its successor listens on the same socket
+            # a failed one may linger, and its successor listens on the same socket
+            self.children[part.name].signal(signal.SIGKILL)
             await self.children[part.name].ended()
             await asyncio.sleep(said.seconds)
             again = True
@@ -281,7 +375,9 @@ class Ring:
     async def _rollout_life(self, purpose: Purpose, part: GatewayPart, *, again: bool) -> None:
         has_agents = purpose is not Purpose.SERVE and not self._workers
         entries = entries_of(self._config.environment) if has_agents else ()
-        rollout = await self._start(ProcessKind.ROLLOUT, part.name, part.place, listens=True, writes=True, arguments=entries)
+        rollout = await self._start(
+            ProcessKind.ROLLOUT, part.name, part.place, listens=True, writes=True, arguments=entries
+        )
         addresses = self._engines.addresses()
         teacher = addresses.pop(TEACHER, None)
 
@@ -318,16 +414,24 @@ class Ring:
         return [f"worker{part.shard * self._workers + index}" for index in range(self._workers)]
 
     async def _worker(self, name: str, part: GatewayPart) -> None:
-        """Runs one process of agents, and starts it again whenever it dies, as agents may have it. `PartFailed` if it does not come up."""
+        """Runs one process of agents, and starts it again whenever it dies, as agents may have it.
+        `PartFailed` if it does not come up.
+        """
         failed_starts = 0
         num_ended = 0
         error = ""
         while failed_starts < MAX_FAILED_STARTS:
-            worker = await self._start(ProcessKind.WORKER, name, part.place, arguments=entries_of(self._config.environment))
+            worker = await self._start(
+                ProcessKind.WORKER, name, part.place, arguments=entries_of(self._config.environment)
+            )
             try:
                 await worker.tell(
                     WorkerSpec(
-                        name, part.url, self._worker_token, self._config.environment.model_dump_json(), self._config.gateway.public_url
+                        name,
+                        part.url,
+                        self._worker_token,
+                        self._config.environment.model_dump_json(),
+                        self._config.gateway.public_url,
                     )
                 )
                 await self._follow(worker)
@@ -341,20 +445,43 @@ class Ring:
             if self._is_done:
                 return
             num_ended += 1
-            if num_ended & (num_ended - 1) == 0:  # the first, second, fourth, eighth: an environment may do so all the time
+            # the first, second, fourth, eighth: an environment may do so all the time
+            if num_ended & (num_ended - 1) == 0:
                 again = "" if num_ended == 1 else f" It was the {num_ended}th time."
                 self._on_message(Restarted(name, error + again, None))
-        raise PartFailed(f"{name} was started {MAX_FAILED_STARTS} times and ended each time before it ran an agent: {error}", part=name)
+        raise PartFailed(
+            (
+                f"{name} was started {MAX_FAILED_STARTS} times and ended each time before it ran "
+                f"an agent: {error}"
+            ),
+            part=name,
+        )
 
     async def _start_engine(self, part: EnginePart) -> Child:
-        return await self._start(ProcessKind.ENGINE, part.name, part.place, listens=True, arguments=[part.kind])
+        return await self._start(
+            ProcessKind.ENGINE, part.name, part.place, listens=True, arguments=[part.kind]
+        )
 
     async def _start(
-        self, part: ProcessKind, name: str, place: Place, *, listens: bool = False, writes: bool = False, arguments: Sequence[str] = ()
+        self,
+        part: ProcessKind,
+        name: str,
+        place: Place,
+        *,
+        listens: bool = False,
+        writes: bool = False,
+        arguments: Sequence[str] = (),
     ) -> Child:
         """`writes`: into the run's folder, so that it holds that too."""
-        threads = {ProcessKind.ENGINE: self._config.engine.threads, ProcessKind.TRAINER: self._config.trainer.threads}.get(part, 1)
-        environ = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        threads = {
+            ProcessKind.ENGINE: self._config.engine.threads,
+            ProcessKind.TRAINER: self._config.trainer.threads,
+        }.get(part, 1)
+        environ = {
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         if part in (ProcessKind.ENGINE, ProcessKind.TRAINER):
             environ |= ONE_ARENA
         if name in self._devices:
@@ -365,7 +492,14 @@ class Ring:
         objects = given.NOTHING if part is ProcessKind.ENGINE else self._objects
         inherited = self._writing if writes else ()
         child = place.child(
-            part, name, log=log, environ=environ, arguments=arguments, objects=objects, listens=listens, inherited=inherited
+            part,
+            name,
+            log=log,
+            environ=environ,
+            arguments=arguments,
+            objects=objects,
+            listens=listens,
+            inherited=inherited,
         )
         self.children[name] = child
         await child.start()
@@ -373,7 +507,9 @@ class Ring:
         return child
 
     async def _brief_and_follow(self, child: Child, spec: Callable[[ModelReady], Spec]) -> None:
-        """Hears the child from its start, and tells it its spec as soon as there is a model; its failure may come before."""
+        """Hears the child from its start, and tells it its spec as soon as there is a model; its
+        failure may come before.
+        """
 
         async def brief() -> None:
             await child.tell(spec(await asyncio.shield(self._model)))
@@ -384,22 +520,28 @@ class Ring:
             raise first_error(errors) from None
 
     async def _last_words(self) -> None:
-        """What parts said while they ended: the last status. Waits for nothing but bytes that are there."""
+        """What parts said while they ended: the last status. Waits for nothing but bytes that are
+        there.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_SECONDS):
                 for child in (child for child in self.children.values() if child.was_started):
                     async for message in child.messages():
-                        if isinstance(message, Progress):  # that connections break now alarms nobody
+                        # that connections break now alarms nobody
+                        if isinstance(message, Progress):
                             self._on_message(Progress(self._told.whole(child.name, message.status)))
 
     async def _follow(self, child: Child) -> None:
-        """Hears the child until it ends; its failure is ours, with its traceback (I9). Ended by the child."""
+        """Hears the child until it ends; its failure is ours, with its traceback (I9). Ended by the
+        child.
+        """
         try:
             async for message in child.messages():
                 if isinstance(message, Failed):
                     raise error_of(child.name, message)
                 self._hear(child.name, message)
-            status = await child.ended()  # one that has only closed its end of the pipe is silent, and found to be
+            # one that has only closed its end of the pipe is silent, and found to be
+            status = await child.ended()
         finally:
             self._watchdog.end(child.name)
             self.memory.pop(child.name, None)
@@ -425,10 +567,14 @@ class Ring:
                 self._watchdog.ready(name)
                 self._ready.add(name)
                 self._engines.came_up(name)
-                if url is not None:  # written before the address is announced: whoever waits for one may then read the other
+                # written before the address is announced: whoever waits for one may then read the
+                # other
+                if url is not None:
                     model = str(Path(self._model.result().folder).resolve())
                     folder = next(part.folder for part in self._gateways if part.name == name)
-                    write_endpoint(folder, Endpoint(url, self._control_token, self._config.run.name, model))
+                    write_endpoint(
+                        folder, Endpoint(url, self._control_token, self._config.run.name, model)
+                    )
                     if folder != Path(self._config.run.folder):
                         return
             case Worked():
@@ -442,7 +588,15 @@ class Ring:
                 self._is_done = status.phase is Phase.DONE
                 if self._budgets.is_further(status.step):
                     self._earn()
-                self._watchdog.progress((status.phase, status.step, status.evaluated, totals.generated_tokens, totals.rollouts))
+                self._watchdog.progress(
+                    (
+                        status.phase,
+                        status.step,
+                        status.evaluated,
+                        totals.generated_tokens,
+                        totals.rollouts,
+                    )
+                )
             case WarmStart():
                 self._watchdog.progress(message)
             case _:

@@ -15,15 +15,21 @@ from midflight.run.launcher.holding import check_free
 from midflight.trajectories.pairs import shard_stores
 
 
-def check_kept(config: Config, *, resume: bool, overwrite: bool, trains: bool = True, gives_rows: bool = False) -> None:
+def check_kept(
+    config: Config, *, resume: bool, overwrite: bool, trains: bool = True, gives_rows: bool = False
+) -> None:
     """`ConfigError` unless a run may begin or go on in its folder.
 
-    `trains`: whether the trainer is ours, so that there is a `--resume`. `gives_rows`: whether a program brings the rows that the folder gets.
+    `trains`: whether the trainer is ours, so that there is a `--resume`. `gives_rows`: whether a
+    program brings the rows that the folder gets.
     """
     folder = Path(config.run.folder)
     check_free(folder)
     if resume and overwrite:
-        raise ConfigError("--resume goes on with the run in the folder, --overwrite replaces it: give one of them.")
+        raise ConfigError(
+            "--resume goes on with the run in the folder, --overwrite replaces it: give one of "
+            "them."
+        )
     if resume:
         _check_resumable(config, folder)
         return
@@ -31,7 +37,8 @@ def check_kept(config: Config, *, resume: bool, overwrite: bool, trains: bool = 
     if found is not None and not overwrite:
         going_on = "--resume to go on with it, " if trains else ""
         raise ConfigError(
-            f"{folder} holds {found}, which is kept. Give {going_on}--overwrite to replace it, or --folder for another place."
+            f"{folder} holds {found}, which is kept. Give {going_on}--overwrite to replace it, or "
+            "--folder for another place."
         )
     _check_apart(config, folder, gives_rows=gives_rows)
     if found is not None:
@@ -41,10 +48,13 @@ def check_kept(config: Config, *, resume: bool, overwrite: bool, trains: bool = 
 
 def _check_resumable(config: Config, folder: Path) -> None:
     if not can_go_on(folder):
-        raise ConfigError(f"resuming {folder}: there is no checkpoint in it; leave out --resume to start anew.")
+        raise ConfigError(
+            f"resuming {folder}: there is no checkpoint in it; leave out --resume to start anew."
+        )
     if (began := 1 + len(shard_stores(folder))) != config.gateway.shards:
         raise ConfigError(
-            f"resuming {folder}: it began with {began} gateways, and gateway.shards is {config.gateway.shards}; set it to {began}."
+            f"resuming {folder}: it began with {began} gateways, and gateway.shards is "
+            f"{config.gateway.shards}; set it to {began}."
         )
 
 
@@ -56,8 +66,8 @@ def _check_apart(config: Config, folder: Path, *, gives_rows: bool) -> None:
             continue
         if any(path.resolve().is_relative_to(one) for one in removed):
             raise ConfigError(
-                f"{key} is {path}, which a new run in {folder} would delete, with --overwrite or without; give --folder for another place, or move "
-                "it out of there."
+                f"{key} is {path}, which a new run in {folder} would delete, with --overwrite or "
+                "without; give --folder for another place, or move it out of there."
             )
 
 
@@ -79,7 +89,8 @@ def _check_room(config: Config, folder: Path, found: str, *, trains: bool) -> No
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigError(
-            f"{folder} holds {found} of {size(num_bytes_of_run(folder))}, which --overwrite keeps until the first step of the new one. By then that "
-            f"takes {size(needed)} more (models, a checkpoint), and {size(free)} are free; free some space, give --folder for another place, or "
-            "delete the old run yourself."
+            f"{folder} holds {found} of {size(num_bytes_of_run(folder))}, which --overwrite keeps "
+            f"until the first step of the new one. By then that takes {size(needed)} more (models, "
+            f"a checkpoint), and {size(free)} are free; free some space, give --folder for another "
+            "place, or delete the old run yourself."
         )

@@ -1,4 +1,6 @@
-"""A look at the tasks of a run before it starts: is every row a task, and how long are the prompts?"""
+"""A look at the tasks of a run before it starts: is every row a task, and how long are the
+prompts?
+"""
 
 import time
 from array import array
@@ -16,7 +18,9 @@ from midflight.text.tokenizer import Tokenizer
 from midflight.types import Task
 
 LOOKING_SECONDS = 20.0
-"""Processor time for which rows are looked at, all sources together: a million of short ones. Nothing is refused for it."""
+"""Processor time for which rows are looked at, all sources together: a million of short ones.
+Nothing is refused for it.
+"""
 MEASURED = 1000
 """Prompts of a source that are tokenised, evenly from its first to its last."""
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
@@ -24,7 +28,9 @@ QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 
 
 class SourceFindings(msgspec.Struct, frozen=True):
-    """What a source holds. `lengths` are the quantiles of its prompts in tokens, of the `num_measured` that were tokenised."""
+    """What a source holds. `lengths` are the quantiles of its prompts in tokens, of the
+    `num_measured` that were tokenised.
+    """
 
     name: str
     num_training: int
@@ -66,8 +72,9 @@ class Survey:
             self._refuse_twice(source, section)
         if number < total:
             self.notes.append(
-                f"of {source.name} the first {number:,} of {total:,} rows were looked at in {LOOKING_SECONDS:.0f} s of processor time: "
-                "a broken one behind them ends the run when it is drawn."
+                f"of {source.name} the first {number:,} of {total:,} rows were looked at in "
+                f"{LOOKING_SECONDS:.0f} s of processor time: a broken one behind them ends the run "
+                "when it is drawn."
             )
 
     def _check_answer(self, source: Source, task: Task, number: int) -> None:
@@ -75,8 +82,8 @@ class Survey:
             task.text("answer")
         except TaskFieldMissing as error:
             raise ConfigError(
-                f"{_place(source, number)}: {error} The environment compares replies with a text: name its column as answer in "
-                "environment.sources, which makes numbers texts."
+                f"{_place(source, number)}: {error} The environment compares replies with a text: "
+                "name its column as answer in environment.sources, which makes numbers texts."
             ) from None
 
     def _refuse_twice(self, source: Source, section: SourceSection) -> None:
@@ -84,8 +91,9 @@ class Survey:
         for number, task in enumerate(chain(source.training, source.heldout)):
             if (first := seen.setdefault(task.id, number)) != number:
                 raise ConfigError(
-                    f"{_place(source, number)}: column {section.id!r} is {task.id!r}, as at {_place(source, first)}; "
-                    "ids must be unique within a source: correct one of them, or leave the option id out."
+                    f"{_place(source, number)}: column {section.id!r} is {task.id!r}, as at "
+                    f"{_place(source, first)}; ids must be unique within a source: correct one of "
+                    "them, or leave the option id out."
                 )
 
     def lengths(self, source: Source, tokenizer: Tokenizer) -> SourceFindings:
@@ -94,12 +102,19 @@ class Survey:
         too_long = int((lengths >= self._max_context).sum())
         if too_long:
             self.notes.append(
-                f"{too_long} of {len(lengths)} prompts of {source.name} that were measured have {self._max_context} tokens or more (model.max_context), "
-                "which leaves none for an answer: their rollouts fail. Raise it, or remove those rows."
+                f"{too_long} of {len(lengths)} prompts of {source.name} that were measured have "
+                f"{self._max_context} tokens or more (model.max_context), which leaves none for an "
+                "answer: their rollouts fail. Raise it, or remove those rows."
             )
         quantiles = tuple(int(x) for x in np.quantile(lengths, QUANTILES, method="nearest"))
         counts = (len(source.training), len(source.heldout), source.num_left_out)
-        return SourceFindings(source.name, *counts, num_measured=len(lengths), lengths=quantiles, num_too_long=too_long)
+        return SourceFindings(
+            source.name,
+            *counts,
+            num_measured=len(lengths),
+            lengths=quantiles,
+            num_too_long=too_long,
+        )
 
 
 def _some(tasks: Sequence[Task]) -> Iterator[Task]:
@@ -112,5 +127,13 @@ def _length(tokenizer: Tokenizer, task: Task) -> int:
 
 def _place(source: Source, number: int) -> str:
     """Of the task with this number, training before held out."""
-    tasks, place = (source.training, number) if number < len(source.training) else (source.heldout, number - len(source.training))
-    return tasks.place(place) if isinstance(tasks, RowTasks) else f"task {tasks[place].id} of {source.name}"
+    tasks, place = (
+        (source.training, number)
+        if number < len(source.training)
+        else (source.heldout, number - len(source.training))
+    )
+    return (
+        tasks.place(place)
+        if isinstance(tasks, RowTasks)
+        else f"task {tasks[place].id} of {source.name}"
+    )

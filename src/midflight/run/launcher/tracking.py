@@ -1,4 +1,6 @@
-"""The trackers of a run, as the launcher has them: a process of their own, of which nothing is waited for before the run has ended."""
+"""The trackers of a run, as the launcher has them: a process of their own, of which nothing is
+waited for before the run has ended.
+"""
 
 import os
 import queue
@@ -21,17 +23,23 @@ from midflight.trackers.process import LAST_SECONDS, TrackerSaid
 ENDING_SECONDS = 60.0
 """For trackers to send what is left, once a run has finished."""
 ALONE_SECONDS = LAST_SECONDS + 5.0
-"""For the process to end by itself, once the launcher is gone: it notices that, and has its own limit."""
+"""For the process to end by itself, once the launcher is gone: it notices that, and has its own
+limit.
+"""
 
 
 class Tracking:
-    """Synchronous; a thread reads what the process says, and `hear` passes it on where the terminal is drawn."""
+    """Synchronous; a thread reads what the process says, and `hear` passes it on where the terminal
+    is drawn.
+    """
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         self._names = config.observe.trackers
         self._folder = Path(config.run.folder)
         self._say = say
-        self._environ = {PROCESS_VARIABLE: "trackers"} if config.observe.log_format == "json" else {}
+        self._environ = (
+            {PROCESS_VARIABLE: "trackers"} if config.observe.log_format == "json" else {}
+        )
         self._process: subprocess.Popen[bytes] | None = None
         self._said: queue.SimpleQueue[TrackerSaid] = queue.SimpleQueue()
         self._open: set[str] = set()
@@ -45,26 +53,40 @@ class Tracking:
         self._open = set(self._names)
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                guarded([sys.executable, "-m", "midflight.trackers.process", str(self._folder)], ask=None, seconds=ALONE_SECONDS),
+                guarded(
+                    [sys.executable, "-m", "midflight.trackers.process", str(self._folder)],
+                    ask=None,
+                    seconds=ALONE_SECONDS,
+                ),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env={**{name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}, **self._environ},
+                env={
+                    **{name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
+                    **self._environ,
+                },
                 start_new_session=True,  # Ctrl-C is the launcher's
             )
         assert self._process.stdout is not None
-        threading.Thread(target=self._read, args=(self._process.stdout,), name="trackers", daemon=True).start()
+        threading.Thread(
+            target=self._read, args=(self._process.stdout,), name="trackers", daemon=True
+        ).start()
 
     def _read(self, out: IO[bytes]) -> None:
         for line in out:
             self._said.put(msgspec.json.decode(line, type=TrackerSaid))
 
     def hear(self) -> None:
-        """Says what trackers have said since the last look, or that their process died. None of it ends the run."""
+        """Says what trackers have said since the last look, or that their process died. None of it
+        ends the run.
+        """
         status = None if self._process is None else self._process.poll()
         if status and self._open:
-            self._say(f"the process of the trackers ended with status {status}: {', '.join(sorted(self._open))} will lack what follows; "
-                      f"metrics.jsonl has every number, and {self._folder / LOGS / 'trackers.log'} says why.")  # fmt: skip
+            self._say(
+                f"the process of the trackers ended with status {status}: "
+                f"{', '.join(sorted(self._open))} will lack what follows; metrics.jsonl has every "
+                f"number, and {self._folder / LOGS / 'trackers.log'} says why."
+            )
             self._open.clear()
         while not self._said.empty():
             said = self._said.get()
@@ -73,11 +95,14 @@ class Tracking:
             else:
                 log = self._folder / LOGS / "trackers.log"
                 self._say(
-                    f"tracker {said.tracker} {said.error}\nThe run goes on, and metrics.jsonl has every number; further errors of it are in {log} alone."
+                    f"tracker {said.tracker} {said.error}\nThe run goes on, and metrics.jsonl has "
+                    f"every number; further errors of it are in {log} alone."
                 )
 
     def end(self, *, seconds: float) -> None:
-        """Waits until every tracker has been told everything, for `seconds` at most. To be called when plot and summary are there."""
+        """Waits until every tracker has been told everything, for `seconds` at most. To be called
+        when plot and summary are there.
+        """
         if (process := self._process) is None:
             return
         assert process.stdin is not None
@@ -87,7 +112,8 @@ class Tracking:
         except subprocess.TimeoutExpired:
             self.hear()
             self._say(
-                f"trackers that were not done within {seconds:g} s were ended: {', '.join(sorted(self._open))}; metrics.jsonl has every number."
+                f"trackers that were not done within {seconds:g} s were ended: "
+                f"{', '.join(sorted(self._open))}; metrics.jsonl has every number."
             )
         finally:
             self.drop()

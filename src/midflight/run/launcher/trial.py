@@ -1,8 +1,9 @@
 """A trial: a process that tries something for a command, and is waited for as long as it moves.
 
-The process writes lines of JSON to its standard output: what it does now, a text each time, and at last its answer. A trial that stands
-still for `stall_seconds` is ended, and its last words and its stack are shown. Nothing else limits it: on a slow or busy machine it takes
-as long as it takes, and the wait says so. Importing this needs no torch.
+The process writes lines of JSON to its standard output: what it does now, a text each time, and at
+last its answer. A trial that stands still for `stall_seconds` is ended, and its last words and its
+stack are shown. Nothing else limits it: on a slow or busy machine it takes as long as it takes, and
+the wait says so. Importing this needs no torch.
 """
 
 import faulthandler
@@ -29,7 +30,10 @@ WORD_SECONDS = 10.0
 STACK_LOOKS = 3
 """Looks that a process has to write its stack; one that is stopped writes none."""
 FRAMES = 4
-OF_OTHERS = tuple(f'File "{place}' for place in ("<", *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}))
+OF_OTHERS = tuple(
+    f'File "{place}'
+    for place in ("<", *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+)
 """Begin the frames of libraries, which wait for what the user's own code asked for."""
 LAST_LINES = 5
 
@@ -44,12 +48,14 @@ def to_terminal(text: str) -> None:
     sys.stderr.flush()
 
 
-# --- Of the command that waits ----------------------------------------------------------------------------------------
+# --- Of the command that waits --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How a trial is waited for. `what` is said of it while it lasts, as a participle: `trying the configuration`."""
+    """How a trial is waited for. `what` is said of it while it lasts, as a participle: `trying the
+    configuration`.
+    """
 
     what: str
     stall_seconds: float
@@ -64,15 +70,25 @@ def answer_of(
     environ: Mapping[str, str] | None = None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> bytes:
-    """The answer of a trial, as JSON. `TrialFailed` where it stands still, or ends with another status than 0.
+    """The answer of a trial, as JSON. `TrialFailed` where it stands still, or ends with another
+    status than 0.
 
-    Waits for the process as long as that moves. An interrupt ends both at once. `meanwhile` is done first, beside it.
+    Waits for the process as long as that moves. An interrupt ends both at once. `meanwhile` is done
+    first, beside it.
     """
     pipe = subprocess.PIPE
-    with tempfile.TemporaryFile() as file:  # not a pipe, which somebody would have to fill while the process is waited for
+    # not a pipe, which somebody would have to fill while the process is waited for
+    with tempfile.TemporaryFile() as file:
         file.write(given)
         file.seek(0)
-        with subprocess.Popen(guarded(command), stdin=file, stdout=pipe, stderr=pipe, env=environ, start_new_session=True) as process:
+        with subprocess.Popen(
+            guarded(command),
+            stdin=file,
+            stdout=pipe,
+            stderr=pipe,
+            env=environ,
+            start_new_session=True,
+        ) as process:
             try:
                 meanwhile()
                 out, errors = _followed(process, patience)
@@ -114,12 +130,20 @@ def _doing(out: bytes) -> str:
 def _word(patience: Patience, motion: Motion, *, doing: str, still: float) -> str:
     does = motion.what
     if still > 2 * LOOK_SECONDS:
-        does = f"has done nothing for {still:.0f} s; it is given up at {patience.stall_seconds:g} s (run.stall_seconds)"
+        does = (
+            f"has done nothing for {still:.0f} s; it is given up at {patience.stall_seconds:g} "
+            "s (run.stall_seconds)"
+        )
     return f"{patience.what}{f': {doing}' if doing else ''}, for {duration(motion.seconds)}, {does}"
 
 
-def _hung(process: subprocess.Popen[bytes], patience: Patience, *, doing: str, still: float, errors: bytes) -> str:
-    what = f"did nothing for {still:.0f} s{f' while it {doing}' if doing else ''}: it took no processor time, read and wrote nothing"
+def _hung(
+    process: subprocess.Popen[bytes], patience: Patience, *, doing: str, still: float, errors: bytes
+) -> str:
+    what = (
+        f"did nothing for {still:.0f} s{f' while it {doing}' if doing else ''}: it took no "
+        "processor time, read and wrote nothing"
+    )
     remedy = "Mend what it waits for, or raise run.stall_seconds."
     return f"{what}. {remedy}{_stack(process, before=len(errors))}{_end(errors)}"
 
@@ -147,7 +171,7 @@ def _end(said: bytes) -> str:
     return "".join(f"\n{line}" for line in ["The last it said:", *lines]) if lines else ""
 
 
-# --- Of the process that tries ----------------------------------------------------------------------------------------
+# --- Of the process that tries --------------------------------------------------------------------
 
 
 class TrialReport:
@@ -169,7 +193,9 @@ class TrialReport:
 
 @contextmanager
 def trying() -> Generator[TrialReport]:
-    """In the process that tries, for all that it does: what others print there goes to standard error, and is no answer."""
+    """In the process that tries, for all that it does: what others print there goes to standard
+    error, and is no answer.
+    """
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)
     sys.stdout.flush()
     own = os.dup(1)

@@ -1,6 +1,8 @@
-"""A viewer beside a run: an address from the beginning, and a process behind it from when somebody opens that first.
+"""A viewer beside a run: an address from the beginning, and a process behind it from when somebody
+opens that first.
 
-The viewer reads the run's folder and knows nothing of its processes: it can't stop the run, and the run does not need it.
+The viewer reads the run's folder and knows nothing of its processes: it can't stop the run, and the
+run does not need it.
 """
 
 import asyncio
@@ -23,21 +25,30 @@ HOST = "127.0.0.1"
 
 
 class BesideRun:
-    """Opens the address, and starts the viewer for its first visitor. One that ends is said once and not started again."""
+    """Opens the address, and starts the viewer for its first visitor. One that ends is said once
+    and not started again.
+    """
 
     def __init__(self, config: Config, *, token: str, say: Callable[[str], None]) -> None:
         self._folder = Path(config.run.folder)
         self._port = config.observe.view_port
-        self._wanted = config.observe.view == "auto" and importlib.util.find_spec("nicegui") is not None
+        self._wanted = (
+            config.observe.view == "auto" and importlib.util.find_spec("nicegui") is not None
+        )
         self._token = token
         self._say = say
 
     async def run(self) -> None:
-        """Waits for a visitor, then for the viewer's end, then for ever; ended by its task group, which ends the viewer."""
+        """Waits for a visitor, then for the viewer's end, then for ever; ended by its task group,
+        which ends the viewer.
+        """
         try:
             await self._serve()
         except Exception as error:  # a run goes on without its viewer, whatever became of that
-            self._say(f"no viewer beside this run ({error}); the run goes on. Look at it with: midflight view {self._folder}")
+            self._say(
+                f"no viewer beside this run ({error}); the run goes on. Look at it with: midflight "
+                f"view {self._folder}"
+            )
         await asyncio.Event().wait()
 
     async def _serve(self) -> None:
@@ -45,18 +56,33 @@ class BesideRun:
             return
         try:
             with listen(HOST, self._port) as listener:
-                write_whole(self._folder / VIEWER, msgspec.json.encode(Viewing(f"http://{HOST}:{listener.getsockname()[1]}")))
+                write_whole(
+                    self._folder / VIEWER,
+                    msgspec.json.encode(Viewing(f"http://{HOST}:{listener.getsockname()[1]}")),
+                )
                 await _visited(listener)
                 status = await self._watch(listener)
         finally:
             (self._folder / VIEWER).unlink(missing_ok=True)
         log = self._folder / "logs" / "view.log"
-        self._say(f"the viewer ended with status {status} ({log}); the run goes on. Look at it with: midflight view {self._folder}")
+        self._say(
+            f"the viewer ended with status {status} ({log}); the run goes on. Look at it with: "
+            f"midflight view {self._folder}"
+        )
 
     async def _watch(self, listener: socket.socket) -> int:
         """Waits for the end of a viewer, which ends with this process, or when this wait does."""
         environment = {**os.environ, "MIDFLIGHT_CONTROL_TOKEN": self._token, "OMP_NUM_THREADS": "1"}
-        command = guarded([sys.executable, "-m", "midflight.view.beside", str(listener.fileno()), HOST, str(self._folder)])
+        command = guarded(
+            [
+                sys.executable,
+                "-m",
+                "midflight.view.beside",
+                str(listener.fileno()),
+                HOST,
+                str(self._folder),
+            ]
+        )
         with (self._folder / "logs" / "view.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -75,7 +101,9 @@ class BesideRun:
 
 
 async def _visited(listener: socket.socket) -> None:
-    """Waits for the first connection, and leaves it for the viewer to accept; ended by its task group."""
+    """Waits for the first connection, and leaves it for the viewer to accept; ended by its task
+    group.
+    """
     loop = asyncio.get_running_loop()
     came = asyncio.Event()
     loop.add_reader(listener, came.set)

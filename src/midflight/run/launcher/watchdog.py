@@ -1,5 +1,6 @@
-"""Finds what stands still: a process that is stopped or silent, a loop that is blocked, work that takes no processor time, an engine that
-does not come back from quarantine, and a run in which nothing moves. Synchronous: `Ring` looks every second, and acts.
+"""Finds what stands still: a process that is stopped or silent, a loop that is blocked, work that
+takes no processor time, an engine that does not come back from quarantine, and a run in which
+nothing moves. Synchronous: `Ring` looks every second, and acts.
 
 | found | when |
 |---|---|
@@ -11,10 +12,12 @@ does not come back from quarantine, and a run in which nothing moves. Synchronou
 | absent | an engine is in quarantine for as long, started before that, and a trainer could have brought it weights all the time |
 | standing | nothing has moved for as long (a counter of the run, a part that began), and no limit of anything that is done has time left |
 
-To each `stall_seconds` comes the delay of signs of life, as it was measured: of this process, of half of all parts, or of the part itself.
-A machine that is too busy to let a part beat in time is no reason to end it.
+To each `stall_seconds` comes the delay of signs of life, as it was measured: of this process, of
+half of all parts, or of the part itself. A machine that is too busy to let a part beat in time is
+no reason to end it.
 
-Processes are judged here. Agents are judged by the crew of their rollout process, which knows their deadlines and who blocks whom.
+Processes are judged here. Agents are judged by the crew of their rollout process, which knows their
+deadlines and who blocks whom.
 """
 
 import math
@@ -34,9 +37,13 @@ LOOK_SECONDS = 1.0
 IDLE_SHARE = 0.01
 """Of a core: a process that uses less computes nothing. Its heart takes a thousandth."""
 REST_SECONDS = 2.0
-"""Later than the other findings: whoever computes nothing may wait for a process that is found to be stopped in a moment."""
+"""Later than the other findings: whoever computes nothing may wait for a process that is found to
+be stopped in a moment.
+"""
 MEMORY = 4
-"""So many times `stall_seconds` a delay is remembered: longer than the beats of a slow process are apart."""
+"""So many times `stall_seconds` a delay is remembered: longer than the beats of a slow process are
+apart.
+"""
 
 
 class Work:
@@ -59,7 +66,9 @@ class Work:
 
 
 class Pulse:
-    """What is known of one process. `now` is CLOCK_MONOTONIC everywhere. Without a `pid` it is where only its beats are seen of it."""
+    """What is known of one process. `now` is CLOCK_MONOTONIC everywhere. Without a `pid` it is
+    where only its beats are seen of it.
+    """
 
     def __init__(self, name: str, pid: int | None, *, now: float, memory_seconds: float) -> None:
         self.name = name
@@ -85,7 +94,9 @@ class Pulse:
         return max(self._seen.at, self._told.at)
 
     def hear(self, beat: Beat, *, now: float) -> None:
-        self.lateness.came(now, counts=not any(doing.heavy for doing in (*self.beat.doing, *beat.doing)))
+        self.lateness.came(
+            now, counts=not any(doing.heavy for doing in (*self.beat.doing, *beat.doing))
+        )
         self.beat = beat if beat.at is None else beat.shifted(self._clock.shift(beat.at, now=now))
         self.heard = now
         self._told.feel(beat.cpu_seconds, beat.num_bytes, now=now)
@@ -108,7 +119,13 @@ class Hung:
 class Watchdog:
     """See the module. `pulses` are of the processes that run, by name."""
 
-    def __init__(self, *, stall_seconds: float, vitals: Callable[[int], Vitals] = vitals_of, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        *,
+        stall_seconds: float,
+        vitals: Callable[[int], Vitals] = vitals_of,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._stall_seconds = stall_seconds
         self._vitals = vitals
         self._clock = clock
@@ -122,11 +139,13 @@ class Watchdog:
         self._weights: float | None = clock()
         """Since when somebody hands weights out; none while the trainer is away."""
 
-    # --- What it hears -----------------------------------------------------------------------------------------------
+    # --- What it hears ----------------------------------------------------------------------------
 
     def begin(self, name: str, pid: int | None) -> None:
         """`pid` is of this machine; None where the process is on another."""
-        self.pulses[name] = Pulse(name, pid, now=self._clock(), memory_seconds=MEMORY * self._stall_seconds)
+        self.pulses[name] = Pulse(
+            name, pid, now=self._clock(), memory_seconds=MEMORY * self._stall_seconds
+        )
         self._ended.pop(name, None)
         self._move()
 
@@ -149,7 +168,9 @@ class Watchdog:
             pulse.state = state
 
     def condemn(self, name: str, why: str) -> None:
-        """The rollout process asks for the end of a worker. It does not see what a worker is that says nothing; here that is known."""
+        """The rollout process asks for the end of a worker. It does not see what a worker is that
+        says nothing; here that is known.
+        """
         if (pulse := self.pulses.get(name)) is not None:
             pulse.condemned = why
 
@@ -165,8 +186,8 @@ class Watchdog:
         self._weights = self._clock()
 
     def progress(self, counters: object) -> None:
-        """How far the run is, in any form that can be compared. While it stays equal nothing moves but parts that begin, or end what may take
-        long."""
+        """How far the run is, in any form that can be compared. While it stays equal nothing moves
+        but parts that begin, or end what may take long."""
         if counters != self._counters:
             self._counters = counters
             self._move()
@@ -175,22 +196,28 @@ class Watchdog:
         self._moved = self._clock()
         self._report_after = self._stall_seconds
 
-    # --- What it finds -----------------------------------------------------------------------------------------------
+    # --- What it finds ----------------------------------------------------------------------------
 
     def look(self) -> Sequence[Hung]:
-        """Those to be ended now. Not more often than they can be: whoever was found is to be given to `end`."""
+        """Those to be ended now. Not more often than they can be: whoever was found is to be given
+        to `end`.
+        """
         now = self._clock()
         self._looks.came(now)
         for pulse in self.pulses.values():
             if pulse.pid is not None:
                 pulse.feel(self._vitals(pulse.pid), now=now)
         for judge in (self._condemned, self._unheard, self._blocked, self._absent, self._idle):
-            if found := [hung for pulse in self.pulses.values() if (hung := judge(pulse, now)) is not None]:
+            if found := [
+                hung for pulse in self.pulses.values() if (hung := judge(pulse, now)) is not None
+            ]:
                 return found
         return self._standing(now)
 
     def due(self) -> bool:
-        """Whether a report is due of a run in which nothing moves though something waits: after `stall_seconds`, then at twice the time."""
+        """Whether a report is due of a run in which nothing moves though something waits: after
+        `stall_seconds`, then at twice the time.
+        """
         if not self._waits() or self.stood() < self._report_after:
             return False
         self._report_after = 2 * self.stood()
@@ -209,7 +236,9 @@ class Watchdog:
         return self._stall_seconds + max(pulse.lateness.worst(now), self._delay(now))
 
     def _allowed(self, pulse: Pulse, now: float) -> float:
-        """Seconds that it may be silent, or its loop blocked: without an end while what may hold the interpreter computes or reads."""
+        """Seconds that it may be silent, or its loop blocked: without an end while what may hold
+        the interpreter computes or reads.
+        """
         heavy = [doing for doing in pulse.beat.doing if doing.heavy]
         bound = self._bound(pulse, now)
         if now - pulse.computed < bound and any(doing.computes for doing in heavy):
@@ -228,23 +257,49 @@ class Watchdog:
             return None
         if stopped:
             return _stopped(pulse, now)
-        return Hung(pulse.name, f"{pulse.name} was not heard of for {silent:.0f} s: it holds the interpreter, or cannot run")
+        return Hung(
+            pulse.name,
+            (
+                f"{pulse.name} was not heard of for {silent:.0f} s: it holds the interpreter, or "
+                "cannot run"
+            ),
+        )
 
     def _blocked(self, pulse: Pulse, now: float) -> Hung | None:
         turned = pulse.beat.turned
-        if turned is None or pulse.heard - turned < self._allowed(pulse, now) or any(doing.holds_loop for doing in pulse.beat.doing):
+        if (
+            turned is None
+            or pulse.heard - turned < self._allowed(pulse, now)
+            or any(doing.holds_loop for doing in pulse.beat.doing)
+        ):
             return None
-        return Hung(pulse.name, f"{pulse.name}'s event loop is blocked since {now - turned:.0f} s, by a call that does not return")
+        return Hung(
+            pulse.name,
+            (
+                f"{pulse.name}'s event loop is blocked since {now - turned:.0f} s, by a call that "
+                "does "
+                "not return"
+            ),
+        )
 
     def _idle(self, pulse: Pulse, now: float) -> Hung | None:
         for doing in pulse.beat.doing:
             seconds = now - max(doing.since, pulse.computed)
-            if doing.computes and now - doing.since >= (doing.limit or 0.0) and seconds >= self._bound(pulse, now) + REST_SECONDS:
-                return Hung(pulse.name, f"{pulse.name} {doing.what} and took no processor time for {seconds:.0f} s")
+            if (
+                doing.computes
+                and now - doing.since >= (doing.limit or 0.0)
+                and seconds >= self._bound(pulse, now) + REST_SECONDS
+            ):
+                return Hung(
+                    pulse.name,
+                    f"{pulse.name} {doing.what} and took no processor time for {seconds:.0f} s",
+                )
         return None
 
     def _absent(self, pulse: Pulse, now: float) -> Hung | None:
-        """`pulse` is of an engine, and the absence is known to the process that routes to it: since its loop last turned it knows nothing."""
+        """`pulse` is of an engine, and the absence is known to the process that routes to it: since
+        its loop last turned it knows nothing.
+        """
         if pulse.ready is None or self._weights is None:
             return None
         for gateway in self.pulses.values():
@@ -252,23 +307,39 @@ class Watchdog:
             for absence in gateway.beat.absences:
                 seconds = known - max(absence.since, pulse.ready, self._weights)
                 if absence.engine == pulse.name and seconds >= self._bound(pulse, now):
-                    return Hung(pulse.name, f"{pulse.name} was in quarantine for {seconds:.0f} s: {absence.error}")
+                    return Hung(
+                        pulse.name,
+                        f"{pulse.name} was in quarantine for {seconds:.0f} s: {absence.error}",
+                    )
         return None
 
     def _standing(self, now: float) -> Sequence[Hung]:
-        """Nothing moves, nothing that is done may last longer, and nobody outside is waited for. To blame is the last of those who wait."""
+        """Nothing moves, nothing that is done may last longer, and nobody outside is waited for. To
+        blame is the last of those who wait.
+        """
         every = [doing for pulse in self.pulses.values() for doing in pulse.beat.doing]
         waits = self._waits()
         if (
             now - self._moved < self._stall_seconds + self._delay(now) + REST_SECONDS
             or not waits
-            or any(doing.excused(now) or (doing.whom and doing.whom not in self.pulses) for doing in every)
+            or any(
+                doing.excused(now) or (doing.whom and doing.whom not in self.pulses)
+                for doing in every
+            )
         ):
             return ()
         *_, culprit = self._chain(waits[0])
-        return [Hung(culprit, f"nothing has moved for {duration(now - self._moved)}, and the others wait for {culprit}")]
+        return [
+            Hung(
+                culprit,
+                (
+                    f"nothing has moved for {duration(now - self._moved)}, and the others wait for "
+                    f"{culprit}"
+                ),
+            )
+        ]
 
-    # --- Who waits for whom ------------------------------------------------------------------------------------------
+    # --- Who waits for whom -----------------------------------------------------------------------
 
     def _waits(self) -> list[str]:
         """Those who wait for another part."""
@@ -276,10 +347,16 @@ class Watchdog:
 
     def _waits_for(self, name: str) -> Iterator[str]:
         pulse = self.pulses.get(name)
-        return (doing.whom for doing in pulse.beat.doing if doing.whom) if pulse is not None else iter(())
+        return (
+            (doing.whom for doing in pulse.beat.doing if doing.whom)
+            if pulse is not None
+            else iter(())
+        )
 
     def _chain(self, name: str) -> list[str]:
-        """From one who waits to one who waits for nobody; where all wait for each other, as far as it goes."""
+        """From one who waits to one who waits for nobody; where all wait for each other, as far as
+        it goes.
+        """
         longest = [name]
         chains = [[name]]
         while chains:
@@ -291,7 +368,7 @@ class Watchdog:
             chains += [[*chain, whom] for whom in further]
         return longest
 
-    # --- What it says ------------------------------------------------------------------------------------------------
+    # --- What it says -----------------------------------------------------------------------------
 
     def standstill(self) -> str:
         """For how long nothing has moved, and who waits for whom, in a line."""
@@ -307,12 +384,19 @@ class Watchdog:
         """Every part: what it does and whom it waits for, with ages."""
         now = self._clock()
         lines = [line for pulse in self.pulses.values() for line in _lines(pulse, now)]
-        lines += [f"  {name}: ended {now - ended:.0f} s ago, and has not begun again" for name, ended in self._ended.items()]
+        lines += [
+            f"  {name}: ended {now - ended:.0f} s ago, and has not begun again"
+            for name, ended in self._ended.items()
+        ]
         return "\n".join(lines)
 
 
 def _stopped(pulse: Pulse, now: float) -> Hung:
-    why = f"{pulse.name} is stopped (SIGSTOP) since {now - pulse.heard:.0f} s, so it has no stacks to show"
+    why = (
+        f"{pulse.name} is stopped (SIGSTOP) since {now - pulse.heard:.0f} s, so it has no "
+        "stacks "
+        "to show"
+    )
     return Hung(pulse.name, why, stopped=True)
 
 
@@ -323,7 +407,10 @@ def _lines(pulse: Pulse, now: float) -> list[str]:
         head += f", its loop turned {now - beat.turned:.0f} s ago"
     lines = [head + (f"; {beat.counters}" if beat.counters else "")]
     lines += [f"    {_said(doing, now)}" for doing in beat.doing]
-    lines += [f"    {absence.engine} is in quarantine since {now - absence.since:.0f} s: {absence.error}" for absence in beat.absences]
+    lines += [
+        f"    {absence.engine} is in quarantine since {now - absence.since:.0f} s: {absence.error}"
+        for absence in beat.absences
+    ]
     return lines
 
 

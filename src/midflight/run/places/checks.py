@@ -1,4 +1,5 @@
-"""What a cluster has of a run's wishes, found out before anything is started: one sentence for each thing that is missing.
+"""What a cluster has of a run's wishes, found out before anything is started: one sentence for each
+thing that is missing.
 
 Every machine is asked by a seat of its own, which takes nothing of it.
 """
@@ -34,9 +35,12 @@ NOT_THERE = ("No module named 'midflight", "cannot import name")
 """What Ray says of a machine whose Python has not our package, or an older one."""
 
 
-async def check_cluster(cluster: Cluster, config: Config, *, say: Callable[[str], None] = lambda _: None) -> None:
-    """`ConfigError` with all that is wrong. Waits for an answer of each machine, at most `cluster.wait_seconds`: Python and our package are
-    imported there first, which takes long on a busy one. `say` hears which are waited for."""
+async def check_cluster(
+    cluster: Cluster, config: Config, *, say: Callable[[str], None] = lambda _: None
+) -> None:
+    """`ConfigError` with all that is wrong. Waits for an answer of each machine, at most
+    `cluster.wait_seconds`: Python and our package are imported there first, which takes long on a
+    busy one. `say` hears which are waited for."""
     machines = cluster.machines()
     problems = [*_open(config, machines), *_transport(config, machines), *_hosts(config, machines)]
     if not config.cluster.autoscaler:
@@ -52,7 +56,10 @@ async def check_cluster(cluster: Cluster, config: Config, *, say: Callable[[str]
         return said
 
     with _said_again(
-        lambda passed: say(f"{_listed([*waiting])} did not answer in {passed:.0f} s, of {seconds:g} s that cluster.wait_seconds gives")
+        lambda passed: say(
+            f"{_listed([*waiting])} did not answer in {passed:.0f} s, of {seconds:g} s that "
+            "cluster.wait_seconds gives"
+        )
     ):
         greetings = await asyncio.gather(*map(asked, machines))
     found: defaultdict[str, list[str]] = defaultdict(list)
@@ -66,7 +73,9 @@ async def check_cluster(cluster: Cluster, config: Config, *, say: Callable[[str]
 
 @contextmanager
 def _said_again(say: Callable[[float], None]) -> Generator[None]:
-    """In the block `say` is called after 30 s, a minute, two minutes, with the seconds that have passed."""
+    """In the block `say` is called after 30 s, a minute, two minutes, with the seconds that have
+    passed.
+    """
     loop = asyncio.get_running_loop()
     began = loop.time()
 
@@ -84,14 +93,16 @@ def _said_again(say: Callable[[float], None]) -> Generator[None]:
 
 def _existing(folder: Path) -> Path:
     """The folder, or what there is of the way to it: nothing is made before all is checked."""
-    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+    return next(
+        place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir()
+    )
 
 
 def _listed(addresses: Sequence[str]) -> str:
     return addresses[0] if len(addresses) == 1 else f"{addresses[0]} and {len(addresses) - 1} more"
 
 
-# --- What the list of machines says ----------------------------------------------------------------------------------
+# --- What the list of machines says ---------------------------------------------------------------
 
 
 def _open(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
@@ -99,29 +110,47 @@ def _open(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
         return
     if others := [machine.address for machine in machines if not is_loopback(machine.address)]:
         yield (
-            f"the cluster at {_listed(others)} asks nobody for a token, so that whoever reaches it can run anything there; start Ray with "
-            "RAY_AUTH_MODE=token, and name its token in cluster.token_file."
+            f"the cluster at {_listed(others)} asks nobody for a token, so that whoever reaches it "
+            "can run anything there; start Ray with RAY_AUTH_MODE=token, and name its token in "
+            "cluster.token_file."
         )
 
 
 def _resources(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     for part, wanted in seat_resources(config).items():
-        if any(all(machine.resources.get(name, 0.0) >= amount for name, amount in wanted.items()) for machine in machines):
+        if any(
+            all(machine.resources.get(name, 0.0) >= amount for name, amount in wanted.items())
+            for machine in machines
+        ):
             continue
-        missing = [name for name, amount in wanted.items() if all(machine.resources.get(name, 0.0) < amount for machine in machines)]
+        missing = [
+            name
+            for name, amount in wanted.items()
+            if all(machine.resources.get(name, 0.0) < amount for machine in machines)
+        ]
         for name in missing:
             largest = max((machine.resources.get(name, 0.0) for machine in machines), default=0.0)
             there = f"the largest has {largest:g}" if largest else "none has any"
-            yield f"cluster.{part}: no machine has {name}: {wanted[name]:g}; {there}. Lower it, or add a machine."
+            yield (
+                f"cluster.{part}: no machine has {name}: {wanted[name]:g}; {there}. Lower it, "
+                "or "
+                "add a machine."
+            )
         if not missing:
-            yield f"cluster.{part}: no machine has all of {_said(wanted)} together. Lower it, or add a machine."
+            yield (
+                f"cluster.{part}: no machine has all of {_said(wanted)} together. Lower it, or "
+                "add a machine."
+            )
 
 
 def _room(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
-    """Whether all seats with which a run begins find room at once, whoever uses it now: exactly, over all ways to place them."""
+    """Whether all seats with which a run begins find room at once, whoever uses it now: exactly,
+    over all ways to place them.
+    """
     asked = seat_resources(config)
     ranks = config.trainer.ranks
-    if len({tuple(sorted(seat.items())) for seat in engine_seats(config)}) > 1:  # of engines that differ only the sum is looked at
+    # of engines that differ only the sum is looked at
+    if len({tuple(sorted(seat.items())) for seat in engine_seats(config)}) > 1:
         yield from _sum(config, machines)
         return
     engines = engines_min(config) + (config.distillation.teacher is not None)
@@ -138,28 +167,52 @@ def _room(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     seated = max((trainer for gateway, trainer in best if gateway), default=0)
     if best.get((1, ranks), -1) >= engines:
         return
-    part, beside = ("engine", "the gateway and the trainer") if seated == ranks else ("trainer", "the gateway")
+    part, beside = (
+        ("engine", "the gateway and the trainer") if seated == ranks else ("trainer", "the gateway")
+    )
     wanted, room = (engines, best[1, ranks]) if seated == ranks else (ranks, seated)
     yield (
-        f"cluster.{part}: the run begins with {wanted} seats of {_said(asked[part])} each, and beside {beside} the cluster has room for {room} "
-        f"({said_of(machines)}). Ask for less, add a machine, or set cluster.autoscaler where machines come by themselves."
+        f"cluster.{part}: the run begins with {wanted} seats of {_said(asked[part])} each, and "
+        f"beside {beside} the cluster has room for {room} ({said_of(machines)}). Ask for less, add "
+        "a machine, or set cluster.autoscaler where machines come by themselves."
     )
 
 
 def _sum(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     asked = seat_resources(config)
-    seats = [*engine_seats(config)[: engines_min(config)], *[asked["trainer"]] * config.trainer.ranks, asked["rollout"]]
+    seats = [
+        *engine_seats(config)[: engines_min(config)],
+        *[asked["trainer"]] * config.trainer.ranks,
+        asked["rollout"],
+    ]
     for name in sorted({name for seat in seats for name in seat}):
-        amount, there = (sum(each.get(name, 0.0) for each in of) for of in (seats, [machine.resources for machine in machines]))
+        amount, there = (
+            sum(each.get(name, 0.0) for each in of)
+            for of in (seats, [machine.resources for machine in machines])
+        )
         if amount > there + ROUNDING:
-            yield f"the run begins with seats of {name}: {amount:g} in all, and the cluster has {said_of(machines)}. Ask for less, or add a machine."
+            yield (
+                f"the run begins with seats of {name}: {amount:g} in all, and the cluster has "
+                f"{said_of(machines)}. Ask for less, or add a machine."
+            )
 
 
-def _engines_beside(machine: Machine, asked: Mapping[str, Mapping[str, float]], gateways: int, ranks: int, *, most: int) -> int | None:
+def _engines_beside(
+    machine: Machine,
+    asked: Mapping[str, Mapping[str, float]],
+    gateways: int,
+    ranks: int,
+    *,
+    most: int,
+) -> int | None:
     """So many engines, `most` at most, have room there beside these; none where these have not."""
     fits = most
     for name in {name for wanted in asked.values() for name in wanted}:
-        left = machine.resources.get(name, 0.0) - gateways * asked["rollout"].get(name, 0.0) - ranks * asked["trainer"].get(name, 0.0)
+        left = (
+            machine.resources.get(name, 0.0)
+            - gateways * asked["rollout"].get(name, 0.0)
+            - ranks * asked["trainer"].get(name, 0.0)
+        )
         if left < -ROUNDING:
             return None
         if each := asked["engine"].get(name, 0.0):
@@ -170,7 +223,10 @@ def _engines_beside(machine: Machine, asked: Mapping[str, Mapping[str, float]], 
 def _hosts(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     for index, server in enumerate(config.engine.servers):
         if server.host and all(server.host != machine.address for machine in machines):
-            yield f"engine.servers.{index}.host is {server.host}, which is no machine of the cluster; name one of {_listed([m.address for m in machines])}."
+            yield (
+                f"engine.servers.{index}.host is {server.host}, which is no machine of the "
+                f"cluster; name one of {_listed([m.address for m in machines])}."
+            )
 
 
 def _said(resources: Mapping[str, float]) -> str:
@@ -180,15 +236,18 @@ def _said(resources: Mapping[str, float]) -> str:
 def _transport(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     if config.weights.transport == "shared_memory" and len(machines) > 1:
         yield (
-            f'weights.transport = "shared_memory" reaches no other machine, and the cluster has {len(machines)}; set it to "collective" or "pull", '
+            'weights.transport = "shared_memory" reaches no other machine, and the cluster has '
+            f'{len(machines)}; set it to "collective" or "pull", '
             'or to "file" where run.folder is fast.'
         )
 
 
-# --- What each machine says of itself --------------------------------------------------------------------------------
+# --- What each machine says of itself -------------------------------------------------------------
 
 
-async def _greeting(cluster: Cluster, machine: Machine, folder: Path, *, seconds: float) -> Greeting | str:
+async def _greeting(
+    cluster: Cluster, machine: Machine, folder: Path, *, seconds: float
+) -> Greeting | str:
     """Or what keeps it from greeting."""
     nonce = f".midflight-{secrets.token_hex(8)}"
     seat = cluster.seat({}, machine=machine.id)
@@ -196,19 +255,29 @@ async def _greeting(cluster: Cluster, machine: Machine, folder: Path, *, seconds
         async with asyncio.timeout(seconds):
             said = await cluster.call(seat, "hello", str(folder), nonce, str(Path.cwd()))
         if not _was_written(folder / nonce, nonce):
-            return f"run.folder is below {folder}, and what {WHERE} writes there is not seen here; put it on a file system that all machines share."
+            return (
+                f"run.folder is below {folder}, and what {WHERE} writes there is not seen "
+                "here; "
+                "put it on a file system that all machines share."
+            )
         return msgspec.json.decode(said, type=Greeting)
     except TimeoutError:
         return (
-            f"{WHERE} did not answer within {seconds:g} s; look at Ray's logs there, take it out of the cluster, or raise "
-            "cluster.wait_seconds."
+            f"{WHERE} did not answer within {seconds:g} s; look at Ray's logs there, take it out "
+            "of the cluster, or raise cluster.wait_seconds."
         )
     except Exception as error:
         if (why := why_lost(error)) is None:
             raise
         if any(sign in str(error) for sign in NOT_THERE):
-            return f"{WHERE} has no midflight {__version__} in the Python that runs Ray there; install it."
-        return f"{WHERE} gives no seat ({why}); look at Ray's logs there, or take it out of the cluster."
+            return (
+                f"{WHERE} has no midflight {__version__} in the Python that runs Ray there; "
+                "install it."
+            )
+        return (
+            f"{WHERE} gives no seat ({why}); look at Ray's logs there, or take it out of the "
+            "cluster."
+        )
     finally:
         (folder / nonce).unlink(missing_ok=True)
         cluster.kill(seat)
@@ -226,13 +295,19 @@ def _differences(greeting: Greeting, config: Config) -> Iterator[str]:
     there = (greeting.midflight, greeting.python, greeting.torch)
     for name, ours, theirs in zip(("midflight", "Python", "torch"), here, there, strict=True):
         if _public(ours) != _public(theirs):
-            yield f"{WHERE} has {name} {theirs}, and this machine has {ours}; install the same on all."
+            yield (
+                f"{WHERE} has {name} {theirs}, and this machine has {ours}; install the same on "
+                "all."
+            )
     if not greeting.has_folder:
-        yield f"{WHERE} has no folder {Path.cwd()}, from which the run was started and finds its modules and files; start it from a shared one."
+        yield (
+            f"{WHERE} has no folder {Path.cwd()}, from which the run was started and finds its "
+            "modules and files; start it from a shared one."
+        )
     if greeting.kills_for_memory:
         yield (
-            f"{WHERE} has Ray's memory monitor on, which ends parts of the run when anybody fills the machine; start Ray there with "
-            f"{MONITOR_VARIABLE}=0."
+            f"{WHERE} has Ray's memory monitor on, which ends parts of the run when anybody fills "
+            f"the machine; start Ray there with {MONITOR_VARIABLE}=0."
         )
 
 

@@ -1,5 +1,6 @@
-"""Whether a run fits what it runs on: processor cores, memory, and the width of its model. What cannot be meant is refused, each in a sentence
-that says what there is; what is only much is allowed, and said.
+"""Whether a run fits what it runs on: processor cores, memory, and the width of its model. What
+cannot be meant is refused, each in a sentence that says what there is; what is only much is
+allowed, and said.
 
 | refused | when |
 |---|---|
@@ -42,7 +43,9 @@ WORST_SHARE = 16.0
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a run has. On a cluster `cores` and `memory_bytes` are of all machines together, and a process has those of one: `most_cores`."""
+    """What a run has. On a cluster `cores` and `memory_bytes` are of all machines together, and a
+    process has those of one: `most_cores`.
+    """
 
     where: str
     cores: int
@@ -64,7 +67,9 @@ def hardware_of(machines: Sequence[Machine]) -> Hardware:
 
 
 def misfits(config: Config, hardware: Hardware, *, trains: bool = True) -> Iterator[str]:
-    """A sentence for each option that is absurd here, with the remedy. `trains`: our trainer is a part."""
+    """A sentence for each option that is absurd here, with the remedy. `trains`: our trainer is a
+    part.
+    """
     said = set[str]()
     for misfit in _misfits(config, hardware, trains=trains):
         if misfit.option not in said:
@@ -94,24 +99,36 @@ def _misfits(config: Config, hardware: Hardware, *, trains: bool) -> Iterator[Mi
         yield from certain or (*_worst(items, config, hardware), *_batch(config, hardware))
 
 
-def memory_note(config: Config, hardware: Hardware, *, longest_prompt: int | None = None) -> str | None:
-    """Where the worst case is more than there is. None for a cluster, of which no machine has it all."""
+def memory_note(
+    config: Config, hardware: Hardware, *, longest_prompt: int | None = None
+) -> str | None:
+    """Where the worst case is more than there is. None for a cluster, of which no machine has it
+    all.
+    """
     if config.cluster.kind != "local":
         return None
     worst = sum(
-        item.num_bytes for item in memory_estimate(config, model_sizes(config.model), longest_prompt=longest_prompt) if not item.on_gpu
+        item.num_bytes
+        for item in memory_estimate(
+            config, model_sizes(config.model), longest_prompt=longest_prompt
+        )
+        if not item.on_gpu
     )
     if worst <= hardware.memory_bytes:
         return None
     return (
-        f"with every slot full and every rollout as long as it can be, the parts would take {size(worst)}, and {_memory_of(hardware)}: lower "
-        "what is large in the estimate, or watch it."
+        "with every slot full and every rollout as long as it can be, the parts would take "
+        f"{size(worst)}, and {_memory_of(hardware)}: lower what is large in the estimate, or watch "
+        "it."
     )
 
 
 def memory_words(config: Config, hardware: Hardware, *, trains: bool) -> str:
-    """The words for a user with too little memory: what there is, what the run takes at most, its largest parts, and the remedy."""
-    there = f"{_memory_of(hardware)}, and " if config.cluster.kind == "local" else ""  # of a cluster no part has all of it
+    """The words for a user with too little memory: what there is, what the run takes at most, its
+    largest parts, and the remedy.
+    """
+    # of a cluster no part has all of it
+    there = f"{_memory_of(hardware)}, and " if config.cluster.kind == "local" else ""
     try:
         items = _of_memory(config, model_sizes(config.model), trains=trains)
     except ModelNotFound as missing:
@@ -120,26 +137,55 @@ def memory_words(config: Config, hardware: Hardware, *, trains: bool) -> str:
     parts = ", ".join(f"{size(item.num_bytes)} for {item.what} ({item.where})" for item in largest)
     options = [_grown(item.options, config) for item in largest if item.options]
     remedies = dict.fromkeys(_remedy(option) for option in options if _node(option, config) != 1)
-    said = f"{there}the parts of the run are estimated to take {size(total_bytes(items))} at most: {parts} and others."
-    return f"{said[0].upper()}{said[1:]} {'; '.join([*remedies, 'end what else takes memory']).capitalize()}; or give it more."
+    said = (
+        f"{there}the parts of the run are estimated to take {size(total_bytes(items))} at "
+        "most: "
+        f"{parts} and others."
+    )
+    return (
+        f"{said[0].upper()}{said[1:]} "
+        f"{'; '.join([*remedies, 'end what else takes memory']).capitalize()}; or give it more."
+    )
 
 
 def _of_memory(config: Config, sizes: ModelSizes, *, trains: bool) -> tuple[MemoryItem, ...]:
     """The items of the estimate that lie in the machine's own memory."""
-    return tuple(item for item in memory_estimate(config, sizes) if not item.on_gpu and (trains or not _is_of_trainer(item)))
+    return tuple(
+        item
+        for item in memory_estimate(config, sizes)
+        if not item.on_gpu and (trains or not _is_of_trainer(item))
+    )
 
 
 def _threads(config: Config, hardware: Hardware) -> Iterator[Misfit]:
     most = THREADS_PER_CORE * hardware.most_cores
-    for option, threads in (("engine.threads", config.engine.threads), ("trainer.threads", config.trainer.threads)):
+    for option, threads in (
+        ("engine.threads", config.engine.threads),
+        ("trainer.threads", config.trainer.threads),
+    ):
         if threads > most:
             there = _cores(hardware, hardware.most_cores)
-            yield Misfit(option, f"{option} is {threads:,}, and {there}; lower it to at most {hardware.most_cores}.")
+            yield Misfit(
+                option,
+                f"{option} is {threads:,}, and {there}; lower it to at most {hardware.most_cores}.",
+            )
     wanted = computing_threads(config)
-    if wanted > THREADS_PER_CORE * hardware.cores and max(config.engine.threads, config.trainer.threads) <= most:
-        option = _grown((engines_option(config), "trainer.ranks", "engine.threads", "trainer.threads"), config)
+    if (
+        wanted > THREADS_PER_CORE * hardware.cores
+        and max(config.engine.threads, config.trainer.threads) <= most
+    ):
+        option = _grown(
+            (engines_option(config), "trainer.ranks", "engine.threads", "trainer.threads"), config
+        )
         there = _cores(hardware, hardware.cores)
-        yield Misfit(option, f"{_values((option,), config)}, so that {wanted:,} threads would compute, and {there}; lower it.")
+        yield Misfit(
+            option,
+            (
+                f"{_values((option,), config)}, so that {wanted:,} threads would compute, and "
+                f"{there}; "
+                "lower it."
+            ),
+        )
 
 
 def _cores(hardware: Hardware, cores: int) -> str:
@@ -152,8 +198,9 @@ def _rank(config: Config, sizes: ModelSizes) -> Iterator[Misfit]:
     if rank is not None and rank > sizes.hidden_size:
         yield Misfit(
             "lora.rank",
-            f"lora.rank is {rank:,}, and the layers of the model are {sizes.hidden_size:,} wide: adapters would be larger than what they "
-            f"adapt; lower it to at most {sizes.hidden_size:,}, or remove [lora] to train all weights.",
+            f"lora.rank is {rank:,}, and the layers of the model are {sizes.hidden_size:,} wide: "
+            "adapters would be larger than what they adapt; lower it to at most "
+            f"{sizes.hidden_size:,}, or remove [lora] to train all weights.",
         )
 
 
@@ -169,8 +216,9 @@ def _batch(config: Config, hardware: Hardware) -> Iterator[Misfit]:
         options = ("rollout.groups_per_step", "rollout.group_size", "model.max_context")
         yield Misfit(
             _grown(options, config),
-            f"{_values(options, config)}: the rollouts of one step can take {size(batch_bytes(config))}, and {_memory_of(hardware)}, of which a "
-            f"quarter is for finished rollouts; {_remedy(_grown(options, config))}.",
+            f"{_values(options, config)}: the rollouts of one step can take "
+            f"{size(batch_bytes(config))}, and {_memory_of(hardware)}, of which a quarter is for "
+            f"finished rollouts; {_remedy(_grown(options, config))}.",
         )
 
 
@@ -180,8 +228,8 @@ def _worst(items: Sequence[MemoryItem], config: Config, hardware: Hardware) -> I
             option = _grown(item.options, config)
             yield Misfit(
                 option,
-                f"{_values(item.options, config)}: {item.what} ({item.where}) could take {size(item.num_bytes)}, and {_memory_of(hardware)}; "
-                f"{_remedy(option)}.",
+                f"{_values(item.options, config)}: {item.what} ({item.where}) could take "
+                f"{size(item.num_bytes)}, and {_memory_of(hardware)}; {_remedy(option)}.",
             )
 
 
@@ -198,8 +246,8 @@ def _certain(items: Sequence[MemoryItem], config: Config, hardware: Hardware) ->
     ((option, num_bytes),) = grown.most_common(1)
     yield Misfit(
         option,
-        f"{_values((option,), config)}: the parts of the run would take {size(taken)}, {size(num_bytes)} of it by this option, and "
-        f"{_memory_of(hardware)}; {_remedy(option)}.",
+        f"{_values((option,), config)}: the parts of the run would take {size(taken)}, "
+        f"{size(num_bytes)} of it by this option, and {_memory_of(hardware)}; {_remedy(option)}.",
     )
 
 
@@ -229,7 +277,11 @@ def _default(option: str) -> object:
 
 
 def _remedy(option: str) -> str:
-    return "choose a smaller model" if option in ("model.path", "distillation.teacher") else f"lower {option}"
+    return (
+        "choose a smaller model"
+        if option in ("model.path", "distillation.teacher")
+        else f"lower {option}"
+    )
 
 
 def _values(options: Sequence[str], config: Config) -> str:

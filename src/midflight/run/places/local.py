@@ -36,7 +36,15 @@ class LocalPlace:
         inherited: Sequence[HasDescriptor] = (),
     ) -> LocalChild:
         sockets = (self._listener,) if listens else ()
-        return LocalChild(part, name, log=log, environ=environ, inherited=(*sockets, *inherited), arguments=arguments, objects=objects)
+        return LocalChild(
+            part,
+            name,
+            log=log,
+            environ=environ,
+            inherited=(*sockets, *inherited),
+            arguments=arguments,
+            objects=objects,
+        )
 
     async def recalled(self) -> None:
         await asyncio.Event().wait()
@@ -62,7 +70,12 @@ class LocalPlaces:
     async def __aenter__(self) -> "LocalPlaces":
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for place in self._taken:
             place.close()
 
@@ -70,7 +83,13 @@ class LocalPlaces:
         """Nobody takes places away here."""
 
     async def take(
-        self, part: parts.ProcessKind, *, host: str | None = None, port: int = 0, for_ever: bool = False, wants: Wants | None = None
+        self,
+        part: parts.ProcessKind,
+        *,
+        host: str | None = None,
+        port: int = 0,
+        for_ever: bool = False,
+        wants: Wants | None = None,
     ) -> LocalPlace:
         self._taken.append(LocalPlace(listen(host or HOST, port)))
         return self._taken[-1]

@@ -1,6 +1,7 @@
 """What the ring needs of a place and of a process there, wherever that is.
 
-A place holds what must outlive a process: the listening socket, so that the address stands through restarts, and on a cluster the GPUs.
+A place holds what must outlive a process: the listening socket, so that the address stands through
+restarts, and on a cluster the GPUs.
 """
 
 import asyncio
@@ -40,8 +41,9 @@ class PartFailed(RunFailed):
 class Child(Protocol):
     """A part of the run in a process of its own, here or elsewhere.
 
-    It imports what it needs as soon as it is started and waits for its spec; what it says comes back as messages, what it prints goes to
-    its log. It never outlives the launcher, and what it has started in its session never outlives it (`run/guard.py`).
+    It imports what it needs as soon as it is started and waits for its spec; what it says comes
+    back as messages, what it prints goes to its log. It never outlives the launcher, and what it
+    has started in its session never outlives it (`run/guard.py`).
     """
 
     @property
@@ -75,15 +77,21 @@ class Child(Protocol):
         ...
 
     def messages(self) -> AsyncIterator[parts.Message]:
-        """Everything the child says, in order; ends when it closes its end, which it does at the latest by dying."""
+        """Everything the child says, in order; ends when it closes its end, which it does at the
+        latest by dying.
+        """
         ...
 
     async def ended(self) -> int:
-        """Waits for the exit status; ended by the child, or by the end of its machine, which is SIGKILL."""
+        """Waits for the exit status; ended by the child, or by the end of its machine, which is
+        SIGKILL.
+        """
         ...
 
     async def stacks(self) -> str:
-        """The Python stacks of its threads as they are now, which go to its log too. Waits for it to write them, a fixed time."""
+        """The Python stacks of its threads as they are now, which go to its log too. Waits for it
+        to write them, a fixed time.
+        """
         ...
 
     def cut_log(self) -> None:
@@ -104,7 +112,9 @@ class Child(Protocol):
 
 
 class Place(Protocol):
-    """An address, and what was set aside there for the processes of a part. Several processes may live in one."""
+    """An address, and what was set aside there for the processes of a part. Several processes may
+    live in one.
+    """
 
     @property
     def host(self) -> str:
@@ -125,7 +135,9 @@ class Place(Protocol):
 
     @property
     def is_recalled(self) -> bool:
-        """It is about to be taken away, alone or with its machine: what can leave it in order should."""
+        """It is about to be taken away, alone or with its machine: what can leave it in order
+        should.
+        """
         ...
 
     async def recalled(self) -> None:
@@ -144,8 +156,9 @@ class Place(Protocol):
         listens: bool = False,
         inherited: Sequence[HasDescriptor] = (),
     ) -> Child:
-        """A process that is to be started there. `objects`: what the program gives to its run, packed. `inherited`: files of the launcher
-        that it gets under their numbers, where it is on the launcher's machine."""
+        """A process that is to be started there. `objects`: what the program gives to its run,
+        packed. `inherited`: files of the launcher that it gets under their numbers, where it is on
+        the launcher's machine."""
         ...
 
     async def free_port(self) -> int:
@@ -170,7 +183,9 @@ class Wants(NamedTuple):
 
 
 class Places(AbstractAsyncContextManager["Places", None], Protocol):
-    """Gives places to the parts of one attempt at a run. At its end all are closed, and nothing of them is left."""
+    """Gives places to the parts of one attempt at a run. At its end all are closed, and nothing of
+    them is left.
+    """
 
     @property
     def spread(self) -> bool:
@@ -178,23 +193,36 @@ class Places(AbstractAsyncContextManager["Places", None], Protocol):
         ...
 
     async def watch(self) -> None:
-        """Finds out which places are recalled, until it is cancelled; ends at once where none can be."""
+        """Finds out which places are recalled, until it is cancelled; ends at once where none can
+        be.
+        """
         ...
 
     async def take(
-        self, part: parts.ProcessKind, *, host: str | None = None, port: int = 0, for_ever: bool = False, wants: Wants | None = None
+        self,
+        part: parts.ProcessKind,
+        *,
+        host: str | None = None,
+        port: int = 0,
+        for_ever: bool = False,
+        wants: Wants | None = None,
     ) -> Place:
-        """A place whose socket listens at `host`, by default where the other parts reach it and nobody else need. Waits until there is room
-        for it; ended by that, by cancellation, or, unless `for_ever`, by a limit: `RunFailed`. `ConfigError` where it cannot listen there."""
+        """A place whose socket listens at `host`, by default where the other parts reach it and
+        nobody else need. Waits until there is room for it; ended by that, by cancellation, or,
+        unless `for_ever`, by a limit: `RunFailed`. `ConfigError` where it cannot listen there."""
         ...
 
     async def take_all(self, part: parts.ProcessKind, count: int) -> Sequence[Place]:
-        """So many places or none, ordered by machine and GPU. Waits until there is room for all; `RunFailed` after a limit."""
+        """So many places or none, ordered by machine and GPU. Waits until there is room for all;
+        `RunFailed` after a limit.
+        """
         ...
 
 
 async def stop_all(children: Sequence[Child], *, seconds: float) -> None:
-    """Asks every child to end, and kills those that have not after `seconds`. Nothing is left running (I9)."""
+    """Asks every child to end, and kills those that have not after `seconds`. Nothing is left
+    running (I9).
+    """
     live = [child for child in children if child.running]
     for child in live:
         child.signal(signal.SIGTERM)
@@ -211,7 +239,9 @@ async def stop_all(children: Sequence[Child], *, seconds: float) -> None:
 
 
 def error_of(name: str, said: parts.Failed) -> MidflightError:
-    """The launcher's error for a part's last words: what a user can mend is one message, a crash has its traceback (I9)."""
+    """The launcher's error for a part's last words: what a user can mend is one message, a crash
+    has its traceback (I9).
+    """
     match said.verdict:
         case parts.Verdict.CONFIG:
             return ConfigError(said.error)
@@ -221,4 +251,8 @@ def error_of(name: str, said: parts.Failed) -> MidflightError:
             return parts.PartLost(f"{name}: {said.error}")
         case parts.Verdict.CRASH | parts.Verdict.KILLED:
             was_killed = said.verdict is parts.Verdict.KILLED
-            return PartFailed(f"{name} failed: {said.error}\n{said.traceback}".rstrip(), part=name, was_killed=was_killed)
+            return PartFailed(
+                f"{name} failed: {said.error}\n{said.traceback}".rstrip(),
+                part=name,
+                was_killed=was_killed,
+            )

@@ -21,16 +21,21 @@ MAX_STACKS = 20_000
 """Bytes of stacks that are shown; a hundred threads make more, and are in the log."""
 MAX_LOG_BYTES = 64 * 2**20
 KEPT_LOG_BYTES = 2**20
-"""A log that grows beyond the first, by what agents print for instance, is cut down to the last of it."""
+"""A log that grows beyond the first, by what agents print for instance, is cut down to the last of
+it.
+"""
 LAST_LINES = 20
 """Of the log, in an error."""
 KEPT_FROM_CHILDREN = frozenset((parts.TOKEN_VARIABLE, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-"""Variables that open the run, or the cluster that it runs on: what an agent inherits, it could use."""
+"""Variables that open the run, or the cluster that it runs on: what an agent inherits, it could
+use.
+"""
 
 
 class LocalChild:
-    """A `Child` on this machine. It talks in JSON lines on standard input and output. It lives in its own session, so that a Ctrl-C in the
-    terminal reaches the launcher alone, and so that its guard can end all of that session when it has ended, or when this process has.
+    """A `Child` on this machine. It talks in JSON lines on standard input and output. It lives in
+    its own session, so that a Ctrl-C in the terminal reaches the launcher alone, and so that its
+    guard can end all of that session when it has ended, or when this process has.
     """
 
     state = "?"
@@ -47,8 +52,8 @@ class LocalChild:
         objects: bytes = given.NOTHING,
         cwd: Path | None = None,
     ) -> None:
-        """`inherited`: sockets and files that it gets under their numbers. `objects`: what the program gives to its run, packed. `cwd`: its
-        working folder, if not that of this process."""
+        """`inherited`: sockets and files that it gets under their numbers. `objects`: what the
+        program gives to its run, packed. `cwd`: its working folder, if not that of this process."""
         self._objects = objects
         self._cwd = cwd
         self.part = part
@@ -68,16 +73,22 @@ class LocalChild:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env={**{name: value for name, value in os.environ.items() if name not in KEPT_FROM_CHILDREN}, **self._environ},
+                env={
+                    **{
+                        name: value
+                        for name, value in os.environ.items()
+                        if name not in KEPT_FROM_CHILDREN
+                    },
+                    **self._environ,
+                },
                 cwd=self._cwd,
                 pass_fds=[file.fileno() for file in self._inherited],
                 start_new_session=True,
                 limit=2**24,
             )
         assert self._process.stdin is not None
-        self._process.stdin.write(
-            self._objects
-        )  # not waited for: one that is stopped reads nothing, and is watched only once it has started
+        # not waited for: one that is stopped reads nothing, and is watched only once it has started
+        self._process.stdin.write(self._objects)
 
     @property
     def process(self) -> asyncio.subprocess.Process:
@@ -146,8 +157,9 @@ class LocalChild:
         return PartFailed(said, part=self.name, was_killed=status in KILLS)
 
     def signal(self, number: signal.Signals) -> None:
-        """Not by asyncio's own, which may take the exit status from the task that waits for it. What a worker's agents have started is asked
-        to end with it; what is left when it has ended, its guard kills."""
+        """Not by asyncio's own, which may take the exit status from the task that waits for it.
+        What a worker's agents have started is asked to end with it; what is left when it has ended,
+        its guard kills."""
         if self.running:
             asks_all = self.part is parts.ProcessKind.WORKER and number is signal.SIGTERM
             with suppress(ProcessLookupError):
@@ -155,4 +167,8 @@ class LocalChild:
 
 
 def last_lines(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:]) if log.exists() else ""
+    return (
+        "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
+        if log.exists()
+        else ""
+    )

@@ -1,5 +1,5 @@
-"""What we ask of Ray: which machines live, and actors on them. The one module that imports it; its object store, its restarts and its names
-are not used."""
+"""What we ask of Ray: which machines live, and actors on them. The one module that imports it; its
+object store, its restarts and its names are not used."""
 
 import logging
 import math
@@ -24,7 +24,9 @@ from midflight.run.places.seated import Machine, RayPlaces
 START = "start"
 """The address that starts a cluster on this machine alone."""
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", MONITOR_VARIABLE: "0"}
-"""Of a Ray that is started here: it tells nobody of itself, and kills nobody for what others keep in memory."""
+"""Of a Ray that is started here: it tells nobody of itself, and kills nobody for what others keep
+in memory.
+"""
 WRONG_TOKEN = ("AuthenticationError", "InvalidAuthToken", "Unauthenticated")
 PRINTER = "ray._private.worker"
 STARTS = 3
@@ -38,14 +40,18 @@ def ray_places(config: Config, *, say: Callable[[str], None]) -> RayPlaces:
     cluster = config.cluster
     asked = seat_resources(config)
     resources = {kind: asked[kind if kind in asked else "rollout"] for kind in ProcessKind}
-    environ = {name: os.environ[name] for name in ("PYTHONPATH", *cluster.variables) if name in os.environ}
+    environ = {
+        name: os.environ[name] for name in ("PYTHONPATH", *cluster.variables) if name in os.environ
+    }
     made = connect(config)
     seconds = {"lost_seconds": cluster.lost_seconds, "wait_seconds": cluster.wait_seconds}
     return RayPlaces(made, resources, **seconds, environ=environ, say=say)
 
 
 def connect(config: Config) -> "RayCluster":
-    """The cluster that the configuration names. Waits until it has answered. `ConfigError` says why there is none."""
+    """The cluster that the configuration names. Waits until it has answered. `ConfigError` says why
+    there is none.
+    """
     address = config.cluster.address
     token = config.cluster.token_file
     for name, value in SETTINGS.items():
@@ -54,13 +60,16 @@ def connect(config: Config) -> "RayCluster":
         path = token.expanduser()
         if not path.is_file():
             raise ConfigError(
-                f"cluster.token_file is {token}, and there is no such file; copy there the token that the cluster was started with."
+                f"cluster.token_file is {token}, and there is no such file; copy there the token "
+                "that the cluster was started with."
             )
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path.absolute()))
     try:
         ray = import_module("ray")  # after the settings, which it reads as it is imported
     except ModuleNotFoundError as error:
-        raise ConfigError("cluster.kind = \"ray\" needs Ray, which is not installed; pip install 'midflight[ray]'") from error
+        raise ConfigError(
+            "cluster.kind = \"ray\" needs Ray, which is not installed; pip install 'midflight[ray]'"
+        ) from error
     if not ray.is_initialized():
         _check_listens(address, seconds=config.cluster.lost_seconds)
         if (worker := sys.modules.get(PRINTER)) is not None:
@@ -70,12 +79,20 @@ def connect(config: Config) -> "RayCluster":
 
 
 def _unsaid(*given: object, **named: object) -> None:
-    """In the place of what prints Ray's messages of dead machines and failed actors on our standard output, whatever that is for."""
+    """In the place of what prints Ray's messages of dead machines and failed actors on our standard
+    output, whatever that is for.
+    """
 
 
 def _initialise(ray: Any, address: str, *, cpus: int) -> None:
-    """`cpus`: what the run asks for, which a cluster that is there for it alone gives it, however many cores it has."""
-    given: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+    """`cpus`: what the run asks for, which a cluster that is there for it alone gives it, however
+    many cores it has.
+    """
+    given: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+        "configure_logging": False,
+    }
     if address == START:
         given |= {"include_dashboard": False, "object_store_memory": STORE_BYTES, "num_cpus": cpus}
     else:
@@ -88,12 +105,16 @@ def _initialise(ray: Any, address: str, *, cpus: int) -> None:
             return
         except Exception as error:
             if left == 0:
-                raise ConfigError(f"cluster.address is {address!r}, and {_why_none(error)}") from error
+                raise ConfigError(
+                    f"cluster.address is {address!r}, and {_why_none(error)}"
+                ) from error
 
 
 @contextmanager
 def _silent() -> Generator[None]:
-    """Ray's native half writes each of its attempts to standard error; the sentence that comes of them says enough."""
+    """Ray's native half writes each of its attempts to standard error; the sentence that comes of
+    them says enough.
+    """
     with Path(os.devnull).open("wb") as nowhere:
         before = os.dup(2)
         os.dup2(nowhere.fileno(), 2)
@@ -113,7 +134,8 @@ def _check_listens(address: str, *, seconds: float) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"cluster.address is {address!r}, and no cluster was reached there: {error}; start one there, or mend cluster.address."
+            f"cluster.address is {address!r}, and no cluster was reached there: {error}; start one "
+            "there, or mend cluster.address."
         ) from error
 
 
@@ -125,13 +147,20 @@ def _why_none(error: BaseException) -> str:
         said = f"{said}{type(cause).__name__}: {cause}\n"
         cause = cause.__cause__ or cause.__context__
     if any(sign in said for sign in WRONG_TOKEN):
-        return f"the token in {os.environ.get('RAY_AUTH_TOKEN_PATH', '~/.ray/auth_token')} is not its own; set cluster.token_file to that."
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        return (
+            f"the token in {os.environ.get('RAY_AUTH_TOKEN_PATH', '~/.ray/auth_token')} is not "
+            "its own; set cluster.token_file to that."
+        )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
     return f"no cluster was reached there: {lines[0]}"
 
 
 class RaySeat(SeatActor):
-    """The actor, in a worker of Ray's, whose SIGTERM it hears first: an engine that is to end leaves, a second one ends it at once."""
+    """The actor, in a worker of Ray's, whose SIGTERM it hears first: an engine that is to end
+    leaves, a second one ends it at once.
+    """
 
     def __new__(cls, address: str = "") -> "RaySeat":
         """This alone runs in the worker's main thread, where signals are heard."""
@@ -155,22 +184,35 @@ class RayCluster:
 
     def machines(self) -> Sequence[Machine]:
         return [
-            Machine(node["NodeID"], node["NodeManagerAddress"], {name: float(n) for name, n in node["Resources"].items()})
+            Machine(
+                node["NodeID"],
+                node["NodeManagerAddress"],
+                {name: float(n) for name, n in node["Resources"].items()},
+            )
             for node in self._ray.nodes()
             if node["Alive"]
         ]
 
     def leaving(self) -> Collection[str]:
         found = import_module("ray._private.state").state.get_draining_nodes()
-        return {node["NodeManagerAddress"] for node in self._ray.nodes() if node["NodeID"] in found} if found else ()
+        return (
+            {node["NodeManagerAddress"] for node in self._ray.nodes() if node["NodeID"] in found}
+            if found
+            else ()
+        )
 
     def seat(self, resources: Mapping[str, float], *, machine: str = "") -> Any:
         if not machine:
             return self._seat(resources)
         strategies = import_module("ray.util.scheduling_strategies")
-        return self._seat(resources, scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(machine, soft=False))
+        return self._seat(
+            resources,
+            scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(machine, soft=False),
+        )
 
-    async def group(self, resources: Mapping[str, float], count: int) -> tuple[Sequence[Any], Callable[[], None]]:
+    async def group(
+        self, resources: Mapping[str, float], count: int
+    ) -> tuple[Sequence[Any], Callable[[], None]]:
         groups = import_module("ray.util.placement_group")
         strategies = import_module("ray.util.scheduling_strategies")
         group = groups.placement_group([dict(resources) or {"CPU": 0.001}] * count, strategy="PACK")
@@ -179,15 +221,25 @@ class RayCluster:
         except BaseException:
             groups.remove_placement_group(group)
             raise
-        bundles = [strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index) for index in range(count)]
-        return [self._seat(resources, scheduling_strategy=bundle) for bundle in bundles], lambda: groups.remove_placement_group(group)
+        bundles = [
+            strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            for index in range(count)
+        ]
+        return [
+            self._seat(resources, scheduling_strategy=bundle) for bundle in bundles
+        ], lambda: groups.remove_placement_group(group)
 
     def _seat(self, resources: Mapping[str, float], **options: Any) -> Any:
         asked = dict(resources)
         cpus = asked.pop("CPU", 0.0)
         gpus = asked.pop("GPU", 0.0)
         memory = asked.pop("memory", None)
-        options |= {"num_cpus": cpus, "num_gpus": gpus, "memory": memory, "resources": asked or None}
+        options |= {
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "memory": memory,
+            "resources": asked or None,
+        }
         return self._actor.options(max_restarts=0, max_task_retries=0, **options).remote()
 
     def call(self, seat: Any, method: str, *given: object) -> Awaitable[Any]:

@@ -1,6 +1,8 @@
-"""A seat: an actor on a machine of the cluster, which holds an address and what Ray set aside there, and has our processes below it.
+"""A seat: an actor on a machine of the cluster, which holds an address and what Ray set aside
+there, and has our processes below it.
 
-Only text, numbers and bytes go in and out, so nothing of ours is pickled. It dies with the launcher, and its processes with it.
+Only text, numbers and bytes go in and out, so nothing of ours is pickled. It dies with the
+launcher, and its processes with it.
 """
 
 import asyncio
@@ -23,7 +25,9 @@ from midflight.version import __version__
 from midflight.wire.server import listen
 
 HEAR_SECONDS = 1.0
-"""An answer to `hear` comes at the latest after this, so that whoever asks knows that the machine is there."""
+"""An answer to `hear` comes at the latest after this, so that whoever asks knows that the machine
+is there.
+"""
 MONITOR_VARIABLE = "RAY_memory_monitor_refresh_ms"
 """Of the machine's Ray: 0 has it kill nobody for what others keep in memory."""
 
@@ -89,8 +93,8 @@ class BelowSeat:
     """A child and what it has said that nobody has heard yet."""
 
     def __init__(self, child: LocalChild, life: str, *, alone_seconds: float) -> None:
-        """Ends the child when nobody has heard it for `alone_seconds`: the launcher is gone or cut off then, and may have gone on with the run
-        elsewhere, in the same folder."""
+        """Ends the child when nobody has heard it for `alone_seconds`: the launcher is gone or cut
+        off then, and may have gone on with the run elsewhere, in the same folder."""
         self.child = child
         self.life = life
         self.lines = deque[bytes]()
@@ -99,7 +103,9 @@ class BelowSeat:
         self.closed = False
         self.changed = asyncio.Event()
         self._alone_seconds = alone_seconds
-        self._alone = asyncio.get_running_loop().call_later(alone_seconds, child.signal, signal.SIGKILL)
+        self._alone = asyncio.get_running_loop().call_later(
+            alone_seconds, child.signal, signal.SIGKILL
+        )
 
     async def follow(self) -> None:
         """Waits for what the child says; ended by its end."""
@@ -117,10 +123,14 @@ class BelowSeat:
 
     def _was_asked(self) -> None:
         self._alone.cancel()
-        self._alone = asyncio.get_running_loop().call_later(self._alone_seconds, self.child.signal, signal.SIGKILL)
+        self._alone = asyncio.get_running_loop().call_later(
+            self._alone_seconds, self.child.signal, signal.SIGKILL
+        )
 
     async def hear(self, after: int) -> Heard:
-        """Waits for lines behind the first `after`, which were heard, or for the end; a second at most. To be asked again it changes nothing."""
+        """Waits for lines behind the first `after`, which were heard, or for the end; a second at
+        most. To be asked again it changes nothing.
+        """
         self._was_asked()
         while self.lines and self.first < after:
             self.lines.popleft()
@@ -137,26 +147,36 @@ class BelowSeat:
 
 
 class SeatActor:
-    """The actor. All methods are async: some wait long, and others are called meanwhile. Names are of parts, such as `engine0`."""
+    """The actor. All methods are async: some wait long, and others are called meanwhile. Names are
+    of parts, such as `engine0`.
+    """
 
     def __init__(self, address: str = "") -> None:
         """`address` of this machine, if not the one that Ray knows it by."""
         self._address = address
         self._told: dict[str, BelowSeat] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
-        """An actor has no main task whose group these could be in: they end with their processes, and with the actor."""
+        """An actor has no main task whose group these could be in: they end with their processes,
+        and with the actor.
+        """
         self._listener: socket.socket | None = None
         self._is_recalled = False
 
     def recall(self) -> bool:
-        """The machine, or whoever ends this process, will not wait long. Whether the launcher can make something of that, which it is told
-        with the next answer: an engine leaves in order. Of the other parts none can, and asked twice none should."""
+        """The machine, or whoever ends this process, will not wait long. Whether the launcher can
+        make something of that, which it is told with the next answer: an engine leaves in order. Of
+        the other parts none can, and asked twice none should."""
         first = not self._is_recalled
         self._is_recalled = True
-        return first and any(told.child.part is ProcessKind.ENGINE and told.child.running for told in self._told.values())
+        return first and any(
+            told.child.part is ProcessKind.ENGINE and told.child.running
+            for told in self._told.values()
+        )
 
     async def hello(self, folder: str, nonce: str, cwd: str) -> bytes:
-        """What the machine is. `nonce` is written into a file of that name in `folder`, for the launcher to find there."""
+        """What the machine is. `nonce` is written into a file of that name in `folder`, for the
+        launcher to find there.
+        """
         with suppress(OSError):
             await asyncio.to_thread((Path(folder) / nonce).write_text, nonce)
         return msgspec.json.encode(
@@ -171,7 +191,9 @@ class SeatActor:
         )
 
     async def open(self, host: str, port: int) -> bytes:
-        """Listens at `host`; where that is empty, at the machine's own address. A second call answers as the first."""
+        """Listens at `host`; where that is empty, at the machine's own address. A second call
+        answers as the first.
+        """
         try:
             self._listener = self._listener or listen(host or self._here(), port)
         except MidflightError as error:
@@ -179,10 +201,14 @@ class SeatActor:
         at = self._listener.getsockname()
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         host = self._here() if at[0] == "0.0.0.0" else at[0]
-        return msgspec.json.encode(SeatOpened(host, at[1], self._listener.fileno(), self._here(), gpus))
+        return msgspec.json.encode(
+            SeatOpened(host, at[1], self._listener.fileno(), self._here(), gpus)
+        )
 
     async def start(self, part: str, name: str, order: bytes) -> None:
-        """A process, which takes the place of the one of that name. To be asked again for the same process changes nothing."""
+        """A process, which takes the place of the one of that name. To be asked again for the same
+        process changes nothing.
+        """
         asked = msgspec.json.decode(order, type=Order)
         if name in self._told and self._told[name].life == asked.life:
             return
@@ -191,7 +217,10 @@ class SeatActor:
             ProcessKind(part),
             name,
             log=Path(asked.log),
-            environ={SEATED_VARIABLE: "1", **{name: value for name, value in asked.environ.items() if value}},
+            environ={
+                SEATED_VARIABLE: "1",
+                **{name: value for name, value in asked.environ.items() if value},
+            },
             inherited=[self._listener] if asked.listens else [],
             arguments=asked.arguments,
             objects=asked.objects,

@@ -1,4 +1,5 @@
-"""Places on a cluster: each is a seat on a machine that has room for it, and a part is a process below that seat.
+"""Places on a cluster: each is a seat on a machine that has room for it, and a part is a process
+below that seat.
 
 | wait | waits for | ended by |
 |---|---|---|
@@ -11,7 +12,15 @@ import asyncio
 import secrets
 import signal
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -30,13 +39,21 @@ from midflight.wire.server import is_loopback
 AGAIN_SECONDS = 0.5
 """Between two calls of a seat that cannot be reached, though its machine is said to live."""
 ALONE = 2
-"""So many times `lost_seconds` a process outlives its launcher, where Ray does not end it: longer than the launcher bears a silence."""
+"""So many times `lost_seconds` a process outlives its launcher, where Ray does not end it: longer
+than the launcher bears a silence.
+"""
 LOOK_SECONDS = 2.0
-"""Between two questions which machines are about to be taken away: they have half a minute or more."""
+"""Between two questions which machines are about to be taken away: they have half a minute or
+more.
+"""
 KILL_SECONDS = 5.0
-"""For a seat to say that a process which was killed has ended: the end of a run waits for that, also where the machine is gone."""
+"""For a seat to say that a process which was killed has ended: the end of a run waits for that,
+also where the machine is gone.
+"""
 PATIENCE_SECONDS = 30.0
-"""A seat is not there at once; after so long it is told that it is waited for, and again each time that has doubled."""
+"""A seat is not there at once; after so long it is told that it is waited for, and again each time
+that has doubled.
+"""
 OWN_RESOURCES = frozenset(("memory", "node", "object_store_memory", "accelerator_type"))
 """Ray's own of each machine, in bytes or as marks; nobody need be told of them."""
 
@@ -51,28 +68,46 @@ class Machine(msgspec.Struct, frozen=True):
 
 def said_of(machines: Sequence[Machine]) -> str:
     """How many they are, and what they have together, whoever uses it."""
-    names = sorted({name for machine in machines for name in machine.resources if name.partition(":")[0] not in OWN_RESOURCES})
-    have = ", ".join(f"{name}: {sum(machine.resources.get(name, 0.0) for machine in machines):g}" for name in names)
+    names = sorted(
+        {
+            name
+            for machine in machines
+            for name in machine.resources
+            if name.partition(":")[0] not in OWN_RESOURCES
+        }
+    )
+    have = ", ".join(
+        f"{name}: {sum(machine.resources.get(name, 0.0) for machine in machines):g}"
+        for name in names
+    )
     return f"{len(machines)} machine{'s' if len(machines) != 1 else ''} with {have or 'nothing'}"
 
 
 class Cluster(Protocol):
-    """What is asked of Ray. A seat is an actor's handle; calls raise Ray's own errors, by which `why_lost` tells them apart."""
+    """What is asked of Ray. A seat is an actor's handle; calls raise Ray's own errors, by which
+    `why_lost` tells them apart.
+    """
 
     def machines(self) -> Sequence[Machine]:
         """Those that live."""
         ...
 
     def leaving(self) -> Collection[str]:
-        """Addresses of machines that live and are about to be taken away: nothing new is placed there."""
+        """Addresses of machines that live and are about to be taken away: nothing new is placed
+        there.
+        """
         ...
 
     def seat(self, resources: Mapping[str, float], *, machine: str = "") -> Any:
         """A new one, wherever there is room, or on that machine. Does not wait."""
         ...
 
-    async def group(self, resources: Mapping[str, float], count: int) -> tuple[Sequence[Any], Callable[[], None]]:
-        """So many seats, on as few machines as can be, and what gives their room back. Waits until there is room for all."""
+    async def group(
+        self, resources: Mapping[str, float], count: int
+    ) -> tuple[Sequence[Any], Callable[[], None]]:
+        """So many seats, on as few machines as can be, and what gives their room back. Waits until
+        there is room for all.
+        """
         ...
 
     def call(self, seat: Any, method: str, *given: object) -> Awaitable[Any]:
@@ -93,7 +128,10 @@ def why_lost(error: BaseException) -> str | None:
     if "RayError" not in kinds:
         return None
     if "OutOfMemoryError" in kinds:
-        return "Ray's memory monitor ended it, because its machine was full; start Ray there with RAY_memory_monitor_refresh_ms=0"
+        return (
+            "Ray's memory monitor ended it, because its machine was full; start Ray there with "
+            "RAY_memory_monitor_refresh_ms=0"
+        )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'without a word'}"
 
@@ -149,7 +187,16 @@ class SeatedPlace:
     ) -> "SeatedChild":
         everything = {**self._environ, **environ}
         alone = ALONE * self._lost_seconds
-        order = Order(secrets.token_hex(8), str(log.absolute()), str(Path.cwd()), everything, [*arguments], objects, listens, alone)
+        order = Order(
+            secrets.token_hex(8),
+            str(log.absolute()),
+            str(Path.cwd()),
+            everything,
+            [*arguments],
+            objects,
+            listens,
+            alone,
+        )
         return SeatedChild(self, part, name, order)
 
     async def free_port(self) -> int:
@@ -166,10 +213,11 @@ class SeatedPlace:
             self._closed()
 
     async def ask(self, method: str, *given: object, of: str, hurry: bool = False) -> Any:
-        """The one way to a seat. `PartFailed` of the part `of` where no answer comes, whatever became of the seat, which is then lost.
+        """The one way to a seat. `PartFailed` of the part `of` where no answer comes, whatever
+        became of the seat, which is then lost.
 
-        A seat that cannot be reached is asked again for as long as its machine is listed, at most `lost_seconds`; with `hurry` that is
-        `KILL_SECONDS`.
+        A seat that cannot be reached is asked again for as long as its machine is listed, at most
+        `lost_seconds`; with `hurry` that is `KILL_SECONDS`.
         """
         seconds = min(self._lost_seconds, KILL_SECONDS) if hurry else self._lost_seconds
         try:
@@ -180,7 +228,9 @@ class SeatedPlace:
                     except Exception as error:
                         if (why := why_lost(error)) is None:
                             raise
-                        if not is_unreached(error) or all(machine.address != self.machine for machine in self._cluster.machines()):
+                        if not is_unreached(error) or all(
+                            machine.address != self.machine for machine in self._cluster.machines()
+                        ):
                             raise self._gone(why, of=of) from error
                     await asyncio.sleep(AGAIN_SECONDS)
         except TimeoutError as error:
@@ -204,7 +254,9 @@ class SeatedChild:
 
     pid = None
 
-    def __init__(self, place: SeatedPlace, part: parts.ProcessKind, name: str, order: Order) -> None:
+    def __init__(
+        self, place: SeatedPlace, part: parts.ProcessKind, name: str, order: Order
+    ) -> None:
         self.part = part
         self.name = name
         self._place = place
@@ -251,7 +303,9 @@ class SeatedChild:
             if self._status is not None:
                 return
             try:
-                heard = msgspec.json.decode(await self._ask("hear", self.name, self._heard, hurry=self._killed), type=Heard)
+                heard = msgspec.json.decode(
+                    await self._ask("hear", self.name, self._heard, hurry=self._killed), type=Heard
+                )
             except PartFailed as lost:
                 self._why = str(lost)
                 self._closed = True
@@ -283,7 +337,11 @@ class SeatedChild:
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         said = self._why or f"{self.name} ended with {how} on {self._place.machine}"
         was_killed = self._why is None and status in KILLS
-        return PartFailed(f"{said}; the end of {self._order.log}:\n{self._log}", part=self.name, was_killed=was_killed)
+        return PartFailed(
+            f"{said}; the end of {self._order.log}:\n{self._log}",
+            part=self.name,
+            was_killed=was_killed,
+        )
 
     def signal(self, number: signal.Signals) -> None:
         if self.running and not self._place.lost:
@@ -295,7 +353,9 @@ class SeatedChild:
 
 
 class RayPlaces:
-    """Seats of a cluster. All of an attempt at a run are given back at its end, and die with this process at the latest."""
+    """Seats of a cluster. All of an attempt at a run are given back at its end, and die with this
+    process at the latest.
+    """
 
     def __init__(
         self,
@@ -307,7 +367,9 @@ class RayPlaces:
         environ: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
-        """`resources`: what a seat of each kind asks for. `environ`: for all processes. `say` hears what is waited for."""
+        """`resources`: what a seat of each kind asks for. `environ`: for all processes. `say` hears
+        what is waited for.
+        """
         self._cluster = cluster
         self._resources = resources
         self._lost_seconds = lost_seconds
@@ -320,7 +382,12 @@ class RayPlaces:
     async def __aenter__(self) -> "RayPlaces":
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for place in self._taken:
             place.close()
 
@@ -333,20 +400,30 @@ class RayPlaces:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def take(
-        self, part: parts.ProcessKind, *, host: str | None = None, port: int = 0, for_ever: bool = False, wants: Wants | None = None
+        self,
+        part: parts.ProcessKind,
+        *,
+        host: str | None = None,
+        port: int = 0,
+        for_ever: bool = False,
+        wants: Wants | None = None,
     ) -> SeatedPlace:
         asked, machine = wants or Wants(self._resources[part], "")
         async with self._patience(part, 1, asked, for_ever=for_ever):
             seat = self._cluster.seat(asked, machine=await self._machine(machine))
             try:
-                return await self._opened(part, seat, "" if host is None or is_loopback(host) else host, port)
+                return await self._opened(
+                    part, seat, "" if host is None or is_loopback(host) else host, port
+                )
             except BaseException:
                 self._cluster.kill(seat)
                 raise
 
     async def _machine(self, address: str) -> str:
         """Its id, or none of any. Waits until it is there."""
-        while address not in (ids := {"": ""} | {machine.address: machine.id for machine in self._cluster.machines()}):  # noqa: ASYNC110
+        while address not in (  # noqa: ASYNC110
+            ids := {"": ""} | {machine.address: machine.id for machine in self._cluster.machines()}
+        ):
             await asyncio.sleep(AGAIN_SECONDS)
         return ids[address]
 
@@ -371,26 +448,48 @@ class RayPlaces:
         return sorted(taken, key=lambda place: (place.machine, place.gpus))
 
     async def _opened(
-        self, part: parts.ProcessKind, seat: Any, host: str, port: int, *, closed: Callable[[], None] = lambda: None
+        self,
+        part: parts.ProcessKind,
+        seat: Any,
+        host: str,
+        port: int,
+        *,
+        closed: Callable[[], None] = lambda: None,
     ) -> SeatedPlace:
         """Waits until the seat is there, however long that takes."""
         try:
-            opened = msgspec.json.decode(await self._cluster.call(seat, "open", host, port), type=SeatOpened)
+            opened = msgspec.json.decode(
+                await self._cluster.call(seat, "open", host, port), type=SeatOpened
+            )
         except Exception as error:
             if (why := why_lost(error)) is None:
                 raise
             raise PartFailed(f"{part} did not get its seat: {why}", part=str(part)) from error
         if opened.error:
             raise ConfigError(opened.error)
-        place = SeatedPlace(self._cluster, seat, opened, lost_seconds=self._lost_seconds, environ=self._environ, closed=closed)
+        place = SeatedPlace(
+            self._cluster,
+            seat,
+            opened,
+            lost_seconds=self._lost_seconds,
+            environ=self._environ,
+            closed=closed,
+        )
         self._taken.append(place)
         return place
 
     @asynccontextmanager
     async def _patience(
-        self, part: parts.ProcessKind, count: int, resources: Mapping[str, float], *, for_ever: bool = False
+        self,
+        part: parts.ProcessKind,
+        count: int,
+        resources: Mapping[str, float],
+        *,
+        for_ever: bool = False,
     ) -> AsyncGenerator[None]:
-        """Of a wait for seats: what for is said again and again. `RunFailed` after `wait_seconds`, unless it may last `for_ever`."""
+        """Of a wait for seats: what for is said again and again. `RunFailed` after `wait_seconds`,
+        unless it may last `for_ever`.
+        """
         loop = asyncio.get_running_loop()
         asked = ", ".join(f"{name}: {amount:g}" for name, amount in resources.items())
         wanted = f"{count} x a machine with {asked or 'room'}"
@@ -398,7 +497,8 @@ class RayPlaces:
         def say(seconds: float) -> None:
             nonlocal later
             self._say(
-                f"{part} waits for {wanted}: what there is has no room, or is slow to start a seat ({said_of(self._cluster.machines())})"
+                f"{part} waits for {wanted}: what there is has no room, or is slow to start a seat "
+                f"({said_of(self._cluster.machines())})"
             )
             later = loop.call_later(2 * seconds, say, 2 * seconds)
 
@@ -411,8 +511,9 @@ class RayPlaces:
             if not limit.expired():
                 raise
             raise RunFailed(
-                f"{part} has waited {self._wait_seconds:g} s for {wanted}, and had no room among {said_of(self._cluster.machines())}; add "
-                "machines or end what is on them, and go on with --resume, or raise cluster.wait_seconds."
+                f"{part} has waited {self._wait_seconds:g} s for {wanted}, and had no room among "
+                f"{said_of(self._cluster.machines())}; add machines or end what is on them, and go "
+                "on with --resume, or raise cluster.wait_seconds."
             ) from None
         finally:
             later.cancel()

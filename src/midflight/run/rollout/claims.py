@@ -1,4 +1,6 @@
-"""Watches whether anybody claims the rollouts that wait for workers outside. Nothing ends their wait, so people are told of it."""
+"""Watches whether anybody claims the rollouts that wait for workers outside. Nothing ends their
+wait, so people are told of it.
+"""
 
 from collections.abc import Callable
 
@@ -8,12 +10,21 @@ from midflight.types import facts
 
 
 class ClaimWatch:
-    """Records an alarm when nobody has claimed a rollout for `stall_seconds`, and again each time that this has doubled.
+    """Records an alarm when nobody has claimed a rollout for `stall_seconds`, and again each time
+    that this has doubled.
 
-    While a claimed rollout is under way there is none: its worker may be busy, and has a limit. Synchronous; `look` is called about every second.
+    While a claimed rollout is under way there is none: its worker may be busy, and has a limit.
+    Synchronous; `look` is called about every second.
     """
 
-    def __init__(self, board: Board, record: Callable[[facts.Alarmed], None], *, stall_seconds: float, where: str) -> None:
+    def __init__(
+        self,
+        board: Board,
+        record: Callable[[facts.Alarmed], None],
+        *,
+        stall_seconds: float,
+        where: str,
+    ) -> None:
         """`where` workers find address and token."""
         self.board = board
         self._record = record
@@ -29,7 +40,9 @@ class ClaimWatch:
             self._record(
                 facts.Alarmed(
                     "unclaimed",
-                    f"nobody has claimed a rollout for {duration(found.idle_seconds)}: {unclaimed_words(found)}. What needs them waits for that, "
-                    f"without an end. Start workers, which claim by `POST /midflight/v1/claims`; their address and token are in {self._where}.",
+                    f"nobody has claimed a rollout for {duration(found.idle_seconds)}: "
+                    f"{unclaimed_words(found)}. What needs them waits for that, without an end. "
+                    "Start workers, which claim by `POST /midflight/v1/claims`; their address and "
+                    f"token are in {self._where}.",
                 )
             )

@@ -1,7 +1,9 @@
-"""The engine on the trainer's own cores or GPU: it generates while the trainer waits for a batch, and stands aside while that trains.
+"""The engine on the trainer's own cores or GPU: it generates while the trainer waits for a batch,
+and stands aside while that trains.
 
-It joins and leaves as any engine that comes and goes, by requests that are cut and go on elsewhere with their tokens (I5). Versions come to it
-as to all, also while it stands aside. Whether it lives is the fleet's matter: a hold outlasts its death and its return.
+It joins and leaves as any engine that comes and goes, by requests that are cut and go on elsewhere
+with their tokens (I5). Versions come to it as to all, also while it stands aside. Whether it lives
+is the fleet's matter: a hold outlasts its death and its return.
 """
 
 from collections.abc import Generator
@@ -12,13 +14,13 @@ from midflight.gateway.fleet.fleet import Fleet
 OWNER = "trainer"
 """The name of its hold."""
 SHARE = 0.3
-"""Of the difference to the most loaded engine, what moves to it at once. Sessions stay where they were below a quarter more than the mean load,
-so that more would go back."""
+"""Of the difference to the most loaded engine, what moves to it at once. Sessions stay where they
+were below a quarter more than the mean load, so that more would go back."""
 
 
 class Lending:
-    """Synchronous. The engine is lent while the trainer waits and has no batch at work: it asks for the next one before its step is done.
-    Without an engine to lend it does nothing."""
+    """Synchronous. The engine is lent while the trainer waits and has no batch at work: it asks for
+    the next one before its step is done. Without an engine to lend it does nothing."""
 
     def __init__(self, fleet: Fleet, engine: str | None) -> None:
         self._fleet = fleet
@@ -52,12 +54,16 @@ class Lending:
         self._settle()
 
     def done(self, *leases: int) -> None:
-        """It has made the step of a batch, or given it back; none: it began anew, and has no batch."""
+        """It has made the step of a batch, or given it back; none: it began anew, and has no
+        batch.
+        """
         self._at_work.difference_update(leases or tuple(self._at_work))
         self._settle()
 
     def _settle(self) -> None:
-        if self._engine is None or self._is_lent == (is_lent := self._num_waits > 0 and not self._at_work):
+        if self._engine is None or self._is_lent == (
+            is_lent := self._num_waits > 0 and not self._at_work
+        ):
             return
         self._is_lent = is_lent
         if is_lent:
@@ -66,15 +72,21 @@ class Lending:
             self._leave(self._engine)
 
     def _join(self, engine: str) -> None:
-        """Requests of the engine that has most move there, the youngest first: those that only wait inside it, and some."""
+        """Requests of the engine that has most move there, the youngest first: those that only wait
+        inside it, and some.
+        """
         fleet = self._fleet
         fleet.release(engine, OWNER)
-        loads = {state.name: state.tokens_in_flight for state in fleet.states() if not state.reserved}
+        loads = {
+            state.name: state.tokens_in_flight for state in fleet.states() if not state.reserved
+        }
         most = max(loads, key=loads.__getitem__, default=engine)
         room = SHARE * (loads.get(most, 0) - loads.get(engine, 0))
         leases = fleet.leases(most)
         for waiting, lease in zip(range(len(leases), 0, -1), reversed(leases), strict=True):
-            if (lease.tokens <= room or waiting > lease.engine.capabilities.max_running) and lease.lost is None:
+            if (
+                lease.tokens <= room or waiting > lease.engine.capabilities.max_running
+            ) and lease.lost is None:
                 room -= lease.tokens
                 lease.move(f"shares its requests with {engine}")
 

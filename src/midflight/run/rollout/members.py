@@ -5,8 +5,9 @@
 | `Connections.run` | nothing | the ends of connections | cancellation, or a fault of ours in one of them |
 | `Members.run` | connections that are down | its interval | time |
 
-A joiner is an engine that rejoins: it is in quarantine from its first moment, and `Rejoin` brings it the current version as it does to one
-that was started again. Whatever could keep it from serving is asked before anything is changed.
+A joiner is an engine that rejoins: it is in quarantine from its first moment, and `Rejoin` brings
+it the current version as it does to one that was started again. Whatever could keep it from serving
+is asked before anything is changed.
 """
 
 import asyncio
@@ -21,7 +22,15 @@ from urllib.parse import urlsplit
 
 from midflight.config.sections import Config
 from midflight.engines.about import NONCE, About
-from midflight.errors import EngineRefused, EngineUnavailable, MemberConflict, NotSupported, SentAway, UnknownEngine, nearest
+from midflight.errors import (
+    EngineRefused,
+    EngineUnavailable,
+    MemberConflict,
+    NotSupported,
+    SentAway,
+    UnknownEngine,
+    nearest,
+)
 from midflight.gateway.fleet.fleet import EngineState
 from midflight.models.identity import Leaf, ModelIdentity
 from midflight.ports import Engine
@@ -52,7 +61,9 @@ class Attachable(Engine, Protocol):
 
 
 Ask = Callable[[EngineAddress, Path | None, bool], Awaitable[About]]
-"""Asks an engine what it is: whether it sees a file, and, as that takes seconds, which weights it was started with."""
+"""Asks an engine what it is: whether it sees a file, and, as that takes seconds, which weights it
+was started with.
+"""
 
 
 class Connections:
@@ -95,12 +106,15 @@ class Terms:
     """Where they lie if they come as files."""
     drain_seconds: float
     stall_seconds: float
-    """An engine that says what it is must be attached within this time, or it counts as hung. A member that had no connection for as long, and did not say
-    where it is either, is removed: its machine is gone. When the engine is back, it joins again."""
+    """An engine that says what it is must be attached within this time, or it counts as hung. A
+    member that had no connection for as long, and did not say where it is either, is removed: its
+    machine is gone. When the engine is back, it joins again."""
 
 
 def settings_of(config: Config) -> Mapping[str, Leaf]:
-    """What engines of one run must have alike, and for how long one that leaves may end its requests."""
+    """What engines of one run must have alike, and for how long one that leaves may end its
+    requests.
+    """
     return {
         "model.max_context": config.model.max_context,
         "model.dtype": config.model.dtype,
@@ -117,8 +131,8 @@ class _KnownEngine:
     process: str = ""
     """As `About`; empty for those that were there from the start, which are never forgotten."""
     num_missed: int = 0
-    """Looks in a row that found it without a connection, and without a word since the look before. Looks are counted, and no time, because time in which
-    nobody looked is not its absence."""
+    """Looks in a row that found it without a connection, and without a word since the look before.
+    Looks are counted, and no time, because time in which nobody looked is not its absence."""
 
     @property
     def away_seconds(self) -> float:
@@ -127,7 +141,9 @@ class _KnownEngine:
 
 
 class Members:
-    """Implements `Membered`. Between two waits its state is whole: what is refused or cancelled has changed nothing."""
+    """Implements `Membered`. Between two waits its state is whole: what is refused or cancelled has
+    changed nothing.
+    """
 
     def __init__(
         self,
@@ -140,7 +156,9 @@ class Members:
         connect: Callable[[str, EngineAddress], Attachable],
         record: Record,
     ) -> None:
-        """`first`: the engines that the serving side has. `connect` makes one that is not connected yet."""
+        """`first`: the engines that the serving side has. `connect` makes one that is not connected
+        yet.
+        """
         self._serving = serving
         self._handover = serving.handover
         self._limits = serving.gateway.limits
@@ -149,7 +167,9 @@ class Members:
         self._record = record
         self._ask = ask
         self._connect = connect
-        self._known = {name: _KnownEngine(engine, address) for name, (engine, address) in first.items()}
+        self._known = {
+            name: _KnownEngine(engine, address) for name, (engine, address) in first.items()
+        }
         self._joining: set[str] = set()
         self._leaving: dict[str, asyncio.Task[Left]] = {}
         self._sent_away: dict[str, None] = {}
@@ -157,19 +177,30 @@ class Members:
         self._identity: ModelIdentity | None = None
 
     async def run(self) -> None:
-        """Waits for the interval to pass, for ever; ended by its task group. Forgets engines that are gone for good."""
+        """Waits for the interval to pass, for ever; ended by its task group. Forgets engines that
+        are gone for good.
+        """
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             for name, known in list(self._known.items()):
-                known.num_missed = 0 if not known.process or known.engine.is_attached else known.num_missed + 1
+                known.num_missed = (
+                    0 if not known.process or known.engine.is_attached else known.num_missed + 1
+                )
                 if known.away_seconds >= self._terms.stall_seconds and name not in self._leaving:
-                    self._let_go(name, f"was out of reach for {self._terms.stall_seconds:g} s (run.stall_seconds)")
+                    self._let_go(
+                        name,
+                        f"was out of reach for {self._terms.stall_seconds:g} s (run.stall_seconds)",
+                    )
 
     def members(self) -> Membership:
-        states = tuple(self._state(state) for state in self._serving.states() if state.name in self._known)
-        return Membership(states, EngineNeeds(__version__, str(self._terms.model), self._terms.settings))
+        states = tuple(
+            self._state(state) for state in self._serving.states() if state.name in self._known
+        )
+        return Membership(
+            states, EngineNeeds(__version__, str(self._terms.model), self._terms.settings)
+        )
 
-    # --- Joining and moving ------------------------------------------------------------------------------------------
+    # --- Joining and moving -----------------------------------------------------------------------
 
     async def put(self, name: str, address: EngineAddress) -> tuple[MemberState, bool]:
         """Waits for the engine's answers, each with a deadline."""
@@ -179,7 +210,10 @@ class Members:
             known.num_missed = 0
             return self._state_of(name), False
         if name in self._joining:
-            raise MemberConflict(f"an engine {name!r} is joining at this moment: ask again when that has ended.", param="name")
+            raise MemberConflict(
+                f"an engine {name!r} is joining at this moment: ask again when that has ended.",
+                param="name",
+            )
         self._joining.add(name)
         try:
             joiner = await self._approached(name, address)
@@ -216,7 +250,11 @@ class Members:
         self._known[name] = joiner
         self._sent_away.pop(joiner.process, None)
         fleet = self._serving.home(name)
-        error = None if self._is_apart(name) else EngineUnavailable("it has just joined, and gets the current weights first")
+        error = (
+            None
+            if self._is_apart(name)
+            else EngineUnavailable("it has just joined, and gets the current weights first")
+        )
         fleet.attach(joiner.engine, version=fleet.served_version(), error=error)
         if fleet is self._serving.apart:
             self._serving.beside.forsaken = ""
@@ -230,19 +268,25 @@ class Members:
         self._record(EngineLeft(name, why, lost))
         return lost
 
-    # --- Leaving -----------------------------------------------------------------------------------------------------
+    # --- Leaving ----------------------------------------------------------------------------------
 
-    async def leave(self, name: str, *, force: bool, drain_seconds: float | None, for_good: bool = False) -> Left:
+    async def leave(
+        self, name: str, *, force: bool, drain_seconds: float | None, for_good: bool = False
+    ) -> Left:
         """Goes on when the caller does not wait any more. Asked again, it is the same leaving."""
         known = self._known.get(name)
         if known is None:
-            raise UnknownEngine(f"there is no engine {name[:80]!r}.{nearest(name, self._known)}", param="name")
+            raise UnknownEngine(
+                f"there is no engine {name[:80]!r}.{nearest(name, self._known)}", param="name"
+            )
         leaving = self._leaving.get(name)
         if leaving is None:
             if not force:
                 self._check_others(name)
             seconds = self._terms.drain_seconds if drain_seconds is None else drain_seconds
-            leaving = self._leaving[name] = self._connections.start(self._leave(name, known.process, seconds, for_good))
+            leaving = self._leaving[name] = self._connections.start(
+                self._leave(name, known.process, seconds, for_good)
+            )
         return await asyncio.shield(leaving)
 
     async def _leave(self, name: str, process: str, seconds: float, for_good: bool) -> Left:
@@ -266,39 +310,59 @@ class Members:
             del self._leaving[name]
 
     def _check_others(self, name: str) -> None:
-        serving = {state.name for state in self._serving.home(name).states() if state.error is None} - self._leaving.keys()
+        serving = {
+            state.name for state in self._serving.home(name).states() if state.error is None
+        } - self._leaving.keys()
         if serving == {name}:
             raise MemberConflict(
-                f"{name} is the only engine that serves: without it requests would wait until they fail. Let another join first, or say "
-                "force=true, as one must whose machine is taken away.",
+                f"{name} is the only engine that serves: without it requests would wait until they "
+                "fail. Let another join first, or say force=true, as one must whose machine is "
+                "taken away.",
                 param="name",
             )
 
-    # --- What must be so ---------------------------------------------------------------------------------------------
+    # --- What must be so --------------------------------------------------------------------------
 
     def _check_name(self, name: str, address: EngineAddress) -> None:
         if not _NAME.fullmatch(name) or name == TEACHER:
             raise EngineRefused(
-                f"an engine cannot be called {name[:80]!r}: take a letter or digit, then at most 63 letters, digits, '.', '_' or '-'.",
+                (
+                    f"an engine cannot be called {name[:80]!r}: take a letter or digit, then at "
+                    "most 63 letters, digits, '.', '_' or '-'."
+                ),
                 param="name",
             )
         if name in self._leaving:
             raise MemberConflict(f"{name} is leaving: ask again when it has left.", param="name")
         for other, known in self._known.items():
             if other != name and known.address.url.rstrip("/") == address.url.rstrip("/"):
-                raise MemberConflict(f"the engine at {address.url} is a member already, as {other}.", param="url")
+                raise MemberConflict(
+                    f"the engine at {address.url} is a member already, as {other}.", param="url"
+                )
 
     def _check_process(self, name: str, process: str, address: EngineAddress) -> None:
         if address.again and process in self._sent_away:
             raise SentAway(
-                f"the engine at {address.url} was told to leave this run: start another, or let it join as a new one.", param="name"
+                (
+                    f"the engine at {address.url} was told to leave this run: start another, or "
+                    "let it join as a new one."
+                ),
+                param="name",
             )
         for other, known in self._known.items():
             if other != name and known.process == process:
-                raise MemberConflict(f"the engine at {address.url} is a member already, as {other} at {known.address.url}.", param="url")
+                raise MemberConflict(
+                    (
+                        f"the engine at {address.url} is a member already, as {other} at "
+                        f"{known.address.url}."
+                    ),
+                    param="url",
+                )
 
     def _is_apart(self, name: str) -> bool:
-        """Such an engine keeps the weights that the run began or went on with, in every life: it gets none, and is asked for its own."""
+        """Such an engine keeps the weights that the run began or went on with, in every life: it
+        gets none, and is asked for its own.
+        """
         return self._serving.home(name) is self._serving.apart
 
     async def _asked(self, name: str, address: EngineAddress) -> About:
@@ -317,30 +381,48 @@ class Members:
             about = await self._ask(address, nonce, current is None)
             seen = nonce is None or about.sees == _word(nonce)
         if not seen and (obstacle := _obstacle(transport, folder, location)):
-            raise EngineRefused(f"weights cannot reach the engine at {address.url}: {obstacle}", param="url")
+            raise EngineRefused(
+                f"weights cannot reach the engine at {address.url}: {obstacle}", param="url"
+            )
         return about
 
     async def _check(self, name: str, address: EngineAddress, about: About) -> None:
         """Waits for the files of the run's model to be read, the first time."""
         what = f"the engine at {address.url} cannot join"
         if about.midflight != __version__:
-            raise EngineRefused(f"{what}: it is of Midflight {about.midflight}, the run of {__version__}; install the same.", param="url")
+            raise EngineRefused(
+                (
+                    f"{what}: it is of Midflight {about.midflight}, the run of {__version__}; "
+                    "install the same."
+                ),
+                param="url",
+            )
         apart = self._is_apart(name)
         first = self._serving.home(name).served_version()
         unpublished = apart or self._handover.current is None
         if self._identity is None or (unpublished and self._identity.weights is None):
-            self._identity = await asyncio.to_thread(ModelIdentity.of, self._terms.model, weights=unpublished)
-        if why := self._identity.difference(about.model) or self._limits.lacking(about.capabilities):
-            raise EngineRefused(f"{what}: {why}. Start it from {self._terms.model} with the run's settings.", param="url")
+            self._identity = await asyncio.to_thread(
+                ModelIdentity.of, self._terms.model, weights=unpublished
+            )
+        if why := self._identity.difference(about.model) or self._limits.lacking(
+            about.capabilities
+        ):
+            raise EngineRefused(
+                f"{what}: {why}. Start it from {self._terms.model} with the run's settings.",
+                param="url",
+            )
         if unpublished and about.version != first:
             said = f"{name} keeps version {first}" if apart else "the run has published none yet"
-            raise EngineRefused(f"{what}: it serves version {about.version}, and {said}; start it anew.", param="url")
+            raise EngineRefused(
+                f"{what}: it serves version {about.version}, and {said}; start it anew.",
+                param="url",
+            )
         try:
             self._handover.check(name, about.capabilities)
         except NotSupported as error:
             raise EngineRefused(f"{what}: {error}", param="url") from error
 
-    # --- States ------------------------------------------------------------------------------------------------------
+    # --- States -----------------------------------------------------------------------------------
 
     def _state_of(self, name: str) -> MemberState:
         return next(self._state(state) for state in self._serving.states() if state.name == name)
@@ -348,7 +430,14 @@ class Members:
     def _state(self, state: EngineState) -> MemberState:
         word = LEAVING if state.name in self._leaving else standing(state)
         error = None if state.error is None else str(state.error)
-        return MemberState(state.name, self._known[state.name].address.url, word, state.version, state.num_requests, error)
+        return MemberState(
+            state.name,
+            self._known[state.name].address.url,
+            word,
+            state.version,
+            state.num_requests,
+            error,
+        )
 
 
 def standing(state: EngineState) -> str:
@@ -360,7 +449,7 @@ def standing(state: EngineState) -> str:
     return "joining" if state.is_new else "quarantined"
 
 
-# --- Where weights lie ------------------------------------------------------------------------------------------------
+# --- Where weights lie ----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -385,9 +474,22 @@ def _word(nonce: Path) -> str:
 def _obstacle(transport: str | None, folder: Path, location: str) -> str:
     """Why an engine that does not see the gateway's files gets none; empty where it does."""
     if transport == "shared_memory":
-        return 'weights.transport is "shared_memory", and it runs on another machine; set it to "collective" or "pull".'
+        return (
+            'weights.transport is "shared_memory", and it runs on another machine; set it to '
+            '"collective" or "pull".'
+        )
     if transport == "file":
-        return f'they are files in {folder}, which it does not see; share that folder, or set weights.transport to "collective" or "pull".'
-    if transport in SENT and location and is_loopback(host := urlsplit(location.split()[0]).hostname or ""):
-        return f"the trainer sends them from {host}, which other machines do not reach; set gateway.host to an address of its machine."
+        return (
+            f"they are files in {folder}, which it does not see; share that folder, or set "
+            'weights.transport to "collective" or "pull".'
+        )
+    if (
+        transport in SENT
+        and location
+        and is_loopback(host := urlsplit(location.split()[0]).hostname or "")
+    ):
+        return (
+            f"the trainer sends them from {host}, which other machines do not reach; set "
+            "gateway.host to an address of its machine."
+        )
     return ""

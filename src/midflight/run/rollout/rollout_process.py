@@ -1,4 +1,6 @@
-"""The rollout process: gateway, environments, buffer and store on one event loop, and HTTP for agents and the trainer."""
+"""The rollout process: gateway, environments, buffer and store on one event loop, and HTTP for
+agents and the trainer.
+"""
 
 import asyncio
 import os
@@ -43,7 +45,18 @@ from midflight.run.api.membership import EngineAddress, member_routes
 from midflight.run.api.routes import Teacher, TrainerRoutes, info_route, score_route, tasks_route
 from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
-from midflight.run.parts import TEACHER, Alarm, Condemned, Launcher, Progress, Purpose, Ready, RolloutSpec, Words, serve_while
+from midflight.run.parts import (
+    TEACHER,
+    Alarm,
+    Condemned,
+    Launcher,
+    Progress,
+    Purpose,
+    Ready,
+    RolloutSpec,
+    Words,
+    serve_while,
+)
 from midflight.run.rollout.claims import ClaimWatch
 from midflight.run.rollout.members import Connections, Members, Terms, settings_of, standing
 from midflight.run.rollout.served import OwnerClient, ShardRole, served_route
@@ -93,13 +106,27 @@ class Hosting:
 
 
 def frequent(state: RunState, metrics: Metrics) -> dict[type, Sequence[facts.Record]]:
-    """Who applies the facts of which there are some for each rollout, request or step of an engine. All others are told to every observer."""
-    heard = {facts.EngineStepped: [state.apply, metrics.apply], facts.TurnFinished: [metrics.apply], facts.SessionEnded: [metrics.apply]}
-    return {**heard, facts.EvaluationKept: [], facts.SlotFreed: [], facts.TurnKept: [], facts.TrajectoryKept: []}
+    """Who applies the facts of which there are some for each rollout, request or step of an engine.
+    All others are told to every observer.
+    """
+    heard = {
+        facts.EngineStepped: [state.apply, metrics.apply],
+        facts.TurnFinished: [metrics.apply],
+        facts.SessionEnded: [metrics.apply],
+    }
+    return {
+        **heard,
+        facts.EvaluationKept: [],
+        facts.SlotFreed: [],
+        facts.TurnKept: [],
+        facts.TrajectoryKept: [],
+    }
 
 
 class RolloutProcess:
-    """Assembles the process. The shells that wait are `RolloutSystem`, the HTTP server and the engines' connections."""
+    """Assembles the process. The shells that wait are `RolloutSystem`, the HTTP server and the
+    engines' connections.
+    """
 
     def __init__(self, spec: RolloutSpec, launcher: Launcher, listener: socket.socket) -> None:
         self._spec = spec
@@ -109,7 +136,9 @@ class RolloutProcess:
         steps = 0 if spec.purpose is Purpose.EVALUATE else config.run.steps
         slots = min(derived.engine_slots(config), derived.in_flight(config))
         cores = core_use(config, own_cores())
-        self._state = RunState(name=config.run.name, steps=steps, start_version=spec.version, slots=slots, cores=cores)
+        self._state = RunState(
+            name=config.run.name, steps=steps, start_version=spec.version, slots=slots, cores=cores
+        )
         self._tokenizer: Tokenizer | None = None
         self._metrics = Metrics()
         self._metrics.learning = self._state.learning.status
@@ -122,40 +151,63 @@ class RolloutProcess:
         if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
             folder = Path(config.run.folder)
             folder.mkdir(parents=True, exist_ok=True)  # of a further shard
-            at = newest_version(folder / "metrics.jsonl", otherwise=spec.version) if spec.again else spec.checkpoint
+            at = (
+                newest_version(folder / "metrics.jsonl", otherwise=spec.version)
+                if spec.again
+                else spec.checkpoint
+            )
             observers.append(Journal(folder / "metrics.jsonl", self._state, resume_at=at).apply)
             self._heldout = HeldoutStore(folder / HELDOUT, run=config.run.name)
             of[facts.EvaluationKept] = [self._heldout.apply]
         rollout = config.rollout
         if rollout.show_every:
-            observers.append(Completions(self._shown, self._decoded, every=rollout.show_every, number=rollout.show_completions).apply)
+            observers.append(
+                Completions(
+                    self._shown,
+                    self._decoded,
+                    every=rollout.show_every,
+                    number=rollout.show_completions,
+                ).apply
+            )
         self._last = LastRollout(self._decoded) if config.observe.samples else None
         if self._last is not None:
             of[facts.TrajectoryKept] = [self._last.apply]
         self._record = Observers([*observers, self._alarms().apply], of=of).apply
         for text in spec.alarms:
             self._record(facts.Alarmed("trainer", text))
-        self._engines = {name: self._remote(name, EngineAddress(url)) for name, url in spec.engines.items()}
-        self._teacher = None if spec.teacher is None else self._remote(TEACHER, EngineAddress(spec.teacher))
+        self._engines = {
+            name: self._remote(name, EngineAddress(url)) for name, url in spec.engines.items()
+        }
+        self._teacher = (
+            None if spec.teacher is None else self._remote(TEACHER, EngineAddress(spec.teacher))
+        )
         self.connections = Connections(self._remotes)
 
     def close(self) -> None:
-        """Waits until what was said to held-out tasks is on disk: the process ends without waiting for threads."""
+        """Waits until what was said to held-out tasks is on disk: the process ends without waiting
+        for threads.
+        """
         if self._heldout is not None:
             self._heldout.close()
 
     @property
     def _remotes(self) -> list[RemoteEngine]:
-        """Whose connections must run from the start: the engines, and the teacher, to whom the gateway routes nothing."""
+        """Whose connections must run from the start: the engines, and the teacher, to whom the
+        gateway routes nothing.
+        """
         return [*self._engines.values(), *([] if self._teacher is None else [self._teacher])]
 
     def _remote(self, name: str, address: EngineAddress) -> RemoteEngine:
-        return RemoteEngine(name, address.url, token=address.token or self._spec.token, record=self._record)
+        return RemoteEngine(
+            name, address.url, token=address.token or self._spec.token, record=self._record
+        )
 
-    # --- Purposes ----------------------------------------------------------------------------------------------------
+    # --- Purposes ---------------------------------------------------------------------------------
 
     async def train(self) -> None:
-        """For our trainer it ends only by the launcher, because it may still read our last answer; for another, after that answer."""
+        """For our trainer it ends only by the launcher, because it may still read our last answer;
+        for another, after that answer.
+        """
         section = self._config.environment
         sources = await self._sources()
         serving = await self._attached(anonymous=False)
@@ -164,15 +216,24 @@ class RolloutProcess:
             agents = Agents(self._config, serving, hosting.host, self._record)
             system = RolloutSystem(
                 agents,
-                sources=sources if self._spec.owner is None else [replace(source, heldout=()) for source in sources],
+                sources=sources
+                if self._spec.owner is None
+                else [replace(source, heldout=()) for source in sources],
                 store=Store(await asyncio.to_thread(self._store), run=self._config.run.name),
                 phases=self,
                 version=self._spec.version,
                 checkpoint=self._spec.checkpoint,
                 teacher=teacher,
-                posted=posted_tasks(section.sources, Path(self._config.run.folder), heldout=sources, seed=self._config.run.seed),
+                posted=posted_tasks(
+                    section.sources,
+                    Path(self._config.run.folder),
+                    heldout=sources,
+                    seed=self._config.run.seed,
+                ),
             )
-            self._standing.watch(agents, system.queue, whereabouts=hosting.whereabouts, board=hosting.board)
+            self._standing.watch(
+                agents, system.queue, whereabouts=hosting.whereabouts, board=hosting.board
+            )
             self._state.accounts = self._metrics.accounts = lambda: accounts(system.books)
             finished = asyncio.Event()  # the trainer's last answer was sent
             trainer = TrainerRoutes(
@@ -185,7 +246,12 @@ class RolloutProcess:
                 goes_on=(system.leased, system.next_version) if self._spec.again else None,
             )
             token = self._spec.control_token
-            routes = [*trainer.routes(), score_route(teacher, token=token), tasks_route(system.post, token=token), *hosting.routes]
+            routes = [
+                *trainer.routes(),
+                score_route(teacher, token=token),
+                tasks_route(system.post, token=token),
+                *hosting.routes,
+            ]
             services = (self._http(serving, routes, board=hosting.board), *hosting.services)
             if self._spec.purpose is Purpose.TRAIN:
                 await serve_while(system.run(), *services)
@@ -204,9 +270,14 @@ class RolloutProcess:
 
             async def evaluated() -> None:
                 await evaluator.run(held_out(sources), version=self._spec.version)
-                self.begin_phase(Phase.DONE)  # before workers are hung up on, whose ends are then no deaths
+                # before workers are hung up on, whose ends are then no deaths
+                self.begin_phase(Phase.DONE)
 
-            await serve_while(evaluated(), self._http(serving, hosting.routes, board=hosting.board), *hosting.services)
+            await serve_while(
+                evaluated(),
+                self._http(serving, hosting.routes, board=hosting.board),
+                *hosting.services,
+            )
 
     async def serve(self) -> None:
         """Ends only by the launcher."""
@@ -215,37 +286,53 @@ class RolloutProcess:
         await self._http(serving, [weights.route(self._spec.control_token)])
 
     def _store(self) -> Path:
-        """Where the store is, ready for this run. A new one has none yet, whatever an earlier run of this folder left on another disk."""
+        """Where the store is, ready for this run. A new one has none yet, whatever an earlier run
+        of this folder left on another disk.
+        """
         section = self._config.run
         store = store_path(Path(section.folder), section.store_folder)
         check_local(store)
         if section.store_folder is not None:
             if gone := remove_left(section.store_folder, but=store):
-                self._launcher.tell(Words(f"removed from {section.store_folder}, for their runs went on elsewhere: {len(gone)} stores"))
+                self._launcher.tell(
+                    Words(
+                        f"removed from {section.store_folder}, for their runs went on elsewhere: "
+                        f"{len(gone)} stores"
+                    )
+                )
             claim(store, Path(section.folder))
         if self._spec.checkpoint is None:
             if section.store_folder is not None:
-                shelve(store)  # where the launcher is on another machine, and could not set it aside
+                # where the launcher is on another machine, and could not set it aside
+                shelve(store)
         elif (said := go_on(Path(section.folder), section.store_folder)) is not None:
             self._launcher.tell(Alarm(said))
         return store
 
-    # --- Parts -------------------------------------------------------------------------------------------------------
+    # --- Parts ------------------------------------------------------------------------------------
 
     async def _sources(self) -> Sequence[Source]:
         """Waits for the tasks to be drawn, however many they are."""
         with self._launcher.heart.doing("draws its tasks", computes=True):
-            return await asyncio.to_thread(load_sources, self._config.environment.sources, seed=self._config.run.seed)
+            return await asyncio.to_thread(
+                load_sources, self._config.environment.sources, seed=self._config.run.seed
+            )
 
     async def _attached(self, *, anonymous: bool) -> Serving:
-        """Waits until every engine answers, and the teacher, however long they load; ended by them, or by the launcher, which ends those that
-        hang."""
+        """Waits until every engine answers, and the teacher, however long they load; ended by them,
+        or by the launcher, which ends those that hang."""
         for remote in self._remotes:
             with self._launcher.heart.doing(f"attaches {remote.name}", whom=remote.name):
                 await remote.connect()
         tokenizer = Tokenizer.load(Path(self._spec.model))
-        wants_masks = derived.trains_truncated(self._config, trainer_is_ours=self._spec.purpose is Purpose.TRAIN)
-        owner = None if self._spec.owner is None else OwnerClient(self._spec.owner, token=self._spec.control_token)
+        wants_masks = derived.trains_truncated(
+            self._config, trainer_is_ours=self._spec.purpose is Purpose.TRAIN
+        )
+        owner = (
+            None
+            if self._spec.owner is None
+            else OwnerClient(self._spec.owner, token=self._spec.control_token)
+        )
         serving = Serving(
             self._config,
             tokenizer,
@@ -260,7 +347,9 @@ class RolloutProcess:
         await serving.adopt()
         serving.gateway.address = self._spec.url
         self._standing = RolloutStanding(serving)
-        self._metrics.requests = lambda: {state.name: state.num_requests for state in serving.states()}
+        self._metrics.requests = lambda: {
+            state.name: state.num_requests for state in serving.states()
+        }
         self._metrics.in_flight = lambda: serving.capacity.limits()
         self._metrics.engines = lambda: Counter(standing(state) for state in serving.states())
         self._launcher.heart.ask = self._standing.now
@@ -271,12 +360,15 @@ class RolloutProcess:
             return None
         temperature = self._config.environment.temperature
         seconds = self._config.distillation.score_seconds
-        return Teacher(self._teacher, temperature=temperature, seconds=seconds, heart=self._launcher.heart)
+        return Teacher(
+            self._teacher, temperature=temperature, seconds=seconds, heart=self._launcher.heart
+        )
 
     @asynccontextmanager
     async def _hosting(self, serving: Serving) -> AsyncGenerator[Hosting]:
-        """Where agents run: in workers, whose code this process never sees, or here. Here they talk to the gateway in memory, and like any
-        other agent may not pause it. Waits at its end for requests that are still being answered."""
+        """Where agents run: in workers, whose code this process never sees, or here. Here they talk
+        to the gateway in memory, and like any other agent may not pause it. Waits at its end for
+        requests that are still being answered."""
         if self._spec.worker_token is not None:
             crew = Crew(
                 serving.gateway,
@@ -284,8 +376,12 @@ class RolloutProcess:
                 names=self._spec.workers,
                 say=lambda text: self._alarmed(facts.Alarmed("worker", text)),
             )
-            watch = watch_workers(crew, lambda hung: self._launcher.tell(Condemned(hung.name, hung.why)))
-            routes = WorkerRoutes(crew, token=self._spec.worker_token, control_token=self._spec.control_token).routes()
+            watch = watch_workers(
+                crew, lambda hung: self._launcher.tell(Condemned(hung.name, hung.why))
+            )
+            routes = WorkerRoutes(
+                crew, token=self._spec.worker_token, control_token=self._spec.control_token
+            ).routes()
             yield Hosting(crew, routes, services=(watch,), whereabouts=crew.whereabouts)
             return
         section = self._config.environment
@@ -297,7 +393,12 @@ class RolloutProcess:
         board = program.environment.board if isinstance(program.environment, Claimed) else None
         async with asyncio.TaskGroup() as requests:
             url = self._config.gateway.public_url
-            clients = partial(SharedClients, transport=MemoryTransport(app, requests), untracked=section.untracked, public_url=url)
+            clients = partial(
+                SharedClients,
+                transport=MemoryTransport(app, requests),
+                untracked=section.untracked,
+                public_url=url,
+            )
             async with program.host(partial(ask, app), clients) as host:
                 if board is None:
                     yield Hosting(host)
@@ -307,9 +408,16 @@ class RolloutProcess:
 
     def _claim_watch(self, board: Board) -> ClaimWatch:
         run = self._config.run
-        return ClaimWatch(board, self._alarmed, stall_seconds=run.stall_seconds, where=str(Path(run.folder) / "endpoint.json"))
+        return ClaimWatch(
+            board,
+            self._alarmed,
+            stall_seconds=run.stall_seconds,
+            where=str(Path(run.folder) / "endpoint.json"),
+        )
 
-    async def _http(self, serving: Serving, routes: Sequence[BaseRoute], *, board: Board | None = None) -> None:
+    async def _http(
+        self, serving: Serving, routes: Sequence[BaseRoute], *, board: Board | None = None
+    ) -> None:
         gateway = self._config.gateway
         members = self._members(serving)
         owned = OwnedSessions(serving.gateway, session_seconds=gateway.session_seconds)
@@ -326,7 +434,8 @@ class RolloutProcess:
                 *member_routes(members, token=self._spec.control_token),
             ],
         )
-        is_asked = self._spec.purpose is not Purpose.EVALUATE or board is not None  # by anybody outside
+        # by anybody outside
+        is_asked = self._spec.purpose is not Purpose.EVALUATE or board is not None
         address = serving.gateway.address if is_asked else None
         await serve_while(
             serve_app(
@@ -347,8 +456,11 @@ class RolloutProcess:
 
         async def ask(address: EngineAddress, nonce: Path | None, weights: bool) -> About:
             token = address.token or self._spec.token
-            seconds = config.cluster.wait_seconds if weights else config.run.stall_seconds  # a large model is read first
-            return await ask_about(address.url, token=token, nonce=nonce, weights=weights, seconds=seconds)
+            # a large model is read first
+            seconds = config.cluster.wait_seconds if weights else config.run.stall_seconds
+            return await ask_about(
+                address.url, token=token, nonce=nonce, weights=weights, seconds=seconds
+            )
 
         terms = Terms(
             Path(self._spec.model),
@@ -358,10 +470,23 @@ class RolloutProcess:
             config.gateway.drain_seconds,
             config.run.stall_seconds,
         )
-        first = {name: (engine, EngineAddress(self._spec.engines[name])) for name, engine in self._engines.items()}
-        return Members(serving, self.connections, first, terms=terms, ask=ask, connect=self._remote, record=self._membership)
+        first = {
+            name: (engine, EngineAddress(self._spec.engines[name]))
+            for name, engine in self._engines.items()
+        }
+        return Members(
+            serving,
+            self.connections,
+            first,
+            terms=terms,
+            ask=ask,
+            connect=self._remote,
+            record=self._membership,
+        )
 
-    def _common_routes(self, serving: Serving, owned: OwnedSessions, board: Board | None) -> Sequence[BaseRoute]:
+    def _common_routes(
+        self, serving: Serving, owned: OwnedSessions, board: Board | None
+    ) -> Sequence[BaseRoute]:
         """What every purpose offers: who is here, and sessions for agents that others run."""
         served = serving.fleet.served_version
         token = self._spec.control_token
@@ -387,12 +512,14 @@ class RolloutProcess:
         return [info, dashboard_route(Path(self._config.run.folder)), *sessions.routes(), *news]
 
     def _sampling(self, serving: Serving) -> SamplingParams:
-        """Defaults of a session opened over HTTP: the environment's in a run; when serving, an answer may use all the room."""
+        """Defaults of a session opened over HTTP: the environment's in a run; when serving, an
+        answer may use all the room.
+        """
         if self._spec.purpose is Purpose.SERVE:
             return SamplingParams(max_tokens=serving.gateway.limits.max_context)
         return self._config.environment.sampling
 
-    # --- What the launcher sees --------------------------------------------------------------------------------------
+    # --- What the launcher sees -------------------------------------------------------------------
 
     def _alarms(self) -> Alarms:
         learns_from_rewards = self._config.distillation.teacher is None
@@ -400,7 +527,9 @@ class RolloutProcess:
             self._alarmed,
             log=str(Path(self._config.run.folder) / "logs" / "rollout.log"),
             step_rollouts=batch_rollouts(self._config.rollout) if learns_from_rewards else None,
-            learning=self._learning() if self._spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS) else None,
+            learning=self._learning()
+            if self._spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS)
+            else None,
         )
 
     def _learning(self) -> LearningOptions:
@@ -410,7 +539,9 @@ class RolloutProcess:
             groups_per_step=config.rollout.groups_per_step,
             max_tokens=config.environment.max_tokens,
             max_context=config.model.max_context,
-            learning_rate=config.trainer.learning_rate if self._spec.purpose is Purpose.TRAIN else None,
+            learning_rate=config.trainer.learning_rate
+            if self._spec.purpose is Purpose.TRAIN
+            else None,
             usual_rate=usual_rate(config),
             draws_by_pass_rate=config.curriculum.chooses,
             draws_others=config.rollout.drop_zero_spread,
@@ -430,9 +561,15 @@ class RolloutProcess:
         """Engines that come and go are something to read, too."""
         match fact:
             case facts.EngineJoined(engine=engine, url=url):
-                self._launcher.tell(Words(f"engine {engine} has joined from {url}; it gets the current weights first"))
+                self._launcher.tell(
+                    Words(
+                        f"engine {engine} has joined from {url}; it gets the current weights first"
+                    )
+                )
             case facts.EngineLeft(engine=engine, why=why, num_resumed=resumed):
-                self._launcher.tell(Words(f"engine {engine} {why}; {resumed} of its requests go on elsewhere"))
+                self._launcher.tell(
+                    Words(f"engine {engine} {why}; {resumed} of its requests go on elsewhere")
+                )
             case _:
                 pass
         self._record(fact)

@@ -1,5 +1,6 @@
-"""The stream of rollouts: groups are started as admission allows, and wait for a step when they have ended. And held-out scores along a
-run: before it, after it, and of every so many versions between, each of exactly one version.
+"""The stream of rollouts: groups are started as admission allows, and wait for a step when they
+have ended. And held-out scores along a run: before it, after it, and of every so many versions
+between, each of exactly one version.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -27,22 +28,39 @@ from midflight.gateway.fleet.routing import Reservation
 from midflight.observe.alarms import USE_THE_CLIENT
 from midflight.observe.status import Phase
 from midflight.ports import RequestWatch, SessionHandle, Sessions
-from midflight.types import Group, GroupKey, Reason, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory, Version
+from midflight.types import (
+    Group,
+    GroupKey,
+    Reason,
+    RolloutKey,
+    Row,
+    SamplingParams,
+    SessionRecord,
+    Task,
+    Trajectory,
+    Version,
+)
 from midflight.types.facts import GroupClosed, GroupFinished, Record, SlotFreed, TrajectoryKept
 from midflight.weights.handover import Handover
 
 MAX_FAILED_GROUPS = 8
-"""Groups in a row of which not one rollout got a reward, or none asked the model. More is no bad luck: something is broken."""
+"""Groups in a row of which not one rollout got a reward, or none asked the model. More is no bad
+luck: something is broken.
+"""
 
 
 class Fates:
-    """Tokens that no trajectory carries on, by rollout and reason, until the rollout is kept (I3)."""
+    """Tokens that no trajectory carries on, by rollout and reason, until the rollout is kept
+    (I3).
+    """
 
     def __init__(self) -> None:
         self._masked: defaultdict[RolloutKey, Counter[Reason]] = defaultdict(Counter)
         self._dropped: defaultdict[RolloutKey, Counter[Reason]] = defaultdict(Counter)
 
-    def session_closed(self, key: RolloutKey, *, masked: Mapping[Reason, int], dropped: Mapping[Reason, int]) -> None:
+    def session_closed(
+        self, key: RolloutKey, *, masked: Mapping[Reason, int], dropped: Mapping[Reason, int]
+    ) -> None:
         if masked:
             self._masked[key].update(masked)
         if dropped:
@@ -58,7 +76,8 @@ class Fates:
 
 
 class GroupAges:
-    """Implements `ports.Sessions` around the gateway's, and knows the oldest token of each running group (I2).
+    """Implements `ports.Sessions` around the gateway's, and knows the oldest token of each running
+    group (I2).
 
     A group's age counts its ended rollouts too; it is forgotten with the group.
     """
@@ -92,7 +111,9 @@ class GroupAges:
         return self._sessions.request_watch(session_id)
 
     def of_group(self, key: GroupKey) -> Version | None:
-        """The oldest version among the tokens of the group's rollouts so far, `None` before the first."""
+        """The oldest version among the tokens of the group's rollouts so far, `None` before the
+        first.
+        """
         live = (self._sessions.oldest_version(session) for session in self._live.get(key, ()))
         return min((v for v in (*live, self._ended.get(key)) if v is not None), default=None)
 
@@ -117,14 +138,29 @@ class GroupSlots:
     async def __aenter__(self) -> None:
         return None
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None:
         self._record(SlotFreed(self._key))
 
 
 class Recorded:
-    """Runs rollouts and keeps each that gets a reward. Those kept before a crash come back from the store, once."""
+    """Runs rollouts and keeps each that gets a reward. Those kept before a crash come back from the
+    store, once.
+    """
 
-    def __init__(self, runner: RolloutRunner, fates: Fates, record: Record, *, kept: Callable[[Trajectory], None]) -> None:
+    def __init__(
+        self,
+        runner: RolloutRunner,
+        fates: Fates,
+        record: Record,
+        *,
+        kept: Callable[[Trajectory], None],
+    ) -> None:
         """`kept` looks at each that is."""
         self._runner = runner
         self._fates = fates
@@ -164,7 +200,9 @@ class RolloutStream:
         retries: int,
         passes: float,
     ) -> None:
-        """`passes`: the reward of a rollout that has passed. `room` waits while the disk is far behind; `routable` says whether any engine takes requests."""
+        """`passes`: the reward of a rollout that has passed. `room` waits while the disk is far
+        behind; `routable` says whether any engine takes requests.
+        """
         self._queue = queue
         self._books = books
         self._stream = stream
@@ -180,14 +218,19 @@ class RolloutStream:
         self._failed_in_a_row = self._silent_in_a_row = 0
 
     async def run(self) -> None:
-        """Runs until cancelled, which cancels the groups, or until too many groups in a row have failed."""
+        """Runs until cancelled, which cancels the groups, or until too many groups in a row have
+        failed.
+        """
         async with asyncio.TaskGroup() as groups:
             while True:
                 await self._room()
                 admitted = await self._queue.admit(self._draw, self._stream.task_of)
                 self._begun(admitted.key)
-                groups.create_task(self._group(admitted.key, admitted.task), name=f"group {admitted.key}")
-                await asyncio.sleep(0)  # the agents of a group start together: milliseconds in which nobody else is heard
+                groups.create_task(
+                    self._group(admitted.key, admitted.task), name=f"group {admitted.key}"
+                )
+                # the agents of a group start together: milliseconds in which nobody else is heard
+                await asyncio.sleep(0)
 
     def _begun(self, key: GroupKey) -> None:
         curriculum = self._stream.curriculum
@@ -199,30 +242,51 @@ class RolloutStream:
 
     async def _group(self, key: GroupKey, task: Task) -> None:
         slots = GroupSlots(key, self._record)
-        runner = GroupRunner(rollouts=self._runner, slots=slots, fates=self._fates, group_size=self._group_size, retries=self._retries)
+        runner = GroupRunner(
+            rollouts=self._runner,
+            slots=slots,
+            fates=self._fates,
+            group_size=self._group_size,
+            retries=self._retries,
+        )
         trajectories = await runner.run(key, task)
         for lost in (t for t in trajectories if t.reward is None):
             self._record(self._fates.kept(lost))  # only now: it is not tried again
         group = Group.of(key, task, trajectories)
         reason = self._books.unfit(group)
-        self._record(GroupFinished(group, self._books.next_order) if reason is None else self._closed(group, reason))
+        self._record(
+            GroupFinished(group, self._books.next_order)
+            if reason is None
+            else self._closed(group, reason)
+        )
         if self._stream.curriculum is not None:
-            self._stream.curriculum.ended(key, [t.reward for t in trajectories if t.reward is not None])
+            self._stream.curriculum.ended(
+                key, [t.reward for t in trajectories if t.reward is not None]
+            )
         self._ages.forget(key)
         self._budget(trajectories)
 
     def _closed(self, group: Group, reason: Reason) -> GroupClosed:
-        """One without spread is replaced by another task, because its own was too easy or too hard."""
+        """One without spread is replaced by another task, because its own was too easy or too
+        hard.
+        """
         closed = self._books.closing(group.key, reason)
         reward = group.trajectories[0].reward if group.trajectories else None
         if reason is not Reason.ZERO_SPREAD or reward is None:
             return closed
-        return GroupClosed(group.key, reason, closed.num_tokens, alike="passed" if reward >= self._passes else "failed")
+        return GroupClosed(
+            group.key,
+            reason,
+            closed.num_tokens,
+            alike="passed" if reward >= self._passes else "failed",
+        )
 
     def _budget(self, trajectories: list[Trajectory]) -> None:
-        """An environment that always fails, or never asks the model, must not look like a run that is merely slow.
+        """An environment that always fails, or never asks the model, must not look like a run that
+        is merely slow.
 
-        Without any engine nobody can succeed: the launcher starts engines again, or ends the run and names them.
+        Without any engine nobody can succeed: the launcher starts engines again, or ends the run
+        and names them.
         """
         self._silent(trajectories)
         if any(t.reward is not None for t in trajectories) or not self._routable():
@@ -232,12 +296,15 @@ class RolloutStream:
         if self._failed_in_a_row >= MAX_FAILED_GROUPS:
             first = next((t for t in trajectories if t.error), trajectories[0])
             raise RunFailed(
-                f"{self._failed_in_a_row} groups in a row got no reward; task {first.task_id} of {first.source} failed with "
-                f"{first.error or 'a reward of None'}; mend the environment or the engines, whose logs are in the run's folder."
+                f"{self._failed_in_a_row} groups in a row got no reward; task {first.task_id} of "
+                f"{first.source} failed with {first.error or 'a reward of None'}; mend the "
+                "environment or the engines, whose logs are in the run's folder."
             )
 
     def _silent(self, trajectories: list[Trajectory]) -> None:
-        """Groups with a reward and without a token: their agents asked another model, or none. A group that failed says nothing of that."""
+        """Groups with a reward and without a token: their agents asked another model, or none. A
+        group that failed says nothing of that.
+        """
         first = next((t for t in trajectories if t.reward is not None), None)
         if first is None or any(t.rows for t in trajectories):
             self._silent_in_a_row = self._silent_in_a_row if first is None else 0
@@ -245,12 +312,13 @@ class RolloutStream:
         self._silent_in_a_row += 1
         if self._silent_in_a_row >= MAX_FAILED_GROUPS:
             raise RunFailed(
-                f"{self._silent_in_a_row} groups in a row were scored without an answer of the model, such as task {first.task_id} of "
-                f"{first.source} with reward {first.reward:g}: there is nothing to train on. {USE_THE_CLIENT}"
+                f"{self._silent_in_a_row} groups in a row were scored without an answer of the "
+                f"model, such as task {first.task_id} of {first.source} with reward "
+                f"{first.reward:g}: there is nothing to train on. {USE_THE_CLIENT}"
             )
 
 
-# --- Evaluations ------------------------------------------------------------------------------------------------------
+# --- Evaluations ----------------------------------------------------------------------------------
 
 
 class Phases(Protocol):
@@ -260,7 +328,9 @@ class Phases(Protocol):
 
 
 class ReservedSessions:
-    """Implements `ports.Sessions` around the gateway's: while there is a reservation, its sessions are for that."""
+    """Implements `ports.Sessions` around the gateway's: while there is a reservation, its sessions
+    are for that.
+    """
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
@@ -286,7 +356,9 @@ class ReservedSessions:
 
 
 class Evaluations:
-    """One at a time. Before and after training all engines work at it and no version comes; between, one engine is reserved for it."""
+    """One at a time. Before and after training all engines work at it and no version comes;
+    between, one engine is reserved for it.
+    """
 
     def __init__(
         self,
@@ -300,7 +372,9 @@ class Evaluations:
         handover: Handover,
         sessions: Sessions,
     ) -> None:
-        """`every`: versions between two that fall due, 0 for none. Where not every version is published, the next that is falls due."""
+        """`every`: versions between two that fall due, 0 for none. Where not every version is
+        published, the next that is falls due.
+        """
         self._sessions = ReservedSessions(sessions)
         self._evaluator = evaluator_of(self._sessions)
         self._tasks = tasks
@@ -316,24 +390,29 @@ class Evaluations:
         self._before: Version | None = None
         self._published: Version | None = None
 
-    # --- Before and after training -----------------------------------------------------------------------------------
+    # --- Before and after training ----------------------------------------------------------------
 
     async def evaluate(self) -> None:
-        """Waits for a handover under way, then for its rollouts, each of which has a deadline. Without a held-out task it is not made."""
+        """Waits for a handover under way, then for its rollouts, each of which has a deadline.
+        Without a held-out task it is not made.
+        """
         if not self._tasks:
             return
         async with self._all_engines:
-            self._phases.begin_phase(Phase.EVALUATION, num_tasks=self._evaluator.num_rollouts(self._tasks))
+            self._phases.begin_phase(
+                Phase.EVALUATION, num_tasks=self._evaluator.num_rollouts(self._tasks)
+            )
             current = self._handover.current  # what an engine that is away comes back with
             self._before = self._fleet.served_version() if current is None else current.version
             await self._evaluator.run(self._tasks, version=self._before)
 
-    # --- Between -----------------------------------------------------------------------------------------------------
+    # --- Between ----------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def making_way(self) -> AsyncGenerator[None]:
-        """A version may be handed over within. Waits for an evaluation by all engines, and, while no engine could take the version,
-        `pin_seconds` at most for one that has the only engine: what is unfinished then has failed."""
+        """A version may be handed over within. Waits for an evaluation by all engines, and, while
+        no engine could take the version, `pin_seconds` at most for one that has the only engine:
+        what is unfinished then has failed."""
         async with self._all_engines:
             if (reservation := self._sessions.reservation) is not None:
                 with suppress(TimeoutError):
@@ -344,7 +423,9 @@ class Evaluations:
             yield
 
     def published(self, version: Version) -> None:
-        """To be called as soon as its handover has ended, before the next can begin. One that falls due during another is left out."""
+        """To be called as soon as its handover has ended, before the next can begin. One that falls
+        due during another is left out.
+        """
         before = version - 1 if self._published is None else self._published
         self._published = version
         due = self._tasks and self._every and version // self._every > before // self._every
@@ -362,16 +443,24 @@ class Evaluations:
                 await self._by_one_engine(reservation)
 
     async def settled(self) -> None:
-        """Waits for the evaluation under way, unless the one after training will be of the same version."""
+        """Waits for the evaluation under way, unless the one after training will be of the same
+        version.
+        """
         reservation = self._sessions.reservation
         if reservation is not None and reservation.version < self._fleet.current_version():
             await self._idle.wait()
 
     async def _by_one_engine(self, reservation: Reservation) -> None:
-        """Waits for its rollouts, and for its engine to take the version that has come meanwhile."""
-        self._phases.begin_phase(Phase.TRAINING, num_tasks=self._evaluator.num_rollouts(self._tasks))
+        """Waits for its rollouts, and for its engine to take the version that has come
+        meanwhile.
+        """
+        self._phases.begin_phase(
+            Phase.TRAINING, num_tasks=self._evaluator.num_rollouts(self._tasks)
+        )
         try:
-            await self._evaluator.run(self._tasks, version=reservation.version, over=reservation.over)
+            await self._evaluator.run(
+                self._tasks, version=reservation.version, over=reservation.over
+            )
             engine = reservation.engine
             self._fleet.unreserve(reservation)
             if engine is not None:

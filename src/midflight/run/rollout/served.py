@@ -1,12 +1,15 @@
-"""What engines serve, as the one gateway says that hands versions over, to others that share its engines.
+"""What engines serve, as the one gateway says that hands versions over, to others that share its
+engines.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
 | `Follower.run` | the owner's words | the next that says something else | a change of an engine there; the owner's next life |
 
-The owner holds an engine, pauses it, commits, attests, and lets it go on; of each of these the others hear at once, and until they do they
-count the version before: their admission is then stricter than it need be, and never laxer (I2). What a token was sampled by its engine
-says. A request that one of them sends to a paused engine waits there. While the owner is away no version moves, so what it said last holds.
+The owner holds an engine, pauses it, commits, attests, and lets it go on; of each of these the
+others hear at once, and until they do they count the version before: their admission is then
+stricter than it need be, and never laxer (I2). What a token was sampled by its engine says. A
+request that one of them sends to a paused engine waits there. While the owner is away no version
+moves, so what it said last holds.
 """
 
 import asyncio
@@ -44,7 +47,9 @@ class ShardRole:
     ask: "Ask | None" = None
     """How it hears what engines serve; the one that hands versions over knows."""
     again: bool = False
-    """It died, and goes on from its store while the trainer and the other shards went on: it has yet to hear what engines serve."""
+    """It died, and goes on from its store while the trainer and the other shards went on: it has
+    yet to hear what engines serve.
+    """
 
 
 class EngineWord(msgspec.Struct, frozen=True):
@@ -80,7 +85,9 @@ class ServedNews:
 
     def now(self) -> ServedWord:
         served = self._fleet.served_version()
-        said = {state.name: _word(state, served) for state in self._fleet.states() if not state.is_new}
+        said = {
+            state.name: _word(state, served) for state in self._fleet.states() if not state.is_new
+        }
         return ServedWord(f"{self._life}-{self._count}", said)
 
     async def after(self, serial: str) -> ServedWord:
@@ -97,7 +104,9 @@ class ServedNews:
 
 
 def _word(state: EngineState, served: Version) -> EngineWord:
-    """One that keeps an older version for an evaluation answers nobody else: its tokens would be older than what admission counts with."""
+    """One that keeps an older version for an evaluation answers nobody else: its tokens would be
+    older than what admission counts with.
+    """
     away = None if state.error is None else f"{type(state.error).__name__}: {state.error}"
     if away is None and state.reserved and state.version < served:
         away = f"it keeps version {state.version} for an evaluation"
@@ -105,10 +114,14 @@ def _word(state: EngineState, served: Version) -> EngineWord:
 
 
 def served_route(news: ServedNews, *, token: str) -> BaseRoute:
-    """`GET /midflight/v1/served?after=SERIAL`. Waits for news, and for as long as the client does."""
+    """`GET /midflight/v1/served?after=SERIAL`. Waits for news, and for as long as the client
+    does.
+    """
 
     async def served(request: Request) -> Response:
-        return json_answer(await with_client(request.receive, news.after(request.query_params.get("after", ""))))
+        return json_answer(
+            await with_client(request.receive, news.after(request.query_params.get("after", "")))
+        )
 
     return route(f"{PREFIX}/served", served, token=token, method="GET")
 
@@ -124,7 +137,10 @@ class OwnerClient:
         async with HttpClient(self._url, lost=PartLost, token=self._token) as http:
             answer = await http.call("GET", f"{PREFIX}/served?after={serial}")
         if answer.status != 200:
-            raise PartLost(f"the first gateway answered {answer.status}: {answer.content[:200].decode(errors='replace')}")
+            raise PartLost(
+                f"the first gateway answered {answer.status}: "
+                f"{answer.content[:200].decode(errors='replace')}"
+            )
         return msgspec.json.decode(answer.content, type=ServedWord)
 
 
@@ -132,8 +148,8 @@ class Follower:
     """Lets the fleet of another gateway follow the owner's words."""
 
     def __init__(self, fleet: Fleet, ask: Ask, *, answer_seconds: float) -> None:
-        """An engine that hangs, and has not said within `answer_seconds` (`run.stall_seconds`) which version it serves, is asked again. One whose process
-        dies is asked again at once."""
+        """An engine that hangs, and has not said within `answer_seconds` (`run.stall_seconds`)
+        which version it serves, is asked again. One whose process dies is asked again at once."""
         self._fleet = fleet
         self._ask = ask
         self._answer_seconds = answer_seconds
@@ -155,13 +171,17 @@ class Follower:
             self.hear(word)
 
     def _let_go(self) -> None:
-        """Engines that an owner held when it was lost: one that it had paused goes on by itself, or with the next owner."""
+        """Engines that an owner held when it was lost: one that it had paused goes on by itself, or
+        with the next owner.
+        """
         for state in self._fleet.states():
             if OWNER in state.held_by:
                 self._fleet.release(state.name, OWNER)
 
     def hear(self, word: ServedWord) -> None:
-        """An engine that is out of quarantine there and in it here is let in by `rejoin`, which asks it first."""
+        """An engine that is out of quarantine there and in it here is let in by `rejoin`, which
+        asks it first.
+        """
         self._said = {**self._said, **word.engines}
         for state in self._fleet.states():
             if (said := word.engines.get(state.name)) is None:
@@ -174,9 +194,16 @@ class Follower:
                 (self._fleet.hold if said.held else self._fleet.release)(state.name, OWNER)
 
     async def rejoin(self, engine: str) -> bool:
-        """An engine is let in if it serves what the owner says that it does. Waits for its answer; `False` at once while it is asked already."""
+        """An engine is let in if it serves what the owner says that it does. Waits for its answer;
+        `False` at once while it is asked already.
+        """
         found = next((one for one in self._fleet.engines() if one.name == engine), None)
-        if found is None or engine in self._asked or (said := self._said.get(engine)) is None or said.away is not None:
+        if (
+            found is None
+            or engine in self._asked
+            or (said := self._said.get(engine)) is None
+            or said.away is not None
+        ):
             return False
         self._asked.add(engine)
         try:
@@ -189,14 +216,17 @@ class Follower:
         return True
 
     async def _version_of(self, engine: Engine) -> Version | None:
-        """The version that the engine serves; None where it does not say. Waits for its answer. The loss of its connection ends the wait, or
-        `answer_seconds`."""
+        """The version that the engine serves; None where it does not say. Waits for its answer. The
+        loss of its connection ends the wait, or `answer_seconds`."""
         try:
             async with asyncio.timeout(self._answer_seconds):
                 return (await engine.health()).version
         except TimeoutError:
             _log.warning(
-                "engine %r has not said within %g s what it serves, and is asked again (run.stall_seconds)",
+                (
+                    "engine %r has not said within %g s what it serves, and is asked again "
+                    "(run.stall_seconds)"
+                ),
                 engine.name,
                 self._answer_seconds,
             )

@@ -39,7 +39,9 @@ from midflight.types.facts import Fact, Record, RolloutEnded
 from midflight.weights.handover import Handover
 
 HEALTH_SECONDS = 1.0
-"""Between readings of an engine's progress; a crash shows at once by its connection, this finds stalls."""
+"""Between readings of an engine's progress; a crash shows at once by its connection, this finds
+stalls.
+"""
 
 ALONE = ShardRole()
 
@@ -51,14 +53,18 @@ class Readmission(Protocol):
 
 
 class Rejoin:
-    """Brings engines in quarantine back: one that was restarted serves old weights and must first be given the current ones (I7)."""
+    """Brings engines in quarantine back: one that was restarted serves old weights and must first
+    be given the current ones (I7).
+    """
 
     def __init__(self, fleet: Fleet, handover: Readmission) -> None:
         self._fleet = fleet
         self._handover = handover
 
     async def run(self) -> None:
-        """Waits for the interval to pass, for ever; ended by its task group. An engine that hangs keeps no other from rejoining."""
+        """Waits for the interval to pass, for ever; ended by its task group. An engine that hangs
+        keeps no other from rejoining.
+        """
         async with asyncio.TaskGroup() as rejoins:
             while True:
                 await asyncio.sleep(HEALTH_SECONDS)
@@ -67,7 +73,9 @@ class Rejoin:
                         rejoins.create_task(self._rejoin(state.name))
 
     async def _rejoin(self, engine: str) -> None:
-        """Ends at once while the engine is rejoining already, so that there is one of each at most; else by the handover's deadlines."""
+        """Ends at once while the engine is rejoining already, so that there is one of each at most;
+        else by the handover's deadlines.
+        """
         with suppress(EngineError):
             await self._handover.rejoin(engine)
 
@@ -88,27 +96,41 @@ class Serving:
         role: ShardRole = ALONE,
         come_back: bool = False,
     ) -> None:
-        """`without`: what engines can do and is not wanted. `anonymous` serving has no rollouts, and so no engines apart. `come_back`: a launcher
-        starts engines again that die."""
+        """`without`: what engines can do and is not wanted. `anonymous` serving has no rollouts,
+        and so no engines apart. `come_back`: a launcher starts engines again that die."""
         self._stall_seconds = config.run.stall_seconds / 4
-        """Without a token while it has work, an engine is left by its requests; the launcher starts it again later, if it does not come back."""
+        """Without a token while it has work, an engine is left by its requests; the launcher starts
+        it again later, if it does not come back.
+        """
         self.role = role
         num_apart = 0 if anonymous else config.environment.untracked.engines
         self.fleet, self.apart = (Fleet(record=record, come_back=come_back) for _ in range(2))
-        """Those that are trained, and those that keep their weights for judges and simulated users: no handover knows these."""
+        """Those that are trained, and those that keep their weights for judges and simulated users:
+        no handover knows these.
+        """
         self._environment = config.environment
         self.outage = Stopwatch()
         """How long no engine took requests of training."""
         self.delay = LoopDelay(BEAT_SECONDS)
         """How late this process came to its turns."""
         self.fleet.on_outage = self._outage
-        self._attach(engines, version, frozenset(engine.name for engine in engines[len(engines) - num_apart :]))
+        self._attach(
+            engines,
+            version,
+            frozenset(engine.name for engine in engines[len(engines) - num_apart :]),
+        )
         seconds = config.gateway.request_seconds
         shares = config.gateway.shards > 1
-        self.generator, self.beside = (Generator(each, request_seconds=seconds) for each in (self.fleet, self.apart))
-        self.control = Control(self.fleet, self.generator, beside=(self.beside,), pause_seconds=self._stall_seconds)
+        self.generator, self.beside = (
+            Generator(each, request_seconds=seconds) for each in (self.fleet, self.apart)
+        )
+        self.control = Control(
+            self.fleet, self.generator, beside=(self.beside,), pause_seconds=self._stall_seconds
+        )
         self.handover = self._handover(config, record)
-        self.news, self.follower = self._shared(config.run.stall_seconds) if shares else (None, None)
+        self.news, self.follower = (
+            self._shared(config.run.stall_seconds) if shares else (None, None)
+        )
         self.rejoin = Rejoin(self.fleet, self.follower or self.handover)
         self.capacity = Capacity(config, self.fleet)
         self.gateway = Gateway(
@@ -125,7 +147,11 @@ class Serving:
             orphan_seconds=config.gateway.orphan_seconds,
             anonymous=anonymous,
             count_all_choices=config.environment.count_all_choices,
-            message_format=MessageFormat(tokenizer, tools=config.gateway.tool_format, reasoning=config.gateway.reasoning_format),
+            message_format=MessageFormat(
+                tokenizer,
+                tools=config.gateway.tool_format,
+                reasoning=config.gateway.reasoning_format,
+            ),
             apart=self.beside if num_apart else None,
             shard=role.number if shares else None,
         )
@@ -143,18 +169,27 @@ class Serving:
         return None, Follower(self.fleet, self.role.ask, answer_seconds=stall_seconds)
 
     async def watch(self) -> None:
-        """Reads all engines' health, and hears the gateway that hands versions over, where another does; ended by its task group."""
+        """Reads all engines' health, and hears the gateway that hands versions over, where another
+        does; ended by its task group.
+        """
         owns = self.follower is None
         async with asyncio.TaskGroup() as watches:
             for fleet in (self.fleet, self.apart):
-                watch = HealthWatch(fleet, interval_seconds=HEALTH_SECONDS, stall_seconds=self._stall_seconds, ends_pauses=owns)
+                watch = HealthWatch(
+                    fleet,
+                    interval_seconds=HEALTH_SECONDS,
+                    stall_seconds=self._stall_seconds,
+                    ends_pauses=owns,
+                )
                 watches.create_task(watch.run())
             if self.follower is not None:
                 watches.create_task(self.follower.run())
 
     async def adopt(self) -> None:
-        """After the death of the process that handed versions over: the newest version that an engine serves is the one that all do or are
-        about to, and each verified it whole. The others get it, or the next, by a handover. Waits for their answers, each as long as a health check."""
+        """After the death of the process that handed versions over: the newest version that an
+        engine serves is the one that all do or are about to, and each verified it whole. The others
+        get it, or the next, by a handover. Waits for their answers, each as long as a health
+        check."""
         found: dict[str, Version] = {}
         if not self.role.again or self.follower is not None:
             return
@@ -178,15 +213,20 @@ class Serving:
             self.outage.stop()
 
     def home(self, engine: str) -> Fleet:
-        """Where an engine of that name belongs, in all its lives. Those that join under new names are trained."""
+        """Where an engine of that name belongs, in all its lives. Those that join under new names
+        are trained.
+        """
         return self.apart if engine in self._names_apart else self.fleet
 
     def give_up(self, engine: str) -> None:
-        """It has left and nobody knows when it comes back. Where no other answers what is not trained, that fails at once until one joins."""
+        """It has left and nobody knows when it comes back. Where no other answers what is not
+        trained, that fails at once until one joins.
+        """
         if engine in self._names_apart and not self.apart.states():
             self.beside.forsake(
-                f"{engine}, the last engine that answers what is not trained, has left the run: its restarts are spent, or somebody sent it "
-                "away. See its log; what waits for it goes on when it joins again."
+                f"{engine}, the last engine that answers what is not trained, has left the run: "
+                "its restarts are spent, or somebody sent it away. See its log; what waits for it "
+                "goes on when it joins again."
             )
 
     def states(self) -> tuple[EngineState, ...]:
@@ -220,7 +260,11 @@ class Serving:
 
     def trouble(self) -> str:
         """Which engines take no requests, as a sentence; empty where all do."""
-        away = [f"{state.name} is in quarantine ({state.error})" for state in self.states() if state.error is not None]
+        away = [
+            f"{state.name} is in quarantine ({state.error})"
+            for state in self.states()
+            if state.error is not None
+        ]
         return f"Meanwhile {', '.join(away)}." if away else ""
 
 
@@ -234,16 +278,22 @@ class Agents:
     """All that were made here."""
 
     def _delayed_seconds(self) -> float:
-        """That agents lost which run in this process. Those in workers are told by their workers' words, which come late by that too."""
+        """That agents lost which run in this process. Those in workers are told by their workers'
+        words, which come late by that too.
+        """
         return 0.0 if isinstance(self.host, Crew) else self.serving.delay.seconds()
 
-    def runner(self, sessions: Sessions, fates: Fates, *, tracked: bool, temperature: float | None = None) -> RolloutRunner:
+    def runner(
+        self, sessions: Sessions, fates: Fates, *, tracked: bool, temperature: float | None = None
+    ) -> RolloutRunner:
         """`tracked`: its sessions are trained on. `temperature`: in place of the environment's."""
         environment = self.config.environment
         runner = RolloutRunner(
             sessions=sessions,
             agents=self.host,
-            sampling=environment.sampling if temperature is None else environment.sampling.changed(temperature=temperature),
+            sampling=environment.sampling
+            if temperature is None
+            else environment.sampling.changed(temperature=temperature),
             rollout_seconds=environment.rollout_seconds,
             record=self._heard if tracked else self.record,
             fates=fates,
@@ -267,6 +317,18 @@ class Agents:
         rollouts = self.runner(sessions, Fates(), tracked=False)
         suites: list[Suite] = []
         for section in self.config.evaluation.suites:
-            own = self.config.environment.temperature if section.temperature is None else section.temperature
-            suites.append(Suite(section, own, self.runner(sessions, Fates(), tracked=False, temperature=own)))
-        return Evaluator(rollouts=rollouts, slots=slots, record=self.record, keep=self.config.evaluation.keep, suites=suites)
+            own = (
+                self.config.environment.temperature
+                if section.temperature is None
+                else section.temperature
+            )
+            suites.append(
+                Suite(section, own, self.runner(sessions, Fates(), tracked=False, temperature=own))
+            )
+        return Evaluator(
+            rollouts=rollouts,
+            slots=slots,
+            record=self.record,
+            keep=self.config.evaluation.keep,
+            suites=suites,
+        )

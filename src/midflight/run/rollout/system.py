@@ -1,4 +1,5 @@
-"""The rollout side of a run, over whatever engines and trainer there are: stations 1 to 5 and the handover, wired together.
+"""The rollout side of a run, over whatever engines and trainer there are: stations 1 to 5 and the
+handover, wired together.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -28,7 +29,14 @@ from midflight.run.api.routes import Teacher
 from midflight.run.api.service import Copied
 from midflight.run.parts import serve_while
 from midflight.run.rollout.lending import Lending
-from midflight.run.rollout.rollouts import Evaluations, Fates, GroupAges, Phases, Recorded, RolloutStream
+from midflight.run.rollout.rollouts import (
+    Evaluations,
+    Fates,
+    GroupAges,
+    Phases,
+    Recorded,
+    RolloutStream,
+)
 from midflight.run.rollout.serving import Agents
 from midflight.trajectories.packing import pack
 from midflight.trajectories.pairs import copy_store, drafted
@@ -39,8 +47,8 @@ from midflight.types.rollouts import GroupScores
 
 _STORED = frozenset(get_args(facts.Stored))
 _WAKING = frozenset(get_args(facts.Booked)) - {facts.TrajectoryKept, facts.SlotFreed}
-"""The classes of facts that the store applies, and those that may end a wait of the queue: to look for one among them is cheaper than to ask it for
-each. A slot is one of many that a group needs."""
+"""The classes of facts that the store applies, and those that may end a wait of the queue: to look
+for one among them is cheaper than to ask it for each. A slot is one of many that a group needs."""
 
 
 def held_out(sources: Sequence[Source]) -> list[Task]:
@@ -66,7 +74,8 @@ def accounts(books: Books) -> Accounts:
     """All of them as values; the reasons as words."""
     tokens = books.tokens
     dropped, masked_tokens, dropped_tokens = (
-        {reason.value: n for reason, n in counts.items()} for counts in (books.dropped, tokens.masked, tokens.dropped)
+        {reason.value: n for reason, n in counts.items()}
+        for counts in (books.dropped, tokens.masked, tokens.dropped)
     )
     return Accounts(
         submitted=books.submitted,
@@ -83,7 +92,9 @@ def accounts(books: Books) -> Accounts:
     )
 
 
-def resumed(books: Books, groups: Iterable[GroupScores], unfinished: Iterable[Unfinished]) -> facts.Resumed:
+def resumed(
+    books: Books, groups: Iterable[GroupScores], unfinished: Iterable[Unfinished]
+) -> facts.Resumed:
     """What is true of the run so far, for those who count."""
     scored = Counter[str]()
     failed = Counter[str]()
@@ -93,17 +104,29 @@ def resumed(books: Books, groups: Iterable[GroupScores], unfinished: Iterable[Un
         failed[group.task.source] += group.num_failed
         rewards[group.task.source] += group.rewards
     turns = (turn for group in unfinished for made in group.turns.values() for turn in made)
-    return facts.Resumed(accounts(books), sum(len(turn.output_ids) for turn in turns), scored, failed, rewards)
+    return facts.Resumed(
+        accounts(books), sum(len(turn.output_ids) for turn in turns), scored, failed, rewards
+    )
 
 
-def task_stream(agents: Agents, sources: Sequence[Source], posted: PostedTasks | None) -> TaskStream:
+def task_stream(
+    agents: Agents, sources: Sequence[Source], posted: PostedTasks | None
+) -> TaskStream:
     config = agents.config
     number = agents.serving.role.number
-    return TaskStream(sources, posted, seed=config.run.seed, curriculum=config.curriculum, shard=(number, config.gateway.shards))
+    return TaskStream(
+        sources,
+        posted,
+        seed=config.run.seed,
+        curriculum=config.curriculum,
+        shard=(number, config.gateway.shards),
+    )
 
 
 class RolloutSystem:
-    """Implements `TrainerService`. Built complete, so that it runs alike over real engines and simulated ones, real time and virtual."""
+    """Implements `TrainerService`. Built complete, so that it runs alike over real engines and
+    simulated ones, real time and virtual.
+    """
 
     leased: Sequence[Batch] = ()
     """That a trainer had when this process died and went on."""
@@ -135,14 +158,27 @@ class RolloutSystem:
         self._gateway = serving.gateway
         self._handover = serving.handover
         self._gateway.on_turn = self.record
-        self._ages, self._lending = GroupAges(serving.gateway), Lending(serving.fleet, lent_engine(config.engine))
+        self._ages, self._lending = (
+            GroupAges(serving.gateway),
+            Lending(serving.fleet, lent_engine(config.engine)),
+        )
         self.books = Books(buffer_limits(config.rollout), start_version=version)
-        self.queue = GroupQueue(self.books, record=self.record, running_oldest=self._ages.of_group, full=serving.capacity.full)
+        self.queue = GroupQueue(
+            self.books,
+            record=self.record,
+            running_oldest=self._ages.of_group,
+            full=serving.capacity.full,
+        )
         serving.capacity.on_changed = self.queue.wake
         serving.fleet.on_served = lambda version: self.record(facts.VersionServed(version))
         self._stream = task_stream(agents, sources, posted)
         fates = Fates()
-        recorded = Recorded(agents.runner(self._ages, fates, tracked=True), fates, self.record, kept=serving.capacity.kept)
+        recorded = Recorded(
+            agents.runner(self._ages, fates, tracked=True),
+            fates,
+            self.record,
+            kept=serving.capacity.kept,
+        )
         self._again = serving.role.again
         self.next_version = version
         if self._again or checkpoint is not None:
@@ -179,9 +215,12 @@ class RolloutSystem:
             passes=agents.config.curriculum.passes,
         )
 
-    def _restore(self, agents: Agents, store: Store, recorded: Recorded, *, checkpoint: Version | None) -> None:
-        """Goes on after a crash of the ring: what the checkpoint has is final, everything else waits or runs again (I8). Without a checkpoint
-        after one of this process alone: what was leased or trained still is."""
+    def _restore(
+        self, agents: Agents, store: Store, recorded: Recorded, *, checkpoint: Version | None
+    ) -> None:
+        """Goes on after a crash of the ring: what the checkpoint has is final, everything else
+        waits or runs again (I8). Without a checkpoint after one of this process alone: what was
+        leased or trained still is."""
         serving = agents.serving
         passes = agents.config.curriculum.passes
         store.apply(facts.Interrupted())
@@ -211,12 +250,16 @@ class RolloutSystem:
                 self._gateway.replay(key, turns)
 
     def record(self, fact: facts.Fact) -> None:
-        """Applies a fact in one order: to the books, which may refuse it; to the store; to the observers. Then whoever waits is woken."""
+        """Applies a fact in one order: to the books, which may refuse it; to the store; to the
+        observers. Then whoever waits is woken.
+        """
         self.books.apply(fact)
         if type(fact) in _STORED:
             self._writer.put(fact)
         self._observe(fact)
-        if type(fact) in _WAKING or (type(fact) is facts.SlotFreed and self.books.admission() is None):
+        if type(fact) in _WAKING or (
+            type(fact) is facts.SlotFreed and self.books.admission() is None
+        ):
             self.queue.wake()
 
     def post(self, rows: Sequence[Columns]) -> tuple[range, int]:
@@ -225,10 +268,12 @@ class RolloutSystem:
         self.queue.wake()
         return taken
 
-    # --- The run of it -----------------------------------------------------------------------------------------------
+    # --- The run of it ----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Evaluates, rolls out until the trainer says that it has finished, evaluates again. Ended by `finish`, or by a failure."""
+        """Evaluates, rolls out until the trainer says that it has finished, evaluates again. Ended
+        by `finish`, or by a failure.
+        """
         try:
             await serve_while(self._phases(), self._writer.run())
         finally:
@@ -243,14 +288,15 @@ class RolloutSystem:
         await self._evaluations.evaluate()
         self._phases_told.begin_phase(Phase.DONE)
         self._finished.set()
-        await asyncio.Event().wait()  # the trainer may still be reading our last answer: the launcher ends this process
+        # the trainer may still be reading our last answer: the launcher ends this process
+        await asyncio.Event().wait()
 
     async def _rolled_out(self) -> None:
         """Waits for the trainer's last step, then for an evaluation of a version before."""
         await serve_while(self._last_step.wait(), self._rollouts.run())
         await self._evaluations.settled()
 
-    # --- RolloutService ----------------------------------------------------------------------------------------------
+    # --- RolloutService ---------------------------------------------------------------------------
 
     async def take(self, train_version: Version) -> PackedBatch:
         with self._lending.while_waiting():
@@ -266,7 +312,9 @@ class RolloutSystem:
         return pack(Batch(0, train_version, groups)) if groups else None
 
     async def take_within(self, train_version: Version, *, seconds: float) -> PackedBatch | None:
-        """Only the wait for the batch has the deadline: once there is one, it is written down and given."""
+        """Only the wait for the batch has the deadline: once there is one, it is written down and
+        given.
+        """
         try:
             async with asyncio.timeout(seconds):
                 batch = await self.queue.take(train_version)
@@ -289,7 +337,10 @@ class RolloutSystem:
     async def restart(self, checkpoint: Version, *, least: Version = 0) -> Version:
         """Reads the groups again if a step was reported meanwhile. Ended by the writer."""
         if self.over and checkpoint != self._last_version:
-            raise OutOfTurn(f"going back to version {checkpoint}: version {self._last_version} was the last, and its rollouts have ended.")
+            raise OutOfTurn(
+                f"going back to version {checkpoint}: version {self._last_version} was the last, "
+                "and its rollouts have ended."
+            )
         while True:
             groups = await self._writer.read(lambda store: store.groups_after(checkpoint))
             if frozenset(group.key for group in groups) == self.books.learnt_after(checkpoint):
@@ -305,7 +356,9 @@ class RolloutSystem:
         return self._last_step.is_set()
 
     async def copy_store(self, version: Version) -> Copied:
-        """Waits for facts before it to be written, then for a thread of its own: facts go on being written, and the loop goes on."""
+        """Waits for facts before it to be written, then for a thread of its own: facts go on being
+        written, and the loop goes on.
+        """
         store = await self._writer.read(lambda store: (store.copied(version), store)[1])
         try:
             await asyncio.to_thread(copy_store, store.path, drafted(self._folder, version))
@@ -330,7 +383,9 @@ class RolloutSystem:
             await self._finished.wait()
 
     async def _packed(self, batch: Batch) -> PackedBatch:
-        """Waits until the lease is on disk, then for the teacher, which scores while the step before is made."""
+        """Waits until the lease is on disk, then for the teacher, which scores while the step
+        before is made.
+        """
         await self._writer.flush()
         packed = pack(batch)
         return packed if self._teacher is None else await self._teacher.scored(packed)

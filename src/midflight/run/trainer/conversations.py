@@ -1,5 +1,6 @@
-"""Conversations to learn from: each message of the assistant, calls of tools too, behind the prompt that the chat template makes of what
-came before it. That is what the gateway sends an engine in its place, so what is learnt is what is sampled later.
+"""Conversations to learn from: each message of the assistant, calls of tools too, behind the prompt
+that the chat template makes of what came before it. That is what the gateway sends an engine in its
+place, so what is learnt is what is sampled later.
 """
 
 import json
@@ -21,7 +22,9 @@ MAX_APART = 256
 
 
 class Conversations:
-    """Those of one file, by number. Each is read and written out when it is asked for; `ConfigError` names a broken one by its place."""
+    """Those of one file, by number. Each is read and written out when it is asked for;
+    `ConfigError` names a broken one by its place.
+    """
 
     def __init__(self, path: Path, tokenizer: Tokenizer, *, max_tokens: int) -> None:
         """`max_tokens` of a message and all before it."""
@@ -30,7 +33,9 @@ class Conversations:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         if not len(self._rows):
-            raise ConfigError(f"warm_start.data is {str(path)!r}, which has no conversation; give it some.")
+            raise ConfigError(
+                f"warm_start.data is {str(path)!r}, which has no conversation; give it some."
+            )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -40,23 +45,35 @@ class Conversations:
         return self._turns(self._rows[number], number)
 
     def split(self, *, seed: int, every: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Those to learn from and those held out, one of `every` by a hash of the messages: none is in both, also where it is there twice."""
+        """Those to learn from and those held out, one of `every` by a hash of the messages: none is
+        in both, also where it is there twice.
+        """
         if not every:
             return range(len(self)), ()
-        ranks = [rank_of(json.dumps(row.get("messages"), sort_keys=True), seed=seed) for row in self._rows]
+        ranks = [
+            rank_of(json.dumps(row.get("messages"), sort_keys=True), seed=seed)
+            for row in self._rows
+        ]
         distinct = sorted(set(ranks))
         number = min(MAX_APART, -(-len(distinct) // every))
         if number >= len(distinct):
             raise ConfigError(
-                f"warm_start.data is {str(self._path)!r} with {len(distinct)} conversations, none of which would be left to learn from; add some."
+                f"warm_start.data is {str(self._path)!r} with {len(distinct)} conversations, none "
+                "of which would be left to learn from; add some."
             )
         limit = distinct[number]
         seen = set[int]()
-        apart = [i for i, rank in enumerate(ranks) if rank < limit and not (rank in seen or seen.add(rank))]
+        apart = [
+            i
+            for i, rank in enumerate(ranks)
+            if rank < limit and not (rank in seen or seen.add(rank))
+        ]
         return [i for i, rank in enumerate(ranks) if rank >= limit], apart
 
     def check(self, *, seconds: float) -> int:
-        """Writes out one after the other until it has taken so many seconds of processor time; how many."""
+        """Writes out one after the other until it has taken so many seconds of processor time; how
+        many.
+        """
         until = time.thread_time() + seconds
         number = 0
         for number, row in enumerate(self._rows, start=1):
@@ -69,25 +86,38 @@ class Conversations:
         try:
             messages = _messages(row)
             tools = _tools(row)
-            return [self._learnt(messages, i, tools) for i, message in enumerate(messages) if message["role"] == "assistant"]
+            return [
+                self._learnt(messages, i, tools)
+                for i, message in enumerate(messages)
+                if message["role"] == "assistant"
+            ]
         except (ValueError, RequestRejected) as error:
             raise ConfigError(f"{self._rows.place(number)}: {error}") from None
 
-    def _learnt(self, messages: Sequence[Message], place: int, tools: Sequence[Message] | None) -> Learnt:
-        """The message at a place. Raises `ValueError` where it is too long, or the template does not write it behind its own beginning."""
+    def _learnt(
+        self, messages: Sequence[Message], place: int, tools: Sequence[Message] | None
+    ) -> Learnt:
+        """The message at a place. Raises `ValueError` where it is too long, or the template does
+        not write it behind its own beginning.
+        """
         before = self._tokenizer.render(messages[:place], tools=tools, add_generation_prompt=True)
         whole = self._tokenizer.render(messages[: place + 1], tools=tools)
         if not whole.startswith(before):
             raise ValueError(
-                f"message {place}: the chat template begins an answer with {before[-20:]!r}, and writes this one otherwise; write it as the model would, with its thinking if the template asks for that."
+                f"message {place}: the chat template begins an answer with {before[-20:]!r}, and "
+                "writes this one otherwise; write it as the model would, with its thinking if the "
+                "template asks for that."
             )
         prompt = self._tokenizer.encode(before)
         answer = self._tokenizer.encode_after(prompt[-1], whole[len(before) :])
-        end = next((i for i, token in enumerate(answer) if token in self._tokenizer.eos_token_ids), None)
+        end = next(
+            (i for i, token in enumerate(answer) if token in self._tokenizer.eos_token_ids), None
+        )
         learnt = (*answer, min(self._tokenizer.eos_token_ids)) if end is None else answer[: end + 1]
         if len(prompt) + len(learnt) > self._max_tokens:
             raise ValueError(
-                f"message {place} ends at token {len(prompt) + len(learnt)}, and model.max_context is {self._max_tokens}; raise it, or shorten the conversation."
+                f"message {place} ends at token {len(prompt) + len(learnt)}, and model.max_context "
+                f"is {self._max_tokens}; raise it, or shorten the conversation."
             )
         return prompt, learnt
 
@@ -95,27 +125,44 @@ class Conversations:
 def _messages(row: Columns) -> list[dict[str, Json]]:
     found = row.get("messages")
     if not isinstance(found, list) or not found:
-        raise ValueError(f"expected a list of messages in column 'messages', got {_short(found)}; there are {', '.join(row)}.")
+        raise ValueError(
+            f"expected a list of messages in column 'messages', got {_short(found)}; there are "
+            f"{', '.join(row)}."
+        )
     for number, message in enumerate(found):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"message {number} is {_short(message)}; give it a role.")
-        if not isinstance(message.get("content"), str) and not (message["role"] == "assistant" and message.get("tool_calls")):
-            raise ValueError(f"message {number} has content {_short(message.get('content'))}; give it a text.")
-        calls = message.get("tool_calls") or []
-        if not isinstance(calls, list) or not all(isinstance(call, dict) and _is_call(call.get("function")) for call in calls):
+        if not isinstance(message.get("content"), str) and not (
+            message["role"] == "assistant" and message.get("tool_calls")
+        ):
             raise ValueError(
-                f'message {number} has tool_calls {_short(calls)}; write each as {{"function": {{"name": ..., "arguments": {{...}}}}}}.'
+                f"message {number} has content {_short(message.get('content'))}; give it a text."
+            )
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(
+            isinstance(call, dict) and _is_call(call.get("function")) for call in calls
+        ):
+            raise ValueError(
+                f'message {number} has tool_calls {_short(calls)}; write each as {{"function": '
+                f'{{"name": ..., "arguments": {{...}}}}}}.'
             )
     messages = cast("list[dict[str, Json]]", found)
-    if messages[0]["role"] == "assistant" or all(message["role"] != "assistant" for message in messages):
+    if messages[0]["role"] == "assistant" or all(
+        message["role"] != "assistant" for message in messages
+    ):
         raise ValueError(
-            "there is no message of the assistant behind another one, so there is nothing to learn; add one, or remove the row."
+            "there is no message of the assistant behind another one, so there is nothing to "
+            "learn; add one, or remove the row."
         )
     return messages
 
 
 def _is_call(function: Json) -> bool:
-    return isinstance(function, dict) and isinstance(function.get("name"), str) and isinstance(function.get("arguments"), dict | str)
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments"), dict | str)
+    )
 
 
 def _tools(row: Columns) -> list[Message] | None:
@@ -125,11 +172,15 @@ def _tools(row: Columns) -> list[Message] | None:
         try:
             tools = cast(Json, json.loads(tools))
         except ValueError as error:
-            raise ValueError(f"column 'tools' is a text that is not JSON ({error}); give it a list of tools.") from None
+            raise ValueError(
+                f"column 'tools' is a text that is not JSON ({error}); give it a list of tools."
+            ) from None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"column 'tools' holds {_short(tools)}; give it a list of tools, each an object.")
+        raise ValueError(
+            f"column 'tools' holds {_short(tools)}; give it a list of tools, each an object."
+        )
     return cast("list[Message]", tools)
 
 

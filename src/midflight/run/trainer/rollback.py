@@ -1,4 +1,6 @@
-"""Falling back to an older checkpoint: `latest`, newer checkpoints and the store go back together. Imports torch."""
+"""Falling back to an older checkpoint: `latest`, newer checkpoints and the store go back together.
+Imports torch.
+"""
 
 from pathlib import Path
 
@@ -12,15 +14,20 @@ from midflight.types.facts import Interrupted, WentBack
 
 
 def roll_back(folder: Path, to: Version, *, run: str, store_folder: Path | None = None) -> int:
-    """Number of groups that wait again. `ConfigError` when there is no such checkpoint, or not a whole one.
+    """Number of groups that wait again. `ConfigError` when there is no such checkpoint, or not a
+    whole one.
 
-    The checkpoint is named first. A crash after that does no harm: a run that goes on rolls its store back to where its checkpoint is.
+    The checkpoint is named first. A crash after that does no harm: a run that goes on rolls its
+    store back to where its checkpoint is.
     """
     root = folder / "checkpoints"
     there = {version_of(found): found for found in reversed(checkpoints(root))}
     if to not in there:
         known = ", ".join(map(str, there)) or "none"
-        raise ConfigError(f"rolling {folder} back to version {to}: there is no checkpoint of it. Those that there are: {known}.")
+        raise ConfigError(
+            f"rolling {folder} back to version {to}: there is no checkpoint of it. Those that "
+            f"there are: {known}."
+        )
     verified(there[to])
     set_newest(root, there[to])
     stores = [store_path(folder, store_folder), *shard_stores(folder)]
@@ -33,7 +40,10 @@ def _stored_back(path: Path, to: Version, *, folder: Path, run: str) -> int:
     store = Store(path, run=run)
     try:
         groups = store.groups_after(to)
-        for fact in (Interrupted(), WentBack(to, PublishedVersions(folder / "published").resumed_as(to), groups)):
+        for fact in (
+            Interrupted(),
+            WentBack(to, PublishedVersions(folder / "published").resumed_as(to), groups),
+        ):
             store.apply(fact)
         return len(groups)
     finally:

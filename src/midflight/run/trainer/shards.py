@@ -1,4 +1,6 @@
-"""Several rollout processes as the trainer sees them: one. Each gives an equal part of every batch; the first hands versions over for all."""
+"""Several rollout processes as the trainer sees them: one. Each gives an equal part of every batch;
+the first hands versions over for all.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -33,10 +35,12 @@ class LeasePart:
 
 
 class ShardedRollouts:
-    """Implements `RolloutService`. A step is of all of them or of none, so the batch of a version is leased when the last has given its part.
+    """Implements `RolloutService`. A step is of all of them or of none, so the batch of a version
+    is leased when the last has given its part.
 
-    I2: a step at v takes B/R groups of each of R shards, which holds the bound for itself (`buffer.staleness`), so no token of the batch is
-    too old. It waits for the slowest shard, as it would for that shard's stragglers if there were one.
+    I2: a step at v takes B/R groups of each of R shards, which holds the bound for itself
+    (`buffer.staleness`), so no token of the batch is too old. It waits for the slowest shard, as it
+    would for that shard's stragglers if there were one.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
@@ -56,7 +60,9 @@ class ShardedRollouts:
     async def take(self, train_version: Version) -> PackedBatch:
         """Waits for the parts of all; asked again, each gives the same."""
         batches = await self._all(lambda shard: shard.take(train_version))
-        self._parts[train_version] = [LeasePart(batch.lease, int(batch.loss_mask.sum())) for batch in batches]
+        self._parts[train_version] = [
+            LeasePart(batch.lease, int(batch.loss_mask.sum())) for batch in batches
+        ]
         return merged(train_version, batches)
 
     async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
@@ -68,7 +74,9 @@ class ShardedRollouts:
         parts = dict(zip(self._shards, self._parts[step.lease], strict=True))
 
         def own(part: LeasePart) -> Stepped:
-            return msgspec.structs.replace(step, lease=part.lease, num_tokens=0 if step.skipped else part.num_tokens)
+            return msgspec.structs.replace(
+                step, lease=part.lease, num_tokens=0 if step.skipped else part.num_tokens
+            )
 
         await self._all(lambda shard: shard.done(own(parts[shard])))
         del self._parts[step.lease]
@@ -83,7 +91,9 @@ class ShardedRollouts:
         await self._all(lambda shard: shard.finish(version))
 
     async def restart(self, checkpoint: Version) -> WentOn:
-        """All go on under one number: where one has leased further than others, above what it was for."""
+        """All go on under one number: where one has leased further than others, above what it was
+        for.
+        """
         self._parts.clear()
         said = await self._all(lambda shard: shard.restart(checkpoint))
         if len({one.version for one in said}) > 1:

@@ -1,4 +1,5 @@
-"""Several trainer processes as one: the first decides, says each deed to the others, and all do it together.
+"""Several trainer processes as one: the first decides, says each deed to the others, and all do it
+together.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -64,9 +65,13 @@ _decode = msgspec.msgpack.Decoder(Deed).decode
 
 
 class Wire:
-    """Carries deeds from the first rank to all others, and has the groups of processes that talk beside the steps."""
+    """Carries deeds from the first rank to all others, and has the groups of processes that talk
+    beside the steps.
+    """
 
-    def __init__(self, ranks: Ranks, publisher: Callable[..., PullPublisher] = PullPublisher) -> None:
+    def __init__(
+        self, ranks: Ranks, publisher: Callable[..., PullPublisher] = PullPublisher
+    ) -> None:
         """`publisher` makes that of this rank's part of the weights, when it is first wanted."""
         self.ranks = ranks
         self._publisher = publisher
@@ -97,8 +102,15 @@ class Wire:
         dist.all_gather(lengths, torch.tensor([len(told)]), group=self._control)
         longest = max(map(int, lengths))
         found = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
-        dist.all_gather(found, torch.frombuffer(bytearray(told.ljust(longest, b"\0")), dtype=torch.uint8), group=self._control)
-        return [each[: int(length)].numpy().tobytes() for each, length in zip(found, lengths, strict=True)]
+        dist.all_gather(
+            found,
+            torch.frombuffer(bytearray(told.ljust(longest, b"\0")), dtype=torch.uint8),
+            group=self._control,
+        )
+        return [
+            each[: int(length)].numpy().tobytes()
+            for each, length in zip(found, lengths, strict=True)
+        ]
 
     @cached_property
     def publisher(self) -> PullPublisher:
@@ -114,7 +126,9 @@ class Wire:
 
 @contextmanager
 def together() -> Generator[None]:
-    """Around what all ranks do. A connection that breaks in it is the death of another: why it died is its own to say, so this is `PartLost`."""
+    """Around what all ranks do. A connection that breaks in it is the death of another: why it died
+    is its own to say, so this is `PartLost`.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -127,7 +141,12 @@ class Team:
     """The first rank's trainer, as the training loop sees it. Alone it says nothing to anybody."""
 
     def __init__(
-        self, trainer: PolicyTrainer, checkpoints: Path, *, keep: int, publisher: Callable[..., PullPublisher] = PullPublisher
+        self,
+        trainer: PolicyTrainer,
+        checkpoints: Path,
+        *,
+        keep: int,
+        publisher: Callable[..., PullPublisher] = PullPublisher,
     ) -> None:
         self._trainer = trainer
         self._checkpoints = checkpoints
@@ -164,10 +183,14 @@ class Team:
 
     @together()
     def stage(self, *, beside: Callable[[Path], bool] | None = None) -> Callable[[], bool]:
-        """Copies the state between two steps; what it returns writes the copy, beside the next steps, and says whether there is a checkpoint.
-        `beside` puts what belongs to it into its draft."""
+        """Copies the state between two steps; what it returns writes the copy, beside the next
+        steps, and says whether there is a checkpoint. `beside` puts what belongs to it into its
+        draft."""
         self._wire.say(Stage())
-        return partial(_writing(self._trainer, self._checkpoints, keep=self._keep, wire=self._wire), beside=beside)
+        return partial(
+            _writing(self._trainer, self._checkpoints, keep=self._keep, wire=self._wire),
+            beside=beside,
+        )
 
     @together()
     def weights(self) -> dict[str, Tensor]:
@@ -177,7 +200,9 @@ class Team:
 
     @together()
     def publish(self, version: Version, released: Sequence[Version]) -> WeightManifest:
-        """By the pull transport: every rank gives away what it has of the weights, and nothing is put together."""
+        """By the pull transport: every rank gives away what it has of the weights, and nothing is
+        put together.
+        """
         self._wire.say(deed := Publish(version, tuple(released)))
         return _published(self._trainer, self._wire, deed)
 
@@ -193,14 +218,19 @@ async def follow(
     heart: Heart,
     publisher: Callable[..., PullPublisher] = PullPublisher,
 ) -> None:
-    """Any rank but the first: makes its trainer and does what is said until the end. Any error ends it, also that of a checkpoint on its way
-    to the disk, for which the first rank would wait for ever: our end is what tells it.
+    """Any rank but the first: makes its trainer and does what is said until the end. Any error ends
+    it, also that of a checkpoint on its way to the disk, for which the first rank would wait for
+    ever: our end is what tells it.
     """
-    # One thread for all deeds: a thread chooses its GPU. Not waited for at the end, since nothing ends its waiting but the first rank.
+    # One thread for all deeds: a thread chooses its GPU. Not waited for at the end, since nothing
+    # ends its waiting but the first rank.
     thread = ThreadPoolExecutor(1, "deeds")
     loop = asyncio.get_running_loop()
     try:
-        with heart.doing("waits for the first rank, and loads its model", limit=ENDLESS, heavy=True):  # the first may make a warm start
+        # the first may make a warm start
+        with heart.doing(
+            "waits for the first rank, and loads its model", limit=ENDLESS, heavy=True
+        ):
             trainer = await loop.run_in_executor(thread, make)
             wire = await loop.run_in_executor(thread, Wire, trainer.ranks, publisher)
         async with asyncio.TaskGroup() as tasks:
@@ -208,18 +238,26 @@ async def follow(
                 deed = await loop.run_in_executor(thread, together()(wire.hear))
                 if isinstance(deed, End):
                     return
-                # Without a limit, and not as one that computes: it may wait for the first rank, which is judged for both.
+                # Without a limit, and not as one that computes: it may wait for the first rank,
+                # which is judged for both.
                 with heart.doing(f"does what the first rank does: {type(deed).__name__}"):
-                    write = await loop.run_in_executor(thread, _done, deed, trainer, checkpoints, keep, wire)
+                    write = await loop.run_in_executor(
+                        thread, _done, deed, trainer, checkpoints, keep, wire
+                    )
                 if write is not None:
-                    tasks.create_task(asyncio.to_thread(write))  # after the one before: the first rank writes one at a time
+                    # after the one before: the first rank writes one at a time
+                    tasks.create_task(asyncio.to_thread(write))
     finally:
         thread.shutdown(wait=False)
 
 
 @together()
 def _done(
-    deed: Step | Load | Stage | Gather | Publish, trainer: PolicyTrainer, checkpoints: Path, keep: int, wire: Wire
+    deed: Step | Load | Stage | Gather | Publish,
+    trainer: PolicyTrainer,
+    checkpoints: Path,
+    keep: int,
+    wire: Wire,
 ) -> Callable[[], object] | None:
     """What is left to do beside the next deeds."""
     match deed:
@@ -236,8 +274,12 @@ def _done(
     return None
 
 
-def _writing(trainer: PolicyTrainer, checkpoints: Path, *, keep: int, wire: Wire) -> Callable[..., bool]:
-    return partial(together()(stage(trainer, cursor="").write), checkpoints, keep=keep, group=wire.writing)
+def _writing(
+    trainer: PolicyTrainer, checkpoints: Path, *, keep: int, wire: Wire
+) -> Callable[..., bool]:
+    return partial(
+        together()(stage(trainer, cursor="").write), checkpoints, keep=keep, group=wire.writing
+    )
 
 
 def _published(trainer: PolicyTrainer, wire: Wire, deed: Publish) -> WeightManifest:
@@ -247,7 +289,9 @@ def _published(trainer: PolicyTrainer, wire: Wire, deed: Publish) -> WeightManif
 
 
 def _whole(trainer: PolicyTrainer) -> dict[str, Tensor]:
-    """Tensors that are spread over ranks are put together one by one; a rank that is not the first keeps none."""
+    """Tensors that are spread over ranks are put together one by one; a rank that is not the first
+    keeps none.
+    """
     found: dict[str, Tensor] = {}
     for name, tensor in named_tensors(trainer.model).items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,6 @@
-"""The trainer's process: model, warm start, then the loop of steps. Owns the numbers of versions."""
+"""The trainer's process: model, warm start, then the loop of steps. Owns the numbers of
+versions.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from midflight.allowance import LOOKS
 from midflight.config.derived import lora_alpha, num_engines, served_dtype
 from midflight.config.sections import Config, ModelSection
 from midflight.errors import ConfigError
-from midflight.models.load import add_adapters, export_model, is_adapted, load_model, lora_config, make_model, save_adapters
+from midflight.models.load import (
+    add_adapters,
+    export_model,
+    is_adapted,
+    load_model,
+    lora_config,
+    make_model,
+    save_adapters,
+)
 from midflight.models.names import assign, in_dtype, torch_dtype
 from midflight.observe.motion import WorkBelow
 from midflight.run.api.service import RolloutClient, WentOn
@@ -48,8 +58,9 @@ if TYPE_CHECKING:
 
 
 class PublishedVersions:
-    """The highest version ever made, in a file that is replaced before the version reaches any engine: no number is used again, also after a
-    crash, whether that version was published or passed over."""
+    """The highest version ever made, in a file that is replaced before the version reaches any
+    engine: no number is used again, also after a crash, whether that version was published or
+    passed over."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -66,13 +77,17 @@ class PublishedVersions:
         draft.replace(self._path)
 
     def resumed_as(self, checkpoint: Version) -> Version:
-        """The number under which the weights of a checkpoint go on: its own, unless later ones were handed out."""
+        """The number under which the weights of a checkpoint go on: its own, unless later ones were
+        handed out.
+        """
         highest = self.highest()
         return checkpoint if highest is None or highest <= checkpoint else highest + 1
 
 
 def first_model(section: ModelSection, folder: Path, *, seed: int) -> Path:
-    """The model folder a run starts from: the configured one, or one made here with a byte tokenizer and random weights."""
+    """The model folder a run starts from: the configured one, or one made here with a byte
+    tokenizer and random weights.
+    """
     if section.path is not None:
         return section.path
     write_byte_tokenizer(folder)
@@ -95,7 +110,8 @@ def first_model(section: ModelSection, folder: Path, *, seed: int) -> Path:
 
 
 async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
-    """Runs to the last step. Waits for batches and handovers (see `TrainingLoop`); ended by its steps or by the launcher.
+    """Runs to the last step. Waits for batches and handovers (see `TrainingLoop`); ended by its
+    steps or by the launcher.
 
     The first rank makes or loads the model and warms it up; the others begin with what it wrote.
     """
@@ -104,7 +120,13 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
         checkpoints = Path(config.run.folder) / "checkpoints"
         made = partial(_follower, config, spec)
         keep = config.trainer.keep_checkpoints
-        await follow(made, checkpoints, keep=keep, heart=launcher.heart, publisher=_sharing(config, spec.host))
+        await follow(
+            made,
+            checkpoints,
+            keep=keep,
+            heart=launcher.heart,
+            publisher=_sharing(config, spec.host),
+        )
         return
     if config.trainer.compile:  # in processes below this one, for which the first steps wait
         launcher.heart.work = WorkBelow(seconds=config.run.stall_seconds / LOOKS)
@@ -121,16 +143,21 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
 
 
 async def _ready(
-    config: Config, spec: TrainerSpec, launcher: Launcher, published: PublishedVersions, keep: Callable[[str], None]
+    config: Config,
+    spec: TrainerSpec,
+    launcher: Launcher,
+    published: PublishedVersions,
+    keep: Callable[[str], None],
 ) -> tuple[Team, Version | None, bool]:
-    """The trainer as it begins; the version of the checkpoint that it goes on from, if it does; and whether the last step was made before.
-    Alarms are told at once, and kept."""
+    """The trainer as it begins; the version of the checkpoint that it goes on from, if it does; and
+    whether the last step was made before. Alarms are told at once, and kept."""
 
     def alarm(text: str) -> None:
         launcher.tell(Alarm(text))
         keep(text)
 
-    await asyncio.to_thread(objective_of, config)  # a loss of the user's own that cannot be trained with is told before anything is made
+    # a loss of the user's own that cannot be trained with is told before anything is made
+    await asyncio.to_thread(objective_of, config)
     run = Path(config.run.folder)
     checkpoint = None
     if spec.resume:
@@ -149,34 +176,52 @@ async def _ready(
         async with _service(spec) as service:
             goes_on = await service.restart(version_of(checkpoint))
     with _loading(launcher):
-        resumed = await asyncio.to_thread(partial(team.load, checkpoint, as_version=goes_on.version))
-        if not spec.life:  # else engines have the folder that they began with, and get these weights by a handover
+        resumed = await asyncio.to_thread(
+            partial(team.load, checkpoint, as_version=goes_on.version)
+        )
+        # else engines have the folder that they began with, and get these weights by a handover
+        if not spec.life:
             await asyncio.to_thread(_export, config, team, run / "start")
     return team, resumed, goes_on.over
 
 
 def _loading(launcher: Launcher) -> AbstractContextManager[None]:
-    """A large model takes minutes of disk, and may take them as long as it is read, computed or written."""
-    return launcher.heart.doing("makes or loads its model", limit=START_SECONDS, heavy=True, computes=True)
+    """A large model takes minutes of disk, and may take them as long as it is read, computed or
+    written.
+    """
+    return launcher.heart.doing(
+        "makes or loads its model", limit=START_SECONDS, heavy=True, computes=True
+    )
 
 
 def _service(spec: TrainerSpec) -> RolloutClient | ShardedRollouts:
     if not spec.further_urls:
         return RolloutClient(spec.rollout_url, token=spec.token, life=spec.life)
     urls = (spec.rollout_url, *spec.further_urls)
-    return ShardedRollouts([RolloutClient(url, token=spec.token, life=spec.life, patient=True) for url in urls])
+    return ShardedRollouts(
+        [RolloutClient(url, token=spec.token, life=spec.life, patient=True) for url in urls]
+    )
 
 
-async def _first(config: Config, launcher: Launcher, alarm: Callable[[str], None]) -> tuple[PreTrainedModel, Layout]:
-    """The model that the ring starts with, proven and warmed up. Waits for the warm start, between whose steps it may be cancelled.
+async def _first(
+    config: Config, launcher: Launcher, alarm: Callable[[str], None]
+) -> tuple[PreTrainedModel, Layout]:
+    """The model that the ring starts with, proven and warmed up. Waits for the warm start, between
+    whose steps it may be cancelled.
 
-    It is written down for engines and other ranks; and, where the loss asks for one, as the reference, which a resumed run keeps.
+    It is written down for engines and other ranks; and, where the loss asks for one, as the
+    reference, which a resumed run keeps.
     """
     run = Path(config.run.folder)
     with _loading(launcher):
-        source = await asyncio.to_thread(first_model, config.model, run / "first", seed=config.run.seed)
-        model = await asyncio.to_thread(load_model, source, dtype=config.model.dtype, device=config.trainer.device)
-        layout = await asyncio.to_thread(_layout, config, model, alarm)  # a model that cannot be trained is told before all else
+        source = await asyncio.to_thread(
+            first_model, config.model, run / "first", seed=config.run.seed
+        )
+        model = await asyncio.to_thread(
+            load_model, source, dtype=config.model.dtype, device=config.trainer.device
+        )
+        # a model that cannot be trained is told before all else
+        layout = await asyncio.to_thread(_layout, config, model, alarm)
     adapters = _adapters(config, model)
     if config.warm_start.is_made:
         with launcher.heart.doing("draws its tasks", computes=True):
@@ -192,15 +237,19 @@ async def _first(config: Config, launcher: Launcher, alarm: Callable[[str], None
 
 
 def _pairing(config: Config, service: RolloutClient, launcher: Launcher) -> Callable[[Path], bool]:
-    """Gets a copy of the store into a checkpoint's draft, and says whether it is there: the two are one pair. Called in the thread that writes
-    the checkpoint; waits for the rollout process, which copies beside its work."""
+    """Gets a copy of the store into a checkpoint's draft, and says whether it is there: the two are
+    one pair. Called in the thread that writes the checkpoint; waits for the rollout process, which
+    copies beside its work."""
     loop = asyncio.get_running_loop()
 
     def pair(draft: Path) -> bool:
         version = version_of(draft)
         said = asyncio.run_coroutine_threadsafe(service.copy_store(version), loop).result()
         if said.error:
-            stays = f"the checkpoint of version {version} was not made, and the one before stays, for its copy of the store failed. {said.error}"
+            stays = (
+                f"the checkpoint of version {version} was not made, and the one before stays, "
+                f"for its copy of the store failed. {said.error}"
+            )
             launcher.tell(Alarm(f"{stays} The run goes on."))
             return False
         drafted(Path(config.run.folder), version).replace(draft / copy_name(version))
@@ -209,25 +258,43 @@ def _pairing(config: Config, service: RolloutClient, launcher: Launcher) -> Call
     return pair
 
 
-def _layout(config: Config, model: PreTrainedModel, alarm: Callable[[str], None] | None = None) -> Layout:
-    """How rows must lie for the model's numbers to be right, which is proven here. A slow way is told once."""
+def _layout(
+    config: Config, model: PreTrainedModel, alarm: Callable[[str], None] | None = None
+) -> Layout:
+    """How rows must lie for the model's numbers to be right, which is proven here. A slow way is
+    told once.
+    """
     layout, found = proven_layout(model, max_context=config.model.max_context)
     if layout is not Layout.PACKED and alarm is not None:
-        alarm(f"{type(model).__name__} trains in padded rows, which is exact and slower: packed rows are not right ({found.reason}).")
+        alarm(
+            f"{type(model).__name__} trains in padded rows, which is exact and slower: packed rows "
+            f"are not right ({found.reason})."
+        )
     return layout
 
 
 def _started(config: Config, *, device: str | None = None) -> PreTrainedModel:
     """What the ring started with, this time or before."""
-    return load_model(Path(config.run.folder) / "start", dtype=config.model.dtype, device=device or config.trainer.device)
+    return load_model(
+        Path(config.run.folder) / "start",
+        dtype=config.model.dtype,
+        device=device or config.trainer.device,
+    )
 
 
-def _team(config: Config, model: PreTrainedModel, layout: Layout, spec: TrainerSpec, launcher: Launcher) -> Team:
+def _team(
+    config: Config, model: PreTrainedModel, layout: Layout, spec: TrainerSpec, launcher: Launcher
+) -> Team:
     checkpoints = Path(config.run.folder) / "checkpoints"
     if config.trainer.ranks > 1:
         _join(spec, size=config.trainer.ranks, device=config.trainer.device)
     publisher = _sharing(config, sending_host(config.gateway.host, spec.host))
-    return Team(_trainer(config, model, layout), checkpoints, keep=config.trainer.keep_checkpoints, publisher=publisher)
+    return Team(
+        _trainer(config, model, layout),
+        checkpoints,
+        keep=config.trainer.keep_checkpoints,
+        publisher=publisher,
+    )
 
 
 def _sharing(config: Config, host: str) -> Callable[..., PullPublisher]:
@@ -236,14 +303,23 @@ def _sharing(config: Config, host: str) -> Callable[..., PullPublisher]:
 
 
 def _follower(config: Config, spec: TrainerSpec) -> PolicyTrainer:
-    """Waits for the first rank, which writes down what the others begin with before it joins them."""
+    """Waits for the first rank, which writes down what the others begin with before it joins
+    them.
+    """
     _join(spec, size=config.trainer.ranks, device=config.trainer.device)
     model = _started(config)
     return _trainer(config, model, _layout(config, model))
 
 
 def _join(spec: TrainerSpec, *, size: int, device: str) -> None:
-    join(spec.meeting, host=spec.host, rank=spec.rank, size=size, device=device, listening_fd=spec.meeting_fd)
+    join(
+        spec.meeting,
+        host=spec.host,
+        rank=spec.rank,
+        size=size,
+        device=device,
+        listening_fd=spec.meeting_fd,
+    )
 
 
 def _trainer(config: Config, model: PreTrainedModel, layout: Layout) -> PolicyTrainer:
@@ -252,14 +328,17 @@ def _trainer(config: Config, model: PreTrainedModel, layout: Layout) -> PolicyTr
         folder = Path(config.run.folder) / "reference"
         if not folder.is_dir():
             raise ConfigError(
-                f"objective.kl_coefficient is set, and {folder} is not there: the run began without one. Remove it, or start anew without --resume."
+                f"objective.kl_coefficient is set, and {folder} is not there: the run began "
+                "without one. Remove it, or start anew without --resume."
             )
         reference = load_model(folder, dtype=config.model.dtype, device=config.trainer.device)
     return trainer_of(config, model, layout=layout, reference=reference, ranks=Ranks.joined())
 
 
 def _export(config: Config, team: Team, folder: Path, *, merged: bool = False) -> None:
-    """The model as it is now, in a folder that others load. The trainer's own may be in pieces, so a copy is filled with its weights."""
+    """The model as it is now, in a folder that others load. The trainer's own may be in pieces, so
+    a copy is filled with its weights.
+    """
     start = Path(config.run.folder) / "start"
     model = _started(config, device="cpu")
     assign(model, team.weights())
@@ -270,17 +349,30 @@ def _export(config: Config, team: Team, folder: Path, *, merged: bool = False) -
 
 def _adapters(config: Config, model: PreTrainedModel) -> LoraConfig | None:
     rank = config.lora.rank
-    return None if rank is None else lora_config(model, rank=rank, alpha=lora_alpha(config.lora), targets=config.lora.targets)
+    return (
+        None
+        if rank is None
+        else lora_config(
+            model, rank=rank, alpha=lora_alpha(config.lora), targets=config.lora.targets
+        )
+    )
 
 
 class ModelWeights:
     """The trainer's `WeightsOutlet`: every version is noted before its bytes can reach an engine.
 
-    `release` is called while another thread publishes, so versions are given back at the next publication: a publisher has one caller.
+    `release` is called while another thread publishes, so versions are given back at the next
+    publication: a publisher has one caller.
     """
 
-    def __init__(self, publish: Callable[[Version, Sequence[Version]], WeightManifest], published: PublishedVersions) -> None:
-        """`publish` gives those versions back, and publishes that one with the weights as they are now."""
+    def __init__(
+        self,
+        publish: Callable[[Version, Sequence[Version]], WeightManifest],
+        published: PublishedVersions,
+    ) -> None:
+        """`publish` gives those versions back, and publishes that one with the weights as they are
+        now.
+        """
         self._publish = publish
         self._published = published
         self._released: deque[Version] = deque()
@@ -300,7 +392,9 @@ class ModelWeights:
 def put_together(
     weights: Callable[[], Mapping[str, Tensor]], publisher: Publisher, *, dtype: str
 ) -> Callable[[Version, Sequence[Version]], WeightManifest]:
-    """Publishes whole tensors, which `weights` gives, in the `dtype` that engines serve in, so that a fingerprint is of what is served."""
+    """Publishes whole tensors, which `weights` gives, in the `dtype` that engines serve in, so that
+    a fingerprint is of what is served.
+    """
 
     def publish(version: Version, released: Sequence[Version]) -> WeightManifest:
         for old in released:
@@ -311,14 +405,24 @@ def put_together(
 
 
 def sending_host(gateway: str, own: str) -> str:
-    """Where a broadcast of weights is reached: the trainer's own address; of a trainer on loopback that of the gateway beside it, which
-    names this machine to engines that join from others, unless it names no address."""
+    """Where a broadcast of weights is reached: the trainer's own address; of a trainer on loopback
+    that of the gateway beside it, which names this machine to engines that join from others, unless
+    it names no address."""
     return own if own != "127.0.0.1" or gateway in ("0.0.0.0", "::", "localhost") else gateway
 
 
-async def _train(config: Config, team: Team, spec: TrainerSpec, published: PublishedVersions, launcher: Launcher, *, over: bool) -> None:
+async def _train(
+    config: Config,
+    team: Team,
+    spec: TrainerSpec,
+    published: PublishedVersions,
+    launcher: Launcher,
+    *,
+    over: bool,
+) -> None:
     section = config.weights
-    if spec.life:  # engines that were reading what a trainer before published have had the time of a start
+    # engines that were reading what a trainer before published have had the time of a start
+    if spec.life:
         remove_stale(spec.segment)
     if over:
         async with _service(spec) as service:
@@ -332,9 +436,16 @@ async def _train(config: Config, team: Team, spec: TrainerSpec, published: Publi
         publish = team.publish
         if section.transport != "pull" or section.delta:  # a difference is made of whole tensors
             weights = make_publisher(
-                section.transport, name=spec.segment, folder=folder, host=host, full_every=full_every, stage_seconds=section.stage_seconds
+                section.transport,
+                name=spec.segment,
+                folder=folder,
+                host=host,
+                full_every=full_every,
+                stage_seconds=section.stage_seconds,
             )
-            publish = put_together(team.weights, closing.enter_context(weights), dtype=served_dtype(config))
+            publish = put_together(
+                team.weights, closing.enter_context(weights), dtype=served_dtype(config)
+            )
         async with _service(spec) as service:
             stage = team.stage
             if config.run.store_folder is not None and isinstance(service, RolloutClient):
@@ -350,7 +461,12 @@ async def _train(config: Config, team: Team, spec: TrainerSpec, published: Publi
                 publish_every=section.every,
                 stop_at_reward=config.run.stop_at_reward,
                 heart=launcher.heart,
-                handover_seconds=2 * (config.evaluation.pin_seconds + section.stage_seconds + engines * section.commit_seconds),
+                handover_seconds=2
+                * (
+                    config.evaluation.pin_seconds
+                    + section.stage_seconds
+                    + engines * section.commit_seconds
+                ),
             )
             if team.num_steps == 0:
                 # What a crash in the first steps goes back to: the warm start is not made twice.

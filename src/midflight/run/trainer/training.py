@@ -22,13 +22,15 @@ REWARD_WINDOW = 20
 """Steps over which `stop_at_reward` takes its mean: long enough that luck does not end a run."""
 
 Stage = Callable[[], Callable[[], object]]
-"""Copies the trainer's state, and returns what puts the copy on disk, or says False. Both block; the trainer may step on before the second is
-called."""
+"""Copies the trainer's state, and returns what puts the copy on disk, or says False. Both block;
+the trainer may step on before the second is called."""
 
 DISK_SECONDS = 600.0
 """For copies of a model, in memory and to a disk that others use too."""
 MAX_HANDOVERS = 2
-"""One under way and one that waits for it. The outlet holds one version more: the one that is live."""
+"""One under way and one that waits for it. The outlet holds one version more: the one that is
+live.
+"""
 
 
 class Report(Protocol):
@@ -56,7 +58,9 @@ class Steps(Protocol):
         ...
 
     def begin(self, groups: PackedBatch) -> None:
-        """Works on groups of a batch that is not whole yet. Whether they are in it the batch says."""
+        """Works on groups of a batch that is not whole yet. Whether they are in it the batch
+        says.
+        """
         ...
 
     def step(self, batch: PackedBatch) -> Report: ...
@@ -81,13 +85,14 @@ class WeightsOutlet(Protocol):
 class TrainingLoop:
     """Steps while generation goes on.
 
-    With `prefetch` the next batch is drawn during a step; without it (`max_staleness` 0) after the step. The
-    handover of version v runs beside the steps after it, at most `MAX_HANDOVERS` at once: a slow engine slows the trainer
-    before it falls behind without bound. With `publish_every` k only every k-th version is handed over, and the last. A version's bytes stay until the next one is live everywhere, so that an engine
-    which restarts can always fetch the current version.
+    With `prefetch` the next batch is drawn during a step; without it (`max_staleness` 0) after the
+    step. The handover of version v runs beside the steps after it, at most `MAX_HANDOVERS` at once:
+    a slow engine slows the trainer before it falls behind without bound. With `publish_every` k
+    only every k-th version is handed over, and the last. A version's bytes stay until the next one
+    is live everywhere, so that an engine which restarts can always fetch the current version.
 
-    A checkpoint holds the loop while it is copied. It is written beside the steps after it, one at a time: a disk slower than the
-    checkpoints slows the trainer before copies fill the memory.
+    A checkpoint holds the loop while it is copied. It is written beside the steps after it, one at
+    a time: a disk slower than the checkpoints slows the trainer before copies fill the memory.
     """
 
     def __init__(
@@ -105,7 +110,9 @@ class TrainingLoop:
         heart: Heart | None = None,
         handover_seconds: float = 0.0,
     ) -> None:
-        """`heart` hears what is done and waited for, a handover with the `handover_seconds` that it may take."""
+        """`heart` hears what is done and waited for, a handover with the `handover_seconds` that it
+        may take.
+        """
         self._doing = (heart or Heart()).doing
         self._handover_seconds = handover_seconds
         self._trainer = trainer
@@ -119,7 +126,9 @@ class TrainingLoop:
         self._publish_every = publish_every
         self._rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._reports = asyncio.Lock()
-        """Steps are reported in their order, also where one report takes longer than the step after it."""
+        """Steps are reported in their order, also where one report takes longer than the step after
+        it.
+        """
         self._early_seconds = 0.0
         self._live: Version | None = None
         self._staged: Version | None = None
@@ -141,7 +150,9 @@ class TrainingLoop:
                 if unpublished == self._publish_every or self._over():
                     unpublished = 0
                     await self._freed(handovers)
-                    told = tasks.create_task(self._hand_over(await self._publish(), done, after=handovers[-1]))
+                    told = tasks.create_task(
+                        self._hand_over(await self._publish(), done, after=handovers[-1])
+                    )
                     handovers.append(told)
                 else:
                     self._outlet.pass_over(done.version)
@@ -150,7 +161,9 @@ class TrainingLoop:
                     drawn = tasks.create_task(self._service.take(self._trainer.version))
                 if self._save_every and self._trainer.num_steps % self._save_every == 0:
                     copied = await self._copied(after=written)
-                    written = tasks.create_task(self._write(copied, self._trainer.version, after=told))
+                    written = tasks.create_task(
+                        self._write(copied, self._trainer.version, after=told)
+                    )
             drawn.cancel()
         if self._staged != self._trainer.version:
             await self._write(await self._copied(), self._trainer.version)
@@ -183,7 +196,16 @@ class TrainingLoop:
             self._rewards.append(float(batch.rewards[scored].mean()))
         skipped = report.skipped is not None
         num_tokens = 0 if skipped else int(batch.loss_mask.sum())
-        return Stepped(batch.lease, self._trainer.version, started, ended, num_tokens, dict(report.metrics), skipped, report.alarms)
+        return Stepped(
+            batch.lease,
+            self._trainer.version,
+            started,
+            ended,
+            num_tokens,
+            dict(report.metrics),
+            skipped,
+            report.alarms,
+        )
 
     async def _freed(self, handovers: deque[asyncio.Task[None]]) -> None:
         """Waits for the handover before the last, whose end frees a slot of the outlet."""
@@ -198,39 +220,69 @@ class TrainingLoop:
 
     async def _publish(self) -> WeightManifest:
         """Copies the weights out before the next step may change them."""
-        with self._doing(f"copies the weights of version {self._trainer.version}", limit=DISK_SECONDS, computes=True):
+        with self._doing(
+            f"copies the weights of version {self._trainer.version}",
+            limit=DISK_SECONDS,
+            computes=True,
+        ):
             return await asyncio.to_thread(self._outlet.publish, self._trainer.version)
 
-    async def _hand_over(self, manifest: WeightManifest, done: Stepped | None = None, *, after: asyncio.Task[None] | None = None) -> None:
-        """Reports the step; waits for the handover before it, and until every engine serves this version or is in quarantine."""
+    async def _hand_over(
+        self,
+        manifest: WeightManifest,
+        done: Stepped | None = None,
+        *,
+        after: asyncio.Task[None] | None = None,
+    ) -> None:
+        """Reports the step; waits for the handover before it, and until every engine serves this
+        version or is in quarantine.
+        """
         if done is not None:
             await self._report(done)
         if after is not None:
             await after
-        with self._doing(f"hands version {manifest.version} over", whom="rollout", limit=self._handover_seconds):
+        with self._doing(
+            f"hands version {manifest.version} over", whom="rollout", limit=self._handover_seconds
+        ):
             await self._service.publish(manifest)
         if self._live is not None:
             self._outlet.release(self._live)
         self._live = manifest.version
 
     async def _copied(self, *, after: asyncio.Task[None] | None = None) -> Callable[[], object]:
-        """Waits for that write, so that memory holds one copy; copies the trainer's state before the next step may change it."""
+        """Waits for that write, so that memory holds one copy; copies the trainer's state before
+        the next step may change it.
+        """
         if after is not None:
             await after
         self._staged = self._trainer.version
         with self._doing("copies a checkpoint", limit=DISK_SECONDS, computes=True):
             return await asyncio.to_thread(self._stage)
 
-    async def _write(self, write: Callable[[], object], version: Version, *, after: asyncio.Task[None] | None = None) -> None:
-        """Waits for that handover, then for the disk: a checkpoint ahead of the journal would lose a step's line in a crash (I8)."""
+    async def _write(
+        self,
+        write: Callable[[], object],
+        version: Version,
+        *,
+        after: asyncio.Task[None] | None = None,
+    ) -> None:
+        """Waits for that handover, then for the disk: a checkpoint ahead of the journal would lose
+        a step's line in a crash (I8).
+        """
         if after is not None:
             await after
-        with self._doing(f"writes the checkpoint of version {version}", limit=DISK_SECONDS, computes=True):
+        with self._doing(
+            f"writes the checkpoint of version {version}", limit=DISK_SECONDS, computes=True
+        ):
             made = await asyncio.to_thread(write)
         if made is not False:
             await self._service.checkpointed(version)
 
     def _over(self) -> bool:
         full = len(self._rewards) == REWARD_WINDOW
-        good = self._stop_at_reward is not None and full and sum(self._rewards) / REWARD_WINDOW >= self._stop_at_reward
+        good = (
+            self._stop_at_reward is not None
+            and full
+            and sum(self._rewards) / REWARD_WINDOW >= self._stop_at_reward
+        )
         return self._trainer.num_steps >= self._steps or good

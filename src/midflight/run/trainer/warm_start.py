@@ -1,5 +1,6 @@
-"""The warm start: supervised learning of answers, or of conversations, before a ring starts. A model of random weights learns here what an
-answer looks like, or a call of a tool, so that there is something to reward.
+"""The warm start: supervised learning of answers, or of conversations, before a ring starts. A
+model of random weights learns here what an answer looks like, or a call of a tool, so that there is
+something to reward.
 """
 
 import asyncio
@@ -34,7 +35,9 @@ EVALUATED = 256
 SCREENED = 64
 """Of them, those that are tried first: a standard error of at most 0.0625."""
 FAR = 0.19
-"""An accuracy of the first so far below the target, three standard errors, is the answer: the others would not bring it there."""
+"""An accuracy of the first so far below the target, three standard errors, is the answer: the
+others would not bring it there.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,9 @@ class Lessons:
 
 
 def lessons_of(config: Config, tokenizer: Tokenizer) -> Lessons:
-    """From the conversations that the configuration names, else from its tasks. Blocking; `ConfigError` names what is wrong in them."""
+    """From the conversations that the configuration names, else from its tasks. Blocking;
+    `ConfigError` names what is wrong in them.
+    """
     section = config.warm_start
     seed = config.run.seed
     if section.data is None:
@@ -55,33 +60,46 @@ def lessons_of(config: Config, tokenizer: Tokenizer) -> Lessons:
         heldout = [_answered(tokenizer, task) for task in sources[0].heldout[:EVALUATED]]
         return Lessons(tokenizer, _examples(tokenizer, sources, seed=seed), heldout)
     conversations = Conversations(section.data, tokenizer, max_tokens=config.model.max_context)
-    learnt, apart = conversations.split(seed=seed, every=0 if section.target_accuracy is None else 8)
+    learnt, apart = conversations.split(
+        seed=seed, every=0 if section.target_accuracy is None else 8
+    )
     heldout = [turn for number in apart for turn in conversations.turns(number)][:EVALUATED]
     return Lessons(tokenizer, _turns(conversations, learnt, random.Random(seed)), heldout)
 
 
 async def warm_start(
-    model: PreTrainedModel, lessons: Lessons, config: Config, tell: Callable[[WarmStart], None], *, layout: Layout = Layout.PACKED
+    model: PreTrainedModel,
+    lessons: Lessons,
+    config: Config,
+    tell: Callable[[WarmStart], None],
+    *,
+    layout: Layout = Layout.PACKED,
 ) -> None:
     """Trains on the examples until exact match on the held-out ones, sampled, reaches the target.
 
-    Steps go on while the accuracy is taken of the weights as they were. Where it reaches the target, those weights are put back: the
-    model is the same as if the steps had waited.
+    Steps go on while the accuracy is taken of the weights as they were. Where it reaches the
+    target, those weights are put back: the model is the same as if the steps had waited.
 
-    Waits for its own steps and measurements, each in a thread; ended by the accuracy, by `max_steps`, or by cancellation between steps.
+    Waits for its own steps and measurements, each in a thread; ended by the accuracy, by
+    `max_steps`, or by cancellation between steps.
     """
     section = config.warm_start
     target = config.warm_start.target_accuracy
-    held_out = None if target is None else Accuracy(model, lessons, config)  # before the trainer changes how the model attends
+    # before the trainer changes how the model attends
+    held_out = None if target is None else Accuracy(model, lessons, config)
     schedule = Schedule(kind="constant", warmup_steps=20, total_steps=section.max_steps)
-    trainer = SupervisedTrainer(model, learning_rate=section.learning_rate, schedule=schedule, layout=layout)
+    trainer = SupervisedTrainer(
+        model, learning_rate=section.learning_rate, schedule=schedule, layout=layout
+    )
     loss = None
     accuracy = None
     measured = cast("asyncio.Task[float] | None", None)
     async with asyncio.TaskGroup() as beside:
         for step in range(1, section.max_steps + 1):
             try:
-                loss = await asyncio.to_thread(trainer.step, list(islice(lessons.examples, section.examples_per_step)))
+                loss = await asyncio.to_thread(
+                    trainer.step, list(islice(lessons.examples, section.examples_per_step))
+                )
             except StepSkipped:
                 loss = None  # it costs the step: the weights are as they were
             is_due = step % section.evaluate_every == 0
@@ -103,15 +121,21 @@ async def warm_start(
 
 
 def _answered(tokenizer: Tokenizer, task: Task) -> Example:
-    """What a single-turn agent's request for the task becomes, and its answer with the end of a message."""
+    """What a single-turn agent's request for the task becomes, and its answer with the end of a
+    message.
+    """
     prompt = tokenizer.encode(tokenizer.render(task.messages, add_generation_prompt=True))
     return prompt, (*tokenizer.encode(task.text("answer")), min(tokenizer.eos_token_ids))
 
 
 def _examples(tokenizer: Tokenizer, sources: Sequence[Source], *, seed: int) -> Iterator[Example]:
-    """Endless examples, sources by weight, tasks in seeded order without replacement within a source's epoch."""
+    """Endless examples, sources by weight, tasks in seeded order without replacement within a
+    source's epoch.
+    """
     draw = random.Random(seed)
-    epochs = [_epochs(source.training, random.Random(f"{seed}/{source.name}")) for source in sources]
+    epochs = [
+        _epochs(source.training, random.Random(f"{seed}/{source.name}")) for source in sources
+    ]
     weights = [source.weight for source in sources]
     while True:
         yield _answered(tokenizer, next(draw.choices(epochs, weights)[0]))
@@ -122,7 +146,9 @@ def _epochs(tasks: Sequence[Task], order: random.Random) -> Iterator[Task]:
         yield from (tasks[i] for i in order.sample(range(len(tasks)), len(tasks)))
 
 
-def _turns(conversations: Conversations, learnt: Sequence[int], order: random.Random) -> Iterator[Example]:
+def _turns(
+    conversations: Conversations, learnt: Sequence[int], order: random.Random
+) -> Iterator[Example]:
     """Endless turns, those of a conversation together."""
     while True:
         for number in order.sample(learnt, len(learnt)):
@@ -136,14 +162,18 @@ def _copy(source: PreTrainedModel, target: PreTrainedModel) -> None:
 
 
 class Accuracy:
-    """Exact match of one sampled answer per example. Generates with a copy of the model: trainer and engine each attend in their own way."""
+    """Exact match of one sampled answer per example. Generates with a copy of the model: trainer
+    and engine each attend in their own way.
+    """
 
     def __init__(self, model: PreTrainedModel, lessons: Lessons, config: Config) -> None:
         self._model = model
         self._tokenizer = lessons.tokenizer
         self._examples = lessons.heldout
         longest = max((len(answer) for _, answer in lessons.heldout), default=0)
-        self._max_tokens = config.environment.max_tokens if config.warm_start.data is None else longest
+        self._max_tokens = (
+            config.environment.max_tokens if config.warm_start.data is None else longest
+        )
         self._temperature = config.environment.temperature
         self._target = config.warm_start.target_accuracy or 0.0
         self._copy = copy.deepcopy(model)
@@ -169,21 +199,35 @@ class Accuracy:
         _copy(self._copy, self._model)
 
     def measure(self, *, seed: int) -> float:
-        """Of the weights that were taken, on a part of the examples where that says enough. Blocking."""
+        """Of the weights that were taken, on a part of the examples where that says enough.
+        Blocking.
+        """
         exact = self._exact(0, SCREENED, seed=seed)
         if len(self._examples) <= SCREENED or sum(exact) / SCREENED < self._target - FAR:
             return sum(exact) / len(exact)
-        return sum(exact + self._exact(SCREENED, len(self._examples), seed=seed)) / len(self._examples)
+        return sum(exact + self._exact(SCREENED, len(self._examples), seed=seed)) / len(
+            self._examples
+        )
 
     def _exact(self, start: int, end: int, *, seed: int) -> list[float]:
         examples = self._examples[start:end]
-        asked = [self._request(start + number, prompt, seed) for number, (prompt, _) in enumerate(examples)]
+        asked = [
+            self._request(start + number, prompt, seed)
+            for number, (prompt, _) in enumerate(examples)
+        ]
         answers = self._engine.generate_all(asked)
-        return [exact_match(self._text(given.token_ids), self._text(wanted)) for given, (_, wanted) in zip(answers, examples, strict=True)]
+        return [
+            exact_match(self._text(given.token_ids), self._text(wanted))
+            for given, (_, wanted) in zip(answers, examples, strict=True)
+        ]
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special=True)
 
     def _request(self, number: int, prompt: Sequence[int], seed: int) -> GenerateRequest:
-        sampling = SamplingParams(max_tokens=self._max_tokens, temperature=self._temperature, seed=seed * 1_000_003 + number)
+        sampling = SamplingParams(
+            max_tokens=self._max_tokens,
+            temperature=self._temperature,
+            seed=seed * 1_000_003 + number,
+        )
         return GenerateRequest(f"{number:032x}", tuple(prompt), len(prompt), sampling)

@@ -15,14 +15,21 @@ STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty"})
 
 
 def limit_memory(megabytes: int) -> None:
-    """From now on an allocation beyond it raises `MemoryError` where it is made: mostly in the agent that takes too much."""
+    """From now on an allocation beyond it raises `MemoryError` where it is made: mostly in the
+    agent that takes too much.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = megabytes * 2**20
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_DATA,
+        (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard),
+    )
 
 
 class StartedProcesses:
-    """The processes that each agent has started, also from its threads; `TooManyProcesses` in the agent that starts more than `most`."""
+    """The processes that each agent has started, also from its threads; `TooManyProcesses` in the
+    agent that starts more than `most`.
+    """
 
     def __init__(self, most: int, *, session: ContextVar[str]) -> None:
         """`session` is that of the agent whose code runs."""
@@ -31,7 +38,9 @@ class StartedProcesses:
         self._started = Counter[str]()
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """For as long as the process lives. uvloop starts processes where the interpreter does not see them."""
+        """For as long as the process lives. uvloop starts processes where the interpreter does not
+        see them.
+        """
         sys.addaudithook(lambda event, _: self.start() if event in STARTS else None)
         if not isinstance(loop, asyncio.BaseEventLoop):
             for name in ("subprocess_exec", "subprocess_shell"):
@@ -43,7 +52,8 @@ class StartedProcesses:
             return
         if self._started[session_id] >= self._most:
             raise TooManyProcesses(
-                f"starting a process: this rollout has started {self._most}, which is environment.max_processes; start fewer, or raise it."
+                f"starting a process: this rollout has started {self._most}, which is "
+                "environment.max_processes; start fewer, or raise it."
             )
         self._started[session_id] += 1
 

@@ -1,4 +1,5 @@
-"""A worker: agents of many rollouts on one event loop, or in threads, with a thread that watches the loop.
+"""A worker: agents of many rollouts on one event loop, or in threads, with a thread that watches
+the loop.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -45,12 +46,16 @@ from midflight.wire.client import LOSSES, HttpClient
 
 _log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 600.0
-"""For the rollout process to answer a ping: long, because the worker dies with the launcher and the ring anyway."""
+"""For the rollout process to answer a ping: long, because the worker dies with the launcher and the
+ring anyway.
+"""
 AGAIN_SECONDS = 5.0
 """After which an agent that has swallowed its cancellation is cancelled once more."""
 LOOK_SECONDS = 0.25
 BLOCKED_SECONDS = 1.0
-"""A loop that has been in one step of an agent for so long is blocked: the rollout process is told by whom, now and every second."""
+"""A loop that has been in one step of an agent for so long is blocked: the rollout process is told
+by whom, now and every second.
+"""
 MAX_AGENTS = 3
 """The oldest that run are named in a report; of the others their number."""
 MAX_TRACE = 20_000
@@ -73,14 +78,21 @@ async def run_worker(spec: WorkerSpec, launcher: Launcher) -> None:
     """Until the launcher ends it, or the rollout process is gone."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.remove_signal_handler(number)  # there is nothing to save, and an agent may hold the loop
+        # there is nothing to save, and an agent may hold the loop
+        loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_DFL)
-    http_client = HttpClient(spec.url, lost=lambda deed: PartLost(f"the rollout process {deed}"), token=spec.token)
+    http_client = HttpClient(
+        spec.url, lost=lambda deed: PartLost(f"the rollout process {deed}"), token=spec.token
+    )
     section = EnvironmentSection.model_validate_json(spec.environment)
     program = AgentProgram(section)
     clients = partial(SharedClients, untracked=section.untracked, public_url=spec.public_url)
     async with http_client, program.host(partial(http_client.call, "POST"), clients) as host:
-        count = None if section.max_processes is None else StartedProcesses(section.max_processes, session=_running)
+        count = (
+            None
+            if section.max_processes is None
+            else StartedProcesses(section.max_processes, session=_running)
+        )
         if count is not None:
             count.watch(loop)
         if section.worker_mb is not None:
@@ -93,10 +105,19 @@ async def run_worker(spec: WorkerSpec, launcher: Launcher) -> None:
 
 
 class Worker:
-    """One connection, and the agents that run. `cancels`: agents can be cancelled; threads cannot, and end by themselves."""
+    """One connection, and the agents that run. `cancels`: agents can be cancelled; threads cannot,
+    and end by themselves.
+    """
 
     def __init__(
-        self, name: str, host: AgentHost, http_client: HttpClient, watch: LoopWatch, *, cancels: bool, count: StartedProcesses | None = None
+        self,
+        name: str,
+        host: AgentHost,
+        http_client: HttpClient,
+        watch: LoopWatch,
+        *,
+        cancels: bool,
+        count: StartedProcesses | None = None,
     ) -> None:
         self._name = name
         self._host = host
@@ -109,11 +130,18 @@ class Worker:
         """When each agent was given, the earliest first."""
         if isinstance(host, BuiltInLoop):
             host.on_tools = self._tools_run
-        self._outbox: asyncio.Queue[wire.Joined | wire.BeatOfLoop | wire.ToolsRun | wire.AgentEnded] = asyncio.Queue()
+        self._outbox: asyncio.Queue[
+            wire.Joined | wire.BeatOfLoop | wire.ToolsRun | wire.AgentEnded
+        ] = asyncio.Queue()
 
     def situation(self) -> Situation:
-        """Which agents run. They have no limit here: each rollout has its deadline in the rollout process."""
-        oldest = [Doing(f"runs the agent of {session}", since) for session, since in itertools.islice(self._began.items(), MAX_AGENTS)]
+        """Which agents run. They have no limit here: each rollout has its deadline in the rollout
+        process.
+        """
+        oldest = [
+            Doing(f"runs the agent of {session}", since)
+            for session, since in itertools.islice(self._began.items(), MAX_AGENTS)
+        ]
         return Situation(tuple(oldest), counters=f"{len(self._began)} agents run")
 
     async def run(self, launcher: Launcher) -> None:
@@ -159,8 +187,14 @@ class Worker:
 
     async def _judged(self, given: wire.RunAgent, task: Task) -> wire.AgentEnded:
         """Waits for the functions that score a group."""
-        results = await self._host.judge(task, [Unjudged(**each) for each in json.loads(given.attempts or "[]")], name=given.session_id)
-        return wire.judged_with(given.session_id, [checked_result(result, task=task) for result in results])
+        results = await self._host.judge(
+            task,
+            [Unjudged(**each) for each in json.loads(given.attempts or "[]")],
+            name=given.session_id,
+        )
+        return wire.judged_with(
+            given.session_id, [checked_result(result, task=task) for result in results]
+        )
 
     async def _agent(self, given: wire.RunAgent) -> None:
         """Waits for one agent. Whatever it raises is its own end and nobody else's."""
@@ -169,7 +203,10 @@ class Worker:
         ended = wire.AgentEnded(given.session_id, error="the agent was cancelled")
         try:
             if given.attempts is None:
-                ended = wire.ended_with(given.session_id, await result_of(await self._host.run(task, session), task=task))
+                ended = wire.ended_with(
+                    given.session_id,
+                    await result_of(await self._host.run(task, session), task=task),
+                )
             else:
                 ended = await self._judged(given, task)
         except asyncio.CancelledError as error:
@@ -177,7 +214,14 @@ class Worker:
             if current is not None:
                 while current.uncancel():  # by itself, or by us: either way this is its end
                     pass
-            ended = _failed(given.session_id, error, said="the agent let a CancelledError escape; catch it where the inner task is awaited")
+            ended = _failed(
+                given.session_id,
+                error,
+                said=(
+                    "the agent let a CancelledError escape; catch it where the inner task is "
+                    "awaited"
+                ),
+            )
         except BaseException as error:
             ended = _failed(given.session_id, error)
         finally:
@@ -190,7 +234,8 @@ class Worker:
 
 def _failed(session_id: str, error: BaseException, *, said: str | None = None) -> wire.AgentEnded:
     trace = "".join(traceback.format_exception(error))
-    if len(trace) > MAX_TRACE:  # whole lines: half of a secret would not be known as one, and be shown
+    # whole lines: half of a secret would not be known as one, and be shown
+    if len(trace) > MAX_TRACE:
         trace = trace[-MAX_TRACE:].partition("\n")[2]
     ends_run = isinstance(error, MidflightError) and error.cost is Cost.RUN
     text = said or (str(error) if ends_run else f"{type(error).__name__}: {error}")
@@ -198,7 +243,9 @@ def _failed(session_id: str, error: BaseException, *, said: str | None = None) -
 
 
 class LoopWatch:
-    """A thread that sees when the event loop is blocked, and tells the rollout process by whom, on a connection of its own."""
+    """A thread that sees when the event loop is blocked, and tells the rollout process by whom, on
+    a connection of its own.
+    """
 
     def __init__(self, spec: WorkerSpec, loop: asyncio.AbstractEventLoop) -> None:
         self._spec = spec
@@ -229,18 +276,27 @@ class LoopWatch:
             pause.wait(BLOCKED_SECONDS if seconds > BLOCKED_SECONDS else LOOK_SECONDS)
 
     def held(self) -> tuple[Doing, ...]:
-        """That an agent blocks the loop. The rollout process judges it; a loop that is blocked by nobody's agent is the launcher's to find."""
+        """That an agent blocks the loop. The rollout process judges it; a loop that is blocked by
+        nobody's agent is the launcher's to find.
+        """
         return self._held
 
     def _holds(self, seconds: float) -> tuple[Doing, ...]:
         session_id = self._culprit() if seconds > BLOCKED_SECONDS else None
         if session_id is None:
             return ()
-        return (Doing(f"is blocked by the agent of {session_id}", time.monotonic() - seconds, holds_loop=True),)
+        return (
+            Doing(
+                f"is blocked by the agent of {session_id}",
+                time.monotonic() - seconds,
+                holds_loop=True,
+            ),
+        )
 
     def _stands(self, now: float, current: object) -> float:
-        """Seconds that the loop has been in one step of one task. On a busy machine a turn of it may take long, with a hundred agents that
-        each take a moment: that is nobody's fault, and the next turn comes."""
+        """Seconds that the loop has been in one step of one task. On a busy machine a turn of it
+        may take long, with a hundred agents that each take a moment: that is nobody's fault, and
+        the next turn comes."""
         if current is not self._current:
             self._current = current
             self._since = now
@@ -250,10 +306,16 @@ class LoopWatch:
         frame = sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage] (documented, and there is no other way)
         where = "" if frame is None else _where(frame)
         if seconds < 2 * BLOCKED_SECONDS and frame is not None:  # once for each time it is blocked
-            _log.warning("the event loop is blocked since %.1f s:\n%s", seconds, "".join(traceback.format_stack(frame)))
+            _log.warning(
+                "the event loop is blocked since %.1f s:\n%s",
+                seconds,
+                "".join(traceback.format_stack(frame)),
+            )
         said = wire.LoopBlocked(self._spec.name, self._culprit(), where, seconds)
         address = urlsplit(self._spec.url)
-        connection = http.client.HTTPConnection(address.hostname or "127.0.0.1", address.port, timeout=5)
+        connection = http.client.HTTPConnection(
+            address.hostname or "127.0.0.1", address.port, timeout=5
+        )
         try:
             headers = {"Authorization": f"Bearer {self._spec.token}"}
             connection.request("POST", wire.BLOCKED_PATH, wire.encode(said), headers)
@@ -268,7 +330,9 @@ class LoopWatch:
         current = asyncio.current_task(self._loop)
         return None if current is None else self._sessions.get(current)
 
-    def _task(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
+    def _task(
+        self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any
+    ) -> asyncio.Task[Any]:
         """The loop's task factory: it remembers to which session a task belongs."""
         task = asyncio.Task(coro, loop=loop, **options)
         if (session_id := _running.get(None)) is not None:
@@ -280,6 +344,10 @@ def _where(frame: FrameType) -> str:
     """The innermost call that is in no library, as file, line and function."""
     stack = traceback.extract_stack(frame)
     library = asyncio.__file__.rpartition("/asyncio/")[0]
-    own = [entry for entry in stack if not entry.filename.startswith((library, "<")) and "site-packages" not in entry.filename]
+    own = [
+        entry
+        for entry in stack
+        if not entry.filename.startswith((library, "<")) and "site-packages" not in entry.filename
+    ]
     last = (own or list(stack))[-1]
     return f"{last.name} ({last.filename}:{last.lineno})"

@@ -1,4 +1,6 @@
-"""How a model writes its messages: tool calls and thinking, between markers of its own, inside one text."""
+"""How a model writes its messages: tool calls and thinking, between markers of its own, inside one
+text.
+"""
 
 from midflight.text.formats.assistant import (
     ArgumentsPiece,

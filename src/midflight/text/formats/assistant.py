@@ -1,4 +1,6 @@
-"""An assistant's message in its parts, whole or piece by piece, and what a format of tool calls is."""
+"""An assistant's message in its parts, whole or piece by piece, and what a format of tool calls
+is.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +23,17 @@ class Tool:
     told_whole: bool = False
     """Whether no part of a call is told before it is complete."""
     strict: bool = False
-    """Whether the arguments of a call must match `parameters`, also of one that the model is free to make."""
+    """Whether the arguments of a call must match `parameters`, also of one that the model is free
+    to make.
+    """
 
     def as_json(self) -> dict[str, Json]:
         """As chat templates read it (OpenAI's form)."""
-        function: dict[str, Json] = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        function: dict[str, Json] = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": dict(self.parameters),
+        }
         return {"type": "function", "function": function}
 
 
@@ -54,7 +62,9 @@ class ReasoningPiece(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """A call, held back until it is known to be well formed. One that `begins` is told by its name; its arguments follow."""
+    """A call, held back until it is known to be well formed. One that `begins` is told by its name;
+    its arguments follow.
+    """
 
     index: int
     """From 0 in its message."""
@@ -76,7 +86,9 @@ Piece: TypeAlias = ContentPiece | ReasoningPiece | CallPiece | ArgumentsPiece
 
 
 class MessageParser(Protocol):
-    """Takes the text of one message as it grows. However the text is cut, the pieces joined are the same message."""
+    """Takes the text of one message as it grows. However the text is cut, the pieces joined are the
+    same message.
+    """
 
     @property
     def num_calls(self) -> int:
@@ -102,7 +114,10 @@ def joined(pieces: tuple[Piece, ...]) -> AssistantMessage:
         content="".join(p.text for p in pieces if isinstance(p, ContentPiece)),
         reasoning="".join(p.text for p in pieces if isinstance(p, ReasoningPiece)),
         tool_calls=tuple(
-            ToolCall(p.call.name, "".join(text for index, text in arguments if index == p.index)) if p.begins else p.call for p in begun
+            ToolCall(p.call.name, "".join(text for index, text in arguments if index == p.index))
+            if p.begins
+            else p.call
+            for p in begun
         ),
     )
 
@@ -111,7 +126,9 @@ class Calls(Protocol):
     """Who is told of calls while a text is read."""
 
     def begin(self, name: str) -> None:
-        """What the cursor takes from here on are arguments of a call, an object, as long as it is well formed."""
+        """What the cursor takes from here on are arguments of a call, an object, as long as it is
+        well formed.
+        """
         ...
 
     def end(self) -> None:
@@ -142,14 +159,19 @@ class ToolFormat(Protocol):
         ...
 
     def read(self, cursor: Cursor, calls: Calls, tools: Sequence[Tool]) -> Reading[None]:
-        """Reads on after the opening marker, says where arguments begin and end, and gives each call that is complete. Ends by itself or by `NotACall`;
-        what was taken after the last call given is content."""
+        """Reads on after the opening marker, says where arguments begin and end, and gives each
+        call that is complete. Ends by itself or by `NotACall`; what was taken after the last call
+        given is content."""
         ...
 
     def read_bare(self, cursor: Cursor, calls: Calls) -> Reading[None] | None:
-        """Reads a message whose first letter is `{`, in formats that write calls without a marker too; `None` in others."""
+        """Reads a message whose first letter is `{`, in formats that write calls without a marker
+        too; `None` in others.
+        """
         ...
 
     def rules(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Rules of a grammar in which `calls` is one call, or with `parallel` one or more, as this format writes them."""
+        """Rules of a grammar in which `calls` is one call, or with `parallel` one or more, as this
+        format writes them.
+        """
         ...

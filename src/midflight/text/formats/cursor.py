@@ -1,4 +1,6 @@
-"""Reading a text that is still growing: a reading is a generator that stops where the text stops, and goes on with more."""
+"""Reading a text that is still growing: a reading is a generator that stops where the text stops,
+and goes on with more.
+"""
 
 import re
 from collections.abc import Generator
@@ -18,8 +20,9 @@ class NotACall(Exception):
 
 
 class Cursor:
-    """A place in a growing text. What was read since the last `drop` is kept, in fragments. Nothing is read twice but the
-    beginnings of markers, so a letter is handled no more often than a marker is long.
+    """A place in a growing text. What was read since the last `drop` is kept, in fragments. Nothing
+    is read twice but the beginnings of markers, so a letter is handled no more often than a marker
+    is long.
 
     A reading yields only when all the text at hand is read, so `push` never meets a rest.
     """
@@ -139,7 +142,9 @@ def outside(marker: str) -> re.Pattern[str]:
 
 
 class TrimmedText:
-    """Takes text as it comes and gives it on. Whitespace at a touched place is dropped if the text begins or ends there."""
+    """Takes text as it comes and gives it on. Whitespace at a touched place is dropped if the text
+    begins or ends there.
+    """
 
     def __init__(self) -> None:
         self._held: list[str] = []

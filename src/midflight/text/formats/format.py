@@ -1,5 +1,5 @@
-"""The parser of one message: thinking, then content with calls in it. And the format of one model's messages: chosen by
-name, or by what its chat template and its special tokens show.
+"""The parser of one message: thinking, then content with calls in it. And the format of one model's
+messages: chosen by name, or by what its chat template and its special tokens show.
 """
 
 import re
@@ -31,7 +31,9 @@ class Begun(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """A block at the beginning of a message. Whitespace just inside and just outside the markers belongs to no text."""
+    """A block at the beginning of a message. Whitespace just inside and just outside the markers
+    belongs to no text.
+    """
 
     opening: str
     closing: str
@@ -48,8 +50,8 @@ class Thinking:
         return Begun.CLOSED if end.endswith(self.closing) else Begun.NOT
 
     def before(self, lark: Lark, rule: str, prompt_text: str | None) -> str | None:
-        """Rules in which `start` is `rule` after a block: one that ends if the prompt opened it, else one that may come.
-        `None` where no thinking can come."""
+        """Rules in which `start` is `rule` after a block: one that ends if the prompt opened it,
+        else one that may come. `None` where no thinking can come."""
         match self.begun(prompt_text):
             case Begun.OPENED:
                 start = f"start: thought GAP? {rule}"
@@ -80,14 +82,17 @@ class PlainParser:
 
 
 class FormatParser:
-    """A `MessageParser`. Linear in the text, and cut anywhere the text gives the same message: the next letter alone decides.
+    """A `MessageParser`. Linear in the text, and cut anywhere the text gives the same message: the
+    next letter alone decides.
 
-    Whitespace: inside a thinking block its ends are dropped, and so is what stands before and after the block. Whitespace
-    beside calls is dropped where the content would begin or end with it, and kept between two texts. All other is content.
+    Whitespace: inside a thinking block its ends are dropped, and so is what stands before and after
+    the block. Whitespace beside calls is dropped where the content would begin or end with it, and
+    kept between two texts. All other is content.
 
-    Held back are: half a marker; a call until it is whole; and, while calls are looked for, whitespace at the end. With `partly` the
-    call of a known tool is told from the first letter of its arguments on. If it then breaks off or proves to be none, it stays a call
-    with the arguments that were told: always the beginning of a JSON object. A whole text would be content there.
+    Held back are: half a marker; a call until it is whole; and, while calls are looked for,
+    whitespace at the end. With `partly` the call of a known tool is told from the first letter of
+    its arguments on. If it then breaks off or proves to be none, it stays a call with the arguments
+    that were told: always the beginning of a JSON object. A whole text would be content there.
     """
 
     def __init__(
@@ -99,7 +104,9 @@ class FormatParser:
         known: Sequence[assistant.Tool] = (),
         partly: bool = False,
     ) -> None:
-        """`None` looks for none. `opened`: the text begins inside the thinking block. `known`: the tools that may be called."""
+        """`None` looks for none. `opened`: the text begins inside the thinking block. `known`: the
+        tools that may be called.
+        """
         self._tools = tools
         self._thinking = thinking
         self._opened = opened
@@ -109,7 +116,9 @@ class FormatParser:
         self._pieces: list[assistant.Piece] = []
         self.num_calls = 0
         self._told: int | None = None
-        """A mark of the cursor: up to there the arguments of a call that began were told. None: no call has begun."""
+        """A mark of the cursor: up to there the arguments of a call that began were told. None: no
+        call has begun.
+        """
         self._end: int | None = None
         """A mark of the cursor: where these arguments end, once they do."""
         self._content = TrimmedText()
@@ -137,7 +146,9 @@ class FormatParser:
         return pieces
 
     def _message(self) -> Reading[None]:
-        if self._thinking is not None and (self._opened or (yield from self._opens(self._thinking))):
+        if self._thinking is not None and (
+            self._opened or (yield from self._opens(self._thinking))
+        ):
             self._cursor.drop()
             yield from self._think(self._thinking)
             self._content.touch()
@@ -204,7 +215,9 @@ class FormatParser:
 
     def begin(self, name: str) -> None:
         if name in self._early and self._told is None:
-            self._pieces.append(assistant.CallPiece(self.num_calls, assistant.ToolCall(name, ""), begins=True))
+            self._pieces.append(
+                assistant.CallPiece(self.num_calls, assistant.ToolCall(name, ""), begins=True)
+            )
             self._told = self._cursor.mark()
             self._end = None
 
@@ -223,11 +236,15 @@ class FormatParser:
         """Arguments that have become certain. `told`: up to where they were told before."""
         sure = self._cursor.sure if self._end is None else self._end
         if sure > told or last:
-            self._pieces.append(assistant.ArgumentsPiece(self.num_calls, self._cursor.between(told, sure), last))
+            self._pieces.append(
+                assistant.ArgumentsPiece(self.num_calls, self._cursor.between(told, sure), last)
+            )
             self._told = sure
 
     def _break_off(self, told: int) -> None:
-        """The call that began is none. Where the text has ended, a half word is the beginning of one; else it is content."""
+        """The call that began is none. Where the text has ended, a half word is the beginning of
+        one; else it is content.
+        """
         if self._ended:
             self._cursor.trust()
         self._tell(told)
@@ -261,7 +278,11 @@ def _merged(pieces: Iterable[assistant.Piece]) -> Iterator[assistant.Piece]:
         if isinstance(last := pieces[-1], assistant.ArgumentsPiece):
             yield assistant.ArgumentsPiece(last.index, text, last.last)
         else:
-            yield assistant.ContentPiece(text) if kind is assistant.ContentPiece else assistant.ReasoningPiece(text)
+            yield (
+                assistant.ContentPiece(text)
+                if kind is assistant.ContentPiece
+                else assistant.ReasoningPiece(text)
+            )
 
 
 AUTO = "auto"
@@ -280,16 +301,31 @@ _REASONING: Mapping[str, Thinking] = {"think": THINK, "mistral": MISTRAL_THINK}
 TOOL_FORMATS = (AUTO, NONE, *_TOOLS)
 REASONING_FORMATS = (AUTO, NONE, *_REASONING)
 
-_TOOL_SIGNS = ((PARAMETER, "qwen_coder"), (Hermes.opening, "hermes"), (Mistral.opening, "mistral"), (Llama3.opening, "llama3"))
-"""What a template or a vocabulary that has the first is taken to write; the first that is found counts."""
+_TOOL_SIGNS = (
+    (PARAMETER, "qwen_coder"),
+    (Hermes.opening, "hermes"),
+    (Mistral.opening, "mistral"),
+    (Llama3.opening, "llama3"),
+)
+"""What a template or a vocabulary that has the first is taken to write; the first that is found
+counts.
+"""
 
-_REASONING_SIGNS = tuple((marker, name) for name, thinking in _REASONING.items() for marker in thinking.markers)
+_REASONING_SIGNS = tuple(
+    (marker, name) for name, thinking in _REASONING.items() for marker in thinking.markers
+)
 
 
 def tool_format(name: str, tokenizer: Tokenizer) -> assistant.ToolFormat | None:
     """`None`: the model has no format of its own. An unknown name: `ConfigError`."""
     chosen = _chosen("tool_format", name, TOOL_FORMATS, _TOOL_SIGNS, tokenizer)
-    return None if chosen == NONE else _TOOLS[chosen](ARGUMENTS in _source(tokenizer) or ARGUMENTS in _special_tokens(tokenizer))
+    return (
+        None
+        if chosen == NONE
+        else _TOOLS[chosen](
+            ARGUMENTS in _source(tokenizer) or ARGUMENTS in _special_tokens(tokenizer)
+        )
+    )
 
 
 def reasoning_format(name: str, tokenizer: Tokenizer) -> Thinking | None:
@@ -299,7 +335,9 @@ def reasoning_format(name: str, tokenizer: Tokenizer) -> Thinking | None:
 
 
 def added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Texts of the tokens that are never part of a longer text (special ones, and others), and their ids."""
+    """Texts of the tokens that are never part of a longer text (special ones, and others), and
+    their ids.
+    """
     return {token.content: i for i, token in tokenizer.backend.get_added_tokens_decoder().items()}
 
 
@@ -307,7 +345,13 @@ def _special_tokens(tokenizer: Tokenizer) -> set[str]:
     return {text for text, i in added_tokens(tokenizer).items() if i in tokenizer.special_token_ids}
 
 
-def _chosen(option: str, name: str, known: tuple[str, ...], signs: tuple[tuple[str, str], ...], tokenizer: Tokenizer) -> str:
+def _chosen(
+    option: str,
+    name: str,
+    known: tuple[str, ...],
+    signs: tuple[tuple[str, str], ...],
+    tokenizer: Tokenizer,
+) -> str:
     if name not in known:
         raise ConfigError(f"{option} is {name!r}: no such format.{nearest(name, known)}")
     if name != AUTO:
@@ -324,15 +368,18 @@ class MessageFormat:
     """Which markers the model writes tool calls and thinking between. Stateless."""
 
     def __init__(self, tokenizer: Tokenizer, *, tools: str = AUTO, reasoning: str = AUTO) -> None:
-        """`auto` chooses from the chat template, else from the special tokens. A model without markers for calls writes them
-        as Hermes does; `tools` = `none` reads no call but one that was forced. An unknown name: `ConfigError`."""
+        """`auto` chooses from the chat template, else from the special tokens. A model without
+        markers for calls writes them as Hermes does; `tools` = `none` reads no call but one that
+        was forced. An unknown name: `ConfigError`."""
         self._reads_free_calls = tools != NONE
         self._tools = tool_format(tools, tokenizer) or Hermes()
         self._thinking = reasoning_format(reasoning, tokenizer)
         markers = self._tools.markers + (self._thinking.markers if self._thinking else ())
         added = added_tokens(tokenizer)
         self._lark = Lark({marker: added[marker] for marker in markers if marker in added})
-        self.kept_token_ids: frozenset[int] = tokenizer.special_token_ids & set(self._lark.tokens.values())
+        self.kept_token_ids: frozenset[int] = tokenizer.special_token_ids & set(
+            self._lark.tokens.values()
+        )
         """Special tokens that are markers: their text must reach the parser."""
 
     def parser(
@@ -344,26 +391,44 @@ class MessageFormat:
         tools: Sequence[assistant.Tool] = (),
         partly: bool = False,
     ) -> assistant.MessageParser:
-        """A parser for one message. `prompt_text` says whether thinking was opened by the prompt; `calls`: whether tool calls
-        are looked for, `forced`: even where free text is not searched for them. `tools`, where they are known, give types to
-        arguments that the format writes without. `partly` tells a call as it comes."""
+        """A parser for one message. `prompt_text` says whether thinking was opened by the prompt;
+        `calls`: whether tool calls are looked for, `forced`: even where free text is not searched
+        for them. `tools`, where they are known, give types to arguments that the format writes
+        without. `partly` tells a call as it comes."""
         reads = calls and (forced or self._reads_free_calls)
         if self._thinking is None and not reads:
             return PlainParser()
         opened = self._thinking is not None and self._thinking.begun(prompt_text) is Begun.OPENED
-        return FormatParser(self._tools if reads else None, self._thinking, opened=opened, known=tools, partly=partly)
+        return FormatParser(
+            self._tools if reads else None,
+            self._thinking,
+            opened=opened,
+            known=tools,
+            partly=partly,
+        )
 
     def parse(
-        self, text: str, prompt_text: str | None, *, calls: bool, forced: bool = False, tools: Sequence[assistant.Tool] = ()
+        self,
+        text: str,
+        prompt_text: str | None,
+        *,
+        calls: bool,
+        forced: bool = False,
+        tools: Sequence[assistant.Tool] = (),
     ) -> assistant.AssistantMessage:
         parser = self.parser(prompt_text, calls=calls, forced=forced, tools=tools)
         return assistant.joined(parser.feed(text) + parser.finish())
 
-    def calls_grammar(self, tools: Sequence[assistant.Tool], *, parallel: bool, prompt_text: str | None) -> Grammar:
-        """What a message matches that calls one of these tools (`parallel`: one or more calls) and says nothing else; thinking
-        may come first. Arguments match the tool's schema."""
+    def calls_grammar(
+        self, tools: Sequence[assistant.Tool], *, parallel: bool, prompt_text: str | None
+    ) -> Grammar:
+        """What a message matches that calls one of these tools (`parallel`: one or more calls) and
+        says nothing else; thinking may come first. Arguments match the tool's schema."""
         if not tools:
-            raise RequestRejected("tool_choice asks for a call, but there is no tool: send tools.", param="tool_choice")
+            raise RequestRejected(
+                "tool_choice asks for a call, but there is no tool: send tools.",
+                param="tool_choice",
+            )
         rules = self._tools.rules(self._lark, tools, parallel=parallel)
         start = self._thinking_before("calls", prompt_text) or "start: calls"
         return Grammar(GrammarKind.LARK, f"{start}\n{rules}\n")
@@ -373,28 +438,50 @@ class MessageFormat:
         """Whether a grammar can tell calls from the text around them."""
         return self._reads_free_calls and self._tools.announces
 
-    def calls_amid_text(self, tools: Sequence[assistant.Tool], *, parallel: bool, prompt_text: str | None) -> Grammar:
-        """What a message matches that is free to say anything and to call these tools: each call has a known name, and arguments that
-        match the tool's schema. Without `parallel` it ends with its one call. Only where the format `announces_calls`."""
+    def calls_amid_text(
+        self, tools: Sequence[assistant.Tool], *, parallel: bool, prompt_text: str | None
+    ) -> Grammar:
+        """What a message matches that is free to say anything and to call these tools: each call
+        has a known name, and arguments that match the tool's schema. Without `parallel` it ends
+        with its one call. Only where the format `announces_calls`."""
         marker = self._tools.opening
         rules = self._tools.rules(replace(self._lark, announcing=marker), tools, parallel=parallel)
         start = self._thinking_before("amid", prompt_text) or "start: amid"
         amid = "calls* FREE?" if parallel else "calls | FREE?"
-        return Grammar(GrammarKind.LARK, f"{start}\namid: {amid}\n{self._lark.announced(marker)}\n{rules}\n")
+        return Grammar(
+            GrammarKind.LARK, f"{start}\namid: {amid}\n{self._lark.announced(marker)}\n{rules}\n"
+        )
 
-    def calls_or(self, grammar: Grammar, tools: Sequence[assistant.Tool], *, parallel: bool, prompt_text: str | None) -> Grammar:
-        """What a message matches that is free to call one of these tools: `calls_grammar`, or content that matches `grammar`;
-        never both. Content alone where free text is not searched for calls."""
+    def calls_or(
+        self,
+        grammar: Grammar,
+        tools: Sequence[assistant.Tool],
+        *,
+        parallel: bool,
+        prompt_text: str | None,
+    ) -> Grammar:
+        """What a message matches that is free to call one of these tools: `calls_grammar`, or
+        content that matches `grammar`; never both. Content alone where free text is not searched
+        for calls."""
         if not tools or not self._reads_free_calls:
             return self.after_thinking(grammar, prompt_text=prompt_text)
         rules = self._tools.rules(self._lark, tools, parallel=parallel)
         start = self._thinking_before("answer", prompt_text) or "start: answer"
-        return Grammar(GrammarKind.LARK, f"{start}\nanswer: calls | content\n{rules}\n{embedded('content', grammar)}\n")
+        return Grammar(
+            GrammarKind.LARK,
+            f"{start}\nanswer: calls | content\n{rules}\n{embedded('content', grammar)}\n",
+        )
 
     def after_thinking(self, grammar: Grammar, *, prompt_text: str | None) -> Grammar:
         """The same grammar for the content of a message that may think first."""
         start = self._thinking_before("content", prompt_text)
-        return grammar if start is None else Grammar(GrammarKind.LARK, f"{start}\n{embedded('content', grammar)}\n")
+        return (
+            grammar
+            if start is None
+            else Grammar(GrammarKind.LARK, f"{start}\n{embedded('content', grammar)}\n")
+        )
 
     def _thinking_before(self, rule: str, prompt_text: str | None) -> str | None:
-        return None if self._thinking is None else self._thinking.before(self._lark, rule, prompt_text)
+        return (
+            None if self._thinking is None else self._thinking.before(self._lark, rule, prompt_text)
+        )

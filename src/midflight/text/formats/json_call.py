@@ -10,7 +10,9 @@ from midflight.text.formats.cursor import SPACES, Cursor, NotACall, Reading
 from midflight.types import Json
 
 MAX_DEPTH = 200
-"""Deepest nesting of a call; what reads it after us recurses, and Python allows it about 1000 levels."""
+"""Deepest nesting of a call; what reads it after us recurses, and Python allows it about 1000
+levels.
+"""
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _SCALAR_LETTERS = re.compile(r"[-+.0-9A-Za-z]+")
@@ -20,9 +22,11 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def read_object(cursor: Cursor, calls: Calls | None = None) -> Reading[dict[str, str]]:
-    """The members of a JSON object (RFC 8259), each value as written. Of members with one name the first counts.
+    """The members of a JSON object (RFC 8259), each value as written. Of members with one name the
+    first counts.
 
-    `NotACall` at the first letter that no object can have there. `calls` hears of arguments that come after the name of their call.
+    `NotACall` at the first letter that no object can have there. `calls` hears of arguments that
+    come after the name of their call.
     """
     members: dict[str, str] = {}
     yield from cursor.expect("{")
@@ -33,7 +37,12 @@ def read_object(cursor: Cursor, calls: Calls | None = None) -> Reading[dict[str,
         key = yield from _key(cursor)
         yield from _next(cursor)
         mark = cursor.mark()
-        begins = calls is not None and key in _ARGUMENTS and _may_begin(members) and (yield from cursor.peek()) == "{"
+        begins = (
+            calls is not None
+            and key in _ARGUMENTS
+            and _may_begin(members)
+            and (yield from cursor.peek()) == "{"
+        )
         if begins and calls is not None:
             calls.begin(cast(str, loads(members["name"])))
         yield from _value(cursor)
@@ -48,11 +57,14 @@ def read_object(cursor: Cursor, calls: Calls | None = None) -> Reading[dict[str,
 
 
 def _may_begin(members: Mapping[str, str]) -> bool:
-    return members.get("name", "").startswith('"') and not any(name in members for name in _ARGUMENTS)
+    return members.get("name", "").startswith('"') and not any(
+        name in members for name in _ARGUMENTS
+    )
 
 
 def as_call(members: Mapping[str, str]) -> ToolCall:
-    """The call that an object means: `name`, and `arguments` or `parameters`, an object or a JSON string that holds one; the first counts.
+    """The call that an object means: `name`, and `arguments` or `parameters`, an object or a JSON
+    string that holds one; the first counts.
 
     Other members mean nothing. Anything else is `NotACall`.
     """
@@ -122,7 +134,9 @@ def _value(cursor: Cursor) -> Reading[None]:
 
 
 def _open(cursor: Cursor, closers: list[str]) -> Reading[bool]:
-    """Takes an opening bracket (and the first key); False if the container is empty, and taken whole."""
+    """Takes an opening bracket (and the first key); False if the container is empty, and taken
+    whole.
+    """
     closer = _CLOSERS[(yield from cursor.letter())]
     if len(closers) == MAX_DEPTH:
         raise NotACall
@@ -136,7 +150,9 @@ def _open(cursor: Cursor, closers: list[str]) -> Reading[bool]:
 
 
 def _goes_on(cursor: Cursor, closers: list[str]) -> Reading[bool]:
-    """After a value: takes brackets that close here. True if another value follows in an open one."""
+    """After a value: takes brackets that close here. True if another value follows in an open
+    one.
+    """
     while closers:
         yield from _next(cursor)
         if (yield from cursor.literal(",")):

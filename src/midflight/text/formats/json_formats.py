@@ -21,7 +21,9 @@ _NAME = re.compile(r"[\w.:/-]+")
 
 
 class Hermes:
-    """Whitespace may stand around the object; text around the calls is content. Several objects may stand in a list, as SmolLM2 writes them."""
+    """Whitespace may stand around the object; text around the calls is content. Several objects may
+    stand in a list, as SmolLM2 writes them.
+    """
 
     opening = TOOL_CALL
     announces = True
@@ -54,18 +56,23 @@ class Hermes:
 
 
 def _objects_of(tools: Sequence[Tool], member: str) -> tuple[list[str], list[str]]:
-    """A rule for each tool, `{"name": its name, member: its arguments}`: their names, and the rules."""
+    """A rule for each tool, `{"name": its name, member: its arguments}`: their names, and the
+    rules.
+    """
     names = [f"tool_{place}" for place in range(len(tools))]
     rules: list[str] = []
     for name, tool in zip(names, tools, strict=True):
         head = f'{{"name": {literal(tool.name)}, "{member}": '
-        rules += [f'{name}: {literal(head)} {name}_arguments "}}"', f"{name}_arguments: {arguments(tool.parameters)}"]
+        rules += [
+            f'{name}: {literal(head)} {name}_arguments "}}"',
+            f"{name}_arguments: {arguments(tool.parameters)}",
+        ]
     return names, rules
 
 
 class Llama3:
-    """Several objects are separated by `;`. After the tag each is a call of its own; without it, the first is one where `;` or the end
-    of the message follows, and so is each after it."""
+    """Several objects are separated by `;`. After the tag each is a call of its own; without it,
+    the first is one where `;` or the end of the message follows, and so is each after it."""
 
     opening = PYTHON_TAG
     announces = False
@@ -97,23 +104,31 @@ class Llama3:
             [
                 f"calls: {lark.marker(PYTHON_TAG)}? call" + (' ("; " call)*' if parallel else ""),
                 f"call: {alternatives(names)}",
-                *(rule for name, tool in zip(names, tools, strict=True) for rule in _tool_rules(name, tool)),
+                *(
+                    rule
+                    for name, tool in zip(names, tools, strict=True)
+                    for rule in _tool_rules(name, tool)
+                ),
             ]
         )
 
 
 def _tool_rules(name: str, tool: Tool) -> tuple[str, str]:
-    """One tool's object, JSON token by JSON token: llguidance decides between it and other JSON that may stand in its place by
-    comparing such tokens."""
+    """One tool's object, JSON token by JSON token: llguidance decides between it and other JSON
+    that may stand in its place by comparing such tokens."""
     parts = ["{", '"name"', ":", " ", json.dumps(tool.name), ",", " ", '"parameters"', ":", " "]
     head = " ".join(literal(part) for part in parts)
-    return f'{name}: {head} {name}_arguments "}}"', f"{name}_arguments: {arguments(tool.parameters)}"
+    return (
+        f'{name}: {head} {name}_arguments "}}"',
+        f"{name}_arguments: {arguments(tool.parameters)}",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Mistral:
-    """Both forms are read: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, each of whose calls is known by what follows it, and
-    `[TOOL_CALLS]name[ARGS]{...}` (in some versions without `[ARGS]`, or with `[CALL_ID]` and an id before it)."""
+    """Both forms are read: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, each of whose
+    calls is known by what follows it, and `[TOOL_CALLS]name[ARGS]{...}` (in some versions without
+    `[ARGS]`, or with `[CALL_ID]` and an id before it)."""
 
     named: bool
     """Whether the model is made to write the second form."""
@@ -137,7 +152,13 @@ class Mistral:
             return _named_rules(lark, tools, parallel=parallel)
         names, objects = _objects_of(tools, "arguments")
         more = ' (", " call)*' if parallel else ""
-        return "\n".join([f'calls: {lark.marker(TOOL_CALLS)} "[" call{more} "]"', f"call: {alternatives(names)}", *objects])
+        return "\n".join(
+            [
+                f'calls: {lark.marker(TOOL_CALLS)} "[" call{more} "]"',
+                f"call: {alternatives(names)}",
+                *objects,
+            ]
+        )
 
 
 def _listed(cursor: Cursor, calls: Calls, *, closing: str = "") -> Reading[None]:
@@ -175,7 +196,10 @@ def _named(cursor: Cursor, calls: Calls) -> Reading[ToolCall]:
 
 def _named_rules(lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
     names = [f"tool_{place}" for place in range(len(tools))]
-    rules = [f"calls: call{'+' if parallel else ''}", f"call: {lark.marker(TOOL_CALLS)} {alternatives(names)}"]
+    rules = [
+        f"calls: call{'+' if parallel else ''}",
+        f"call: {lark.marker(TOOL_CALLS)} {alternatives(names)}",
+    ]
     for name, tool in zip(names, tools, strict=True):
         rules += [
             f"{name}: {literal(tool.name)} {lark.marker(ARGUMENTS)} {name}_arguments",

@@ -1,4 +1,6 @@
-"""Writing grammars in llguidance's Lark dialect (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md)."""
+"""Writing grammars in llguidance's Lark dialect
+(https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
+"""
 
 import json
 import re
@@ -8,19 +10,28 @@ from typing import cast
 
 from midflight.types import Grammar, GrammarKind, Json
 
-_SPACING: dict[str, Json] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As `json.dumps` and the chat templates write: a model that wanders has no endless whitespace to wander in."""
+_SPACING: dict[str, Json] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+"""As `json.dumps` and the chat templates write: a model that wanders has no endless whitespace to
+wander in.
+"""
 
 _BLANKS: dict[str, Json] = {"whitespace_pattern": r"[ \n\r\t]{0,40}"}
-"""Between JSON tokens of a client's schema: enough for indented JSON, and no endless answer of blanks."""
+"""Between JSON tokens of a client's schema: enough for indented JSON, and no endless answer of
+blanks.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Lark:
     """Writes the parts of a grammar. `tokens` has the ids of markers that are tokens of their own.
 
-    Such a marker is written by its id whether or not the tokenizer calls it special: llguidance keeps every added token in
-    angle brackets out of texts, so as letters it could only be written in a way the model never saw.
+    Such a marker is written by its id whether or not the tokenizer calls it special: llguidance
+    keeps every added token in angle brackets out of texts, so as letters it could only be written
+    in a way the model never saw.
     """
 
     tokens: Mapping[str, int]
@@ -34,10 +45,17 @@ class Lark:
         return f"<[{self.tokens[text]}]>" if text in self.tokens else literal(text)
 
     def announced(self, marker: str) -> str:
-        """Rules: `announced` is any text up to the first `marker` and with it, `FREE` a text without one."""
+        """Rules: `announced` is any text up to the first `marker` and with it, `FREE` a text
+        without one.
+        """
         free = "FREE: /(?s:.+)/"
-        # A text holds no token, and of two readings llguidance takes the lazy one as soon as it ends.
-        return f"{free}\nannounced: FREE? {self.marker(marker)}" if marker in self.tokens else f"{free}\n{self.ending('announced', marker)}"
+        # A text holds no token, and of two readings llguidance takes the lazy one as soon as it
+        # ends.
+        return (
+            f"{free}\nannounced: FREE? {self.marker(marker)}"
+            if marker in self.tokens
+            else f"{free}\n{self.ending('announced', marker)}"
+        )
 
     def ending(self, name: str, marker: str) -> str:
         """A rule: any text, up to the first `marker` and with it."""
@@ -76,7 +94,9 @@ def embedded(name: str, grammar: Grammar) -> str:
 
 
 def _bounded(schema: str) -> str:
-    """The schema with bounded blanks. What is no JSON object stays as it is, for the engine to refuse."""
+    """The schema with bounded blanks. What is no JSON object stays as it is, for the engine to
+    refuse.
+    """
     try:
         parsed = cast(Json, json.loads(schema))
     except (ValueError, RecursionError):
@@ -86,4 +106,9 @@ def _bounded(schema: str) -> str:
 
 def _slashed(pattern: str) -> str:
     """A regular expression as it stands between slashes, on one line."""
-    return re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), pattern, flags=re.DOTALL)
+    return re.sub(
+        r"\\.|/|\n",
+        lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]),
+        pattern,
+        flags=re.DOTALL,
+    )

@@ -1,4 +1,6 @@
-"""Calls as Qwen3-Coder writes them: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`."""
+"""Calls as Qwen3-Coder writes them:
+`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
+"""
 
 import json
 import re
@@ -29,8 +31,8 @@ _KINDS: dict[type, str] = {
 
 
 class QwenCoder:
-    """One newline at either end of a value belongs to the markers. A value is a string where the tool's schema says so, else
-    JSON if it is JSON, else a string."""
+    """One newline at either end of a value belongs to the markers. A value is a string where the
+    tool's schema says so, else JSON if it is JSON, else a string."""
 
     opening = TOOL_CALL
     announces = True
@@ -45,10 +47,17 @@ class QwenCoder:
         while (yield from _has_parameter(cursor)):
             key = yield from _name(cursor)
             text = yield from cursor.until(END_PARAMETER)
-            values[key] = _written(text.removeprefix("\n").removesuffix("\n"), _property(schema, key))
+            values[key] = _written(
+                text.removeprefix("\n").removesuffix("\n"), _property(schema, key)
+            )
         yield from cursor.run(SPACES)
         yield from cursor.expect(END_TOOL_CALL)
-        calls.give(ToolCall(name, f"{{{', '.join(f'{json.dumps(key, ensure_ascii=False)}: {value}' for key, value in values.items())}}}"))
+        calls.give(
+            ToolCall(
+                name,
+                f"{{{', '.join(f'{json.dumps(key, ensure_ascii=False)}: {value}' for key, value in values.items())}}}",
+            )
+        )
 
     def read_bare(self, cursor: Cursor, calls: Calls) -> None:
         return None
@@ -58,8 +67,15 @@ class QwenCoder:
         return "\n".join(
             [
                 'calls: call ("\\n" call)*' if parallel else "calls: call",
-                f'call: {lark.marker(TOOL_CALL)} "\\n" {alternatives(names)} "\\n" {lark.marker(END_TOOL_CALL)}',
-                *(rule for name, tool in zip(names, tools, strict=True) for rule in _tool_rules(lark, name, tool)),
+                (
+                    f'call: {lark.marker(TOOL_CALL)} "\\n" {alternatives(names)} "\\n" '
+                    f"{lark.marker(END_TOOL_CALL)}"
+                ),
+                *(
+                    rule
+                    for name, tool in zip(names, tools, strict=True)
+                    for rule in _tool_rules(lark, name, tool)
+                ),
             ]
         )
 
@@ -103,7 +119,9 @@ def _written(text: str, schema: Mapping[str, Json]) -> str:
 def _kinds(schema: Mapping[str, Json]) -> Iterator[str]:
     """The JSON types that a schema names; none if it leaves them open."""
     kinds = schema.get("type")
-    yield from (kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str))
+    yield from (
+        kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)
+    )
     if kinds is None:
         listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
         yield from (_KINDS[type(value)] for value in (listed if isinstance(listed, list) else []))
@@ -114,21 +132,29 @@ def _kinds(schema: Mapping[str, Json]) -> Iterator[str]:
 
 
 def _tool_rules(lark: Lark, name: str, tool: Tool) -> Iterator[str]:
-    """One tool's function block: its parameters in the order of the schema, those not required may be left out."""
+    """One tool's function block: its parameters in the order of the schema, those not required may
+    be left out.
+    """
     properties = tool.parameters.get("properties")
     required = tool.parameters.get("required")
-    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    shared = {
+        key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters
+    }
     parts: list[str] = []
     for place, key in enumerate(properties if isinstance(properties, dict) else {}):
         rule = f"{name}_{place}"
         parts.append(rule if isinstance(required, list) and key in required else f"{rule}?")
-        yield from _parameter_rules(lark, rule, key, schema={**shared, **_property(tool.parameters, key)})
+        yield from _parameter_rules(
+            lark, rule, key, schema={**shared, **_property(tool.parameters, key)}
+        )
     head = literal(f"{FUNCTION}{tool.name}>\n")
     tail = literal(END_FUNCTION)
     yield f"{name}: {' '.join([head, *parts, tail])}"
 
 
-def _parameter_rules(lark: Lark, name: str, key: str, *, schema: Mapping[str, Json]) -> Iterator[str]:
+def _parameter_rules(
+    lark: Lark, name: str, key: str, *, schema: Mapping[str, Json]
+) -> Iterator[str]:
     head = literal(f"{PARAMETER}{key}>\n")
     tail = f"\n{END_PARAMETER}\n"
     listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -136,7 +162,10 @@ def _parameter_rules(lark: Lark, name: str, key: str, *, schema: Mapping[str, Js
         yield f"{name}: {head} {name}_value {literal(tail)}"
         yield f"{name}_value: {json_value(schema)}"
     elif isinstance(listed, list):
-        yield f"{name}: {head} {alternatives([literal(str(value)) for value in listed])} {literal(tail)}"
+        yield (
+            f"{name}: {head} {alternatives([literal(str(value)) for value in listed])} "
+            f"{literal(tail)}"
+        )
     else:
         yield rf'{name}: {head} {name}_value "\n"'
         yield lark.ending(f"{name}_value", END_PARAMETER)

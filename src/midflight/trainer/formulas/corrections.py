@@ -1,8 +1,9 @@
 """Importance ratios, the weights made of them, and the masks that say which tokens stay.
 
-rho = proximal / behaviour, and every bound is on rho, never on its inverse. `log_rho` comes from `log_ratio`. What is returned
-carries no gradient. A function that looks at whole rollouts takes `sequence`, see `reductions`, and gives a value per token;
-one that looks at the whole batch says so.
+rho = proximal / behaviour, and every bound is on rho, never on its inverse. `log_rho` comes from
+`log_ratio`. What is returned carries no gradient. A function that looks at whole rollouts takes
+`sequence`, see `reductions`, and gives a value per token; one that looks at the whole batch says
+so.
 """
 
 import torch
@@ -12,27 +13,43 @@ from torch import Tensor
 from midflight.trainer.formulas import reductions
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 before exp: e^20 is far beyond every cap, and still finite when squared in float32."""
+"""Log-ratios are clamped to +-20 before exp: e^20 is far beyond every cap, and still finite when
+squared in float32.
+"""
 
 
-def log_ratio(numerator: Float[Tensor, " T"], denominator: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """log(numerator / denominator) of two log-probabilities, clamped to +-20. A missing one (NaN) stays NaN: it is never made up."""
+def log_ratio(
+    numerator: Float[Tensor, " T"], denominator: Float[Tensor, " T"]
+) -> Float[Tensor, " T"]:
+    """log(numerator / denominator) of two log-probabilities, clamped to +-20. A missing one (NaN)
+    stays NaN: it is never made up.
+    """
     return (numerator - denominator).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def sequence_ratio(log_ratio: Float[Tensor, " T"], sequence: Int[Tensor, " T"], *, num_sequences: int) -> Float[Tensor, " T"]:
-    """The product of a ratio over all tokens of the rollout that a token is of; its logarithm is clamped to +-20."""
-    product = reductions.sums(log_ratio.detach(), sequence, num_sequences=num_sequences).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def sequence_ratio(
+    log_ratio: Float[Tensor, " T"], sequence: Int[Tensor, " T"], *, num_sequences: int
+) -> Float[Tensor, " T"]:
+    """The product of a ratio over all tokens of the rollout that a token is of; its logarithm is
+    clamped to +-20.
+    """
+    product = reductions.sums(log_ratio.detach(), sequence, num_sequences=num_sequences).clamp(
+        -MAX_LOG_RATIO, MAX_LOG_RATIO
+    )
     return product.exp()[sequence]
 
 
-def interpolation_weight(since_proximal: Float[Tensor, " T"], *, since_policy: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """How far the proximal policy lies between the one that sampled a token (0) and the current one (1).
+def interpolation_weight(
+    since_proximal: Float[Tensor, " T"], *, since_policy: Float[Tensor, " T"]
+) -> Float[Tensor, " T"]:
+    """How far the proximal policy lies between the one that sampled a token (0) and the current one
+    (1).
 
         alpha = clip((v_p - v_b) / (v_theta - v_b), 0, 1)
 
-    A-3PO (2512.06547). The arguments are v_p - v_b and v_theta - v_b, in versions since the token was sampled. A token
-    sampled by the current version has alpha = 1: its proximal policy is the current one, r = 1.
+    A-3PO (2512.06547). The arguments are v_p - v_b and v_theta - v_b, in versions since the token
+    was sampled. A token sampled by the current version has alpha = 1: its proximal policy is the
+    current one, r = 1.
     """
     return torch.where(since_policy == 0, 1.0, since_proximal / since_policy).clamp(0, 1)
 
@@ -59,8 +76,9 @@ def truncated_weight(rho: Float[Tensor, " T"], *, cap: float) -> Float[Tensor, "
 
         w_t = sg(min(rho_t, C))
 
-    Ionides 2008; for an engine's log-probabilities beside a trainer's, C = 2. Small ratios are kept as they are:
-    the truncation bounds the variance and costs a bias on tokens that the proximal policy likes much more.
+    Ionides 2008; for an engine's log-probabilities beside a trainer's, C = 2. Small ratios are kept
+    as they are: the truncation bounds the variance and costs a bias on tokens that the proximal
+    policy likes much more.
     """
     return rho.detach().clamp(max=cap)
 
@@ -68,7 +86,8 @@ def truncated_weight(rho: Float[Tensor, " T"], *, cap: float) -> Float[Tensor, "
 def truncated_sequence_weight(
     log_rho: Float[Tensor, " T"], sequence: Int[Tensor, " T"], *, num_sequences: int, cap: float
 ) -> Float[Tensor, " T"]:
-    """Truncated importance sampling of whole rollouts: w = min(prod rho, C) on every token of the rollout.
+    """Truncated importance sampling of whole rollouts: w = min(prod rho, C) on every token of the
+    rollout.
 
     Unbiased below the cap, where the weight per token is not; its variance grows with length.
     """
@@ -76,83 +95,126 @@ def truncated_sequence_weight(
 
 
 def self_normalised(weight: Float[Tensor, " T"], *, mean: Float[Tensor, ""]) -> Float[Tensor, " T"]:
-    """w / mean(w), where the mean is over the tokens of the whole batch, on all ranks. Weights that are all 0 stay 0."""
+    """w / mean(w), where the mean is over the tokens of the whole batch, on all ranks. Weights that
+    are all 0 stay 0.
+    """
     return weight / mean.clamp(min=torch.finfo(weight.dtype).tiny)
 
 
 def masked_weight(rho: Float[Tensor, " T"], *, low: float, high: float) -> Float[Tensor, " T"]:
-    """MIS, masked importance sampling: w = rho where low <= rho <= high, else 0. Usual bounds 0.5 and 2."""
+    """MIS, masked importance sampling: w = rho where low <= rho <= high, else 0. Usual bounds 0.5
+    and 2.
+    """
     rho = rho.detach()
     return torch.where((low <= rho) & (rho <= high), rho, 0.0)
 
 
 def masked_sequence_weight(
-    log_rho: Float[Tensor, " T"], sequence: Int[Tensor, " T"], *, num_sequences: int, low: float, high: float
+    log_rho: Float[Tensor, " T"],
+    sequence: Int[Tensor, " T"],
+    *,
+    num_sequences: int,
+    low: float,
+    high: float,
 ) -> Float[Tensor, " T"]:
-    """MIS of whole rollouts: w = prod rho on every token of a rollout where it lies in [low, high], else 0."""
-    return masked_weight(sequence_ratio(log_rho, sequence, num_sequences=num_sequences), low=low, high=high)
+    """MIS of whole rollouts: w = prod rho on every token of a rollout where it lies in [low, high],
+    else 0.
+    """
+    return masked_weight(
+        sequence_ratio(log_rho, sequence, num_sequences=num_sequences), low=low, high=high
+    )
 
 
 def icepop_weight(rho: Float[Tensor, " T"], *, low: float, high: float) -> Float[Tensor, " T"]:
-    """IcePop (2510.18855): w = rho where low <= rho <= high, else 0. `masked_weight` under its own name; usual bounds 0.5 and 5."""
+    """IcePop (2510.18855): w = rho where low <= rho <= high, else 0. `masked_weight` under its own
+    name; usual bounds 0.5 and 5.
+    """
     return masked_weight(rho, low=low, high=high)
 
 
 def age_weight(age: Int[Tensor, " T"], *, decay: float) -> Float[Tensor, " T"]:
-    """w = decay^age per token in float64, age in versions: a token of the version that begins the step has weight 1. `decay` in (0, 1]."""
+    """w = decay^age per token in float64, age in versions: a token of the version that begins the
+    step has weight 1. `decay` in (0, 1].
+    """
     return torch.pow(decay, age.double())
 
 
-# --- Masks -----------------------------------------------------------------------------------------------------------
+# --- Masks ----------------------------------------------------------------------------------------
 #
-# True keeps. A mask of whole rollouts gives every token of a rollout the same answer. A mask never changes a denominator: the caller
-# multiplies the loss by it and divides by what the batch had before.
+# True keeps. A mask of whole rollouts gives every token of a rollout the same answer. A mask never
+# changes a denominator: the caller multiplies the loss by it and divides by what the batch had
+# before.
 
 
 def k3(log_rho: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """rho - 1 - log rho per token: an unbiased estimate of KL(behaviour, proximal) that is never negative. Schulman 2020."""
+    """rho - 1 - log rho per token: an unbiased estimate of KL(behaviour, proximal) that is never
+    negative. Schulman 2020.
+    """
     return log_rho.exp() - 1 - log_rho
 
 
 def k3_mask(log_rho: Float[Tensor, " T"], *, bound: float) -> Bool[Tensor, " T"]:
-    """Keeps tokens whose k3 is at most the bound, usually 0.001 to 0.01. Stricter on large ratios than on small ones."""
+    """Keeps tokens whose k3 is at most the bound, usually 0.001 to 0.01. Stricter on large ratios
+    than on small ones.
+    """
     return k3(log_rho.detach()) <= bound
 
 
 def geometric_mask(
-    log_rho: Float[Tensor, " T"], sequence: Int[Tensor, " T"], *, num_sequences: int, low: float, high: float
+    log_rho: Float[Tensor, " T"],
+    sequence: Int[Tensor, " T"],
+    *,
+    num_sequences: int,
+    low: float,
+    high: float,
 ) -> Bool[Tensor, " T"]:
     """Keeps rollouts whose geometric mean ratio is near 1: low <= exp(mean log rho) <= high.
 
-    2512.23075. Usual bounds 0.99 and 1.01, as narrow as 0.999 and 1.001. Unlike the product it does not depend on length.
+    2512.23075. Usual bounds 0.99 and 1.01, as narrow as 0.999 and 1.001. Unlike the product it does
+    not depend on length.
     """
     mean = reductions.means(log_rho.detach(), sequence, num_sequences=num_sequences).exp()
     return ((low <= mean) & (mean <= high))[sequence]
 
 
 def product_mask(
-    log_rho: Float[Tensor, " T"], sequence: Int[Tensor, " T"], *, num_sequences: int, low: float, high: float
+    log_rho: Float[Tensor, " T"],
+    sequence: Int[Tensor, " T"],
+    *,
+    num_sequences: int,
+    low: float,
+    high: float,
 ) -> Bool[Tensor, " T"]:
-    """Keeps rollouts whose product of ratios has low <= prod rho <= high, and weighs them by nothing: `masked_sequence_weight` without
-    its weight. The product wanders farther the longer a rollout is, so bounds are wide, 0.1 and 10 or more."""
+    """Keeps rollouts whose product of ratios has low <= prod rho <= high, and weighs them by
+    nothing: `masked_sequence_weight` without its weight. The product wanders farther the longer a
+    rollout is, so bounds are wide, 0.1 and 10 or more."""
     product = sequence_ratio(log_rho, sequence, num_sequences=num_sequences)
     return (low <= product) & (product <= high)
 
 
 def veto_mask(
-    log_rho: Float[Tensor, " T"], sequence: Int[Tensor, " T"], *, num_sequences: int, low: float, high: float
+    log_rho: Float[Tensor, " T"],
+    sequence: Int[Tensor, " T"],
+    *,
+    num_sequences: int,
+    low: float,
+    high: float,
 ) -> Bool[Tensor, " T"]:
-    """Keeps rollouts all of whose tokens have low <= rho <= high. Usual bounds 1e-4 and 100: only catastrophes are dropped."""
+    """Keeps rollouts all of whose tokens have low <= rho <= high. Usual bounds 1e-4 and 100: only
+    catastrophes are dropped.
+    """
     rho = log_rho.detach().exp()
     outside = ((rho < low) | (rho > high)).to(rho.dtype)
     return (reductions.sums(outside, sequence, num_sequences=num_sequences) == 0)[sequence]
 
 
 def m2po_mask(all_log_rho: Float[Tensor, " T"], *, bound: float) -> Bool[Tensor, " T"]:
-    """Drops the tokens of largest log^2 rho until the mean of the rest is below the bound. `all_log_rho` is that of the whole batch.
+    """Drops the tokens of largest log^2 rho until the mean of the rest is below the bound.
+    `all_log_rho` is that of the whole batch.
 
-    M2PO (2510.01161), usual bound 0.04; there on pi_theta / mu, which rho is at the first update of a step.
-    Tokens equal to the smallest that is dropped go with it, so that the answer does not depend on the order of tokens.
+    M2PO (2510.01161), usual bound 0.04; there on pi_theta / mu, which rho is at the first update of
+    a step. Tokens equal to the smallest that is dropped go with it, so that the answer does not
+    depend on the order of tokens.
     """
     squared = all_log_rho.detach().double() ** 2
     ascending = squared.sort().values
@@ -170,12 +232,13 @@ def opsm_mask(
     num_sequences: int,
     bound: float,
 ) -> Bool[Tensor, " T"]:
-    """Off-policy sequence masking: drops a rollout of negative advantage that the current policy has moved away from.
+    """Off-policy sequence masking: drops a rollout of negative advantage that the current policy
+    has moved away from.
 
         drop iff A < 0 and mean(log mu - log pi_theta) > bound
 
-    DeepSeek-V3.2 (2512.02556), section 3.1. `log_inverse` is log(mu / pi_theta): a distance in nats per token, the one place
-    where a bound is not on rho.
+    DeepSeek-V3.2 (2512.02556), section 3.1. `log_inverse` is log(mu / pi_theta): a distance in nats
+    per token, the one place where a bound is not on rho.
     """
     distance = reductions.means(log_inverse.detach(), sequence, num_sequences=num_sequences)
     return ~((advantage < 0) & (distance > bound)[sequence])

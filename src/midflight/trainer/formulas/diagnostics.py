@@ -1,6 +1,8 @@
-"""What every batch says about how far the policy has moved from the one that sampled, as named numbers.
+"""What every batch says about how far the policy has moved from the one that sampled, as named
+numbers.
 
-Names are those of the metrics table: `rho/mean`, `clip/low_share`, `masked/geometric`, and the same per age, `age/3/rho_mean`.
+Names are those of the metrics table: `rho/mean`, `clip/low_share`, `masked/geometric`, and the same
+per age, `age/3/rho_mean`.
 """
 
 from __future__ import annotations
@@ -18,11 +20,15 @@ from midflight.trainer.formulas.corrections import MAX_LOG_RATIO
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observed:
-    """What is known of each token in the loss of a (mini-)batch, once its training forward is done."""
+    """What is known of each token in the loss of a (mini-)batch, once its training forward is
+    done.
+    """
 
     log_rho: Float[Tensor, " T"]
     weight: Float[Tensor, " T"]
-    """By which the objective weighted it: its effective sample size is reported. Of a bypass objective rho itself."""
+    """By which the objective weighted it: its effective sample size is reported. Of a bypass
+    objective rho itself.
+    """
     sequence: Int[Tensor, " T"]
     below: Bool[Tensor, " T"]
     above: Bool[Tensor, " T"]
@@ -33,22 +39,37 @@ class Observed:
     def at(self, where: Bool[Tensor, " T"]) -> Observed:
         """Only these tokens."""
         gone = {reason: mask[where] for reason, mask in self.masked.items()}
-        return Observed(self.log_rho[where], self.weight[where], self.sequence[where], self.below[where], self.above[where], gone)
+        return Observed(
+            self.log_rho[where],
+            self.weight[where],
+            self.sequence[where],
+            self.below[where],
+            self.above[where],
+            gone,
+        )
 
 
 def effective_sample_size(weights: Float[Tensor, " T"]) -> Float[Tensor, ""]:
-    """(sum w)^2 / (n sum w^2), in [0, 1]: the share of tokens that equally weighted ones would need; 0 if all weights are. Kish 1965."""
+    """(sum w)^2 / (n sum w^2), in [0, 1]: the share of tokens that equally weighted ones would
+    need; 0 if all weights are. Kish 1965.
+    """
     squares = (weights.double() ** 2).sum()
-    return weights.double().sum() ** 2 / (weights.numel() * squares.clamp(min=torch.finfo(torch.float64).tiny))
+    return weights.double().sum() ** 2 / (
+        weights.numel() * squares.clamp(min=torch.finfo(torch.float64).tiny)
+    )
 
 
 def k1(log_rho: Float[Tensor, " T"]) -> Float[Tensor, ""]:
-    """Mean of -log rho: KL(behaviour, proximal), unbiased, of either sign. Schulman 2020, "Approximating KL divergence"."""
+    """Mean of -log rho: KL(behaviour, proximal), unbiased, of either sign. Schulman 2020,
+    "Approximating KL divergence".
+    """
     return -log_rho.mean()
 
 
 def k3(log_rho: Float[Tensor, " T"]) -> Float[Tensor, ""]:
-    """Mean of rho - 1 - log rho: the same divergence, unbiased, never negative, of less variance. Schulman 2020."""
+    """Mean of rho - 1 - log rho: the same divergence, unbiased, never negative, of less variance.
+    Schulman 2020.
+    """
     return corrections.k3(log_rho).mean()
 
 
@@ -57,15 +78,21 @@ def chi2(log_rho: Float[Tensor, " T"]) -> Float[Tensor, ""]:
     return (2 * log_rho).exp().mean() - 1
 
 
-def sequence_log_ratios(log_rho: Float[Tensor, " T"], rollout: Int[Tensor, " T"]) -> Float[Tensor, " S"]:
+def sequence_log_ratios(
+    log_rho: Float[Tensor, " T"], rollout: Int[Tensor, " T"]
+) -> Float[Tensor, " S"]:
     """log of the product of rho over each rollout that has tokens, clamped to +-20."""
     _, index = rollout.unique(return_inverse=True)
-    sums = torch.zeros(int(index.max()) + 1, dtype=log_rho.dtype, device=log_rho.device).index_add(0, index, log_rho)
+    sums = torch.zeros(int(index.max()) + 1, dtype=log_rho.dtype, device=log_rho.device).index_add(
+        0, index, log_rho
+    )
     return sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def batch_metrics(tokens: Observed) -> dict[str, float]:
-    """The table's row for at least one token: of rho its mean, extremes, deviation and divergences, and what clips and masks took."""
+    """The table's row for at least one token: of rho its mean, extremes, deviation and divergences,
+    and what clips and masks took.
+    """
     rho = tokens.log_rho.exp()
     metrics = {
         "rho/mean": rho.mean(),
@@ -87,41 +114,60 @@ def batch_metrics(tokens: Observed) -> dict[str, float]:
 def age_metrics(age: Int[Tensor, " T"], tokens: Observed) -> dict[str, float]:
     """A histogram of token age in versions, and for each age that occurs all of `batch_metrics`.
 
-    `rho/mean` of age 3 is `age/3/rho_mean`, `clip/low_share` is `age/3/clip_low_share`; ESS and divergences go by `age/3/k3`.
+    `rho/mean` of age 3 is `age/3/rho_mean`, `clip/low_share` is `age/3/clip_low_share`; ESS and
+    divergences go by `age/3/k3`.
     """
     metrics = {"age/mean": float(age.double().mean()), "age/max": float(age.max())}
     for value in age.unique().tolist():
         where = age == value
         metrics[f"age/{value}/share"] = float(_share(where))
-        metrics |= {f"age/{value}/{_within_age(name)}": found for name, found in batch_metrics(tokens.at(where)).items()}
+        metrics |= {
+            f"age/{value}/{_within_age(name)}": found
+            for name, found in batch_metrics(tokens.at(where)).items()
+        }
     return metrics
 
 
-def mismatch_metrics(log_rho: Float[Tensor, " T"], age: Int[Tensor, " T"], *, has_older_keys: Bool[Tensor, " T"]) -> dict[str, float]:
-    """How engine and trainer differ on the same weights: on tokens of age 0, where rho would be 1 if they computed alike.
+def mismatch_metrics(
+    log_rho: Float[Tensor, " T"], age: Int[Tensor, " T"], *, has_older_keys: Bool[Tensor, " T"]
+) -> dict[str, float]:
+    """How engine and trainer differ on the same weights: on tokens of age 0, where rho would be 1
+    if they computed alike.
 
-    Also apart for tokens whose keys in the cache were all of their own version (`same_keys`) and those that attended to keys
-    of an older one (`older_keys`), whose label understates their age. Parts without tokens are left out.
+    Also apart for tokens whose keys in the cache were all of their own version (`same_keys`) and
+    those that attended to keys of an older one (`older_keys`), whose label understates their age.
+    Parts without tokens are left out.
     """
     fresh = age == 0
-    parts = {"mismatch": fresh, "mismatch/same_keys": fresh & ~has_older_keys, "mismatch/older_keys": fresh & has_older_keys}
+    parts = {
+        "mismatch": fresh,
+        "mismatch/same_keys": fresh & ~has_older_keys,
+        "mismatch/older_keys": fresh & has_older_keys,
+    }
     metrics: dict[str, float] = {}
     for name, where in parts.items():
         if where.any():
-            metrics |= {f"{name}/{reading}": value for reading, value in _mismatch(log_rho[where]).items()}
+            metrics |= {
+                f"{name}/{reading}": value for reading, value in _mismatch(log_rho[where]).items()
+            }
             metrics[f"{name}/share"] = float(_share(where))
     return metrics
 
 
 def entropy_metrics(policy: Float[Tensor, " T"]) -> dict[str, float]:
-    """Entropy of the policy per token in nats, estimated by -mean log pi of the sampled tokens; exact in expectation on policy."""
+    """Entropy of the policy per token in nats, estimated by -mean log pi of the sampled tokens;
+    exact in expectation on policy.
+    """
     return {"entropy/estimate": float(-policy.mean())}
 
 
 def alarms(metrics: dict[str, float]) -> tuple[str, ...]:
     """Sentences about readings that say training is off its distribution; none if all is well."""
     found = (
-        (not 0.5 <= metrics["rho/mean"] <= 2, f"mean rho is {metrics['rho/mean']:.3g}, outside [0.5, 2]"),
+        (
+            not 0.5 <= metrics["rho/mean"] <= 2,
+            f"mean rho is {metrics['rho/mean']:.3g}, outside [0.5, 2]",
+        ),
         (metrics["rho/ess"] < 0.3, f"effective sample size is {metrics['rho/ess']:.3g}, below 0.3"),
         (abs(metrics["rho/k1"]) > 0.1, f"k1 is {metrics['rho/k1']:.3g}, beyond 0.1"),
         (metrics["rho/std"] > 1, f"standard deviation of rho is {metrics['rho/std']:.3g}, above 1"),
@@ -130,7 +176,11 @@ def alarms(metrics: dict[str, float]) -> tuple[str, ...]:
 
 
 def _mismatch(log_rho: Float[Tensor, " T"]) -> dict[str, float]:
-    return {"mean": float(log_rho.abs().mean()), "max": float(log_rho.abs().max()), "k3": float(k3(log_rho))}
+    return {
+        "mean": float(log_rho.abs().mean()),
+        "max": float(log_rho.abs().max()),
+        "k3": float(k3(log_rho)),
+    }
 
 
 def _share(where: Bool[Tensor, " T"]) -> Float[Tensor, ""]:
@@ -141,4 +191,8 @@ _OF_RHO = frozenset({"rho/mean", "rho/min", "rho/max", "rho/std"})
 
 
 def _within_age(name: str) -> str:
-    return name.replace("/", "_") if name in _OF_RHO or not name.startswith("rho/") else name.removeprefix("rho/")
+    return (
+        name.replace("/", "_")
+        if name in _OF_RHO or not name.startswith("rho/")
+        else name.removeprefix("rho/")
+    )

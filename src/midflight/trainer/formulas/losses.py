@@ -1,10 +1,11 @@
 """Objectives per token, as losses to minimise. `config.formulas.OBJECTIVES` has a row for each.
 
-`policy` is log pi_theta. It, and ratios made of it, carry the gradient; all else is a constant. R = pi_theta / behaviour,
-r = pi_theta / proximal; the row says which of them is the `ratio`. Bounds `clip_low` and `clip_high` say how far a ratio may be from 1, except in GMPO.
+`policy` is log pi_theta. It, and ratios made of it, carry the gradient; all else is a constant. R =
+pi_theta / behaviour, r = pi_theta / proximal; the row says which of them is the `ratio`. Bounds
+`clip_low` and `clip_high` say how far a ratio may be from 1, except in GMPO.
 
-A function is called with the values that its parameters name (`trainer.objective` lists the names). For some objectives a second
-function says where the clip takes the gradient away, below and above.
+A function is called with the values that its parameters name (`trainer.objective` lists the names).
+For some objectives a second function says where the clip takes the gradient away, below and above.
 """
 
 import math
@@ -26,35 +27,50 @@ def clipped_surrogate(
 
         L_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
 
-    Schulman et al. 2017 (1707.06347), eq. 7. `clip_high > clip_low` is DAPO's clip-higher (2503.14476, eq. 10).
-    On the ratio to the behaviour policy this is the bypass form; on the ratio to the proximal policy the decoupled one.
+    Schulman et al. 2017 (1707.06347), eq. 7. `clip_high > clip_low` is DAPO's clip-higher
+    (2503.14476, eq. 10). On the ratio to the behaviour policy this is the bypass form; on the ratio
+    to the proximal policy the decoupled one.
     """
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
 
 
 def ppo(
-    ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_low: float, clip_high: float, dual_clip: float | None = None
+    ratio: Float[Tensor, " T"],
+    advantage: Float[Tensor, " T"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> Float[Tensor, " T"]:
     """`clipped_surrogate`, and `dual_clipped` where a ceiling is given."""
     loss = clipped_surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high)
     return loss if dual_clip is None else dual_clipped(loss, advantage, ceiling=dual_clip)
 
 
-def dual_clipped(loss: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, ceiling: float) -> Float[Tensor, " T"]:
+def dual_clipped(
+    loss: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, ceiling: float
+) -> Float[Tensor, " T"]:
     """Bounds a clipped surrogate from above where the advantage is negative.
 
         L_t = min(L_t, -c A_t) where A_t < 0
 
-    Ye et al. 2020 (1912.09729), eq. 5, with c > 1. Without it a token of negative advantage whose ratio has grown
-    large has a loss without bound.
+    Ye et al. 2020 (1912.09729), eq. 5, with c > 1. Without it a token of negative advantage whose
+    ratio has grown large has a loss without bound.
     """
     return torch.where(advantage < 0, torch.minimum(loss, -ceiling * advantage), loss)
 
 
 def clipped(
-    ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_low: float, clip_high: float, dual_clip: float | None = None
+    ratio: Float[Tensor, " T"],
+    advantage: Float[Tensor, " T"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> Clipped:
-    """Where `ppo` is clipped: below A < 0 and r < 1 - clip_low; above A > 0 and r > 1 + clip_high, or A < 0 and r > dual_clip."""
+    """Where `ppo` is clipped: below A < 0 and r < 1 - clip_low; above A > 0 and r > 1 + clip_high,
+    or A < 0 and r > dual_clip.
+    """
     above = (advantage > 0) & (ratio > 1 + clip_high)
     if dual_clip is not None:
         above |= (advantage < 0) & (ratio > dual_clip)
@@ -62,22 +78,34 @@ def clipped(
 
 
 def cispo(
-    policy: Float[Tensor, " T"], ratio: Float[Tensor, " T"], *, advantage: Float[Tensor, " T"], clip_low: float, clip_high: float
+    policy: Float[Tensor, " T"],
+    ratio: Float[Tensor, " T"],
+    *,
+    advantage: Float[Tensor, " T"],
+    clip_low: float,
+    clip_high: float,
 ) -> Float[Tensor, " T"]:
     """Clips the importance weight, not the update: every token keeps a gradient.
 
         L_t = -sg(clip(R_t, 1 - clip_low, 1 + clip_high)) A_t log pi_theta
 
-    MiniMax-M1 (2506.13585), eq. 4 and 5; ScaleRL (2510.13786). The usual range of R, [0, 5], is clip_low 1 and clip_high 4.
-    On the ratio to the proximal policy this is the decoupled form, as in verl.
+    MiniMax-M1 (2506.13585), eq. 4 and 5; ScaleRL (2510.13786). The usual range of R, [0, 5], is
+    clip_low 1 and clip_high 4. On the ratio to the proximal policy this is the decoupled form, as
+    in verl.
     """
     return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantage * policy
 
 
 def rollout_is(
-    policy: Float[Tensor, " T"], ratio: Float[Tensor, " T"], *, advantage: Float[Tensor, " T"], clip_low: float, clip_high: float
+    policy: Float[Tensor, " T"],
+    ratio: Float[Tensor, " T"],
+    *,
+    advantage: Float[Tensor, " T"],
+    clip_low: float,
+    clip_high: float,
 ) -> Float[Tensor, " T"]:
-    """Importance-weighted policy gradient on tokens whose ratio is near 1, and none on the others (`cispo` clips those).
+    """Importance-weighted policy gradient on tokens whose ratio is near 1, and none on the others
+    (`cispo` clips those).
 
         L_t = -sg(R_t [1 - clip_low < R_t < 1 + clip_high]) A_t log pi_theta
 
@@ -93,24 +121,38 @@ def outside(ratio: Float[Tensor, " T"], *, clip_low: float, clip_high: float) ->
     return ratio <= 1 - clip_low, ratio >= 1 + clip_high
 
 
-def sapo(ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, tau_positive: float, tau_negative: float) -> Float[Tensor, " T"]:
+def sapo(
+    ratio: Float[Tensor, " T"],
+    advantage: Float[Tensor, " T"],
+    *,
+    tau_positive: float,
+    tau_negative: float,
+) -> Float[Tensor, " T"]:
     """A soft gate in place of the clip.
 
-        L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t,  tau = tau_positive where A_t > 0, else tau_negative
+        L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t,  tau = tau_positive where A_t > 0, else
+        tau_negative
 
-    SAPO (2511.20347). At r = 1 the gradient is that of r A; a larger tau lets it fade sooner. Usual: 1.0 and 1.05.
+    SAPO (2511.20347). At r = 1 the gradient is that of r A; a larger tau lets it fade sooner.
+    Usual: 1.0 and 1.05.
     """
     positive = 4 / tau_positive * torch.sigmoid(tau_positive * (ratio - 1))
     negative = 4 / tau_negative * torch.sigmoid(tau_negative * (ratio - 1))
     return -torch.where(advantage > 0, positive, negative) * advantage
 
 
-def sequence_log_ratio(log_ratio: Float[Tensor, " T"], sequence: Int[Tensor, " T"], *, num_sequences: int) -> Float[Tensor, " T"]:
-    """log of GSPO's ratio, mean log r over the whole rollout that a token is of, without gradient. 2507.18071, eq. 7."""
+def sequence_log_ratio(
+    log_ratio: Float[Tensor, " T"], sequence: Int[Tensor, " T"], *, num_sequences: int
+) -> Float[Tensor, " T"]:
+    """log of GSPO's ratio, mean log r over the whole rollout that a token is of, without gradient.
+    2507.18071, eq. 7.
+    """
     return reductions.means(log_ratio.detach(), sequence, num_sequences=num_sequences)[sequence]
 
 
-def attached_ratio(policy: Float[Tensor, " T"], sequence_log_ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+def attached_ratio(
+    policy: Float[Tensor, " T"], sequence_log_ratio: Float[Tensor, " T"]
+) -> Float[Tensor, " T"]:
     """A rollout's ratio with the gradient of each of its tokens.
 
         s_t = sg(s) pi_theta / sg(pi_theta),  s = exp(sequence_log_ratio)
@@ -128,11 +170,24 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> Float[Tensor, " T"]:
-    """`clipped_surrogate` of the `attached_ratio`, for a mean over each rollout; usual clips 3e-4 and 4e-4. GSPO (2507.18071)."""
-    return clipped_surrogate(attached_ratio(policy, sequence_log_ratio), advantage, clip_low=clip_low, clip_high=clip_high)
+    """`clipped_surrogate` of the `attached_ratio`, for a mean over each rollout; usual clips 3e-4
+    and 4e-4. GSPO (2507.18071).
+    """
+    return clipped_surrogate(
+        attached_ratio(policy, sequence_log_ratio),
+        advantage,
+        clip_low=clip_low,
+        clip_high=clip_high,
+    )
 
 
-def gspo_clipped(sequence_log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_low: float, clip_high: float) -> Clipped:
+def gspo_clipped(
+    sequence_log_ratio: Float[Tensor, " T"],
+    advantage: Float[Tensor, " T"],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Clipped:
     return clipped(sequence_log_ratio.exp(), advantage, clip_low=clip_low, clip_high=clip_high)
 
 
@@ -147,7 +202,8 @@ def geometric_mean_ratio(
 ) -> Float[Tensor, " T"]:
     """Geometric mean of the clipped r of the whole rollout that a token is of, without gradient.
 
-    Each log r is clipped to [-clip_low, clip_high] on the pessimistic side only, before the mean. GMPO (2507.20673).
+    Each log r is clipped to [-clip_low, clip_high] on the pessimistic side only, before the mean.
+    GMPO (2507.20673).
     """
     clipped = _clip_logarithm(log_ratio.detach(), advantage, clip_low=clip_low, clip_high=clip_high)
     return reductions.means(clipped, sequence, num_sequences=num_sequences).exp()[sequence]
@@ -161,49 +217,73 @@ def gmpo(
     clip_low: float,
     clip_high: float,
 ) -> Float[Tensor, " T"]:
-    """Geometric-mean policy optimization, for a mean over the tokens of a rollout, then over rollouts.
+    """Geometric-mean policy optimization, for a mean over the tokens of a rollout, then over
+    rollouts.
 
-        L_t = -A g c_t / sg(c_t),  g = mean_ratio, c_t = clip(r_t, e^-clip_low, e^clip_high) on the pessimistic side
+        L_t = -A g c_t / sg(c_t),  g = mean_ratio, c_t = clip(r_t, e^-clip_low, e^clip_high) on the
+        pessimistic side
 
-    GMPO (2507.20673): the mean over a rollout is -A prod_t c_t^(1/n), in value and gradient. `mean_ratio` comes from
-    `geometric_mean_ratio`. Clips are in logarithms, usual 0.4 and 0.4.
+    GMPO (2507.20673): the mean over a rollout is -A prod_t c_t^(1/n), in value and gradient.
+    `mean_ratio` comes from `geometric_mean_ratio`. Clips are in logarithms, usual 0.4 and 0.4.
     """
     clipped = _clip_logarithm(log_ratio, advantage, clip_low=clip_low, clip_high=clip_high)
     return -mean_ratio.detach() * (clipped - clipped.detach()).exp() * advantage
 
 
-def gmpo_clipped(log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_low: float, clip_high: float) -> Clipped:
-    return clipped(1 + log_ratio, advantage, clip_low=clip_low, clip_high=clip_high)  # its bounds are of the logarithm
+def gmpo_clipped(
+    log_ratio: Float[Tensor, " T"],
+    advantage: Float[Tensor, " T"],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Clipped:
+    # its bounds are of the logarithm
+    return clipped(1 + log_ratio, advantage, clip_low=clip_low, clip_high=clip_high)
 
 
 def _clip_logarithm(
-    log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_low: float, clip_high: float
+    log_ratio: Float[Tensor, " T"],
+    advantage: Float[Tensor, " T"],
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> Float[Tensor, " T"]:
     above = torch.where(advantage > 0, log_ratio.clamp(max=clip_high), log_ratio)
     return torch.where(advantage < 0, log_ratio.clamp(min=-clip_low), above)
 
 
-def topr(policy: Float[Tensor, " T"], sequence_ratio: Float[Tensor, " T"], *, advantage: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """Tapered off-policy REINFORCE: likes what went well at full weight, forgets what went badly only while it is still likely.
+def topr(
+    policy: Float[Tensor, " T"],
+    sequence_ratio: Float[Tensor, " T"],
+    *,
+    advantage: Float[Tensor, " T"],
+) -> Float[Tensor, " T"]:
+    """Tapered off-policy REINFORCE: likes what went well at full weight, forgets what went badly
+    only while it is still likely.
 
         L_t = -w A_t log pi_theta,  w = 1 where A_t > 0, else sg(clip(R_seq, 0, 1))
 
-    TOPR (2503.14286). `sequence_ratio` is the product of R over the rollout, on each of its tokens. The paper sums over
-    the tokens of a rollout; the reduction decides here.
+    TOPR (2503.14286). `sequence_ratio` is the product of R over the rollout, on each of its tokens.
+    The paper sums over the tokens of a rollout; the reduction decides here.
     """
     weight = torch.where(advantage > 0, 1.0, sequence_ratio.detach().clamp(0, 1))
     return -weight * advantage * policy
 
 
 def mirror_descent(
-    policy: Float[Tensor, " T"], log_ratio: Float[Tensor, " T"], *, advantage: Float[Tensor, " T"], tau: float
+    policy: Float[Tensor, " T"],
+    log_ratio: Float[Tensor, " T"],
+    *,
+    advantage: Float[Tensor, " T"],
+    tau: float,
 ) -> Float[Tensor, " T"]:
     """Policy gradient with a quadratic pull back to the behaviour policy.
 
         L_t = -A_t log pi_theta + tau / 2 log^2 R_t
 
-    Kimi k1.5 (2501.12599), eq. 3, with A the reward minus its group's mean and `log_ratio` = log R with its gradient; usual
-    tau 0.1. The paper squares the sum over a rollout, we square each token: no token answers for the others' drift.
+    Kimi k1.5 (2501.12599), eq. 3, with A the reward minus its group's mean and `log_ratio` = log R
+    with its gradient; usual tau 0.1. The paper squares the sum over a rollout, we square each
+    token: no token answers for the others' drift.
     """
     return -advantage * policy + tau / 2 * log_ratio**2
 
@@ -217,15 +297,18 @@ def dppo_tv(
     cap: float,
     delta_low: float | None = None,
 ) -> Float[Tensor, " T"]:
-    """Trust region on the probabilities, not on their ratio: rare tokens may move, likely ones may not run off.
+    """Trust region on the probabilities, not on their ratio: rare tokens may move, likely ones may
+    not run off.
 
         L_t = -sg(min(R_t, cap) M_t) A_t log pi_theta
         M_t = [p_theta - p_b <= delta] where A_t > 0, else [p_theta - p_b >= -delta_low]
 
-    DPPO with the binary total variation (2602.04879); usual delta 0.2 and cap 20, `delta_low` as `delta` where it is left out. The
-    gradient is that of M R A.
+    DPPO with the binary total variation (2602.04879); usual delta 0.2 and cap 20, `delta_low` as
+    `delta` where it is left out. The gradient is that of M R A.
     """
-    below, above = dppo_clipped(policy, behaviour, advantage=advantage, delta=delta, delta_low=delta_low)
+    below, above = dppo_clipped(
+        policy, behaviour, advantage=advantage, delta=delta, delta_low=delta_low
+    )
     return _weighted_within(policy, behaviour, advantage=advantage, kept=~(below | above), cap=cap)
 
 
@@ -237,7 +320,9 @@ def dppo_clipped(
     delta: float,
     delta_low: float | None = None,
 ) -> Clipped:
-    """Where `dppo_tv` leaves a token out: its probability has moved too far already, and A would move it on."""
+    """Where `dppo_tv` leaves a token out: its probability has moved too far already, and A would
+    move it on.
+    """
     below, above = ipo_clipped(policy, behaviour, delta=delta, delta_low=delta_low)
     return below & (advantage <= 0), above & (advantage > 0)
 
@@ -251,25 +336,37 @@ def ipo(
     cap: float,
     delta_low: float | None = None,
 ) -> Float[Tensor, " T"]:
-    """`dppo_tv` with a mask on both sides, whichever way the advantage points: a token that went too far has no gradient back either.
+    """`dppo_tv` with a mask on both sides, whichever way the advantage points: a token that went
+    too far has no gradient back either.
 
         L_t = -sg(min(R_t, cap) [-delta_low <= p_theta - p_b <= delta]) A_t log pi_theta
 
-    IPO of Prime Intellect's prime-rl, which has no paper: threshold 0.1, the ratio not capped, and beside it 0.001 log^2 R
-    (`squared_log_ratio`).
+    IPO of Prime Intellect's prime-rl, which has no paper: threshold 0.1, the ratio not capped, and
+    beside it 0.001 log^2 R (`squared_log_ratio`).
     """
     below, above = ipo_clipped(policy, behaviour, delta=delta, delta_low=delta_low)
     return _weighted_within(policy, behaviour, advantage=advantage, kept=~(below | above), cap=cap)
 
 
-def ipo_clipped(policy: Float[Tensor, " T"], behaviour: Float[Tensor, " T"], *, delta: float, delta_low: float | None = None) -> Clipped:
+def ipo_clipped(
+    policy: Float[Tensor, " T"],
+    behaviour: Float[Tensor, " T"],
+    *,
+    delta: float,
+    delta_low: float | None = None,
+) -> Clipped:
     """Where a token's probability has moved beyond the bounds."""
     gap = policy.detach().exp() - behaviour.exp()
     return gap < -(delta if delta_low is None else delta_low), gap > delta
 
 
 def _weighted_within(
-    policy: Float[Tensor, " T"], behaviour: Float[Tensor, " T"], *, advantage: Float[Tensor, " T"], kept: Bool[Tensor, " T"], cap: float
+    policy: Float[Tensor, " T"],
+    behaviour: Float[Tensor, " T"],
+    *,
+    advantage: Float[Tensor, " T"],
+    kept: Bool[Tensor, " T"],
+    cap: float,
 ) -> Float[Tensor, " T"]:
     # From the logarithm, so that no ratio overflows before it is capped.
     ratio = (policy.detach() - behaviour).clamp(max=math.log(cap)).exp()
@@ -277,14 +374,21 @@ def _weighted_within(
 
 
 def largest_covariance(
-    policy: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, share: float, cov_low: float = -math.inf, cov_high: float = math.inf
+    policy: Float[Tensor, " T"],
+    advantage: Float[Tensor, " T"],
+    *,
+    share: float,
+    cov_low: float = -math.inf,
+    cov_high: float = math.inf,
 ) -> Bool[Tensor, " T"]:
-    """True on the share of the batch's tokens, at least one, that add most to cov(log pi, A): entropy falls fastest there.
+    """True on the share of the batch's tokens, at least one, that add most to cov(log pi, A):
+    entropy falls fastest there.
 
         cov_t = (log pi_t - mean) (A_t - mean), cov_low < cov_t < cov_high
 
-    Cui et al. 2025 (2505.22617), Clip-Cov and KL-Cov; usual share 2e-4, and for Clip-Cov a band from 1 to 5. Over the
-    tokens of the whole batch. Clip-Cov draws from its band at random; we take the largest, so that ranks and resumed runs agree.
+    Cui et al. 2025 (2505.22617), Clip-Cov and KL-Cov; usual share 2e-4, and for Clip-Cov a band
+    from 1 to 5. Over the tokens of the whole batch. Clip-Cov draws from its band at random; we take
+    the largest, so that ranks and resumed runs agree.
     """
     policy = policy.detach()
     covariance = (policy - policy.mean()) * (advantage - advantage.mean())
@@ -295,50 +399,73 @@ def largest_covariance(
 
 
 def clip_cov(
-    ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, selected: Bool[Tensor, " T"], clip_low: float, clip_high: float
+    ratio: Float[Tensor, " T"],
+    advantage: Float[Tensor, " T"],
+    *,
+    selected: Bool[Tensor, " T"],
+    clip_low: float,
+    clip_high: float,
 ) -> Float[Tensor, " T"]:
-    """The clipped surrogate, and 0 on the tokens that `largest_covariance` selected. Clip-Cov (2505.22617)."""
-    return clipped_surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high).masked_fill(selected, 0)
+    """The clipped surrogate, and 0 on the tokens that `largest_covariance` selected. Clip-Cov
+    (2505.22617).
+    """
+    return clipped_surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high).masked_fill(
+        selected, 0
+    )
 
 
 def kl_cov(
-    log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, selected: Bool[Tensor, " T"], penalty: float
+    log_ratio: Float[Tensor, " T"],
+    advantage: Float[Tensor, " T"],
+    *,
+    selected: Bool[Tensor, " T"],
+    penalty: float,
 ) -> Float[Tensor, " T"]:
     """The unclipped surrogate, with a penalty on the tokens that `largest_covariance` selected.
 
         L_t = -r_t A_t + beta |log r_t| where selected
 
-    KL-Cov (2505.22617); like its authors' code we estimate the divergence by |log r|, whose gradient is 0 at r = 1.
-    `log_ratio` is log r with its gradient; usual penalty beta 1.
+    KL-Cov (2505.22617); like its authors' code we estimate the divergence by |log r|, whose
+    gradient is 0 at r = 1. `log_ratio` is log r with its gradient; usual penalty beta 1.
     """
     return -log_ratio.exp() * advantage + torch.where(selected, penalty * log_ratio.abs(), 0.0)
 
 
-# --- What is added to a surrogate ------------------------------------------------------------------------------------
+# --- What is added to a surrogate -----------------------------------------------------------------
 #
-# Divergences estimate KL(policy, reference) on tokens that the policy sampled. They carry the gradient of `policy`, never of `reference`.
+# Divergences estimate KL(policy, reference) on tokens that the policy sampled. They carry the
+# gradient of `policy`, never of `reference`.
 
 
-def k1_divergence(policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """log(pi / pi_ref), in nats: an unbiased value of either sign. Schulman 2020. Its gradient is that of log pi alone, which on policy is
-    0 in expectation: it pulls nowhere. It is the right one to read; to learn from, `k2_divergence` has what k1 in the reward has."""
+def k1_divergence(
+    policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]
+) -> Float[Tensor, " T"]:
+    """log(pi / pi_ref), in nats: an unbiased value of either sign. Schulman 2020. Its gradient is
+    that of log pi alone, which on policy is 0 in expectation: it pulls nowhere. It is the right one
+    to read; to learn from, `k2_divergence` has what k1 in the reward has."""
     return corrections.log_ratio(policy, reference)
 
 
-def abs_k1_divergence(policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """|log(pi / pi_ref)|, in nats: a pull to the reference of the same strength near and far; its gradient is +-1, and 0 at the reference.
-    `abs` in verl."""
+def abs_k1_divergence(
+    policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]
+) -> Float[Tensor, " T"]:
+    """|log(pi / pi_ref)|, in nats: a pull to the reference of the same strength near and far; its
+    gradient is +-1, and 0 at the reference. `abs` in verl."""
     return corrections.log_ratio(policy, reference).abs()
 
 
-def k2_divergence(policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+def k2_divergence(
+    policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]
+) -> Float[Tensor, " T"]:
     """Half the square of k1: a biased value, and on policy the right gradient. Schulman 2020."""
     return corrections.log_ratio(policy, reference) ** 2 / 2
 
 
-def k3_divergence(policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """exp(-k1) - 1 + k1: an unbiased value, never negative. Schulman 2020; GRPO (2402.03300), eq. 4. Its gradient is that of
-    KL(reference, policy)."""
+def k3_divergence(
+    policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]
+) -> Float[Tensor, " T"]:
+    """exp(-k1) - 1 + k1: an unbiased value, never negative. Schulman 2020; GRPO (2402.03300), eq.
+    4. Its gradient is that of KL(reference, policy)."""
     found = corrections.log_ratio(policy, reference)
     return (-found).exp() - 1 + found
 
@@ -346,7 +473,8 @@ def k3_divergence(policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]) -
 def unbiased_divergence(
     policy: Float[Tensor, " T"], reference: Float[Tensor, " T"], *, behaviour: Float[Tensor, " T"]
 ) -> Float[Tensor, " T"]:
-    """k3 weighted by R = pi_theta / behaviour, whose gradient counts too: value and gradient are unbiased, off policy as well.
+    """k3 weighted by R = pi_theta / behaviour, whose gradient counts too: value and gradient are
+    unbiased, off policy as well.
 
         R_t k3(pi_theta, pi_ref)
 
@@ -355,7 +483,9 @@ def unbiased_divergence(
     return corrections.log_ratio(policy, behaviour).exp() * k3_divergence(policy, reference)
 
 
-def squared_log_ratio(policy: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+def squared_log_ratio(
+    policy: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]
+) -> Float[Tensor, " T"]:
     """A pull back to the policy that sampled the token, masked or not; weighs nothing.
 
         log^2(pi_theta / mu)
@@ -366,7 +496,11 @@ def squared_log_ratio(policy: Float[Tensor, " T"], behaviour: Float[Tensor, " T"
 
 
 def value_loss(
-    value: Float[Tensor, " T"], old_value: Float[Tensor, " T"], returns: Float[Tensor, " T"], *, clip: float
+    value: Float[Tensor, " T"],
+    old_value: Float[Tensor, " T"],
+    returns: Float[Tensor, " T"],
+    *,
+    clip: float,
 ) -> Float[Tensor, " T"]:
     """A critic's squared error, clipped to stay near the value that began the step.
 

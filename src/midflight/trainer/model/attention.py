@@ -1,9 +1,10 @@
 """Attention over rows of different lengths laid end to end, without padding and without cross-talk.
 
-Almost everything else in a decoder works token by token, so a micro-batch is one flat row of tokens; attention has to know where
-rows begin (and layers with a state: `mixers`). Rows of equal length lie together, and each such run is one call of PyTorch's kernel. Measured against rows padded to
-the longest of their micro-batch (128 rows of 15 to 25 tokens, 0.8 M parameters, one core): 0.19 s against 0.23 s a forward and
-backward, and the gap grows with the spread of lengths.
+Almost everything else in a decoder works token by token, so a micro-batch is one flat row of
+tokens; attention has to know where rows begin (and layers with a state: `mixers`). Rows of equal
+length lie together, and each such run is one call of PyTorch's kernel. Measured against rows padded
+to the longest of their micro-batch (128 rows of 15 to 25 tokens, 0.8 M parameters, one core): 0.19
+s against 0.23 s a forward and backward, and the gap grows with the spread of lengths.
 """
 
 from __future__ import annotations
@@ -30,26 +31,35 @@ UNKNOWN = ("position_bias",)
 """What some architectures hand to their attention function and this one does not compute."""
 
 
-flash_varlen: Callable[..., Any] | None = import_module("flash_attn").flash_attn_varlen_func if find_spec("flash_attn") else None
-"""FlashAttention's kernel for rows of different lengths, where that package is installed; for half precision on GPUs only."""
+flash_varlen: Callable[..., Any] | None = (
+    import_module("flash_attn").flash_attn_varlen_func if find_spec("flash_attn") else None
+)
+"""FlashAttention's kernel for rows of different lengths, where that package is installed; for half
+precision on GPUs only.
+"""
 
 
 MAX_PADDING = 1.25
-"""Rows that lie under each other take at most this many times the tokens they have: less makes more calls, more computes padding."""
+"""Rows that lie under each other take at most this many times the tokens they have: less makes more
+calls, more computes padding.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
     """A flat row of tokens is these runs, in order: `counts[i]` rows of `lengths[i]` tokens each.
 
-    A row may go on from `contexts[i]` tokens that lie elsewhere in the flat row, where other rows share them.
+    A row may go on from `contexts[i]` tokens that lie elsewhere in the flat row, where other rows
+    share them.
     """
 
     counts: tuple[int, ...]
     lengths: tuple[int, ...]
     contexts: tuple[int, ...]
     keys: Int[Tensor, " S"] | None = None
-    """Where the tokens lie that each row attends to, row after row: its context, then itself. None where there are no contexts."""
+    """Where the tokens lie that each row attends to, row after row: its context, then itself. None
+    where there are no contexts.
+    """
 
     @classmethod
     def of_one(cls, length: int) -> Runs:
@@ -67,8 +77,9 @@ class Runs:
 
     @cached_property
     def under_each_other(self) -> tuple[list[Int[np.ndarray, "R L"]], Int[np.ndarray, " N"]]:
-        """Tables of places in the flat row, each row of one a row with its context, longest first, filled up on the right with its last
-        place; and where each token of the flat row lies in all tables, read row by row, one after the other."""
+        """Tables of places in the flat row, each row of one a row with its context, longest first,
+        filled up on the right with its last place; and where each token of the flat row lies in all
+        tables, read row by row, one after the other."""
         own, contexts = (np.repeat(sizes, self.counts) for sizes in (self.lengths, self.contexts))
         lengths = own + contexts
         places = np.arange(self.num_tokens) if self.keys is None else self.keys.cpu().numpy()
@@ -82,7 +93,9 @@ class Runs:
             upto = np.minimum(np.arange(width), lengths[rows, None] - 1)
             tables.append(places[key_starts[rows, None] + upto])
             for number, row in enumerate(rows):
-                where[starts[row] : starts[row] + own[row]] = base + number * width + np.arange(contexts[row], lengths[row])
+                where[starts[row] : starts[row] + own[row]] = (
+                    base + number * width + np.arange(contexts[row], lengths[row])
+                )
             base += len(rows) * width
         return tables, where
 
@@ -102,7 +115,9 @@ def _alike(lengths: Int[np.ndarray, " R"]) -> list[list[int]]:
 
 
 LAID: Final[ContextVar[Runs | None]] = ContextVar("midflight_runs", default=None)
-"""How the micro-batch lies that this thread computes. Not handed through the model: many architectures do not pass on what they do not know."""
+"""How the micro-batch lies that this thread computes. Not handed through the model: many
+architectures do not pass on what they do not know.
+"""
 
 
 @contextmanager
@@ -128,28 +143,55 @@ def ragged_attention(
     s_aux: Float[Tensor, " H"] | None = None,
     **unknown: Any,
 ) -> tuple[Float[Tensor, "1 N H D"], None]:
-    """Block-causal attention: a token attends to its own row, up to itself (and at most `sliding_window` back, or within its chunk).
+    """Block-causal attention: a token attends to its own row, up to itself (and at most
+    `sliding_window` back, or within its chunk).
 
-    Scores may be capped (`softcap`), and each head may have a sink that draws attention away (`s_aux`).
+    Scores may be capped (`softcap`), and each head may have a sink that draws attention away
+    (`s_aux`).
     """
     runs = LAID.get()
     _refuse_unknown(unknown, attention_mask)
     assert runs is not None and runs.num_tokens == query.shape[2], "a micro-batch names its runs"
     chunk = _chunk(module)
-    if flash_varlen is not None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and s_aux is None and chunk is None:
-        return _flash(query, key, value, runs, scaling=scaling, sliding_window=sliding_window, softcap=softcap), None
+    if (
+        flash_varlen is not None
+        and query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and s_aux is None
+        and chunk is None
+    ):
+        return _flash(
+            query, key, value, runs, scaling=scaling, sliding_window=sliding_window, softcap=softcap
+        ), None
     parts: list[Tensor] = []
     queries = query.split([n * t for n, t, _ in runs.shapes], 2)
-    for q, k, v, (n, t, context) in zip(queries, _attended(key, runs), _attended(value, runs), runs.shapes, strict=True):
-        window, piece = (size if size is not None and context + t > size else None for size in (sliding_window, chunk))
+    for q, k, v, (n, t, context) in zip(
+        queries, _attended(key, runs), _attended(value, runs), runs.shapes, strict=True
+    ):
+        window, piece = (
+            size if size is not None and context + t > size else None
+            for size in (sliding_window, chunk)
+        )
         plain = softcap is None and s_aux is None
-        band = None if plain and not (context or window or piece) else _band(t, context, window, piece, device=q.device)
+        band = (
+            None
+            if plain and not (context or window or piece)
+            else _band(t, context, window, piece, device=q.device)
+        )
         if plain:
             out = nn.functional.scaled_dot_product_attention(
-                _rows(q, n, t), k, v, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=True
+                _rows(q, n, t),
+                k,
+                v,
+                attn_mask=band,
+                is_causal=band is None,
+                scale=scaling,
+                enable_gqa=True,
             )
         else:
-            out = _weighed(_rows(q, n, t), k, v, band, scaling=scaling, softcap=softcap, sinks=s_aux)
+            out = _weighed(
+                _rows(q, n, t), k, v, band, scaling=scaling, softcap=softcap, sinks=s_aux
+            )
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)[None], None
 
@@ -159,7 +201,12 @@ def _chunk(module: nn.Module) -> int | None:
     config: Any = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     layer = getattr(module, "layer_idx", None)
-    inside = kinds and isinstance(layer, int) and layer < len(kinds) and kinds[layer] == "chunked_attention"
+    inside = (
+        kinds
+        and isinstance(layer, int)
+        and layer < len(kinds)
+        and kinds[layer] == "chunked_attention"
+    )
     return cast(int, config.attention_chunk_size) if inside else None
 
 
@@ -173,14 +220,17 @@ def _weighed(
     softcap: float | None,
     sinks: Float[Tensor, " H"] | None,
 ) -> Float[Tensor, "n H t E"]:
-    """Attention by weights w_k = exp(s_k) / (sum_j exp(s_j) + exp(sink)), s = c tanh(scale q k / c).
+    """Attention by weights w_k = exp(s_k) / (sum_j exp(s_j) + exp(sink)), s = c tanh(scale q k /
+    c).
 
     Gemma Team 2024 (2408.00118), section 2; OpenAI 2025 (2508.10925), section 2.2.
     """
     assert band is not None
     heads = query.shape[1]
     key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
-    scores = (query @ key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = (query @ key.transpose(-1, -2)) * (
+        query.shape[-1] ** -0.5 if scaling is None else scaling
+    )
     scores = scores if scores.dtype == torch.float64 else scores.float()
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -193,11 +243,17 @@ def _weighed(
 
 def _attended(x: Float[Tensor, "1 K N D"], runs: Runs) -> list[Float[Tensor, "n K s D"]]:
     """For each run, the keys or values that its rows attend to."""
+    # Whole tokens: a third of the time.
     laid = (
-        x if runs.keys is None else x[0].transpose(0, 1).index_select(0, runs.keys).transpose(0, 1)[None]
-    )  # whole tokens: a third of the time
+        x
+        if runs.keys is None
+        else x[0].transpose(0, 1).index_select(0, runs.keys).transpose(0, 1)[None]
+    )
     parts = laid.split([n * (context + t) for n, t, context in runs.shapes], 2)
-    return [_rows(part, n, context + t) for part, (n, t, context) in zip(parts, runs.shapes, strict=True)]
+    return [
+        _rows(part, n, context + t)
+        for part, (n, t, context) in zip(parts, runs.shapes, strict=True)
+    ]
 
 
 def _flash(
@@ -210,11 +266,19 @@ def _flash(
     sliding_window: int | None,
     softcap: float | None,
 ) -> Float[Tensor, "1 N H D"]:
-    """Block-causal attention by one kernel for all rows. Dao 2023, FlashAttention-2 (2307.08691)."""
+    """Block-causal attention by one kernel for all rows. Dao 2023, FlashAttention-2
+    (2307.08691).
+    """
     assert flash_varlen is not None
     counts = torch.tensor(runs.counts)
-    own, attended = (torch.tensor(lengths).repeat_interleave(counts) for lengths in (runs.lengths, [t + c for _, t, c in runs.shapes]))
-    begins, key_begins = (nn.functional.pad(x.cumsum(0), (1, 0)).to(query.device, torch.int32) for x in (own, attended))
+    own, attended = (
+        torch.tensor(lengths).repeat_interleave(counts)
+        for lengths in (runs.lengths, [t + c for _, t, c in runs.shapes])
+    )
+    begins, key_begins = (
+        nn.functional.pad(x.cumsum(0), (1, 0)).to(query.device, torch.int32)
+        for x in (own, attended)
+    )
     laid = (x if runs.keys is None else x.index_select(2, runs.keys) for x in (key, value))
     q, k, v = (x[0].transpose(0, 1) for x in (query, *laid))
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
@@ -222,13 +286,25 @@ def _flash(
     longest_key = int(attended.max())
     capped = {} if softcap is None else {"softcap": softcap}
     found = flash_varlen(
-        q, k, v, begins, key_begins, longest, longest_key, softmax_scale=scaling, causal=True, window_size=window, **capped
+        q,
+        k,
+        v,
+        begins,
+        key_begins,
+        longest,
+        longest_key,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=window,
+        **capped,
     )
     return cast(Tensor, found)[None]
 
 
 def attend_raggedly(model: PreTrainedModel) -> None:
-    """Makes `model` compute attention by `ragged_attention` from now on; refuses a model that cannot."""
+    """Makes `model` compute attention by `ragged_attention` from now on; refuses a model that
+    cannot.
+    """
     AttentionInterface.register(NAME, ragged_attention)
     try:
         model.set_attn_implementation(NAME)
@@ -243,7 +319,9 @@ def _rows(x: Float[Tensor, "1 H S D"], count: int, length: int) -> Float[Tensor,
     return x[0].unflatten(1, (count, length)).transpose(0, 1)
 
 
-def _band(length: int, context: int, window: int | None, chunk: int | None, *, device: torch.device) -> Tensor:
+def _band(
+    length: int, context: int, window: int | None, chunk: int | None, *, device: torch.device
+) -> Tensor:
     """[length, context + length]: True where a token may look."""
     at = torch.arange(context, context + length, device=device)
     upto = torch.arange(context + length, device=device)
@@ -257,5 +335,6 @@ def _refuse_unknown(options: dict[str, Any], mask: Tensor | None) -> None:
     present += [] if mask is None else ["a mask of its own"]
     if present:
         raise ConfigError(
-            f"the model's attention uses {', '.join(present)}, which packed rows do not compute. Train it in padded rows, or choose another architecture."
+            f"the model's attention uses {', '.join(present)}, which packed rows do not compute. "
+            "Train it in padded rows, or choose another architecture."
         )

@@ -1,9 +1,11 @@
-"""What is done to a model's layers: those that carry a state from token to token (recurrences, convolutions) take packed micro-batches;
-all of them recompute or are compiled.
+"""What is done to a model's layers: those that carry a state from token to token (recurrences,
+convolutions) take packed micro-batches; all of them recompute or are compiled.
 
-Attention is told where rows begin; these layers are not: the paths that `transformers` takes without other people's kernels ignore
-`cu_seqlens` and `seq_idx`, and neither can say that rows share a beginning. So each such layer is given the rows one under the other,
-shared beginnings repeated, and padded on the right, which changes nothing before it. Everything between these layers stays packed.
+Attention is told where rows begin; these layers are not: the paths that `transformers` takes
+without other people's kernels ignore `cu_seqlens` and `seq_idx`, and neither can say that rows
+share a beginning. So each such layer is given the rows one under the other, shared beginnings
+repeated, and padded on the right, which changes nothing before it. Everything between these layers
+stays packed.
 """
 
 from collections.abc import Callable
@@ -32,11 +34,15 @@ MIXERS = (
 )
 """How the names of their classes end."""
 MAX_PADDING = 1.25
-"""Rows of a call take at most this many times the tokens they have: less makes more calls, more computes padding."""
+"""Rows of a call take at most this many times the tokens they have: less makes more calls, more
+computes padding.
+"""
 
 
 def unpack_mixers(model: PreTrainedModel) -> None:
-    """From now on these layers of `model` take packed micro-batches; everything else they compute as before. Names of tensors stay."""
+    """From now on these layers of `model` take packed micro-batches; everything else they compute
+    as before. Names of tensors stay.
+    """
     for module in model.modules():
         kind = type(module)
         if kind.__name__.endswith(MIXERS) and not issubclass(kind, _Unpacking):
@@ -58,7 +64,8 @@ class _Unpacking(nn.Module):
             for table in tables:
                 index = torch.from_numpy(table).to(packed.device)
                 found = super().forward(
-                    *(_rows(x, index, packed) for x in given), **{name: _rows(x, index, packed) for name, x in named.items()}
+                    *(_rows(x, index, packed) for x in given),
+                    **{name: _rows(x, index, packed) for name, x in named.items()},
                 )
                 parts.append((found[0] if isinstance(found, tuple) else found).flatten(0, 1))
         own = torch.cat(parts).index_select(0, torch.from_numpy(where).to(packed.device))[None]
@@ -78,19 +85,24 @@ def _unpacking(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, by the names that the architecture gives for them. `ConfigError` if there are none."""
+    """The repeated blocks, by the names that the architecture gives for them. `ConfigError` if
+    there are none.
+    """
     names = set(cast("list[str] | None", getattr(model, "_no_split_modules", None)) or ())
     found = [module for module in model.modules() if type(module).__name__ in names]
     if not found:
         raise ConfigError(
             f"{type(model).__name__} does not say what its layers are, so it cannot be split. "
-            "Set trainer.ranks = 1, trainer.activation_checkpointing = false and trainer.compile = false."
+            "Set trainer.ranks = 1, trainer.activation_checkpointing = false and trainer.compile = "
+            "false."
         )
     return found
 
 
 def recompute_activations(model: PreTrainedModel) -> None:
-    """Each layer keeps its input only and computes the rest again in the backward. Values and gradients stay the same to the bit."""
+    """Each layer keeps its input only and computes the rest again in the backward. Values and
+    gradients stay the same to the bit.
+    """
     for layer in decoder_layers(model):
         layer.forward = partial(_checkpointed, layer.forward)
 
@@ -107,7 +119,9 @@ def _checkpointed(forward: Callable[..., Any], *given: Any, **named: Any) -> Any
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compiles the feed-forward part of every layer, in place: names stay. Not the attention: its rows have other lengths in every micro-batch."""
+    """Compiles the feed-forward part of every layer, in place: names stay. Not the attention: its
+    rows have other lengths in every micro-batch.
+    """
     for layer in decoder_layers(model):
         for child in layer.children():
             if not any(type(inner).__name__.endswith("Attention") for inner in child.modules()):

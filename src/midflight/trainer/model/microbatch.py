@@ -1,7 +1,9 @@
-"""Splitting rows into micro-batches by a budget of tokens, packed end to end without padding, what rows share only once.
+"""Splitting rows into micro-batches by a budget of tokens, packed end to end without padding, what
+rows share only once.
 
-Rows that begin alike are families: the prompt of a group, the turns that rollouts have in common. A family's shared tokens are computed
-once. `shift` is the one place that knows that the logits at a token predict the next one.
+Rows that begin alike are families: the prompt of a group, the turns that rollouts have in common. A
+family's shared tokens are computed once. `shift` is the one place that knows that the logits at a
+token predict the next one.
 """
 
 from __future__ import annotations
@@ -28,21 +30,28 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class Layout(StrEnum):
-    """How the rows of a micro-batch lie, from the fastest to the one that fits every model that takes rows."""
+    """How the rows of a micro-batch lie, from the fastest to the one that fits every model that
+    takes rows.
+    """
 
     PACKED = "packed"
     """End to end, what they share only once. The model's attention is ours."""
     PADDED = "padded"
-    """Under each other, of similar length, padded on the right. The model's attention and mask are its own."""
+    """Under each other, of similar length, padded on the right. The model's attention and mask are
+    its own.
+    """
     EQUAL = "equal"
-    """Under each other, whole and of one length: for models in which the numbers of a row depend on how long the micro-batch's longest is."""
+    """Under each other, whole and of one length: for models in which the numbers of a row depend on
+    how long the micro-batch's longest is.
+    """
 
 
 def shift(values: NDArray[Scalar], row_offsets: NDArray[np.integer[Any]]) -> NDArray[Scalar]:
     """Aligns a per-token array with the predictions: each row loses its first entry.
 
-    [N] -> [N - R], where row r holds [row_offsets[r], row_offsets[r + 1]). Ids, mask, log-probabilities, versions: whatever is
-    said of a token goes through here, so no two of them can be out of step. A row without tokens is not allowed.
+    [N] -> [N - R], where row r holds [row_offsets[r], row_offsets[r + 1]). Ids, mask,
+    log-probabilities, versions: whatever is said of a token goes through here, so no two of them
+    can be out of step. A row without tokens is not allowed.
     """
     assert (np.diff(row_offsets) > 0).all(), "every row has tokens"
     keep = np.ones(len(values), np.bool_)
@@ -51,7 +60,9 @@ def shift(values: NDArray[Scalar], row_offsets: NDArray[np.integer[Any]]) -> NDA
 
 
 def inputs(token_ids: NDArray[Scalar], row_offsets: NDArray[np.integer[Any]]) -> NDArray[Scalar]:
-    """The tokens that predict: each row loses its last entry. `inputs(ids)[i]` is the token before `shift(ids)[i]`."""
+    """The tokens that predict: each row loses its last entry. `inputs(ids)[i]` is the token before
+    `shift(ids)[i]`.
+    """
     assert (np.diff(row_offsets) > 0).all(), "every row has tokens"
     keep = np.ones(len(token_ids), np.bool_)
     keep[row_offsets[1:] - 1] = False
@@ -68,7 +79,9 @@ Tokens = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Rows, by number, whose first `shared` tokens are equal; each has at least one token more. Of one row nothing is shared."""
+    """Rows, by number, whose first `shared` tokens are equal; each has at least one token more. Of
+    one row nothing is shared.
+    """
 
     rows: tuple[int, ...]
     shared: int
@@ -77,15 +90,17 @@ class Family:
 def families(rows: Sequence[Tokens]) -> list[Family]:
     """Every row in one family, so that as many tokens as can be are shared.
 
-    In the order of their tokens neighbours share most, so families are stretches of that order. n rows that begin with m equal
-    tokens save (n - 1) m of them; the stretches that save most are found from the front, the last one by trying all its beginnings.
+    In the order of their tokens neighbours share most, so families are stretches of that order. n
+    rows that begin with m equal tokens save (n - 1) m of them; the stretches that save most are
+    found from the front, the last one by trying all its beginnings.
     """
     order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">u4").tobytes())
     common = np.array([_common(rows[i], rows[j]) for i, j in pairwise(order)], np.int64)
     saved = [0]
     begins = list[int]()
     for end in range(len(order)):
-        shared = np.minimum.accumulate(common[:end][::-1])[::-1]  # of the rows from each beginning up to this end
+        # of the rows from each beginning up to this end
+        shared = np.minimum.accumulate(common[:end][::-1])[::-1]
         gains = np.array(saved) + np.append(shared * np.arange(end, 0, -1), 0)
         begins.append(int(gains.argmax()))
         saved.append(int(gains.max()))
@@ -93,14 +108,19 @@ def families(rows: Sequence[Tokens]) -> list[Family]:
     end = len(order)
     while end > 0:
         begin = begins[end - 1]
-        found.append(Family(tuple(order[begin:end]), int(common[begin : end - 1].min()) if end - begin > 1 else 0))
+        found.append(
+            Family(
+                tuple(order[begin:end]),
+                int(common[begin : end - 1].min()) if end - begin > 1 else 0,
+            )
+        )
         end = begin
     return found[::-1]
 
 
 def fill(found: Sequence[Family], lengths: Sequence[int], *, budget: int) -> Iterator[list[Family]]:
-    """Parts of at most `budget` tokens, shared ones counted once. A family that is cut computes them in each part; a row that is
-    longer than the budget goes alone."""
+    """Parts of at most `budget` tokens, shared ones counted once. A family that is cut computes
+    them in each part; a row that is longer than the budget goes alone."""
     part: list[Family] = []
     total = 0
     for family in found:
@@ -138,7 +158,8 @@ Index = NDArray[np.int64]
 class Predictions:
     """The predictions to train on, K of them, over rows of input tokens. Already shifted.
 
-    Row r's inputs are `input_ids[offsets[r] : offsets[r + 1]]`; prediction k is made at `inputs[k]`, an index into `input_ids`.
+    Row r's inputs are `input_ids[offsets[r] : offsets[r + 1]]`; prediction k is made at
+    `inputs[k]`, an index into `input_ids`.
     """
 
     input_ids: Index
@@ -162,13 +183,17 @@ class Predictions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """One forward: input tokens in R rows of L, and the k predictions made on them. Packed rows lie end to end in one row of all N tokens."""
+    """One forward: input tokens in R rows of L, and the k predictions made on them. Packed rows lie
+    end to end in one row of all N tokens.
+    """
 
     input_ids: Int[Tensor, "R L"]
     runs: Runs | None
     """How packed rows lie; None where rows lie under each other."""
     position_ids: Int[Tensor, "1 N"] | None
-    """The place of each token in its row, of packed rows. Other rows begin at their first token, as the model counts by itself."""
+    """The place of each token in its row, of packed rows. Other rows begin at their first token, as
+    the model counts by itself.
+    """
     attention_mask: Int[Tensor, "R L"] | None
     """1 for tokens and 0 for padding, where there is padding."""
     inputs: Int[Tensor, " k"]
@@ -183,9 +208,15 @@ class MicroBatch:
 
 
 def predictions_of(
-    token_ids: NDArray[np.int32], row_offsets: NDArray[np.int32], *, mask: NDArray[np.bool_], experts: UInt8 | None = None
+    token_ids: NDArray[np.int32],
+    row_offsets: NDArray[np.int32],
+    *,
+    mask: NDArray[np.bool_],
+    experts: UInt8 | None = None,
 ) -> Predictions:
-    """The predictions of the tokens where `mask` is True ([N], unshifted). A row's first token is predicted by nothing."""
+    """The predictions of the tokens where `mask` is True ([N], unshifted). A row's first token is
+    predicted by nothing.
+    """
     where = np.flatnonzero(shift(mask, row_offsets))
     return Predictions(
         input_ids=inputs(token_ids, row_offsets).astype(np.int64),
@@ -205,7 +236,8 @@ def answer_predictions(examples: Sequence[Example]) -> Predictions:
     for number, (prompt, answer) in enumerate(examples):
         if not len(prompt) or not len(answer):
             raise ConfigError(
-                f"example {number} has a prompt of {len(prompt)} and an answer of {len(answer)} tokens. Both need at least one."
+                f"example {number} has a prompt of {len(prompt)} and an answer of {len(answer)} "
+                "tokens. Both need at least one."
             )
     if not examples:
         raise ConfigError("a supervised step got no examples. Give it at least one.")
@@ -213,17 +245,26 @@ def answer_predictions(examples: Sequence[Example]) -> Predictions:
     return predictions_of(
         np.concatenate([[*prompt, *answer] for prompt, answer in examples]).astype(np.int32),
         np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        mask=np.concatenate([[False] * len(prompt) + [True] * len(answer) for prompt, answer in examples]),
+        mask=np.concatenate(
+            [[False] * len(prompt) + [True] * len(answer) for prompt, answer in examples]
+        ),
     )
 
 
 def split(
-    predictions: Predictions, chosen: Index, *, budget: int, device: torch.device, layout: Layout = Layout.PACKED
+    predictions: Predictions,
+    chosen: Index,
+    *,
+    budget: int,
+    device: torch.device,
+    layout: Layout = Layout.PACKED,
 ) -> Iterator[MicroBatch]:
-    """Micro-batches of at most `budget` tokens that hold the `chosen` predictions (ascending indices) and no others.
+    """Micro-batches of at most `budget` tokens that hold the `chosen` predictions (ascending
+    indices) and no others.
 
-    Packed rows that begin alike share what they begin with: it is computed once. A row ends with its last chosen prediction, because
-    what follows can't change it, but in `Layout.EQUAL`, where it can. A row longer than the budget goes alone.
+    Packed rows that begin alike share what they begin with: it is computed once. A row ends with
+    its last chosen prediction, because what follows can't change it, but in `Layout.EQUAL`, where
+    it can. A row longer than the budget goes alone.
     """
     rows = _rows(predictions, chosen, whole=layout is Layout.EQUAL)
     if layout is not Layout.PACKED:
@@ -236,9 +277,11 @@ def split(
 
 
 def share_of(predictions: Predictions, chosen: Index, *, rank: int, size: int) -> Index:
-    """The chosen predictions that one of `size` ranks computes: whole rows, dealt out so that ranks have equal work.
+    """The chosen predictions that one of `size` ranks computes: whole rows, dealt out so that ranks
+    have equal work.
 
-    Rows that share a beginning stay together, unless one such family is so much of the whole that its rank would have much more to do.
+    Rows that share a beginning stay together, unless one such family is so much of the whole that
+    its rank would have much more to do.
     """
     if size == 1 or not len(chosen):
         return chosen
@@ -248,13 +291,26 @@ def share_of(predictions: Predictions, chosen: Index, *, rank: int, size: int) -
     if 4 * size * work.max() > work.sum():
         found = [Family((i,), 0) for i in range(len(rows))]
         work = _work(found, rows)
-    mine = [found[i] for place, i in enumerate(np.argsort(-work, kind="stable")) if _dealt(place, size) == rank]
-    return np.sort(np.concatenate([np.zeros(0, np.int64), *(rows[i].chosen for family in mine for i in family.rows)]))
+    mine = [
+        found[i]
+        for place, i in enumerate(np.argsort(-work, kind="stable"))
+        if _dealt(place, size) == rank
+    ]
+    return np.sort(
+        np.concatenate(
+            [np.zeros(0, np.int64), *(rows[i].chosen for family in mine for i in family.rows)]
+        )
+    )
 
 
 def _work(found: Sequence[Family], rows: Sequence[_RowSpan]) -> Index:
     """Tokens that each family takes."""
-    return np.array([family.shared + sum(rows[i].length - family.shared for i in family.rows) for family in found])
+    return np.array(
+        [
+            family.shared + sum(rows[i].length - family.shared for i in family.rows)
+            for family in found
+        ]
+    )
 
 
 def _dealt(place: int, size: int) -> int:
@@ -273,7 +329,9 @@ def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
 
 
 class _RowSpan(NamedTuple):
-    """A row as far as it is needed: where it begins in `input_ids`, its tokens, and its chosen predictions."""
+    """A row as far as it is needed: where it begins in `input_ids`, its tokens, and its chosen
+    predictions.
+    """
 
     begin: int
     length: int
@@ -287,16 +345,26 @@ def _rows(predictions: Predictions, chosen: Index, *, whole: bool = False) -> li
     begins = predictions.offsets[numbers]
     ends = predictions.offsets[numbers + 1]
     return [
-        _RowSpan(int(begin), int(end - begin) if whole else int(predictions.inputs[own[-1]] - begin) + 1, own)
+        _RowSpan(
+            int(begin),
+            int(end - begin) if whole else int(predictions.inputs[own[-1]] - begin) + 1,
+            own,
+        )
         for begin, end, own in zip(begins, ends, np.split(chosen, first[1:]), strict=True)
     ]
 
 
-def _of_similar_length(rows: Sequence[_RowSpan], *, budget: int, equal: bool) -> Iterator[list[_RowSpan]]:
-    """Shortest first, so that padding is little; parts of at most `budget` tokens with it, or of one row."""
+def _of_similar_length(
+    rows: Sequence[_RowSpan], *, budget: int, equal: bool
+) -> Iterator[list[_RowSpan]]:
+    """Shortest first, so that padding is little; parts of at most `budget` tokens with it, or of
+    one row.
+    """
     part: list[_RowSpan] = []
     for row in sorted(rows, key=lambda row: row.length):
-        if part and (row.length * (len(part) + 1) > budget or (equal and row.length != part[0].length)):
+        if part and (
+            row.length * (len(part) + 1) > budget or (equal and row.length != part[0].length)
+        ):
             yield part
             part = []
         part.append(row)
@@ -311,7 +379,12 @@ def _pad(predictions: Predictions, rows: Sequence[_RowSpan], *, device: torch.de
     upto = np.minimum(np.arange(width), lengths[:, None] - 1)
     tokens = np.array([row.begin for row in rows])[:, None] + upto
     chosen = np.concatenate([row.chosen for row in rows])
-    where = np.concatenate([number * width + predictions.inputs[row.chosen] - row.begin for number, row in enumerate(rows)])
+    where = np.concatenate(
+        [
+            number * width + predictions.inputs[row.chosen] - row.begin
+            for number, row in enumerate(rows)
+        ]
+    )
     mask = (np.arange(width) < lengths[:, None]).astype(np.int64)
     return MicroBatch(
         input_ids=on_device(predictions.input_ids[tokens], device),
@@ -327,7 +400,9 @@ def _pad(predictions: Predictions, rows: Sequence[_RowSpan], *, device: torch.de
 
 
 class _Stretch(NamedTuple):
-    """Tokens that lie together in a micro-batch: what a family shares (`row` -1), or what a row has of its own after that."""
+    """Tokens that lie together in a micro-batch: what a family shares (`row` -1), or what a row has
+    of its own after that.
+    """
 
     context: int
     length: int
@@ -335,24 +410,51 @@ class _Stretch(NamedTuple):
     row: int
 
 
-def _pack(predictions: Predictions, rows: Sequence[_RowSpan], part: Sequence[Family], *, device: torch.device) -> MicroBatch:
-    """Pieces of one context and length lie together, so that each such run is one call of attention."""
+def _pack(
+    predictions: Predictions,
+    rows: Sequence[_RowSpan],
+    part: Sequence[Family],
+    *,
+    device: torch.device,
+) -> MicroBatch:
+    """Pieces of one context and length lie together, so that each such run is one call of
+    attention.
+    """
     shared = [_Stretch(0, family.shared, f, -1) for f, family in enumerate(part) if family.shared]
-    own = [_Stretch(family.shared, rows[i].length - family.shared, f, i) for f, family in enumerate(part) for i in family.rows]
+    own = [
+        _Stretch(family.shared, rows[i].length - family.shared, f, i)
+        for f, family in enumerate(part)
+        for i in family.rows
+    ]
     pieces = sorted(shared + own)
     kinds = Counter((piece.context, piece.length) for piece in pieces)
     starts = np.cumsum([0, *(piece.length for piece in pieces)])[:-1]
-    start_of_family = {piece.family: start for start, piece in zip(starts, pieces, strict=True) if piece.row < 0}
+    start_of_family = {
+        piece.family: start for start, piece in zip(starts, pieces, strict=True) if piece.row < 0
+    }
     positions = [np.arange(piece.context, piece.context + piece.length) for piece in pieces]
-    begins = [rows[piece.row if piece.row >= 0 else part[piece.family].rows[0]].begin for piece in pieces]
+    begins = [
+        rows[piece.row if piece.row >= 0 else part[piece.family].rows[0]].begin for piece in pieces
+    ]
     where = [
-        _places(predictions, rows[piece.row], piece, start=start, shared=start_of_family.get(piece.family, 0))
+        _places(
+            predictions,
+            rows[piece.row],
+            piece,
+            start=start,
+            shared=start_of_family.get(piece.family, 0),
+        )
         for start, piece in zip(starts, pieces, strict=True)
         if piece.row >= 0
     ]
     chosen = np.concatenate([rows[piece.row].chosen for piece in pieces if piece.row >= 0])
     keys = [
-        np.concatenate([start_of_family.get(piece.family, 0) + np.arange(piece.context), start + np.arange(piece.length)])
+        np.concatenate(
+            [
+                start_of_family.get(piece.family, 0) + np.arange(piece.context),
+                start + np.arange(piece.length),
+            ]
+        )
         for start, piece in zip(starts, pieces, strict=True)
     ]
     tokens = np.concatenate([begin + at for begin, at in zip(begins, positions, strict=True)])
@@ -374,7 +476,11 @@ def _pack(predictions: Predictions, rows: Sequence[_RowSpan], part: Sequence[Fam
     )
 
 
-def _places(predictions: Predictions, row: _RowSpan, piece: _Stretch, *, start: int, shared: int) -> Index:
-    """Where in the micro-batch a row's predictions are made: its first ones may lie in what its family shares, which is at `shared`."""
+def _places(
+    predictions: Predictions, row: _RowSpan, piece: _Stretch, *, start: int, shared: int
+) -> Index:
+    """Where in the micro-batch a row's predictions are made: its first ones may lie in what its
+    family shares, which is at `shared`.
+    """
     at = predictions.inputs[row.chosen] - row.begin
     return np.where(at < piece.context, shared + at, start + at - piece.context)

@@ -1,14 +1,19 @@
-"""A decoder of a plain family, forward and backward by hand: the matrix products, and as little as can be between them.
+"""A decoder of a plain family, forward and backward by hand: the matrix products, and as little as
+can be between them.
 
-By modules, a third of a step's time on a CPU goes into passes over memory: norms, rotations, gates, their backwards, and new memory for each. Here
-a layer is two functions round its attention, each with its own backward:
+By modules, a third of a step's time on a CPU goes into passes over memory: norms, rotations, gates,
+their backwards, and new memory for each. Here a layer is two functions round its attention, each
+with its own backward:
 
-- `_Heads`: RMS norm, the product that makes queries, keys and values, norms of their heads where the family has them, rotation;
-- `_Feed`: what attention found added to the input, RMS norm, SwiGLU (Touvron et al. 2023, section 2.2).
+- `_Heads`: RMS norm, the product that makes queries, keys and values, norms of their heads where
+  the family has them, rotation;
+- `_Feed`: what attention found added to the input, RMS norm, SwiGLU (Touvron et al. 2023, section
+  2.2).
 
-The scale of a norm is multiplied into the weights behind it, which are fewer than the numbers it would be multiplied with. Rotation is one product of
-complex numbers: weights lie so that the two numbers that turn together are neighbours, which changes no score. What is between two
-products goes by rows that fit into a core's cache.
+The scale of a norm is multiplied into the weights behind it, which are fewer than the numbers it
+would be multiplied with. Rotation is one product of complex numbers: weights lie so that the two
+numbers that turn together are neighbours, which changes no score. What is between two products goes
+by rows that fit into a core's cache.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,14 +31,20 @@ from midflight.trainer.model.attention import laid, ragged_attention
 from midflight.trainer.model.microbatch import MicroBatch
 
 _CACHED = 2**16
-"""Numbers of a piece of rows: the six or so of them that a piece takes part in fit into a core's second cache, of 2 MiB or more."""
+"""Numbers of a piece of rows: the six or so of them that a piece takes part in fit into a core's
+second cache, of 2 MiB or more.
+"""
 
 
 def can_be_plain(model: PreTrainedModel) -> bool:
-    """Whether this module computes the model: a plain family of which all numbers of a head are turned; in float32, because modules round others
-    in their norms."""
+    """Whether this module computes the model: a plain family of which all numbers of a head are
+    turned; in float32, because modules round others in their norms."""
     decoder: Any = model.base_model
-    return is_plain(model) and model.dtype == torch.float32 and 2 * len(decoder.rotary_emb.inv_freq) == decoder.layers[0].self_attn.head_dim
+    return (
+        is_plain(model)
+        and model.dtype == torch.float32
+        and 2 * len(decoder.rotary_emb.inv_freq) == decoder.layers[0].self_attn.head_dim
+    )
 
 
 class PlainDecoder:
@@ -42,14 +53,18 @@ class PlainDecoder:
     def __init__(self, model: PreTrainedModel) -> None:
         self._decoder: Any = model.base_model
         config: Any = model.config
-        self._everywhere: int | None = config.sliding_window if config.model_type == "mistral" else None
+        self._everywhere: int | None = (
+            config.sliding_window if config.model_type == "mistral" else None
+        )
         self._eps = float(self._decoder.norm.variance_epsilon)
 
     def hidden(self, micro: MicroBatch) -> Float[Tensor, "k H"]:
         """The last hidden states, at the predictions."""
         decoder = self._decoder
         x = embedding(micro.input_ids[0], decoder.embed_tokens.weight)
-        cos, sin = (turn[0, :, : turn.shape[-1] // 2] for turn in decoder.rotary_emb(x, micro.position_ids))
+        cos, sin = (
+            turn[0, :, : turn.shape[-1] // 2] for turn in decoder.rotary_emb(x, micro.position_ids)
+        )
         turn = torch.complex(cos, sin)[:, None]
         with laid(micro.runs):
             for layer in decoder.layers:
@@ -57,34 +72,60 @@ class PlainDecoder:
         last = cast(Tensor, _Normed.apply(x.index_select(0, micro.inputs), self._eps))
         return last * decoder.norm.weight
 
-    def _through(self, layer: Any, x: Float[Tensor, "N H"], turn: Complex[Tensor, "N 1 d"]) -> Float[Tensor, "N H"]:
+    def _through(
+        self, layer: Any, x: Float[Tensor, "N H"], turn: Complex[Tensor, "N 1 d"]
+    ) -> Float[Tensor, "N H"]:
         attention = layer.self_attn
         size = layer.self_attn.head_dim
         qkv, out, gate_up, down = sides_of(layer)
         weight, bias = _joined(qkv, layer.input_layernorm, turned=size)
-        scale = _scales(attention, heads=len(qkv[0].weight) // size, kv_heads=len(qkv[1].weight) // size)
-        x, q, k, v = _Heads.apply(x, weight, bias, scale, turn, self._eps, len(qkv[1].weight) // size)  # type: ignore[misc]
+        scale = _scales(
+            attention, heads=len(qkv[0].weight) // size, kv_heads=len(qkv[1].weight) // size
+        )
+        x, q, k, v = _Heads.apply(
+            x, weight, bias, scale, turn, self._eps, len(qkv[1].weight) // size
+        )
         q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
         window = getattr(attention, "sliding_window", self._everywhere)
-        attended, _ = ragged_attention(attention, q, k, v, None, scaling=attention.scaling, sliding_window=window)
+        attended, _ = ragged_attention(
+            attention, q, k, v, None, scaling=attention.scaling, sliding_window=window
+        )
         weight, bias = _joined(gate_up, layer.post_attention_layernorm)
         return cast(
             Tensor,
-            _Feed.apply(x, attended[0].flatten(1), out[0].weight, out[0].bias, weight, bias, down[0].weight, down[0].bias, self._eps),
+            _Feed.apply(
+                x,
+                attended[0].flatten(1),
+                out[0].weight,
+                out[0].bias,
+                weight,
+                bias,
+                down[0].weight,
+                down[0].bias,
+                self._eps,
+            ),
         )
 
 
-def _joined(products: list[Any], norm: Any, *, turned: int | None = None) -> tuple[Float[Tensor, "F H"], Float[Tensor, " F"] | None]:
-    """Weight and bias of the product that is all of these, behind a norm. `turned`: the size of heads; all but the last are turned."""
+def _joined(
+    products: list[Any], norm: Any, *, turned: int | None = None
+) -> tuple[Float[Tensor, "F H"], Float[Tensor, " F"] | None]:
+    """Weight and bias of the product that is all of these, behind a norm. `turned`: the size of
+    heads; all but the last are turned.
+    """
     weights: list[Tensor] = [product.weight for product in products]
     biases: list[Tensor] = [product.bias for product in products if product.bias is not None]
     if turned is not None:
         biases = [*(_paired(rows, turned) for rows in biases[:-1]), *biases[-1:]]
-    return cast(Tensor, _JoinedWeights.apply(norm.weight, turned, *weights)), torch.cat(biases) if biases else None
+    return cast(Tensor, _JoinedWeights.apply(norm.weight, turned, *weights)), torch.cat(
+        biases
+    ) if biases else None
 
 
 class _JoinedWeights(torch.autograd.Function):
-    """Weights one after the other, each column times the norm's scale. Nothing but what lies in memory anyway is kept for the backward."""
+    """Weights one after the other, each column times the norm's scale. Nothing but what lies in
+    memory anyway is kept for the backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, scale: Tensor, turned: int | None, *weights: Tensor) -> Tensor:
@@ -101,16 +142,25 @@ class _JoinedWeights(torch.autograd.Function):
             by_scale += (part * weight).sum(0)
         by_weights = [part * scale for part in parts]
         if ctx.turned is not None:
-            by_weights = [*(_unpaired(rows, ctx.turned) for rows in by_weights[:-1]), *by_weights[-1:]]
+            by_weights = [
+                *(_unpaired(rows, ctx.turned) for rows in by_weights[:-1]),
+                *by_weights[-1:],
+            ]
         return by_scale, None, *by_weights
 
 
 def _ordered(weights: Sequence[Tensor], turned: int | None) -> list[Tensor]:
-    return list(weights) if turned is None else [*(_paired(rows, turned) for rows in weights[:-1]), *weights[-1:]]
+    return (
+        list(weights)
+        if turned is None
+        else [*(_paired(rows, turned) for rows in weights[:-1]), *weights[-1:]]
+    )
 
 
 def _paired(rows: Tensor, size: int) -> Tensor:
-    """Of each head the rows 0, 1, ... 2d - 1 as 0, d, 1, d + 1, ...: those that turn together are neighbours."""
+    """Of each head the rows 0, 1, ... 2d - 1 as 0, d, 1, d + 1, ...: those that turn together are
+    neighbours.
+    """
     return rows.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -120,25 +170,38 @@ def _unpaired(rows: Tensor, size: int) -> Tensor:
 
 
 def _scales(attention: Any, *, heads: int, kv_heads: int) -> Float[Tensor, "h D"] | None:
-    """What the norm of each head of queries and keys multiplies with, where there are such norms."""
+    """What the norm of each head of queries and keys multiplies with, where there are such
+    norms.
+    """
     if not hasattr(attention, "q_norm"):
         return None
-    scales = (_paired(norm.weight, attention.head_dim).expand(count, -1) for norm, count in ((attention.q_norm, heads), (attention.k_norm, kv_heads)))  # fmt: skip
+    scales = (
+        _paired(norm.weight, attention.head_dim).expand(count, -1)
+        for norm, count in ((attention.q_norm, heads), (attention.k_norm, kv_heads))
+    )
     return torch.cat(list(scales))
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of each, as many as are computed together. The first says how large a row is."""
+    """The same rows of each, as many as are computed together. The first says how large a row
+    is.
+    """
     first = tensors[0]
-    rows = len(first) if first.device.type != "cpu" else _CACHED * torch.get_num_threads() // max(1, first[:1].numel())
+    rows = (
+        len(first)
+        if first.device.type != "cpu"
+        else _CACHED * torch.get_num_threads() // max(1, first[:1].numel())
+    )
     return zip(*(tensor.split(max(1, rows)) for tensor in tensors), strict=True)
 
 
-# --- Norms ------------------------------------------------------------------------------------------------------------
+# --- Norms ----------------------------------------------------------------------------------------
 
 
 def _normed(x: Tensor, out: Tensor, inverse: Tensor, *, eps: float) -> None:
-    """x / sqrt(mean x^2 + eps) over the last dimension (Zhang and Sennrich 2019, eq. 4) into `out`, and 1 / sqrt(...) into `inverse`."""
+    """x / sqrt(mean x^2 + eps) over the last dimension (Zhang and Sennrich 2019, eq. 4) into `out`,
+    and 1 / sqrt(...) into `inverse`.
+    """
     length = vector_norm(x, dim=-1, keepdim=True)
     torch.rsqrt(length.square_().div_(x.shape[-1]).add_(eps), out=inverse)
     torch.mul(x, inverse, out=out)
@@ -159,7 +222,9 @@ def _all_normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _all_backward(by_normed: Tensor, normed: Tensor, inverse: Tensor, added: Tensor) -> Tensor:
-    """`added` and the gradient of what was normed. `by_normed` is overwritten, and is the result."""
+    """`added` and the gradient of what was normed. `by_normed` is overwritten, and is the
+    result.
+    """
     for by, part, factor, more in _pieces(by_normed, normed, inverse, added):
         torch.addcmul(more, _norm_backward(by, part), factor, out=by)
     return by_normed
@@ -181,15 +246,24 @@ class _Normed(torch.autograd.Function):
         return found, None
 
 
-# --- Before attention -------------------------------------------------------------------------------------------------
+# --- Before attention -----------------------------------------------------------------------------
 
 
 class _Heads(torch.autograd.Function):
-    """x [N, H] -> x again, so that its gradient is added to here; queries [N, heads, D], keys and values [N, kv_heads, D]."""
+    """x [N, H] -> x again, so that its gradient is added to here; queries [N, heads, D], keys and
+    values [N, kv_heads, D].
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, turn: Tensor, eps: float, kv_heads: int
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        turn: Tensor,
+        eps: float,
+        kv_heads: int,
     ) -> tuple[Tensor, ...]:
         normed, inverse = _all_normed(x, eps)
         size = 2 * turn.shape[-1]
@@ -215,7 +289,9 @@ class _Heads(torch.autograd.Function):
         by_qkv = by_q.new_empty(len(by_q), by_q.shape[1] + 2 * by_k.shape[1], by_q.shape[2])
         by_scale = None if scale is None else torch.zeros_like(scale)
         kept = () if scale is None else (heads, inverses)
-        for part, angle, q, k, v, *was in _pieces(by_qkv, turn.conj_physical(), by_q, by_k, by_v, *kept):
+        for part, angle, q, k, v, *was in _pieces(
+            by_qkv, turn.conj_physical(), by_q, by_k, by_v, *kept
+        ):
             part = torch.cat((q, k, v), 1, out=part)[:, : -v.shape[1]]
             _complex(part).mul_(angle)
             if by_scale is not None and scale is not None:
@@ -224,14 +300,22 @@ class _Heads(torch.autograd.Function):
         by_qkv = by_qkv.flatten(1)
         by_weight = by_qkv.t() @ normed
         by_bias = by_qkv.sum(0) if ctx.has_bias else None
-        return _all_backward(by_qkv @ weight, normed, inverse, by_x), by_weight, by_bias, by_scale, None, None, None
+        return (
+            _all_backward(by_qkv @ weight, normed, inverse, by_x),
+            by_weight,
+            by_bias,
+            by_scale,
+            None,
+            None,
+            None,
+        )
 
 
 def _complex(heads: Tensor) -> Tensor:
     return torch.view_as_complex(heads.unflatten(-1, (-1, 2)))
 
 
-# --- After attention --------------------------------------------------------------------------------------------------
+# --- After attention ------------------------------------------------------------------------------
 
 
 class _Feed(torch.autograd.Function):
@@ -267,9 +351,22 @@ class _Feed(torch.autograd.Function):
         del inner
         by_gate_up = by_both.t() @ normed
         by_x = _all_backward(by_both @ gate_up, normed, inverse, by_end)
-        biases = (sums.sum(0) if has else None for has, sums in zip(ctx.biases, (by_x, by_both, by_end), strict=True))
+        biases = (
+            sums.sum(0) if has else None
+            for has, sums in zip(ctx.biases, (by_x, by_both, by_end), strict=True)
+        )
         by_out_bias, by_gate_up_bias, by_down_bias = biases
-        return by_x, by_x @ out, by_x.t() @ attended, by_out_bias, by_gate_up, by_gate_up_bias, by_down, by_down_bias, None
+        return (
+            by_x,
+            by_x @ out,
+            by_x.t() @ attended,
+            by_out_bias,
+            by_gate_up,
+            by_gate_up_bias,
+            by_down,
+            by_down_bias,
+            None,
+        )
 
 
 def _gated(both: Float[Tensor, "N 2I"]) -> Float[Tensor, "N I"]:
@@ -280,8 +377,11 @@ def _gated(both: Float[Tensor, "N 2I"]) -> Float[Tensor, "N I"]:
     return inner
 
 
-def _gated_backward(by_inner: Float[Tensor, "N I"], both: Float[Tensor, "N 2I"]) -> tuple[Float[Tensor, "N 2I"], Float[Tensor, "N I"]]:
-    """The gradient of gate and up in their place, and silu(gate) up again in that of `by_inner`: to write elsewhere takes a third longer.
+def _gated_backward(
+    by_inner: Float[Tensor, "N I"], both: Float[Tensor, "N 2I"]
+) -> tuple[Float[Tensor, "N 2I"], Float[Tensor, "N I"]]:
+    """The gradient of gate and up in their place, and silu(gate) up again in that of `by_inner`: to
+    write elsewhere takes a third longer.
 
     With s = sigmoid(gate) and silu = gate s: d silu / d gate = s + silu (1 - s).
     """
@@ -291,15 +391,23 @@ def _gated_backward(by_inner: Float[Tensor, "N I"], both: Float[Tensor, "N 2I"])
         by_opened = by * up
         inner = opened * up
         torch.mul(by, opened, out=up)
-        torch.mul(by_opened, torch.addcmul(opened, opened, sigmoid, value=-1).add_(sigmoid), out=gate)
+        torch.mul(
+            by_opened, torch.addcmul(opened, opened, sigmoid, value=-1).add_(sigmoid), out=gate
+        )
         by.copy_(inner)
     return both, by_inner
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(x, _turned(weight, len(x))) if bias is None else torch.addmm(bias, x, _turned(weight, len(x)))
+    return (
+        torch.mm(x, _turned(weight, len(x)))
+        if bias is None
+        else torch.addmm(bias, x, _turned(weight, len(x)))
+    )
 
 
 def _turned(weight: Float[Tensor, "out in"], rows: int) -> Float[Tensor, "in out"]:
-    """In memory as well where there are many rows: MKL's product is a tenth faster then, which pays for the copy."""
+    """In memory as well where there are many rows: MKL's product is a tenth faster then, which pays
+    for the copy.
+    """
     return weight.t() if rows < 1024 else weight.t().contiguous()

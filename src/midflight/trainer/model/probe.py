@@ -1,7 +1,9 @@
-"""Before a run costs anything: does the trainer compute what the model computes, and with rows laid out in which way?
+"""Before a run costs anything: does the trainer compute what the model computes, and with rows laid
+out in which way?
 
-Four rows, two of which begin alike, go through `Policy` as in a step, and each through the model alone. Log-probabilities and the
-gradient of a step must agree. The first layout in which they do is the one to train with.
+Four rows, two of which begin alike, go through `Policy` as in a step, and each through the model
+alone. Log-probabilities and the gradient of a step must agree. The first layout in which they do is
+the one to train with.
 """
 
 from __future__ import annotations
@@ -38,15 +40,21 @@ _REMEDY = "Choose an architecture from docs/models.md."
 
 
 def prove(model: PreTrainedModel, *, max_context: int | None = None) -> Proof:
-    """How the trainer computes this model; `Proof.layout` names the layout. The model stays as it is: a copy is tried. Takes seconds.
+    """How the trainer computes this model; `Proof.layout` names the layout. The model stays as it
+    is: a copy is tried. Takes seconds.
 
-    Of a large model a small copy of its configuration is tried, and what is found is kept. `max_context` is the longest row of the run.
+    Of a large model a small copy of its configuration is tried, and what is found is kept.
+    `max_context` is the longest row of the run.
     """
     return prove_small(PART, model, _prove, max_context=max_context)
 
 
-def proven_layout(model: PreTrainedModel, *, max_context: int | None = None) -> tuple[Layout, Proof]:
-    """The layout to train the model with. `ConfigError` where there is none in which its numbers are right."""
+def proven_layout(
+    model: PreTrainedModel, *, max_context: int | None = None
+) -> tuple[Layout, Proof]:
+    """The layout to train the model with. `ConfigError` where there is none in which its numbers
+    are right.
+    """
     found = prove(model, max_context=max_context)
     if not found.is_right:
         raise ConfigError(f"training {type(model).__name__}: {found.reason}")
@@ -66,22 +74,45 @@ def _prove(model: PreTrainedModel, max_context: int | None) -> Proof:
     except ConfigError:
         raise
     except Exception as error:  # as below
-        return Proof(PART, Way.REFUSED, reason=f"the backward of {type(model).__name__}'s own forward raises {described(error)}. {_REMEDY}")
+        return Proof(
+            PART,
+            Way.REFUSED,
+            reason=(
+                f"the backward of {type(model).__name__}'s own forward raises "
+                f"{described(error)}. {_REMEDY}"
+            ),
+        )
     closest = (inf, inf)
     why = ""
     for layout in Layout:
         model.set_attn_implementation(own)
         try:
             errors = trial.of_the_trainer(model, layout).errors(expected)
-        except Exception as error:  # an architecture fails as it likes to; here it is one that this layout does not fit
+        except Exception as error:
+            # an architecture fails as it likes to; here it is one that this layout does not fit
             said = f"{layout}: {described(error)}"
         else:
             if max(errors) <= TOLERANCE:
-                return Proof(PART, Way.PACKED if layout is Layout.PACKED else Way.FALLBACK, *errors, reason=why, layout=layout)
+                return Proof(
+                    PART,
+                    Way.PACKED if layout is Layout.PACKED else Way.FALLBACK,
+                    *errors,
+                    reason=why,
+                    layout=layout,
+                )
             closest = min(closest, errors, key=max)
-            said = f"{layout}: off by {errors[0]:.2g} nats, its gradient by {errors[1]:.2g} of its size"
+            said = (
+                f"{layout}: off by {errors[0]:.2g} nats, its gradient by {errors[1]:.2g} of "
+                "its "
+                "size"
+            )
         why = f"{why}; {said}" if why else said
-    return Proof(PART, Way.REFUSED, *closest, reason=f"its numbers are not the model's own ({why}). {_REMEDY}")
+    return Proof(
+        PART,
+        Way.REFUSED,
+        *closest,
+        reason=f"its numbers are not the model's own ({why}). {_REMEDY}",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +122,16 @@ class _Numbers:
     gradients: dict[str, Tensor]
 
     def errors(self, expected: _Numbers) -> tuple[float, float]:
-        """The worst log-probability in nats, and the worst gradient of a tensor relative to its own size, or to a hundredth of the whole
-        gradient's if that is more: the rest of a tensor that gets next to nothing is rounding."""
+        """The worst log-probability in nats, and the worst gradient of a tensor relative to its own
+        size, or to a hundredth of the whole gradient's if that is more: the rest of a tensor that
+        gets next to nothing is rounding."""
         whole = sqrt(sum(float(g.square().sum()) for g in expected.gradients.values()))
         worst = 0.0
         for name, own in expected.gradients.items():
-            worst = max(worst, float((self.gradients[name] - own).norm()) / (float(own.norm()) + 0.01 * whole))
+            worst = max(
+                worst,
+                float((self.gradients[name] - own).norm()) / (float(own.norm()) + 0.01 * whole),
+            )
         nats = float((self.logprobs - expected.logprobs).abs().max())
         return (nats, worst) if isfinite(nats + worst) else (inf, inf)
 
@@ -112,7 +147,9 @@ class _RowsTried:
         self.offsets = np.cumsum([0, *(len(row) - 1 for row in rows)])
         chosen = np.flatnonzero(np.concatenate(trained))
         targets = np.concatenate([row[1:] for row in rows])[chosen]
-        self.predictions = Predictions(np.concatenate([row[:-1] for row in rows]), self.offsets, chosen, targets)
+        self.predictions = Predictions(
+            np.concatenate([row[:-1] for row in rows]), self.offsets, chosen, targets
+        )
         self.weights = torch.from_numpy(draw.normal(size=len(chosen)) / len(chosen)).float()
 
     def of_the_model(self, model: PreTrainedModel) -> _Numbers:
@@ -124,7 +161,9 @@ class _RowsTried:
             for number, row in enumerate(self.rows):
                 mine = np.flatnonzero(p.row == number)
                 if len(mine):
-                    scores = own_logprobs(model, row[:-1], row[1:], temperature=TEMPERATURE)[p.inputs[mine] - self.offsets[number]]
+                    scores = own_logprobs(model, row[:-1], row[1:], temperature=TEMPERATURE)[
+                        p.inputs[mine] - self.offsets[number]
+                    ]
                     self._backward(scores, mine)
                     found[mine] = scores.detach().cpu()
         return _Numbers(found, _gradients(model))
@@ -136,7 +175,9 @@ class _RowsTried:
         model.zero_grad()
         policy = Policy(model, layout)
         device = next(model.parameters()).device
-        for micro in split(self.predictions, everything, budget=2**20, device=device, layout=layout):
+        for micro in split(
+            self.predictions, everything, budget=2**20, device=device, layout=layout
+        ):
             scores, _ = policy(micro, temperature=TEMPERATURE)
             mine = micro.predictions.cpu().numpy()
             self._backward(scores, mine)

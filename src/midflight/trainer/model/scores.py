@@ -1,15 +1,16 @@
-"""Log-probabilities of tokens from the last hidden states, over the whole vocabulary or over what truncation left of it, in memory that
-does not grow with the vocabulary.
+"""Log-probabilities of tokens from the last hidden states, over the whole vocabulary or over what
+truncation left of it, in memory that does not grow with the vocabulary.
 
-Logits are made for a few predictions at a time, read, and forgotten; the backward makes them again. At most `CHUNK` of them exist
-at once, whatever the vocabulary and the number of predictions.
+Logits are made for a few predictions at a time, read, and forgotten; the backward makes them again.
+At most `CHUNK` of them exist at once, whatever the vocabulary and the number of predictions.
 
 A token that was drawn from a part S of the vocabulary is scored over that part:
 
     log pi_S(t) = z_t - log sum_{j in S} exp z_j,   t in S
 
-DeepSeek-V3.2 (2512.02556), section 3.1, "Keep Sampling Mask": with the S of the engine's truncation, behaviour and policy are distributions
-over the same set, and their ratio is an importance weight. The logits outside S have no gradient. The divergence from a reference and the
+DeepSeek-V3.2 (2512.02556), section 3.1, "Keep Sampling Mask": with the S of the engine's
+truncation, behaviour and policy are distributions over the same set, and their ratio is an
+importance weight. The logits outside S have no gradient. The divergence from a reference and the
 entropy are those over S too.
 """
 
@@ -31,12 +32,16 @@ from midflight.types.kept import unpack_kept
 Index = NDArray[np.int64]
 
 CUT = -1e5
-"""In place of the logit of an id outside S: its probability is 0 in every precision, and products with it stay finite."""
+"""In place of the logit of an id outside S: its probability is 0 in every precision, and products
+with it stay finite.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """Of K predictions the ids that truncation left, [offsets[k], offsets[k + 1]); none where nothing was cut off."""
+    """Of K predictions the ids that truncation left, [offsets[k], offsets[k + 1]); none where
+    nothing was cut off.
+    """
 
     ids: Index
     offsets: Index
@@ -45,10 +50,17 @@ class Kept:
     def at(self, chosen: Index) -> Kept:
         counts = np.diff(self.offsets)[chosen]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        return Kept(self.ids[np.repeat(self.offsets[chosen] - offsets[:-1], counts) + np.arange(offsets[-1])], offsets)
+        return Kept(
+            self.ids[
+                np.repeat(self.offsets[chosen] - offsets[:-1], counts) + np.arange(offsets[-1])
+            ],
+            offsets,
+        )
 
     def cut(self, logits: Float[Tensor, "k V"], part: slice | None = None) -> Float[Tensor, "k V"]:
-        """Logits of all predictions, or of `part` of them, without those of ids that were cut off. Without gradients in place."""
+        """Logits of all predictions, or of `part` of them, without those of ids that were cut off.
+        Without gradients in place.
+        """
         first, last, _ = (part or slice(None)).indices(len(self.offsets) - 1)
         counts = np.diff(self.offsets[first : last + 1])
         if not counts.any():
@@ -58,11 +70,15 @@ class Kept:
         kept = logits[rows, ids]
         if not logits.requires_grad and counts.all():
             return logits.fill_(CUT).index_put_((rows, ids), kept)
-        return logits.masked_fill(torch.from_numpy(counts > 0).to(logits.device)[:, None], CUT).index_put((rows, ids), kept)
+        return logits.masked_fill(
+            torch.from_numpy(counts > 0).to(logits.device)[:, None], CUT
+        ).index_put((rows, ids), kept)
 
 
 def kept_of(batch: PackedBatch, places: Index) -> Kept | None:
-    """Of the tokens at these places in the batch; None where it has no records. `RunFailed` where one can't be read, or lacks its token."""
+    """Of the tokens at these places in the batch; None where it has no records. `RunFailed` where
+    one can't be read, or lacks its token.
+    """
     if batch.kept is None or batch.kept_lengths is None:
         return None
     ends = np.cumsum(batch.kept_lengths, dtype=np.int64)
@@ -72,20 +88,30 @@ def kept_of(batch: PackedBatch, places: Index) -> Kept | None:
     try:
         kept = Kept(*unpack_kept(batch.kept[own], lengths))
     except ValueError as error:
-        raise RunFailed(f"the batch of version {batch.train_version} says in `kept` what truncation left, and has {error}. Send the bytes of `types.kept`.") from error  # fmt: skip
+        raise RunFailed(
+            f"the batch of version {batch.train_version} says in `kept` what truncation left, and "
+            f"has {error}. Send the bytes of `types.kept`."
+        ) from error
     token = batch.token_ids[places]
     counts = np.diff(kept.offsets)
-    hits = np.bincount(np.repeat(np.arange(len(places)), counts)[kept.ids == np.repeat(token, counts)], minlength=len(places))
+    hits = np.bincount(
+        np.repeat(np.arange(len(places)), counts)[kept.ids == np.repeat(token, counts)],
+        minlength=len(places),
+    )
     if (lacking := np.flatnonzero((counts > 0) & (hits == 0))).size:
         raise RunFailed(
-            f"the batch of version {batch.train_version} has token {token[lacking[0]]}, which is not among the {counts[lacking[0]]} ids that truncation "
-            "is said to have left. Records and tokens are out of step: check the engine, or set correction.sampling_masks = false."
+            f"the batch of version {batch.train_version} has token {token[lacking[0]]}, which is "
+            f"not among the {counts[lacking[0]]} ids that truncation is said to have left. Records "
+            "and tokens are out of step: check the engine, or set correction.sampling_masks = "
+            "false."
         )
     return kept
 
 
 CHUNK = 2**24
-"""Logits in memory at once: 64 MiB in float32. Smaller reads the layer's weights more often, larger gains little."""
+"""Logits in memory at once: 64 MiB in float32. Smaller reads the layer's weights more often, larger
+gains little.
+"""
 
 
 def token_scores(
@@ -99,13 +125,17 @@ def token_scores(
     chunk: int = CHUNK,
     kept: Kept | None = None,
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"] | None]:
-    """log softmax(z / temperature) at the targets, and the entropy of that distribution in nats where it is asked for; z = hidden weight^T + bias.
+    """log softmax(z / temperature) at the targets, and the entropy of that distribution in nats
+    where it is asked for; z = hidden weight^T + bias.
 
-    Over the ids that are `kept`, where some were cut off. In float32 (float64 for float64 inputs), with gradients of both for hidden, weight
-    and bias.
+    Over the ids that are `kept`, where some were cut off. In float32 (float64 for float64 inputs),
+    with gradients of both for hidden, weight and bias.
     """
     rows = max(1, chunk // weight.shape[0])
-    scores = cast("tuple[Tensor, Tensor]", _TokenScores.apply(hidden, weight, bias, targets, temperature, with_entropy, rows, kept))
+    scores = cast(
+        "tuple[Tensor, Tensor]",
+        _TokenScores.apply(hidden, weight, bias, targets, temperature, with_entropy, rows, kept),
+    )
     return scores[0], scores[1] if with_entropy else None
 
 
@@ -154,10 +184,18 @@ class _TokenScores(torch.autograd.Function):
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         precise = total.dtype
         hidden_gradient = torch.empty_like(hidden) if to_hidden else None
-        weight_gradient = torch.zeros(weight.shape, dtype=precise, device=weight.device) if to_weight else None
-        bias_gradient = torch.zeros(bias.shape, dtype=precise, device=bias.device) if to_bias else None
+        weight_gradient = (
+            torch.zeros(weight.shape, dtype=precise, device=weight.device) if to_weight else None
+        )
+        bias_gradient = (
+            torch.zeros(bias.shape, dtype=precise, device=bias.device) if to_bias else None
+        )
         for part in _parts(len(targets), ctx.rows):
-            z = _logits(hidden[part], weight, bias, ctx.temperature, precise) if whole is None else whole
+            z = (
+                _logits(hidden[part], weight, bias, ctx.temperature, precise)
+                if whole is None
+                else whole
+            )
             z = z if ctx.cut is None or whole is not None else ctx.cut.cut(z, part)
             log_p = z - total[part, None]
             dz = log_p.exp()
@@ -167,7 +205,11 @@ class _TokenScores(torch.autograd.Function):
             else:
                 dz *= -by_logprob[part, None]
             dz.scatter_add_(-1, targets[part, None], by_logprob[part, None])
-            dz = (dz / ctx.temperature).to(hidden.dtype) if ctx.temperature != 1 else dz.to(hidden.dtype)
+            dz = (
+                (dz / ctx.temperature).to(hidden.dtype)
+                if ctx.temperature != 1
+                else dz.to(hidden.dtype)
+            )
             if hidden_gradient is not None:
                 hidden_gradient[part] = dz @ weight
             if weight_gradient is not None:
@@ -182,13 +224,17 @@ class _TokenScores(torch.autograd.Function):
         )
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor:
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype
+) -> Tensor:
     z = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
     return z if temperature == 1 else z.div_(temperature)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b. Without another tensor of the size of `total`, which is the layer's, where the precisions allow it."""
+    """total += a b. Without another tensor of the size of `total`, which is the layer's, where the
+    precisions allow it.
+    """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

@@ -1,4 +1,6 @@
-"""The page of a run's groups: found by filters, words and sorting, all of which stand in its address; each rollout leads to its conversation."""
+"""The page of a run's groups: found by filters, words and sorting, all of which stand in its
+address; each rollout leads to its conversation.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -7,7 +9,15 @@ from urllib.parse import urlencode
 
 from nicegui import ui
 
-from midflight.archive.groups import GroupFilter, GroupOrder, GroupPage, GroupSeen, RolloutBrief, page_of, versions_of
+from midflight.archive.groups import (
+    GroupFilter,
+    GroupOrder,
+    GroupPage,
+    GroupSeen,
+    RolloutBrief,
+    page_of,
+    versions_of,
+)
 from midflight.archive.search import WordIndex
 from midflight.errors import MidflightError
 from midflight.observe.failures import shortened
@@ -46,7 +56,9 @@ ORDERS = {
     GroupOrder.LONGEST: "longest first",
     GroupOrder.FAILED: "most failures first",
 }
-FATES = {state.value: state.value.replace("_", " ") for state in State} | {reason.value: f"dropped: {reason}" for reason in Reason}
+FATES = {state.value: state.value.replace("_", " ") for state in State} | {
+    reason.value: f"dropped: {reason}" for reason in Reason
+}
 
 
 async def draw(visit: Visit) -> None:
@@ -56,10 +68,25 @@ async def draw(visit: Visit) -> None:
     async def look() -> tuple[GroupPage, str, float]:
         """The page, what is said above it, and the seconds after which it may be another one."""
         indexed = await asyncio.to_thread(words.grow, GROW_SECONDS) if words else None
-        page = await asyncio.to_thread(page_of, visit.run.folder, wanted, order=order, first=first, number=ON_A_PAGE, words=words)
+        page = await asyncio.to_thread(
+            page_of,
+            visit.run.folder,
+            wanted,
+            order=order,
+            first=first,
+            number=ON_A_PAGE,
+            words=words,
+        )
         if indexed is None or indexed.complete:
             return page, _counted(page, first), REFRESH_SECONDS
-        return page, f"{_counted(page, first)}; looked through {indexed.done:,} of {indexed.total:,} rollouts so far", GROW_SECONDS
+        return (
+            page,
+            (
+                f"{_counted(page, first)}; looked through {indexed.done:,} of {indexed.total:,} "
+                "rollouts so far"
+            ),
+            GROW_SECONDS,
+        )
 
     page, counted, wait = await look()
     ui.add_head_html(f"<style>{STYLE}</style>")
@@ -89,9 +116,14 @@ def asked(visit: Visit) -> tuple[GroupFilter, GroupOrder, int]:
     page = query.get("page", "1")
     order = query.get("sort") or GroupOrder.NEWEST.value
     if (step and not step.isdecimal()) or not page.isdecimal() or page == "0":
-        raise MidflightError(f"step is {step!r} and page {page!r} in the address; both are whole numbers, pages from 1.")
+        raise MidflightError(
+            f"step is {step!r} and page {page!r} in the address; both are whole numbers, pages "
+            "from 1."
+        )
     if order not in {each.value for each in GroupOrder}:
-        raise MidflightError(f"groups are not sorted by {order!r}; they are by {', '.join(GroupOrder)}.")
+        raise MidflightError(
+            f"groups are not sorted by {order!r}; they are by {', '.join(GroupOrder)}."
+        )
     return (
         GroupFilter(
             kind=kind,
@@ -111,50 +143,85 @@ def kind_of(visit: Visit) -> Kind:
     """Whose rollouts the address asks for; `MidflightError` where there are none of that kind."""
     asked = visit.query.get("kind") or Kind.TRAINING.value
     if asked not in (Kind.TRAINING, Kind.EVALUATION):
-        raise MidflightError(f"rollouts of kind {asked!r} are not shown; there are those of {Kind.TRAINING} and of {Kind.EVALUATION}.")
+        raise MidflightError(
+            f"rollouts of kind {asked!r} are not shown; there are those of {Kind.TRAINING} and of "
+            f"{Kind.EVALUATION}."
+        )
     return Kind(asked)
 
 
 def conversation_link(visit: Visit, key: RolloutKey) -> str:
     of = key.group
     kind = None if key.kind is Kind.TRAINING else key.kind.value
-    return visit.link("conversation", epoch=of.epoch, position=of.index, attempt=of.attempt, sample=key.sample, kind=kind)
+    return visit.link(
+        "conversation",
+        epoch=of.epoch,
+        position=of.index,
+        attempt=of.attempt,
+        sample=key.sample,
+        kind=kind,
+    )
 
 
-# --- Filters ----------------------------------------------------------------------------------------------------------
+# --- Filters --------------------------------------------------------------------------------------
 
 
 def _form(visit: Visit, page: GroupPage) -> str:
     """A plain form: what is chosen becomes the address."""
     query = visit.query
     failures = {name: f"{name} ({count})" for name, count in page.failures.items()}
-    fates = {fate: f"{name} ({page.fates[fate]})" for fate, name in FATES.items() if fate in page.fates}
+    fates = {
+        fate: f"{name} ({page.fates[fate]})" for fate, name in FATES.items() if fate in page.fates
+    }
     kinds = {Kind.TRAINING.value: "of training", Kind.EVALUATION.value: "of evaluations (held out)"}
     fields = [
         _choice("Rollouts", "kind", kinds, query, None),
-        _field("Words", f'<input type="search" name="q" data-test="words" value="{escape(query.get("q", ""))}">'),
+        _field(
+            "Words",
+            (
+                '<input type="search" name="q" data-test="words" '
+                f'value="{escape(query.get("q", ""))}">'
+            ),
+        ),
         _choice("Source", "source", {source: source for source in page.sources}, query, "all"),
         _choice("Fate", "fate", fates, query, "all"),
         _choice("Failed with", "failure", failures, query, "any or none"),
-        _field("Step", f'<input name="step" inputmode="numeric" size="6" value="{escape(query.get("step", ""))}">'),
+        _field(
+            "Step",
+            (
+                '<input name="step" inputmode="numeric" size="6" '
+                f'value="{escape(query.get("step", ""))}">'
+            ),
+        ),
         _field("Task", f'<input name="task" size="10" value="{escape(query.get("task", ""))}">'),
-        _choice("Sorted", "sort", {order.value: text for order, text in ORDERS.items()}, query, None),
+        _choice(
+            "Sorted", "sort", {order.value: text for order, text in ORDERS.items()}, query, None
+        ),
         '<button type="submit" data-test="filter">Show</button>',
         f'<a href="{escape(visit.link("groups"))}">all groups</a>',
     ]
-    return f'<form class="filters" method="get" role="search" aria-label="Filter groups">{"".join(fields)}</form>'
+    return (
+        '<form class="filters" method="get" role="search" aria-label="Filter '
+        f'groups">{"".join(fields)}</form>'
+    )
 
 
 def _field(title: str, control: str) -> str:
     return f"<label>{title}{control}</label>"
 
 
-def _choice(title: str, name: str, values: Mapping[str, str], query: Mapping[str, str], empty: str | None) -> str:
+def _choice(
+    title: str, name: str, values: Mapping[str, str], query: Mapping[str, str], empty: str | None
+) -> str:
     shown = {**({} if empty is None else {"": empty}), **values}
     if (chosen := query.get(name, "")) not in shown and chosen:
         shown = {**shown, chosen: chosen}
     options = (
-        f'<option value="{escape(value)}"{" selected" if value == chosen else ""}>{escape(text)}</option>' for value, text in shown.items()
+        (
+            "<option "
+            f'value="{escape(value)}"{" selected" if value == chosen else ""}>{escape(text)}</option>'
+        )
+        for value, text in shown.items()
     )
     return _field(title, f'<select name="{name}" data-test="{name}">{"".join(options)}</select>')
 
@@ -170,14 +237,20 @@ def _pager(visit: Visit, page: GroupPage, first: int) -> str:
     last = max(1, -(-page.total // ON_A_PAGE))
     places = {"first": 1, "previous": here - 1, "next": here + 1, "last": last}
     links = [
-        f'<a href="?{escape(urlencode({**visit.query, "page": place}))}" data-test="{name} page">{name}</a>'
+        (
+            f'<a href="?{escape(urlencode({**visit.query, "page": place}))}" data-test="{name} '
+            f'page">{name}</a>'
+        )
         for name, place in places.items()
         if 1 <= place <= last and place != here
     ]
-    return f'<nav class="rollouts" aria-label="Pages of groups">page {here:,} of {last:,} {" ".join(links)}</nav>'
+    return (
+        f'<nav class="rollouts" aria-label="Pages of groups">page {here:,} of {last:,} '
+        f"{' '.join(links)}</nav>"
+    )
 
 
-# --- The table --------------------------------------------------------------------------------------------------------
+# --- The table ------------------------------------------------------------------------------------
 
 _COLUMNS = ("task", "source", "rewards of its rollouts", "mean", "spread", "made of")
 
@@ -186,9 +259,14 @@ def _table(visit: Visit, page: GroupPage) -> str:
     """One element, however many rollouts there are: a page is drawn in milliseconds."""
     steps = {line.version: line.step for line in visit.run.journal().past.steps}
     by = "version" if kind_of(visit) is Kind.EVALUATION else "epoch"
-    head = "".join(f'<th scope="col">{column}</th>' for column in (*_COLUMNS, f"passed, by {by}", "fate"))
+    head = "".join(
+        f'<th scope="col">{column}</th>' for column in (*_COLUMNS, f"passed, by {by}", "fate")
+    )
     rows = "".join(_row(visit, group, steps) for group in page.groups)
-    return f'<div class="scroll"><table class="plain groups" aria-label="groups" data-test="groups"><tr>{head}</tr>{rows}</table></div>'
+    return (
+        '<div class="scroll"><table class="plain groups" aria-label="groups" '
+        f'data-test="groups"><tr>{head}</tr>{rows}</table></div>'
+    )
 
 
 def _row(visit: Visit, group: GroupSeen, steps: Mapping[int, int]) -> str:
@@ -196,13 +274,21 @@ def _row(visit: Visit, group: GroupSeen, steps: Mapping[int, int]) -> str:
     task = group.task
     question = _question(group)
     cells = [
-        f'<a href="{escape(visit.link("groups", task=task.id, source=task.source, kind=visit.query.get("kind")))}">{escape(task.id)}</a> {escape(question)}',
+        (
+            "<a "
+            f'href="{escape(visit.link("groups", task=task.id, source=task.source, kind=visit.query.get("kind")))}">{escape(task.id)}</a> {escape(question)}'
+        ),
         escape(task.source),
-        f'<span class="rollouts">{"".join(_rollout(visit, rollout) for rollout in group.rollouts) or "none has ended"}</span>{_errors(group)}',
+        (
+            "<span "
+            f'class="rollouts">{"".join(_rollout(visit, rollout) for rollout in group.rollouts) or "none has ended"}</span>{_errors(group)}'
+        ),
         number(group.mean),
         number(group.spread),
         escape(", ".join(f"{name} {number(value)}" for name, value in components(group).items())),
-        escape(", ".join(f"{score.epoch}: {score.passed}/{score.scored}" for score in group.epochs)),
+        escape(
+            ", ".join(f"{score.epoch}: {score.passed}/{score.scored}" for score in group.epochs)
+        ),
         _fate(visit, group, steps),
     ]
     name = f"{key.epoch}-{key.index}-{key.attempt}"
@@ -211,7 +297,14 @@ def _row(visit: Visit, group: GroupSeen, steps: Mapping[int, int]) -> str:
 
 def _question(group: GroupSeen) -> str:
     """What the task asks, as far as it says that in words."""
-    text = next((value for name in ("question", "prompt", "word") if isinstance(value := group.task.data.get(name), str)), "")
+    text = next(
+        (
+            value
+            for name in ("question", "prompt", "word")
+            if isinstance(value := group.task.data.get(name), str)
+        ),
+        "",
+    )
     messages = group.task.data.get("messages")
     if not text and isinstance(messages, list) and messages and isinstance(messages[-1], dict):
         text = str(messages[-1].get("content", ""))
@@ -220,10 +313,23 @@ def _question(group: GroupSeen) -> str:
 
 def _rollout(visit: Visit, rollout: RolloutBrief) -> str:
     link = conversation_link(visit, rollout.key)
-    text, kind = (number(rollout.reward), "") if rollout.failure is None else (f"✕ {rollout.failure}", "failed")
-    title = escape(rollout.error or f"{rollout.num_trainable} tokens, {rollout.seconds:.1f} s{', truncated' if rollout.truncated else ''}")
+    text, kind = (
+        (number(rollout.reward), "")
+        if rollout.failure is None
+        else (f"✕ {rollout.failure}", "failed")
+    )
+    title = escape(
+        rollout.error
+        or (
+            f"{rollout.num_trainable} tokens, {rollout.seconds:.1f} "
+            f"s{', truncated' if rollout.truncated else ''}"
+        )
+    )
     classes = f"{kind} found" if rollout.found else kind
-    return f'<a class="{classes}" href="{escape(link)}" title="{title}" data-test="rollout {rollout.key}">{escape(text)}</a>'
+    return (
+        f'<a class="{classes}" href="{escape(link)}" title="{title}" data-test="rollout '
+        f'{rollout.key}">{escape(text)}</a>'
+    )
 
 
 def components(group: GroupSeen) -> dict[str, float]:
@@ -238,10 +344,18 @@ def components(group: GroupSeen) -> dict[str, float]:
 def _fate(visit: Visit, group: GroupSeen, steps: Mapping[int, int]) -> str:
     if group.version is None or (step := steps.get(group.version)) is None:
         return escape(group.fate)
-    return f'<a href="{escape(visit.link("groups", step=step))}">step {step}</a>: {escape(group.fate)}'
+    return (
+        f'<a href="{escape(visit.link("groups", step=step))}">step {step}</a>: {escape(group.fate)}'
+    )
 
 
 def _errors(group: GroupSeen) -> str:
     """Why rollouts of it failed, each reason once."""
-    errors = dict.fromkeys(rollout.error or "no reward, and no error" for rollout in group.rollouts if rollout.reward is None)
-    return "".join(f'<div class="note" data-test="why">{escape(shortened(error))}</div>' for error in errors)
+    errors = dict.fromkeys(
+        rollout.error or "no reward, and no error"
+        for rollout in group.rollouts
+        if rollout.reward is None
+    )
+    return "".join(
+        f'<div class="note" data-test="why">{escape(shortened(error))}</div>' for error in errors
+    )

@@ -1,4 +1,6 @@
-"""The page of a run's ledger: where every token went, from the model to the trainer, and whether it adds up."""
+"""The page of a run's ledger: where every token went, from the model to the trainer, and whether it
+adds up.
+"""
 
 import asyncio
 import time
@@ -29,7 +31,9 @@ async def draw(visit: Visit) -> None:
         begun = time.perf_counter()
         try:
             found = await asyncio.to_thread(ledger_of, visit.run.folder)
-            timer.interval = min(max(REFRESH_SECONDS, (time.perf_counter() - begun) / SHARE), LATEST_SECONDS)
+            timer.interval = min(
+                max(REFRESH_SECONDS, (time.perf_counter() - begun) / SHARE), LATEST_SECONDS
+            )
         except MidflightError as error:
             timer.deactivate()
             with place:
@@ -56,14 +60,28 @@ def _show(visit: Visit, ledger: Ledger) -> None:
             ("in flight", f"{ledger.in_flight:,}"),
         ]
     )
-    balance = "Balanced: each token is in one place." if ledger.balanced else "It does not add up: " + "; ".join(ledger.mistakes) + "."
+    balance = (
+        "Balanced: each token is in one place."
+        if ledger.balanced
+        else "It does not add up: " + "; ".join(ledger.mistakes) + "."
+    )
     ui.label(balance).classes("note" if ledger.balanced else "trouble").props("data-test=balance")
     if accounts.received_tokens:
         with charts():
             note = "From each source to what became of its tokens; the table has the numbers."
             figure("Where the tokens went", _flow(ledger), height=320, note=note)
-    section("Tokens", "Of rollouts that have ended. Those in flight are of completed turns of rollouts that go on.")
-    table(("place", *(line.source for line in ledger.sources), "all", "what they are"), _rows(ledger), name="tokens")
+    section(
+        "Tokens",
+        (
+            "Of rollouts that have ended. Those in flight are of completed turns of rollouts that "
+            "go on."
+        ),
+    )
+    table(
+        ("place", *(line.source for line in ledger.sources), "all", "what they are"),
+        _rows(ledger),
+        name="tokens",
+    )
     section("Groups")
     groups = {
         "trained": accounts.trained,
@@ -73,10 +91,18 @@ def _show(visit: Visit, ledger: Ledger) -> None:
         **accounts.dropped,
     }
     rows = [
-        ((name if name not in accounts.dropped else f"dropped: {name}", visit.link("groups", fate=name)), f"{n:,}")
+        (
+            (
+                name if name not in accounts.dropped else f"dropped: {name}",
+                visit.link("groups", fate=name),
+            ),
+            f"{n:,}",
+        )
         for name, n in groups.items()
     ]
-    table(("fate", "groups"), [*rows, ("submitted", f"{accounts.submitted:,}")], name="groups by fate")
+    table(
+        ("fate", "groups"), [*rows, ("submitted", f"{accounts.submitted:,}")], name="groups by fate"
+    )
 
 
 def _share(part: int, whole: int) -> str:
@@ -98,24 +124,51 @@ def _rows(ledger: Ledger) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for place in _places(ledger):
         counts = [line.tokens.get(place, 0) for line in ledger.sources]
-        rows.append((_name(place), *(f"{n:,}" for n in (*counts, sum(counts))), MEANINGS[place[1]] if place[1] else ""))
+        rows.append(
+            (
+                _name(place),
+                *(f"{n:,}" for n in (*counts, sum(counts))),
+                MEANINGS[place[1]] if place[1] else "",
+            )
+        )
     received = [line.received for line in ledger.sources]
-    return [*rows, ("received", *(f"{n:,}" for n in (*received, sum(received))), "all of these together")]
+    return [
+        *rows,
+        ("received", *(f"{n:,}" for n in (*received, sum(received))), "all of these together"),
+    ]
 
 
 def _flow(ledger: Ledger) -> dict[str, object]:
     """A Sankey diagram: sources to the left, places to the right."""
+    # The blank tells a source from a place with the same name.
     names = [
         *(f"{line.source} " for line in ledger.sources),
         *(_name(place) for place in _places(ledger)),
-    ]  # a source may be called like a place
+    ]
     links = [
         {"source": f"{line.source} ", "target": _name(place), "value": n}
         for line in ledger.sources
         for place, n in line.tokens.items()
         if n
     ]
-    data = [{"name": name, "itemStyle": {"color": COLORS[at % len(COLORS)]}} for at, name in enumerate(names)]
-    series = {"type": "sankey", "data": data, "links": links, "label": {"color": GREY}, "lineStyle": {"color": "gradient", "opacity": 0.4},
-              "left": 8, "right": 130, "top": 8, "bottom": 8}  # fmt: skip
-    return {"series": [series], "tooltip": {"trigger": "item", "confine": True}, "animation": False, "aria": {"enabled": True}}
+    data = [
+        {"name": name, "itemStyle": {"color": COLORS[at % len(COLORS)]}}
+        for at, name in enumerate(names)
+    ]
+    series = {
+        "type": "sankey",
+        "data": data,
+        "links": links,
+        "label": {"color": GREY},
+        "lineStyle": {"color": "gradient", "opacity": 0.4},
+        "left": 8,
+        "right": 130,
+        "top": 8,
+        "bottom": 8,
+    }
+    return {
+        "series": [series],
+        "tooltip": {"trigger": "item", "confine": True},
+        "animation": False,
+        "aria": {"enabled": True},
+    }

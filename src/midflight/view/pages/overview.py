@@ -31,9 +31,23 @@ def _rows(runs: tuple[ArchivedRun, ...]) -> None:
             rows.append([run.slug, "deleted"])
             continue
         steps = str(of.step) if of.steps is None else f"{of.step}/{of.steps}"
-        row = [of.condition.value, steps, number(of.reward), number(of.heldout), duration(of.seconds), of.started, str(run.folder)]
+        row = [
+            of.condition.value,
+            steps,
+            number(of.reward),
+            number(of.heldout),
+            duration(of.seconds),
+            of.started,
+            str(run.folder),
+        ]
         rows.append([(run.slug, address), *row])
-    looks.table(("run", "state", "steps", "reward", "held out", "time", "started", "folder"), rows, name="runs")
+    looks.table(
+        ("run", "state", "steps", "reward", "held out", "time", "started", "folder"),
+        rows,
+        name="runs",
+    )
     if len(runs) > 1:
         names = ",".join(run.slug for run in runs[1:])
-        ui.link("All of them in one picture", f"/run/{runs[0].slug}/run?with={names}").props('data-test="overlay"')
+        ui.link("All of them in one picture", f"/run/{runs[0].slug}/run?with={names}").props(
+            'data-test="overlay"'
+        )

@@ -1,4 +1,6 @@
-"""Time: what engines, trainer, handovers and evaluations did, on one axis, and who waited for whom."""
+"""Time: what engines, trainer, handovers and evaluations did, on one axis, and who waited for
+whom.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -32,12 +34,20 @@ def draw(visit: Visit) -> None:
     times = Times(visit.run.folder, part)
     times.refresh()
     if not times.steps and not times.rollouts:
-        ui.label("Nothing has happened yet, or the run was made before there were timelines: it has no timeline.jsonl.").classes("note")
-    ui.label("Drag over a part to see it larger, scroll to zoom, double-click to see all. A click on a step leads to its groups.").classes(
-        "note"
-    )
+        ui.label(
+            "Nothing has happened yet, or the run was made before there were timelines: it has no "
+            "timeline.jsonl."
+        ).classes("note")
+    ui.label(
+        "Drag over a part to see it larger, scroll to zoom, double-click to see all. A click on a "
+        "step leads to its groups."
+    ).classes("note")
     _places(visit, part)
-    with ui.element("div").style("width: 100%").props('role="img" aria-label="Who was busy when" data-test="chart time"'):
+    with (
+        ui.element("div")
+        .style("width: 100%")
+        .props('role="img" aria-label="Who was busy when" data-test="chart time"')
+    ):
         chart = ui.plotly(_figure(visit, times)).style("width: 100%")
     chart.on("plotly_click", lambda event: _follow(visit, event))
     below = ui.element("div").style("width: 100%")
@@ -63,17 +73,28 @@ def draw(visit: Visit) -> None:
 
 
 def asked(visit: Visit) -> float | None:
-    """From which second on the address wants to see, or from before which step; none for the newest. `MidflightError` where it says neither."""
+    """From which second on the address wants to see, or from before which step; none for the
+    newest. `MidflightError` where it says neither.
+    """
     since = visit.query.get("from", "")
     step = visit.query.get("step", "")
     if step:
-        if (line := next((line for line in visit.run.readings.past.steps if str(line.step) == step), None)) is None:
-            raise MidflightError(f"there is no step {step!r} in this run yet; give the number of one, or seconds of the run as `from`.")
+        if (
+            line := next(
+                (line for line in visit.run.readings.past.steps if str(line.step) == step), None
+            )
+        ) is None:
+            raise MidflightError(
+                f"there is no step {step!r} in this run yet; give the number of one, or seconds of "
+                "the run as `from`."
+            )
         return line.seconds - line.step_seconds - BEFORE_STEP_SECONDS
     try:
         return float(since) if since else None
     except ValueError:
-        raise MidflightError(f"`from` is {since!r} in the address; it is a number of seconds since the run began.") from None
+        raise MidflightError(
+            f"`from` is {since!r} in the address; it is a number of seconds since the run began."
+        ) from None
 
 
 def _places(visit: Visit, part: TimelinePart | None) -> None:
@@ -84,29 +105,58 @@ def _places(visit: Visit, part: TimelinePart | None) -> None:
     with ui.element("nav").classes("tiles").props('aria-label="Parts of the run"'):
         for name, since in (("earlier", earlier), ("later", part and part.later)):
             if since is not None:
-                ui.link(name, f"{visit.link('time')}?from={max(0.0, since)}").props(f'data-test="{name}"')
+                ui.link(name, f"{visit.link('time')}?from={max(0.0, since)}").props(
+                    f'data-test="{name}"'
+                )
         if part is not None:
             ui.link("newest", visit.link("time")).props('data-test="newest"')
         ui.html(
-            '<form method="get"><label>from second <input name="from" inputmode="decimal" size="8"></label> '
-            '<label>or from step <input name="step" inputmode="numeric" size="6"></label> <button>Show</button></form>',
+            '<form method="get"><label>from second <input name="from" inputmode="decimal" '
+            'size="8"></label> '
+            '<label>or from step <input name="step" inputmode="numeric" size="6"></label> '
+            "<button>Show</button></form>",
             sanitize=False,
         )
 
 
 def tracks(times: Times, steps: Mapping[int, int]) -> dict[str, Bars]:
-    """What is drawn, by the name of each track. `steps`: the number of the step that made a version."""
+    """What is drawn, by the name of each track. `steps`: the number of the step that made a
+    version.
+    """
     found: defaultdict[str, Bars] = defaultdict(list)
     for engine, spans in engine_spans([*times.rollouts, *times.evaluated], gap=GAP_SECONDS).items():
-        found[engine] = [(began, ended, "answers", None) for began, ended in zip(spans.starts, spans.ends, strict=True)]
+        found[engine] = [
+            (began, ended, "answers", None)
+            for began, ended in zip(spans.starts, spans.ends, strict=True)
+        ]
     for step in times.steps:
         number = steps.get(step.version)
-        what = f"step {number}" if number is not None else f"the step to version {step.version}, lost in a crash or not yet told"
-        found["trainer"].append((step.began, step.ended, f"{what}, {step.num_tokens} tokens{', skipped' if step.skipped else ''}", number))
+        what = (
+            f"step {number}"
+            if number is not None
+            else f"the step to version {step.version}, lost in a crash or not yet told"
+        )
+        found["trainer"].append(
+            (
+                step.began,
+                step.ended,
+                f"{what}, {step.num_tokens} tokens{', skipped' if step.skipped else ''}",
+                number,
+            )
+        )
     for commit in times.commits:
         paused = commit.at - commit.pause_seconds
-        found["handover"].append((paused - commit.stage_seconds, paused, f"version {commit.version} is brought to {commit.engine}", None))
-        found["pause"].append((paused, commit.at, f"{commit.engine} stands still for version {commit.version}", None))
+        found["handover"].append(
+            (
+                paused - commit.stage_seconds,
+                paused,
+                f"version {commit.version} is brought to {commit.engine}",
+                None,
+            )
+        )
+        found["pause"].append(
+            (paused, commit.at, f"{commit.engine} stands still for version {commit.version}", None)
+        )
     for began, ended, version in _evaluations(times):
         found["evaluation"].append((began, ended, f"held-out tasks, version {version}", None))
     for wait in times.waits:
@@ -133,20 +183,58 @@ def _figure(visit: Visit, times: Times) -> dict[str, Any]:
     traces: list[dict[str, Any]] = []
     drawn = tracks(times, steps)
     for at, (name, bars) in enumerate(drawn.items()):
-        text = [f"{what}<br>{began:.3f} to {ended:.3f} s ({ended - began:.3f} s)" for began, ended, what, _ in bars]
-        shape = {"type": "bar", "orientation": "h", "name": name, "width": 0.7, "marker": {"color": COLORS[at % len(COLORS)]}}
-        where = {"base": [bar[0] for bar in bars], "x": [bar[1] - bar[0] for bar in bars], "y": [name] * len(bars)}
+        text = [
+            f"{what}<br>{began:.3f} to {ended:.3f} s ({ended - began:.3f} s)"
+            for began, ended, what, _ in bars
+        ]
+        shape = {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "width": 0.7,
+            "marker": {"color": COLORS[at % len(COLORS)]},
+        }
+        where = {
+            "base": [bar[0] for bar in bars],
+            "x": [bar[1] - bar[0] for bar in bars],
+            "y": [name] * len(bars),
+        }
         traces.append(
-            {**shape, **where, "hovertext": text, "hoverinfo": "text", "textposition": "none", "customdata": [bar[3] for bar in bars]}
+            {
+                **shape,
+                **where,
+                "hovertext": text,
+                "hoverinfo": "text",
+                "textposition": "none",
+                "customdata": [bar[3] for bar in bars],
+            }
         )
     axis = {"gridcolor": GRID, "zeroline": False, "linecolor": GREY}
     layout = {
-        "barmode": "overlay", "showlegend": False, "height": 60 + 38 * max(1, len(drawn)), "margin": {"l": 8, "r": 8, "t": 8, "b": 40},
-        "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "font": {"color": GREY}, "dragmode": "zoom", "uirevision": "kept",
+        "barmode": "overlay",
+        "showlegend": False,
+        "height": 60 + 38 * max(1, len(drawn)),
+        "margin": {"l": 8, "r": 8, "t": 8, "b": 40},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"color": GREY},
+        "dragmode": "zoom",
+        "uirevision": "kept",
         "xaxis": {**axis, "title": {"text": "seconds of the run"}},
-        "yaxis": {**axis, "automargin": True, "fixedrange": True, "autorange": "reversed", "categoryarray": list(drawn), "type": "category"},
-    }  # fmt: skip
-    return {"data": traces, "layout": layout, "config": {"scrollZoom": True, "displaylogo": False, "responsive": True}}
+        "yaxis": {
+            **axis,
+            "automargin": True,
+            "fixedrange": True,
+            "autorange": "reversed",
+            "categoryarray": list(drawn),
+            "type": "category",
+        },
+    }
+    return {
+        "data": traces,
+        "layout": layout,
+        "config": {"scrollZoom": True, "displaylogo": False, "responsive": True},
+    }
 
 
 def _follow(visit: Visit, event: events.GenericEventArguments) -> None:
@@ -163,8 +251,18 @@ def _waits(times: Times) -> None:
     whole = times.steps[-1].ended - times.steps[0].began if times.steps else 0.0
     rows: list[list[looks.Cell]] = []
     for (who, whom), each in sorted(waited.items(), key=lambda item: -sum(item[1])):
-        rows.append([who, whom, duration(sum(each)), percent(sum(each) / whole if whole > 0 else None), f"{max(each):.3f} s"])
-    looks.table(("who", "for whom", "in all", "of the time of the steps", "longest"), rows, name="waits")
+        rows.append(
+            [
+                who,
+                whom,
+                duration(sum(each)),
+                percent(sum(each) / whole if whole > 0 else None),
+                f"{max(each):.3f} s",
+            ]
+        )
+    looks.table(
+        ("who", "for whom", "in all", "of the time of the steps", "longest"), rows, name="waits"
+    )
 
 
 def _steps(visit: Visit, times: Times) -> None:
@@ -178,8 +276,22 @@ def _steps(visit: Visit, times: Times) -> None:
             continue
         idle = "" if before is None else f"{max(0.0, step.began - before.ended):.3f} s"
         commit = pause.get(step.version)
-        handed = "" if commit is None else f"{commit.stage_seconds:.3f} s and {commit.pause_seconds:.3f} s"
-        rows.append(
-            [(f"step {number}", visit.link("groups", step=number)), f"{step.began:.3f} s", f"{step.ended - step.began:.3f} s", idle, handed]
+        handed = (
+            ""
+            if commit is None
+            else f"{commit.stage_seconds:.3f} s and {commit.pause_seconds:.3f} s"
         )
-    looks.table(("step", "began", "took", "trainer idle before", "handover took, engines paused"), rows[::-1], name="steps")
+        rows.append(
+            [
+                (f"step {number}", visit.link("groups", step=number)),
+                f"{step.began:.3f} s",
+                f"{step.ended - step.began:.3f} s",
+                idle,
+                handed,
+            ]
+        )
+    looks.table(
+        ("step", "began", "took", "trainer idle before", "handover took, engines paused"),
+        rows[::-1],
+        name="steps",
+    )

@@ -1,1 +1,3 @@
-"""Ways for the bytes of a version to travel. The publisher's end is the trainer's, the receiver's end is given to engines."""
+"""Ways for the bytes of a version to travel. The publisher's end is the trainer's, the receiver's
+end is given to engines.
+"""

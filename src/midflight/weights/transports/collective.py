@@ -1,6 +1,8 @@
-"""Publishing by broadcast: the trainer keeps the versions in its own memory, and engines on any machine meet to receive them.
+"""Publishing by broadcast: the trainer keeps the versions in its own memory, and engines on any
+machine meet to receive them.
 
-The service does that in a thread of its own: receivers come, ask for a version, meet in a group, and get the bytes in one broadcast.
+The service does that in a thread of its own: receivers come, ask for a version, meet in a group,
+and get the bytes in one broadcast.
 """
 
 import asyncio
@@ -24,16 +26,34 @@ from midflight.models.sizes import fingerprint
 from midflight.types import Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, extent, layout
 from midflight.weights.transports import receive
-from midflight.weights.transports.process_group import BroadcastGroup, GroupBroken, listen, serve_store
+from midflight.weights.transports.process_group import (
+    BroadcastGroup,
+    GroupBroken,
+    listen,
+    serve_store,
+)
 from midflight.weights.transports.publish import StandingBuffers, copy_into, named_shapes
-from midflight.weights.transports.receive import Address, Again, Answer, Ask, Backend, Gathering, Join, Refused, Sent, WaitingReceiver
+from midflight.weights.transports.receive import (
+    Address,
+    Again,
+    Answer,
+    Ask,
+    Backend,
+    Gathering,
+    Join,
+    Refused,
+    Sent,
+    WaitingReceiver,
+)
 from midflight.wire.edge import same_token
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 MAX_GROUPS = 4
-"""Groups kept for the next version. Usually it is one; the others are left by members that ended without notice, or that came late and will come late again."""
+"""Groups kept for the next version. Usually it is one; the others are left by members that ended
+without notice, or that came late and will come late again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +65,8 @@ class Published:
 
 
 class CollectiveService:
-    """Serves rounds, one after the other: gather the receivers that want the same bytes, meet them in a group, broadcast, hang up.
+    """Serves rounds, one after the other: gather the receivers that want the same bytes, meet them
+    in a group, broadcast, hang up.
 
     | waits for | ended by |
     |---|---|
@@ -54,7 +75,8 @@ class CollectiveService:
     | all members in a new group | the last one, or `deadline_seconds` |
     | a bucket in everybody's hands | the last one, a peer's death at once, or `deadline_seconds` |
 
-    Whatever goes wrong in a round ends that round and its group only: its receivers find the connection closed, and ask again.
+    Whatever goes wrong in a round ends that round and its group only: its receivers find the
+    connection closed, and ask again.
     """
 
     def __init__(
@@ -91,7 +113,9 @@ class CollectiveService:
         try:
             async with asyncio.TaskGroup() as receivers:
                 server = await asyncio.start_server(
-                    lambda reader, writer: receivers.create_task(self._converse(reader, writer)), sock=listener, limit=receive.MAX_LINE
+                    lambda reader, writer: receivers.create_task(self._converse(reader, writer)),
+                    sock=listener,
+                    limit=receive.MAX_LINE,
                 )
                 try:
                     await self._serve_rounds()
@@ -106,10 +130,12 @@ class CollectiveService:
         self._thread.shutdown()
         self._groups.clear()
 
-    # --- One receiver ------------------------------------------------------------------------------------------------
+    # --- One receiver -----------------------------------------------------------------------------
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Waits until the receiver's round is over or it hangs up. A receiver that asks nothing is dropped at the deadline."""
+        """Waits until the receiver's round is over or it hangs up. A receiver that asks nothing is
+        dropped at the deadline.
+        """
         try:
             async with asyncio.timeout(self._deadline_seconds):
                 ask = receive.read_ask(await reader.readline())
@@ -119,17 +145,31 @@ class CollectiveService:
             else:
                 writer.write(receive.line(refusal))
         except (TimeoutError, OSError, ValueError, msgspec.MsgspecError) as error:
-            _log.info("collective transport: a connection ended without a question that could be answered: %s", error)
+            _log.info(
+                (
+                    "collective transport: a connection ended without a question that could be "
+                    "answered: %s"
+                ),
+                error,
+            )
         finally:
             writer.close()
 
-    async def _wait_in_line(self, ask: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _wait_in_line(
+        self, ask: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         since = asyncio.get_running_loop().time()
-        member = WaitingReceiver(ask, since, answer=lambda answer: writer.write(receive.line(answer)), hang_up=writer.close)
+        member = WaitingReceiver(
+            ask,
+            since,
+            answer=lambda answer: writer.write(receive.line(answer)),
+            hang_up=writer.close,
+        )
         try:
             if self._gathering.join(member):
                 self._changed.set()
-                await reader.read(1)  # nothing more is said: this is the end of the connection, by either side
+                # nothing more is said: this is the end of the connection, by either side
+                await reader.read(1)
         finally:
             self._gathering.leave(member)
             self._changed.set()
@@ -141,13 +181,21 @@ class CollectiveService:
 
     def _unknown(self, ask: Ask) -> Refused:
         known = ", ".join(map(str, tuple(self._published))) or "none"
-        return Refused(f"the bytes {ask.fingerprint[:12]} are not published or were released; there are versions: {known}")
+        return Refused(
+            f"the bytes {ask.fingerprint[:12]} are not published or were released; there are "
+            f"versions: {known}"
+        )
 
     def _data(self, ask: Ask) -> Tensor | None:
-        """The published version that hashes to this. Copies the values first: the trainer may publish meanwhile."""
-        return next((p.data for p in tuple(self._published.values()) if p.fingerprint == ask.fingerprint), None)
+        """The published version that hashes to this. Copies the values first: the trainer may
+        publish meanwhile.
+        """
+        return next(
+            (p.data for p in tuple(self._published.values()) if p.fingerprint == ask.fingerprint),
+            None,
+        )
 
-    # --- Rounds ------------------------------------------------------------------------------------------------------
+    # --- Rounds -----------------------------------------------------------------------------------
 
     async def _serve_rounds(self) -> None:
         """Waits for members; ended by cancellation."""
@@ -156,13 +204,20 @@ class CollectiveService:
             try:
                 await self._round(members)
             except (GroupBroken, RuntimeError, OSError) as error:
-                _log.warning("broadcasting version %d to %d receivers: %s", members[0].ask.version, len(members), error)
+                _log.warning(
+                    "broadcasting version %d to %d receivers: %s",
+                    members[0].ask.version,
+                    len(members),
+                    error,
+                )
             finally:
                 for member in members:
                     member.hang_up()
 
     async def _gathered(self) -> list[WaitingReceiver]:
-        """Waits for a first member, then for the others; woken by each that comes or goes, ended by the quiet time."""
+        """Waits for a first member, then for the others; woken by each that comes or goes, ended by
+        the quiet time.
+        """
         clock = asyncio.get_running_loop().time
         while (seconds := self._gathering.seconds_left(clock())) is None or seconds > 0:
             self._changed.clear()
@@ -185,7 +240,8 @@ class CollectiveService:
         hashed = any(m.ask.workers is not None for m in members)
         digests = await self._in_thread(self._broadcast, group, data, hashed)
         self._keep(members, group)
-        if self._data(members[0].ask) is data:  # else it was released, and what was hashed may not be what was sent
+        # else it was released, and what was hashed may not be what was sent
+        if self._data(members[0].ask) is data:
             _answer([m for m in members if m.ask.workers is not None], Sent(digests))
 
     def _broadcast(self, group: BroadcastGroup, data: Tensor, hashed: bool) -> tuple[str, ...]:
@@ -205,15 +261,20 @@ class CollectiveService:
         """Runs what blocks in the service's one thread; each call has its deadlines."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, deed, *args)
 
-    # --- Groups ------------------------------------------------------------------------------------------------------
+    # --- Groups -----------------------------------------------------------------------------------
 
     def _standing(self, members: list[WaitingReceiver]) -> BroadcastGroup | None:
-        """The group of just these members, if all of them hold it too. Others that any of them was in are dropped, and
-        this one until its broadcast is over: a receiver has one group, and a round that fails leaves none."""
+        """The group of just these members, if all of them hold it too. Others that any of them was
+        in are dropped, and this one until its broadcast is over: a receiver has one group, and a
+        round that fails leaves none."""
         names = _names(members)
         group = self._groups.get(names)
         self._groups = {n: g for n, g in self._groups.items() if not n & names}
-        return group if group is not None and all(m.ask.group == group.terms.group for m in members) else None
+        return (
+            group
+            if group is not None and all(m.ask.group == group.terms.group for m in members)
+            else None
+        )
 
     def _keep(self, members: list[WaitingReceiver], group: BroadcastGroup) -> None:
         self._groups[_names(members)] = group
@@ -233,7 +294,9 @@ class CollectiveService:
             deadline_seconds=self._deadline_seconds,
         )
         for i, member in enumerate(members):
-            member.answer(msgspec.structs.replace(terms, rank=1 + sum(m.ask.ranks for m in members[:i])))
+            member.answer(
+                msgspec.structs.replace(terms, rank=1 + sum(m.ask.ranks for m in members[:i]))
+            )
         self.num_groups += 1
         return await self._in_thread(lambda: BroadcastGroup(terms, store, interface=self._host))
 
@@ -248,17 +311,23 @@ def _names(members: list[WaitingReceiver]) -> frozenset[str]:
 
 
 BUCKET_BYTES = 64 * 2**20
-"""Large enough that a broadcast costs nothing beside its bytes, small enough to be through in a second on a slow network."""
+"""Large enough that a broadcast costs nothing beside its bytes, small enough to be through in a
+second on a slow network.
+"""
 
 CLOSE_SECONDS = 2.0
-"""How long `close` waits for its threads. A broadcast to a receiver that was stopped outlives it, until its own deadline."""
+"""How long `close` waits for its threads. A broadcast to a receiver that was stopped outlives it,
+until its own deadline.
+"""
 
 
 class CollectivePublisher:
-    """Versions wait in standing buffers until receivers ask for them: `publish` never waits for a receiver.
+    """Versions wait in standing buffers until receivers ask for them: `publish` never waits for a
+    receiver.
 
-    `CollectiveService` sends them in a thread of its own. A version can be fetched until its `release`, also by engines that rejoin. As with the other transports, bytes released while they are read arrive as
-    `WeightsCorrupt`.
+    `CollectiveService` sends them in a thread of its own. A version can be fetched until its
+    `release`, also by engines that rejoin. As with the other transports, bytes released while they
+    are read arrive as `WeightsCorrupt`.
     """
 
     def __init__(
@@ -273,11 +342,14 @@ class CollectivePublisher:
         threads: int = 1,
         transport: str = receive.TRANSPORT,
     ) -> None:
-        """`transport` is the word in its manifests: `direct` where a server's own workers are to receive. `host`: the address of this machine that engines reach it by; it listens there only. The bytes are not encrypted.
+        """`transport` is the word in its manifests: `direct` where a server's own workers are to
+        receive. `host`: the address of this machine that engines reach it by; it listens there
+        only. The bytes are not encrypted.
 
-        Receivers begin at once when there are as many as were told to come; else those that came begin when `quiet_seconds` passed without
-        another. `deadline_seconds` bounds the making of a group and each bucket: 10 s for 64 MiB is a network of
-        50 Mbit/s. `nccl` sends from GPU to GPU, which must be different ones.
+        Receivers begin at once when there are as many as were told to come; else those that came
+        begin when `quiet_seconds` passed without another. `deadline_seconds` bounds the making of a
+        group and each bucket: 10 s for 64 MiB is a network of 50 Mbit/s. `nccl` sends from GPU to
+        GPU, which must be different ones.
         """
         self._threads = threads
         self._transport = transport
@@ -302,14 +374,19 @@ class CollectivePublisher:
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
         """One copy of each tensor into a free buffer, then its fingerprint."""
         if not self._thread.is_alive():
-            raise RunFailed(f"publishing version {version}: the service that sends weights has ended; make a new publisher.")
+            raise RunFailed(
+                f"publishing version {version}: the service that sends weights has ended; make a "
+                "new publisher."
+            )
         specs = layout(named_shapes(tensors))
         buffer = self._buffers.take(version, extent(specs))
         copy_into(buffer, specs, tensors)
         with memoryview(buffer) as view:
             digest = fingerprint(specs, view, threads=self._threads)
         self._buffers.hold(version, buffer)
-        self._held[version] = Published(torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)], digest)
+        self._held[version] = Published(
+            torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)], digest
+        )
         return WeightManifest(version, digest, self._transport, str(self._address), specs)
 
     def release(self, version: Version) -> None:
@@ -317,7 +394,9 @@ class CollectivePublisher:
         self._buffers.release(version)
 
     def close(self) -> None:
-        """Receivers that wait or receive get an error at the end of the bucket under way. See `CLOSE_SECONDS`."""
+        """Receivers that wait or receive get an error at the end of the bucket under way. See
+        `CLOSE_SECONDS`.
+        """
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # it ended by itself meanwhile
                 self._loop.call_soon_threadsafe(self._serving.cancel)
@@ -345,4 +424,7 @@ def _listener(host: str) -> socket.socket:
     try:
         return listen(host)
     except OSError as error:
-        raise ConfigError(f"publishing weights: cannot listen on {host!r} ({error}); name an address of this machine.") from error
+        raise ConfigError(
+            f"publishing weights: cannot listen on {host!r} ({error}); name an address of this "
+            "machine."
+        ) from error

@@ -1,7 +1,9 @@
-"""The companion's end of the direct transport: it asks the publisher for its server's workers, and hears of both whether all came.
+"""The companion's end of the direct transport: it asks the publisher for its server's workers, and
+hears of both whether all came.
 
-`DirectRound` is the state: what was asked, answered, sent and held. It never waits. `DirectFeed` waits, and decides nothing. The bytes
-pass neither: they go from the trainer's memory into the workers.
+`DirectRound` is the state: what was asked, answered, sent and held. It never waits. `DirectFeed`
+waits, and decides nothing. The bytes pass neither: they go from the trainer's memory into the
+workers.
 """
 
 import asyncio
@@ -15,16 +17,33 @@ from midflight.errors import EngineError, EngineUnavailable, WeightsCorrupt
 from midflight.ports import ServerWorkers
 from midflight.types import TensorSpec, TransferOrder, WeightManifest, WorkerState
 from midflight.weights.manifest import extent, repacked
-from midflight.weights.transports.receive import MAX_LINE, Address, Again, Answer, Ask, Join, Refused, Sent, line, read_answer
+from midflight.weights.transports.receive import (
+    MAX_LINE,
+    Address,
+    Again,
+    Answer,
+    Ask,
+    Join,
+    Refused,
+    Sent,
+    line,
+    read_answer,
+)
 
 ATTEMPTS = 2
-"""A server that dies breaks its group for the others too, who meet again without it. A second failure goes to the handover."""
+"""A server that dies breaks its group for the others too, who meet again without it. A second
+failure goes to the handover.
+"""
 LOOK_SECONDS = 0.01
-"""Between two questions whether the last bucket is laid out. The workers have no way to say so unasked."""
+"""Between two questions whether the last bucket is laid out. The workers have no way to say so
+unasked.
+"""
 
 
 class RoundBroken(Exception):
-    """Nothing that is served has changed, and the group is useless. The next round makes another."""
+    """Nothing that is served has changed, and the group is useless. The next round makes
+    another.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +63,35 @@ class Leg:
 
 
 def legs(manifest: WeightManifest, held: Set[str | None]) -> Sequence[Leg]:
-    """The way to a version for workers that hold the bytes of these fingerprints: the differences that they lack, if all hold the same
-    version and it is on the way; else the whole version at its beginning first."""
+    """The way to a version for workers that hold the bytes of these fingerprints: the differences
+    that they lack, if all hold the same version and it is on the way; else the whole version at its
+    beginning first."""
     specs = repacked(manifest.tensors)
     if not manifest.deltas:
         return [Leg(manifest, specs, manifest.fingerprint)]
     bases = [delta.base_fingerprint for delta in manifest.deltas]
-    made = [*zip([d.base for d in manifest.deltas[1:]], bases[1:], strict=True), (manifest.version, manifest.fingerprint)]
+    made = [
+        *zip([d.base for d in manifest.deltas[1:]], bases[1:], strict=True),
+        (manifest.version, manifest.fingerprint),
+    ]
     way = list[Leg]()
     for (version, fingerprint), delta in zip(made, manifest.deltas, strict=True):
-        payload = replace(manifest, version=version, fingerprint=delta.payload_fingerprint, location=delta.location)
+        payload = replace(
+            manifest,
+            version=version,
+            fingerprint=delta.payload_fingerprint,
+            location=delta.location,
+        )
         sent = replace(payload, tensors=(delta.payload,), deltas=())
-        way.append(Leg(sent, specs, fingerprint, base=delta.base_fingerprint, serves=fingerprint == manifest.fingerprint))
+        way.append(
+            Leg(
+                sent,
+                specs,
+                fingerprint,
+                base=delta.base_fingerprint,
+                serves=fingerprint == manifest.fingerprint,
+            )
+        )
     start = next((i for i, base in enumerate(bases) if held == {base}), None)
     if start is not None:
         return way[start:]
@@ -72,12 +108,15 @@ class DirectRound:
     | ordered | `order` | the publisher's word that all is sent: `sent` |
     | sent | `sent` | what the workers hold: `landed` |
 
-    What fails raises `RoundBroken`, or `WeightsCorrupt` where another round would end in the same way.
+    What fails raises `RoundBroken`, or `WeightsCorrupt` where another round would end in the same
+    way.
     """
 
-    def __init__(self, leg: Leg, *, member: str, group: str | None, workers: int, keeps: bool = False) -> None:
-        """`group`: the one that these workers were in last, where it did not break. `member` names the server to the publisher. `keeps`:
-        differences from this version are expected."""
+    def __init__(
+        self, leg: Leg, *, member: str, group: str | None, workers: int, keeps: bool = False
+    ) -> None:
+        """`group`: the one that these workers were in last, where it did not break. `member` names
+        the server to the publisher. `keeps`: differences from this version are expected."""
         self._leg = leg
         self._manifest = leg.sent
         self._keeps = keeps
@@ -89,17 +128,29 @@ class DirectRound:
 
     def ask(self, token: str) -> Ask:
         m = self._manifest
-        return Ask(token, m.version, m.fingerprint, self._member, self._group, m.receivers, workers=self._workers)
+        return Ask(
+            token,
+            m.version,
+            m.fingerprint,
+            self._member,
+            self._group,
+            m.receivers,
+            workers=self._workers,
+        )
 
     def order(self, answer: Answer, known: Join | None, *, host: str) -> TransferOrder:
-        """`known`: the terms of the group that they were in last. What the workers are to be told."""
+        """`known`: the terms of the group that they were in last. What the workers are to be
+        told.
+        """
         match answer:
             case Join():
                 self._terms = answer
             case Again() if known is not None and known.group == self._group:
                 self._terms = known
             case Refused(reason):
-                raise WeightsCorrupt(f"fetching version {self._manifest.version}: {reason}; publish a version again.")
+                raise WeightsCorrupt(
+                    f"fetching version {self._manifest.version}: {reason}; publish a version again."
+                )
             case _:
                 raise RoundBroken("the publisher names a group that was never made")
         leg = self._leg
@@ -130,23 +181,38 @@ class DirectRound:
         self._digests = answer.digests
 
     def landed(self, states: Sequence[WorkerState]) -> Join | None:
-        """The terms of the group, which stands, when each worker holds just what was sent; `None` while one still lays it out."""
+        """The terms of the group, which stands, when each worker holds just what was sent; `None`
+        while one still lays it out.
+        """
         if len(states) != self._workers:
             raise RoundBroken(f"the server has {len(states)} workers and had {self._workers}")
         for index, state in enumerate(states):
             if state.error or state.version != self._manifest.version:
-                raise RoundBroken(f"worker {index} has none of it: {state.error or 'it was started again'}")
+                raise RoundBroken(
+                    f"worker {index} has none of it: {state.error or 'it was started again'}"
+                )
             if state.done and state.digests != self._digests:
-                wrong = next((i for i, (a, b) in enumerate(zip(state.digests, self._digests, strict=False)) if a != b), len(state.digests))
+                wrong = next(
+                    (
+                        i
+                        for i, (a, b) in enumerate(zip(state.digests, self._digests, strict=False))
+                        if a != b
+                    ),
+                    len(state.digests),
+                )
                 raise RoundBroken(f"bucket {wrong} of worker {index} is not what was sent")
         return self._terms if all(state.done for state in states) else None
 
 
 class DirectFeed:
-    """Implements `ports.WorkerFeed` for one server. It keeps the group for the next version, because making one takes time."""
+    """Implements `ports.WorkerFeed` for one server. It keeps the group for the next version,
+    because making one takes time.
+    """
 
     def __init__(self, *, answer_seconds: float = 60.0) -> None:
-        """`answer_seconds`: how long the publisher may be busy with the rounds before ours. A group's own deadlines come from it."""
+        """`answer_seconds`: how long the publisher may be busy with the rounds before ours. A
+        group's own deadlines come from it.
+        """
         self._answer_seconds = answer_seconds
         self._member = secrets.token_hex(8)
         self._group: Join | None = None
@@ -163,11 +229,18 @@ class DirectFeed:
             known = self._group
             self._group = None
             try:
-                # Also shows that they answer: for a server that was stopped nobody meets a group, which would wait for it.
+                # Also shows that they answer: for a server that was stopped nobody meets a group,
+                # which would wait for it.
                 states = await workers.states()
                 for leg in legs(manifest, {state.held for state in states}):
                     group = known and known.group
-                    at = DirectRound(leg, member=self._member, group=group, workers=len(states), keeps=self._keeps)
+                    at = DirectRound(
+                        leg,
+                        member=self._member,
+                        group=group,
+                        workers=len(states),
+                        keeps=self._keeps,
+                    )
                     known = await self._round(at, leg.sent, workers, known)
                 self._group = known
                 return
@@ -176,26 +249,34 @@ class DirectFeed:
                     raise
                 broken = error
         raise EngineUnavailable(
-            f"bringing version {manifest.version} to the server's workers: it broke {ATTEMPTS} times ({broken}); stage it again."
+            f"bringing version {manifest.version} to the server's workers: it broke {ATTEMPTS} "
+            f"times ({broken}); stage it again."
         ) from broken
 
-    async def _round(self, at: DirectRound, manifest: WeightManifest, workers: ServerWorkers, known: Join | None) -> Join:
+    async def _round(
+        self, at: DirectRound, manifest: WeightManifest, workers: ServerWorkers, known: Join | None
+    ) -> Join:
         try:
             address = Address.parse(manifest.location)
             async with asyncio.timeout(self._answer_seconds):
-                reader, writer = await asyncio.open_connection(address.host, address.port, limit=MAX_LINE)
+                reader, writer = await asyncio.open_connection(
+                    address.host, address.port, limit=MAX_LINE
+                )
             try:
                 writer.write(line(at.ask(address.token)))
                 async with asyncio.timeout(self._answer_seconds):
                     answer = read_answer(await reader.readline())
-                await workers.receive(at.order(answer, known, host=writer.get_extra_info("peername")[0]))
+                await workers.receive(
+                    at.order(answer, known, host=writer.get_extra_info("peername")[0])
+                )
                 ended = await reader.readline()  # it hangs up where the round failed
                 at.sent(read_answer(ended) if ended else None)
             finally:
                 writer.close()
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise EngineUnavailable(
-                f"fetching version {manifest.version}: the publisher does not answer ({error}); publish the version again."
+                f"fetching version {manifest.version}: the publisher does not answer ({error}); "
+                "publish the version again."
             ) from error
         while (terms := at.landed(await workers.states())) is None:  # noqa: ASYNC110 (the event is another program's)
             await asyncio.sleep(LOOK_SECONDS)

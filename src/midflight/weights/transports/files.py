@@ -1,7 +1,9 @@
-"""Versions as files that trainer and engines both see: one safetensors file per version, where its tensors lie, and what they hash to.
+"""Versions as files that trainer and engines both see: one safetensors file per version, where its
+tensors lie, and what they hash to.
 
-Format: eight bytes with the header's length N (little endian), N bytes of JSON, then the data that its offsets count from. Importing
-this needs no torch, so that the launcher and the rollout process can use it.
+Format: eight bytes with the header's length N (little endian), N bytes of JSON, then the data that
+its offsets count from. Importing this needs no torch, so that the launcher and the rollout process
+can use it.
 """
 
 from __future__ import annotations
@@ -43,8 +45,11 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
-def manifest_of(path: Path, *, version: Version, fitting: Callable[[Specs], Specs]) -> WeightManifest:
-    """Reads and hashes the whole file, about a second per gigabyte. `RequestRejected` when no engine could serve it.
+def manifest_of(
+    path: Path, *, version: Version, fitting: Callable[[Specs], Specs]
+) -> WeightManifest:
+    """Reads and hashes the whole file, about a second per gigabyte. `RequestRejected` when no
+    engine could serve it.
 
     `fitting` says which of its tensors to serve, and refuses a file that does not fit the model.
     """
@@ -55,19 +60,31 @@ def manifest_of(path: Path, *, version: Version, fitting: Callable[[Specs], Spec
         return WeightManifest(version, hashed, "file", str(path.resolve()), specs)
     except (OSError, ValueError, ConfigError) as error:
         raise RequestRejected(
-            f"publishing version {version} from {str(path)!r}: {error}; write a whole safetensors file that this machine can read.",
+            (
+                f"publishing version {version} from {str(path)!r}: {error}; write a whole "
+                "safetensors file that this machine can read."
+            ),
             param="file",
         ) from error
 
 
 def check_readable(manifest: WeightManifest) -> None:
-    """`RequestRejected` where no engine could read what a trainer says it published. Engines verify the bytes themselves."""
+    """`RequestRejected` where no engine could read what a trainer says it published. Engines verify
+    the bytes themselves.
+    """
     if manifest.transport not in TRANSPORTS:
         raise RequestRejected(
-            f"transport is {manifest.transport[:80]!r}: not one of them.{nearest(manifest.transport, TRANSPORTS)}", param="transport"
+            (
+                f"transport is {manifest.transport[:80]!r}: not one of "
+                f"them.{nearest(manifest.transport, TRANSPORTS)}"
+            ),
+            param="transport",
         )
     check_extents(manifest)
-    for location, specs in ((manifest.location, manifest.tensors), *((d.location, (d.payload,)) for d in manifest.deltas)):
+    for location, specs in (
+        (manifest.location, manifest.tensors),
+        *((d.location, (d.payload,)) for d in manifest.deltas),
+    ):
         try:
             if manifest.transport in BROADCAST:
                 Address.parse(location)
@@ -77,22 +94,37 @@ def check_readable(manifest: WeightManifest) -> None:
                 raise ValueError(f"it has {size} bytes of {extent(specs)}")
         except (OSError, ValueError) as error:
             raise RequestRejected(
-                f"publishing version {manifest.version} from {location!r}: {error}; name a file that this machine can read.",
+                (
+                    f"publishing version {manifest.version} from {location!r}: {error}; name a "
+                    "file that this machine can read."
+                ),
                 param="location",
             ) from error
 
 
 def read_specs(path: Path) -> Specs:
-    """Where the tensors of a file lie; offsets from the beginning of the file. `ValueError` when it is not whole."""
+    """Where the tensors of a file lie; offsets from the beginning of the file. `ValueError` when it
+    is not whole.
+    """
     size = _size(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"it is no safetensors file, or not a whole one ({size} bytes)")
         header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
-    entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items() if name != "__metadata__"}
+    entries = {
+        name: msgspec.json.decode(raw, type=_Entry)
+        for name, raw in header.items()
+        if name != "__metadata__"
+    }
     specs = tuple(
-        TensorSpec(name, e.dtype, e.shape, 8 + length + e.data_offsets[0], e.data_offsets[1] - e.data_offsets[0])
+        TensorSpec(
+            name,
+            e.dtype,
+            e.shape,
+            8 + length + e.data_offsets[0],
+            e.data_offsets[1] - e.data_offsets[0],
+        )
         for name, e in entries.items()
     )
     for spec in specs:
@@ -111,8 +143,8 @@ def _size(path: Path) -> int:
 
 
 class _Reading(Mapping[str, memoryview]):
-    """Tensors of a file that another process may still write to, each read when it is asked for. A file that was cut gives a
-    `ValueError`; mapped into memory it would end the process."""
+    """Tensors of a file that another process may still write to, each read when it is asked for. A
+    file that was cut gives a `ValueError`; mapped into memory it would end the process."""
 
     def __init__(self, file: BinaryIO, specs: Specs) -> None:
         self._file = file
@@ -135,7 +167,11 @@ class _Reading(Mapping[str, memoryview]):
 
 def digest(path: Path, specs: Specs, *, threads: int = 1) -> str:
     """The fingerprint of the tensors of a file that is no longer written to."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as whole:
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as whole,
+    ):
         parts = views(specs, whole)
         try:
             return fingerprint_views(specs, parts, threads=threads)
@@ -145,10 +181,12 @@ def digest(path: Path, specs: Specs, *, threads: int = 1) -> str:
 
 
 class FilePublisher:
-    """Writes `<version>.safetensors` under another name, then renames it: a reader sees a whole file or none.
+    """Writes `<version>.safetensors` under another name, then renames it: a reader sees a whole
+    file or none.
 
-    Nothing is synced to disk: after a power cut the trainer publishes again. Older files than the newest `keep` are removed at
-    each publish; an engine that has one open can read it to the end; one that comes later gets an error and rejoins at the current version.
+    Nothing is synced to disk: after a power cut the trainer publishes again. Older files than the
+    newest `keep` are removed at each publish; an engine that has one open can read it to the end;
+    one that comes later gets an error and rejoins at the current version.
     """
 
     def __init__(self, folder: Path, *, keep: int = MAX_HELD, threads: int = 1) -> None:
@@ -170,7 +208,8 @@ class FilePublisher:
             partial.rename(path)
         except (OSError, SafetensorError) as error:
             raise ConfigError(
-                f"publishing version {version} to {str(self._folder)!r}: {error}; give a writable folder with room."
+                f"publishing version {version} to {str(self._folder)!r}: {error}; give a writable "
+                "folder with room."
             ) from error
         finally:
             with contextlib.suppress(OSError):
@@ -204,7 +243,9 @@ SUFFIX = ".weights"
 
 
 def remove_stale(name: str, *, folder: Path | None = None) -> list[Path]:
-    """Removes files that dead publishers left under this name, and returns them. Files of living ones are locked and stay."""
+    """Removes files that dead publishers left under this name, and returns them. Files of living
+    ones are locked and stay.
+    """
     removed: list[Path] = []
     for place in [folder] if folder is not None else [SHARED, Path(tempfile.gettempdir())]:
         for path in sorted(place.glob(f"{name}-*{SUFFIX}")):

@@ -1,7 +1,9 @@
-"""One copy of a version for all engines of a machine: a file in memory. Who locks it first fetches into it; the others map what it verified.
+"""One copy of a version for all engines of a machine: a file in memory. Who locks it first fetches
+into it; the others map what it verified.
 
-A lock and not a process id says who uses it: it ends with its process. So a fetch that was killed is gone on with by the next, from what is
-there, and a file that nobody uses any more is removed by its last user, or by `files.remove_stale`.
+A lock and not a process id says who uses it: it ends with its process. So a fetch that was killed
+is gone on with by the next, from what is there, and a file that nobody uses any more is removed by
+its last user, or by `files.remove_stale`.
 """
 
 from __future__ import annotations
@@ -27,18 +29,32 @@ LOOK_SECONDS = 0.02
 class MachineCopy:
     """A version's bytes, and behind them its tree as JSON, once that is known."""
 
-    def __init__(self, file: int, num_bytes: int, *, path: Path | None = None, is_alone: bool = True) -> None:
+    def __init__(
+        self, file: int, num_bytes: int, *, path: Path | None = None, is_alone: bool = True
+    ) -> None:
         self._file = file
         self._path = path
         self._num_bytes = num_bytes
         self._tree_at = aligned(max(1, num_bytes), mmap.PAGESIZE)
         self.is_alone = is_alone
-        """Whether nobody else uses it: then there may be anything in it, and it may be written to. Else another has found it whole."""
-        os.posix_fallocate(file, 0, self._tree_at)  # else a full memory would kill the process at the first write
+        """Whether nobody else uses it: then there may be anything in it, and it may be written to.
+        Else another has found it whole.
+        """
+        # else a full memory would kill the process at the first write
+        os.posix_fallocate(file, 0, self._tree_at)
 
     @classmethod
-    def of(cls, location: str, fingerprint: str, num_bytes: int, *, places: Sequence[Path], patience: float) -> MachineCopy:
-        """Waits for another that fetches the same, `patience` seconds at most: then this one has a copy of its own.
+    def of(
+        cls,
+        location: str,
+        fingerprint: str,
+        num_bytes: int,
+        *,
+        places: Sequence[Path],
+        patience: float,
+    ) -> MachineCopy:
+        """Waits for another that fetches the same, `patience` seconds at most: then this one has a
+        copy of its own.
 
         The name says which run's version it is, and does not tell the secret.
         """
@@ -47,10 +63,17 @@ class MachineCopy:
         for folder in places:
             try:
                 found = _locked(folder / f"{PREFIX}-{name}{SUFFIX}", time.monotonic() + patience)
-                return cls(os.memfd_create(PREFIX), num_bytes) if found is None else cls._opened(*found, num_bytes)
+                return (
+                    cls(os.memfd_create(PREFIX), num_bytes)
+                    if found is None
+                    else cls._opened(*found, num_bytes)
+                )
             except OSError as error:
                 failed = failed or error
-        raise WeightsCorrupt(f"fetching weights: no room for {num_bytes} bytes ({failed}); enlarge /dev/shm (containers: --shm-size).")
+        raise WeightsCorrupt(
+            f"fetching weights: no room for {num_bytes} bytes ({failed}); enlarge /dev/shm "
+            "(containers: --shm-size)."
+        )
 
     @classmethod
     def _opened(cls, path: Path, file: int, is_alone: bool, num_bytes: int) -> MachineCopy:
@@ -76,7 +99,9 @@ class MachineCopy:
 
     def own(self) -> memoryview:
         """The same pages for a caller who may write: a page that it changes becomes its own."""
-        return memoryview(mmap.mmap(self._file, self._tree_at, access=mmap.ACCESS_COPY))[: max(1, self._num_bytes)]
+        return memoryview(mmap.mmap(self._file, self._tree_at, access=mmap.ACCESS_COPY))[
+            : max(1, self._num_bytes)
+        ]
 
     def whole(self) -> None:
         """Nobody writes to it any more: others may use it too."""
@@ -96,12 +121,15 @@ class MachineCopy:
 
 
 def _locked(path: Path, until: float) -> tuple[Path, int, bool] | None:
-    """The open file, and whether it is locked for this caller alone; `None` if that takes too long."""
+    """The open file, and whether it is locked for this caller alone; `None` if that takes too
+    long.
+    """
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         lock = _lock(file)
         status = os.fstat(file)
-        if lock is not None and status.st_nlink and status.st_uid == os.getuid():  # else its last user has just removed it
+        # else its last user has just removed it
+        if lock is not None and status.st_nlink and status.st_uid == os.getuid():
             return path, file, lock == fcntl.LOCK_EX
         os.close(file)
         if time.monotonic() > until:

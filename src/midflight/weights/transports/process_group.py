@@ -1,5 +1,5 @@
-"""The process group in which both ends of the collective transport meet, and the engine's end: ask the publisher for a version, meet it in
-a group, receive, verify.
+"""The process group in which both ends of the collective transport meet, and the engine's end: ask
+the publisher for a version, meet it in a group, receive, verify.
 
 The group stands beside torch's default group, which engines' workers have for themselves.
 """
@@ -20,7 +20,19 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from midflight.errors import EngineUnavailable, WeightsCorrupt
 from midflight.types import WeightManifest
 from midflight.weights.manifest import extent, repacked, set_aside, views
-from midflight.weights.transports.receive import MAX_LINE, Address, Again, Answer, Ask, Join, Refused, buckets, line, read_answer, verify
+from midflight.weights.transports.receive import (
+    MAX_LINE,
+    Address,
+    Again,
+    Answer,
+    Ask,
+    Join,
+    Refused,
+    buckets,
+    line,
+    read_answer,
+    verify,
+)
 
 T = TypeVar("T")
 
@@ -29,31 +41,44 @@ NCCL_LOOK_SECONDS = 0.0005
 
 
 class GroupBroken(Exception):
-    """A member died, stopped or came too late. The group is useless from then on; a new one may be made at once."""
+    """A member died, stopped or came too late. The group is useless from then on; a new one may be
+    made at once.
+    """
 
 
 class BroadcastGroup:
-    """One member's end. Every wait ends by the deadline in `terms`, or at once when a peer's connection closes.
+    """One member's end. Every wait ends by the deadline in `terms`, or at once when a peer's
+    connection closes.
 
-    A peer that is killed closes its connections, so gloo fails within milliseconds; one that is stopped or cut off is found by
-    the deadline, and one that dies while the group is made within gloo's own five seconds, if those are longer. gloo waits
-    without the interpreter lock. To drop a group on which nothing is in progress takes milliseconds.
+    A peer that is killed closes its connections, so gloo fails within milliseconds; one that is
+    stopped or cut off is found by the deadline, and one that dies while the group is made within
+    gloo's own five seconds, if those are longer. gloo waits without the interpreter lock. To drop a
+    group on which nothing is in progress takes milliseconds.
     """
 
     def __init__(self, terms: Join, store: TCPStore, *, interface: str) -> None:
-        """Waits until all members are here. `interface` is the address of this machine that the others reach it by."""
+        """Waits until all members are here. `interface` is the address of this machine that the
+        others reach it by.
+        """
         self.terms = terms
         make = _nccl if terms.backend == "nccl" else _gloo
         try:
             self._group: Any = make(terms, PrefixStore(terms.group, store), interface)
         except RuntimeError as error:
             raise GroupBroken(_first_line(error)) from error
-        self._store: TCPStore | None = store  # the group's connections are made through it: it lives as long
+        # the group's connections are made through it: it lives as long
+        self._store: TCPStore | None = store
         self._staged: Tensor | None
-        self._staged = torch.empty(terms.bucket_bytes, dtype=torch.uint8, device="cuda") if terms.backend == "nccl" else None
+        self._staged = (
+            torch.empty(terms.bucket_bytes, dtype=torch.uint8, device="cuda")
+            if terms.backend == "nccl"
+            else None
+        )
 
     def broadcast(self, part: Tensor) -> None:
-        """Copies rank 0's bytes, at most a bucket, into the `part` of every member: uint8 in this process's own memory."""
+        """Copies rank 0's bytes, at most a bucket, into the `part` of every member: uint8 in this
+        process's own memory.
+        """
         try:
             if self._staged is None:
                 self._start(part).wait()
@@ -64,7 +89,9 @@ class BroadcastGroup:
             raise GroupBroken(_first_line(error)) from error
 
     def close(self) -> None:
-        """Closes the connections, so that the others need not wait for their deadline. Deleting the group would not do: a traceback may keep it alive."""
+        """Closes the connections, so that the others need not wait for their deadline. Deleting the
+        group would not do: a traceback may keep it alive.
+        """
         self._group = self._store = self._staged = None
 
     def _start(self, part: Tensor) -> Any:
@@ -80,7 +107,9 @@ class BroadcastGroup:
         while not work.is_completed():
             if time.monotonic() > late:
                 self._group.abort()
-                raise GroupBroken(f"NCCL did not finish a bucket within {self.terms.deadline_seconds:g} s")
+                raise GroupBroken(
+                    f"NCCL did not finish a bucket within {self.terms.deadline_seconds:g} s"
+                )
             time.sleep(NCCL_LOOK_SECONDS)
         work.wait()
         if self.terms.rank != 0:
@@ -89,23 +118,33 @@ class BroadcastGroup:
 
 def listen(host: str) -> socket.socket:
     """Listens on a free port of this address only."""
-    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    return socket.create_server(
+        (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+    )
 
 
 def serve_store(host: str) -> TCPStore:
-    """A new store for one group, on this address only; by default it would listen on all addresses."""
+    """A new store for one group, on this address only; by default it would listen on all
+    addresses.
+    """
     listener = listen(host)
     port = listener.getsockname()[1]
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def join_store(host: str, terms: Join) -> TCPStore:
     """The store of the group in `terms`; `GroupBroken` when it does not answer by the deadline.
 
-    It is made in a thread of its own, because a client whose server was stopped waits for the greeting for ever, whatever its timeout.
+    It is made in a thread of its own, because a client whose server was stopped waits for the
+    greeting for ever, whatever its timeout.
     """
     seconds = timedelta(seconds=terms.deadline_seconds)
-    return _within(terms.deadline_seconds, lambda: TCPStore(host, terms.port, timeout=seconds, wait_for_workers=False))
+    return _within(
+        terms.deadline_seconds,
+        lambda: TCPStore(host, terms.port, timeout=seconds, wait_for_workers=False),
+    )
 
 
 def _within(seconds: float, make: Callable[[], T]) -> T:
@@ -127,7 +166,9 @@ def _within(seconds: float, make: Callable[[], T]) -> T:
 
 
 def _gloo(terms: Join, store: PrefixStore, interface: str) -> Any:
-    """The device names the interface: without one gloo takes the address that this machine's name resolves to."""
+    """The device names the interface: without one gloo takes the address that this machine's name
+    resolves to.
+    """
     options = cast(Any, ProcessGroupGloo)._Options()
     options._devices = [ProcessGroupGloo.create_device(hostname=interface)]
     options._timeout = timedelta(seconds=terms.deadline_seconds)
@@ -135,9 +176,13 @@ def _gloo(terms: Join, store: PrefixStore, interface: str) -> Any:
 
 
 def _nccl(terms: Join, store: PrefixStore, interface: str) -> Any:
-    """NCCL's watchdog ends the process when the group's own timeout passes. That timeout is longer than ours, after which we abort."""
+    """NCCL's watchdog ends the process when the group's own timeout passes. That timeout is longer
+    than ours, after which we abort.
+    """
     if not torch.cuda.is_available():
-        raise GroupBroken("the publisher sends by NCCL and this process has no GPU; publish with the gloo backend")
+        raise GroupBroken(
+            "the publisher sends by NCCL and this process has no GPU; publish with the gloo backend"
+        )
     from torch.distributed import ProcessGroupNCCL
 
     options: Any = ProcessGroupNCCL.Options()
@@ -151,17 +196,23 @@ def _first_line(error: Exception) -> str:
 
 
 ATTEMPTS = 2
-"""A receiver that dies ends its group, and the others must not suffer for it, so they try again. A second failure goes to the handover."""
+"""A receiver that dies ends its group, and the others must not suffer for it, so they try again. A
+second failure goes to the handover.
+"""
 
 
 class CollectiveReceiver:
-    """Implements `ports.WeightReceiver`. It keeps its group for the next version, because making one takes time.
+    """Implements `ports.WeightReceiver`. It keeps its group for the next version, because making
+    one takes time.
 
-    Each rank of an engine with several is a receiver of its own. One `fetch` at a time; another waits for it.
+    Each rank of an engine with several is a receiver of its own. One `fetch` at a time; another
+    waits for it.
     """
 
     def __init__(self, *, threads: int = 1, answer_seconds: float = 60.0) -> None:
-        """`answer_seconds`: how long the publisher may be busy with the rounds before ours. A group's own deadlines come from it."""
+        """`answer_seconds`: how long the publisher may be busy with the rounds before ours. A
+        group's own deadlines come from it.
+        """
         self._threads = threads
         self._answer_seconds = answer_seconds
         self._member = secrets.token_hex(8)
@@ -169,7 +220,9 @@ class CollectiveReceiver:
         self._one_at_a_time = threading.Lock()
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
-        """Bytes of each tensor by name. `EngineUnavailable` when the publisher or the group is gone, by the deadlines at the latest."""
+        """Bytes of each tensor by name. `EngineUnavailable` when the publisher or the group is
+        gone, by the deadlines at the latest.
+        """
         specs = repacked(manifest.tensors)
         buffer = set_aside(specs)
         data = torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)]
@@ -188,38 +241,62 @@ class CollectiveReceiver:
                 self._group = None
                 broken = error
         raise EngineUnavailable(
-            f"fetching version {manifest.version}: the broadcast broke {ATTEMPTS} times ({broken}); see which other engine died and stage again, or raise weights.stage_seconds if the network is only slow."
+            f"fetching version {manifest.version}: the broadcast broke {ATTEMPTS} times "
+            f"({broken}); see which other engine died and stage again, or raise "
+            "weights.stage_seconds if the network is only slow."
         ) from broken
 
     def _once(self, manifest: WeightManifest, data: Tensor) -> None:
         try:
             address = Address.parse(manifest.location)
-            with socket.create_connection((address.host, address.port), timeout=self._answer_seconds) as publisher:
-                group = self._group = self._meet(self._ask(publisher, address, manifest), publisher, manifest)
+            with socket.create_connection(
+                (address.host, address.port), timeout=self._answer_seconds
+            ) as publisher:
+                group = self._group = self._meet(
+                    self._ask(publisher, address, manifest), publisher, manifest
+                )
                 for part in buckets(data.numel(), group.terms.bucket_bytes):
                     group.broadcast(data[part])
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             self._group = None
             raise EngineUnavailable(
-                f"fetching version {manifest.version}: the publisher does not answer ({error}); publish the version again, or raise weights.stage_seconds if it is only slow."
+                f"fetching version {manifest.version}: the publisher does not answer ({error}); "
+                "publish the version again, or raise weights.stage_seconds if it is only slow."
             ) from error
 
     def _ask(self, publisher: socket.socket, address: Address, manifest: WeightManifest) -> Answer:
         """Waits for the other receivers that want this version, and for the rounds before."""
         group = self._group.terms.group if self._group is not None else None
-        publisher.sendall(line(Ask(address.token, manifest.version, manifest.fingerprint, self._member, group, manifest.receivers)))
+        publisher.sendall(
+            line(
+                Ask(
+                    address.token,
+                    manifest.version,
+                    manifest.fingerprint,
+                    self._member,
+                    group,
+                    manifest.receivers,
+                )
+            )
+        )
         with publisher.makefile("rb") as answers:
             return read_answer(answers.readline(MAX_LINE))
 
-    def _meet(self, answer: Answer, publisher: socket.socket, manifest: WeightManifest) -> BroadcastGroup:
+    def _meet(
+        self, answer: Answer, publisher: socket.socket, manifest: WeightManifest
+    ) -> BroadcastGroup:
         match answer:
             case Join():
                 self._group = None  # before the new one, for it may hold sockets and memory
                 host = publisher.getpeername()[0]
-                return BroadcastGroup(answer, join_store(host, answer), interface=publisher.getsockname()[0])
+                return BroadcastGroup(
+                    answer, join_store(host, answer), interface=publisher.getsockname()[0]
+                )
             case Again() if self._group is not None:
                 return self._group
             case Refused(reason):
-                raise WeightsCorrupt(f"fetching version {manifest.version}: {reason}; publish a version again.")
+                raise WeightsCorrupt(
+                    f"fetching version {manifest.version}: {reason}; publish a version again."
+                )
             case _:
                 raise ValueError("it names a group that was never made")

@@ -1,9 +1,13 @@
-"""The engine's end of the pull transport: buckets from whoever has them, several at once, each checked before it counts.
+"""The engine's end of the pull transport: buckets from whoever has them, several at once, each
+checked before it counts.
 
-    manifest -> the machine's copy -> tree -> what of it is here already -> buckets from sources -> the copy, for engines to map
-                                                                              and given away meanwhile
+    manifest -> the machine's copy -> tree -> what of it is here already -> buckets from sources ->
+    the copy, for engines to map
+                                                                              and given away
+                                                                              meanwhile
 
-No group is made, so nobody waits for anybody else: an engine that dies, or comes later, concerns its own transfer only. Torch-free.
+No group is made, so nobody waits for anybody else: an engine that dies, or comes later, concerns
+its own transfer only. Torch-free.
 
 | wait | waits for | ended by |
 |---|---|---|
@@ -33,13 +37,24 @@ from midflight.weights.manifest import extent, repacked, views
 from midflight.weights.transports.files import SHARED, remove_stale
 from midflight.weights.transports.machine_copy import PREFIX, MachineCopy
 from midflight.weights.transports.sharing import FROM, BucketServer, Held, SharedVersion
-from midflight.weights.transports.swarm import Transfer, Tree, Views, is_right, leaf_views, place, root, sources_in
+from midflight.weights.transports.swarm import (
+    Transfer,
+    Tree,
+    Views,
+    is_right,
+    leaf_views,
+    place,
+    root,
+    sources_in,
+)
 
 THREADS = 4
 """That fetch: twice what one source is asked for at once."""
 LOOK_SECONDS = 0.1
 CALM_SECONDS = 1.0
-"""Between two questions what a source has: of one that gets more, or had too much to do, and of one that has all."""
+"""Between two questions what a source has: of one that gets more, or had too much to do, and of one
+that has all.
+"""
 END_SECONDS = 1.0
 """For a thread that is still in a failed transfer's last question."""
 READ_BYTES = 2**20
@@ -62,14 +77,23 @@ class Busy(Exception):
 
 
 class PullReceiver:
-    """Implements `ports.WeightReceiver`. What it has it gives away, until it has fetched another version after the next.
+    """Implements `ports.WeightReceiver`. What it has it gives away, until it has fetched another
+    version after the next.
 
-    The caller gets the machine's copy mapped as its own memory: engines of one machine have one copy of a version between them.
+    The caller gets the machine's copy mapped as its own memory: engines of one machine have one
+    copy of a version between them.
     """
 
-    def __init__(self, *, answer_seconds: float = 10.0, patience: float = 20.0, places: Sequence[Path] | None = None) -> None:
-        """`answer_seconds`: without a byte from a source after which it has failed. `patience`: seconds without a megabyte after which
-        the transfer has. `places`: where the machine's copy may lie, the best first; default /dev/shm, then the temporary folder."""
+    def __init__(
+        self,
+        *,
+        answer_seconds: float = 10.0,
+        patience: float = 20.0,
+        places: Sequence[Path] | None = None,
+    ) -> None:
+        """`answer_seconds`: without a byte from a source after which it has failed. `patience`:
+        seconds without a megabyte after which the transfer has. `places`: where the machine's copy
+        may lie, the best first; default /dev/shm, then the temporary folder."""
         self._answer_seconds = answer_seconds
         self._patience = patience
         self._places = list(places) if places is not None else [SHARED, Path(tempfile.gettempdir())]
@@ -83,12 +107,14 @@ class PullReceiver:
             remove_stale(PREFIX, folder=folder)
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
-        """Bytes of each tensor by name. `WeightsCorrupt` or `EngineUnavailable` when nobody has what is missing; what an engine serves stays
-        as it is. One `fetch` at a time."""
+        """Bytes of each tensor by name. `WeightsCorrupt` or `EngineUnavailable` when nobody has
+        what is missing; what an engine serves stays as it is. One `fetch` at a time."""
         try:
             sources = sources_in(manifest.location)
         except ValueError as error:
-            raise WeightsCorrupt(f"fetching version {manifest.version}: {error}; publish the version again.") from error
+            raise WeightsCorrupt(
+                f"fetching version {manifest.version}: {error}; publish the version again."
+            ) from error
         specs = repacked(manifest.tensors)
         self._forget(manifest.fingerprint)
         while True:
@@ -96,7 +122,8 @@ class PullReceiver:
             if self._filled(copy, manifest, sources):
                 self._kept[manifest.fingerprint] = copy
                 return views(specs, copy.own())
-            copy.close()  # what another had found whole is not: from here on it is this one's to write
+            # what another had found whole is not: from here on it is this one's to write
+            copy.close()
 
     def close(self) -> None:
         """Gives nothing away any more. What callers have stays theirs."""
@@ -106,11 +133,21 @@ class PullReceiver:
 
     def _copy(self, manifest: WeightManifest) -> MachineCopy:
         size = extent(repacked(manifest.tensors))
-        return MachineCopy.of(manifest.location, manifest.fingerprint, size, places=self._places, patience=self._patience)
+        return MachineCopy.of(
+            manifest.location,
+            manifest.fingerprint,
+            size,
+            places=self._places,
+            patience=self._patience,
+        )
 
     def _filled(self, copy: MachineCopy, manifest: WeightManifest, sources: Sequence[str]) -> bool:
-        """Whether all is there and right now; `False` only where another engine said so and was wrong."""
-        fetch = _Fetch(manifest, copy, sources, answer_seconds=self._answer_seconds, patience=self._patience)
+        """Whether all is there and right now; `False` only where another engine said so and was
+        wrong.
+        """
+        fetch = _Fetch(
+            manifest, copy, sources, answer_seconds=self._answer_seconds, patience=self._patience
+        )
         try:
             if not fetch.is_done and not copy.is_alone:
                 return False
@@ -129,8 +166,13 @@ class PullReceiver:
         return True
 
     def _give(self, fingerprint: str, fetch: "_Fetch", sources: Sequence[str]) -> None:
-        """From now on others get what is here. Listens where this machine reaches the first source that answers: there others reach it."""
-        if self._server is None and (host := _own_address(sources, self._answer_seconds)) is not None:
+        """From now on others get what is here. Listens where this machine reaches the first source
+        that answers: there others reach it.
+        """
+        if (
+            self._server is None
+            and (host := _own_address(sources, self._answer_seconds)) is not None
+        ):
             self._server = BucketServer(host, secret=secrets.token_hex(16))
         if self._server is not None:
             fetch.own_url = self._server.url
@@ -148,7 +190,9 @@ def _own_address(sources: Sequence[str], seconds: float) -> str | None:
     for source in sources:
         url = urlsplit(source)
         try:
-            with socket.create_connection((url.hostname or "", url.port or 0), timeout=seconds) as reached:
+            with socket.create_connection(
+                (url.hostname or "", url.port or 0), timeout=seconds
+            ) as reached:
                 return reached.getsockname()[0]
         except OSError:
             continue
@@ -159,9 +203,17 @@ class _Fetch:
     """One version on its way into a copy."""
 
     def __init__(
-        self, manifest: WeightManifest, copy: MachineCopy, sources: Sequence[str], *, answer_seconds: float, patience: float
+        self,
+        manifest: WeightManifest,
+        copy: MachineCopy,
+        sources: Sequence[str],
+        *,
+        answer_seconds: float,
+        patience: float,
     ) -> None:
-        """Reads the tree, from the copy or from a source, and what of the version is in the copy already."""
+        """Reads the tree, from the copy or from a source, and what of the version is in the copy
+        already.
+        """
         self._manifest = manifest
         self._answer_seconds = answer_seconds
         self._patience = patience
@@ -176,7 +228,11 @@ class _Fetch:
         self.transfer = Transfer(len(tree))
         for source in sources:
             self.transfer.hear_of(source, gives_last=True)
-        found = set[int]() if is_new else {i for i, bucket in enumerate(tree) if is_right(bucket, self._views[i])}
+        found = (
+            set[int]()
+            if is_new
+            else {i for i, bucket in enumerate(tree) if is_right(bucket, self._views[i])}
+        )
         self.transfer.here(found)
         self.share = SharedVersion(tree, self._views, found)
         self._changed = threading.Condition()
@@ -187,7 +243,10 @@ class _Fetch:
 
     def run(self) -> None:
         """Waits until every bucket is here. See the table above."""
-        asking = [threading.Thread(target=self._ask, name="weights-pull", daemon=True) for _ in range(THREADS)]
+        asking = [
+            threading.Thread(target=self._ask, name="weights-pull", daemon=True)
+            for _ in range(THREADS)
+        ]
         for thread in asking:
             thread.start()
         try:
@@ -199,7 +258,7 @@ class _Fetch:
             for thread in asking:
                 thread.join(END_SECONDS)
 
-    # --- Who has what ------------------------------------------------------------------------------------------------
+    # --- Who has what -----------------------------------------------------------------------------
 
     def _look_on(self) -> None:
         connections = _OpenSources(self._answer_seconds)
@@ -222,9 +281,18 @@ class _Fetch:
         for source in due:
             has_all = False
             try:
-                answer = connections.get(source, f"{self._manifest.fingerprint}/held", {FROM: self.own_url} if self.own_url else {})
+                answer = connections.get(
+                    source,
+                    f"{self._manifest.fingerprint}/held",
+                    {FROM: self.own_url} if self.own_url else {},
+                )
                 held = _held.decode(answer.read())
-                new = [found for told in held.sources for found in sources_in(told) if found != self.own_url]
+                new = [
+                    found
+                    for told in held.sources
+                    for found in sources_in(told)
+                    if found != self.own_url
+                ]
                 with self._changed:
                     has_all = self.transfer.offers(source, held.numbers())
                     due += [found for found in new if self.transfer.hear_of(found)]
@@ -239,10 +307,11 @@ class _Fetch:
     def _failed(self) -> Exception:
         kind = WeightsCorrupt if self.transfer.blamed else EngineUnavailable
         return kind(
-            f"fetching version {self._manifest.version} by pull: {self.transfer.complaint()}; what is served stays. Publish the version again."
+            f"fetching version {self._manifest.version} by pull: {self.transfer.complaint()}; what "
+            "is served stays. Publish the version again."
         )
 
-    # --- Buckets -----------------------------------------------------------------------------------------------------
+    # --- Buckets ----------------------------------------------------------------------------------
 
     def _ask(self) -> None:
         """One of the threads: a bucket after the other."""
@@ -271,7 +340,11 @@ class _Fetch:
         except (NotHere, *FAILURES) as error:
             end = partial(self.transfer.failed, bucket, _said(error))
         else:
-            end = partial(self._arrived if is_right(self.share.tree[bucket], into) else self._wrong, bucket, source)
+            end = partial(
+                self._arrived if is_right(self.share.tree[bucket], into) else self._wrong,
+                bucket,
+                source,
+            )
         with self._changed:
             end()
             self._changed.notify_all()
@@ -287,9 +360,14 @@ class _Fetch:
 
     def _wrong(self, bucket: int, source: str) -> None:
         self.transfer.wrong(bucket)
-        _log.warning("version %d by pull: %s sent wrong bytes in bucket %d", self._manifest.version, place(source), bucket)
+        _log.warning(
+            "version %d by pull: %s sent wrong bytes in bucket %d",
+            self._manifest.version,
+            place(source),
+            bucket,
+        )
 
-    # --- The tree ----------------------------------------------------------------------------------------------------
+    # --- The tree ---------------------------------------------------------------------------------
 
     def _proven_tree(self, copy: MachineCopy, sources: Sequence[str]) -> tuple[Tree, bool]:
         """And whether it is new here. It is proven by the fingerprint."""
@@ -301,7 +379,9 @@ class _Fetch:
         try:
             for source in sources:
                 try:
-                    tree, why = self._proven(connections.get(source, f"{self._manifest.fingerprint}/tree", {}).read())
+                    tree, why = self._proven(
+                        connections.get(source, f"{self._manifest.fingerprint}/tree", {}).read()
+                    )
                 except (NotHere, Busy, *FAILURES) as error:
                     tree = None
                     why = _said(error)
@@ -312,7 +392,8 @@ class _Fetch:
         finally:
             connections.close()
         raise EngineUnavailable(
-            f"fetching version {self._manifest.version} by pull: nobody says what it is made of ({'; '.join(told)}). Publish the version again."
+            f"fetching version {self._manifest.version} by pull: nobody says what it is made of "
+            f"({'; '.join(told)}). Publish the version again."
         )
 
     def _proven(self, data: bytes) -> tuple[Tree | None, str]:
@@ -335,13 +416,19 @@ class _OpenSources:
     def get(self, source: str, path: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
         """Waits for the head of the answer. `NotHere`, `Busy`, or one of `FAILURES`."""
         url = urlsplit(source)
-        connection = self._open.setdefault(source, http.client.HTTPConnection(url.hostname or "", url.port, timeout=self._seconds))
+        connection = self._open.setdefault(
+            source, http.client.HTTPConnection(url.hostname or "", url.port, timeout=self._seconds)
+        )
         try:
             connection.request("GET", f"{url.path}/{path}", headers=dict(headers))
             answer = connection.getresponse()
             if answer.status != 200:
                 answer.read()
-                raise Busy("it is busy") if answer.status == 503 else NotHere(f"it answers {answer.status}")
+                raise (
+                    Busy("it is busy")
+                    if answer.status == 503
+                    else NotHere(f"it answers {answer.status}")
+                )
             return answer
         except FAILURES:
             self._drop(source)

@@ -1,9 +1,10 @@
-"""The engine's end: a receiver for every transport whose bytes are a file, and a wrapper of any receiver that keeps one version's bytes
-and changes them by the differences that lead to another. Needs no torch.
+"""The engine's end: a receiver for every transport whose bytes are a file, and a wrapper of any
+receiver that keeps one version's bytes and changes them by the differences that lead to another.
+Needs no torch.
 
-And how receivers and the publisher of a collective transport meet before the bytes move. That part never waits: a receiver asks for a
-version, and the publisher answers which group to meet in, by one line of JSON each way, over TCP. `Gathering` says when there are
-enough receivers for one broadcast.
+And how receivers and the publisher of a collective transport meet before the bytes move. That part
+never waits: a receiver asks for a version, and the publisher answers which group to meet in, by one
+line of JSON each way, over TCP. `Gathering` says when there are enough receivers for one broadcast.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from midflight.types import Delta, TensorSpec, Version, WeightManifest
 from midflight.weights.frames import Frames
 from midflight.weights.manifest import check_extents, repacked, set_aside, views
 
-# --- Where a broadcast is met -----------------------------------------------------------------------------------------
+# --- Where a broadcast is met ---------------------------------------------------------------------
 
 
 TRANSPORT = "collective"
@@ -41,7 +42,9 @@ Backend = Literal["gloo", "nccl"]
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """A receiver wants the bytes that hash to `fingerprint`. They name what is wanted; the version is for messages."""
+    """A receiver wants the bytes that hash to `fingerprint`. They name what is wanted; the version
+    is for messages.
+    """
 
     token: str
     version: Version
@@ -61,7 +64,9 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """Make a group of `world` members through the store at `port`; you are `rank`, the publisher is 0."""
+    """Make a group of `world` members through the store at `port`; you are `rank`, the publisher is
+    0.
+    """
 
     group: str
     rank: int
@@ -109,7 +114,9 @@ def read_answer(data: bytes) -> Answer:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a publisher listens, and the secret that it asks for: the location of a manifest, `tcp://host:port/token`."""
+    """Where a publisher listens, and the secret that it asks for: the location of a manifest,
+    `tcp://host:port/token`.
+    """
 
     host: str
     port: int
@@ -130,7 +137,9 @@ class Address:
 
 
 def buckets(num_bytes: int, bucket_bytes: int) -> Iterator[slice]:
-    """Slices of at most `bucket_bytes` that cover the buffer in order. Both ends make the same ones, so that broadcasts match."""
+    """Slices of at most `bucket_bytes` that cover the buffer in order. Both ends make the same
+    ones, so that broadcasts match.
+    """
     for start in range(0, num_bytes, bucket_bytes):
         yield slice(start, min(start + bucket_bytes, num_bytes))
 
@@ -151,10 +160,12 @@ class WaitingReceiver:
 
 
 class Gathering:
-    """Receivers in the order in which they came. Those that want the same bytes as the first one share one broadcast.
+    """Receivers in the order in which they came. Those that want the same bytes as the first one
+    share one broadcast.
 
-    It begins when as many have come as one of them says were told to, or when none has come for `quiet_seconds`: engines are told of a
-    version within milliseconds of each other, and one that is late or comes back gets a broadcast of its own.
+    It begins when as many have come as one of them says were told to, or when none has come for
+    `quiet_seconds`: engines are told of a version within milliseconds of each other, and one that
+    is late or comes back gets a broadcast of its own.
     """
 
     def __init__(self, *, quiet_seconds: float) -> None:
@@ -178,7 +189,10 @@ class Gathering:
         together = self._together()
         if not together:
             return None
-        if len(together) >= max((m.ask.expected for m in together if m.ask.expected is not None), default=MAX_WAITING + 1):
+        if len(together) >= max(
+            (m.ask.expected for m in together if m.ask.expected is not None),
+            default=MAX_WAITING + 1,
+        ):
             return 0.0
         return max(0.0, together[-1].since + self._quiet_seconds - now)
 
@@ -192,7 +206,7 @@ class Gathering:
         return [m for m in self._waiting if m.ask.fingerprint == self._waiting[0].ask.fingerprint]
 
 
-# --- Receivers --------------------------------------------------------------------------------------------------------
+# --- Receivers ------------------------------------------------------------------------------------
 
 
 FILES = frozenset({"shared_memory", "file"})
@@ -203,11 +217,13 @@ TRANSPORTS = FILES | SENT
 
 
 class FileReceiver:
-    """Implements `ports.WeightReceiver`: copies a version's bytes into memory of its own, then verifies the copy.
+    """Implements `ports.WeightReceiver`: copies a version's bytes into memory of its own, then
+    verifies the copy.
 
-    What the publisher does to its slot afterwards cannot reach the bytes that were verified (I7), and a file that shrinks is an
-    error and not a crash, as it would be through a mapping. The lock of the interpreter is free while bytes are read and hashed.
-    The memory is aligned, writable, and lives as long as the views: an engine may serve from it without copying again.
+    What the publisher does to its slot afterwards cannot reach the bytes that were verified (I7),
+    and a file that shrinks is an error and not a crash, as it would be through a mapping. The lock
+    of the interpreter is free while bytes are read and hashed. The memory is aligned, writable, and
+    lives as long as the views: an engine may serve from it without copying again.
     """
 
     def __init__(self, *, threads: int = 1) -> None:
@@ -215,10 +231,13 @@ class FileReceiver:
         self._threads = threads
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
-        """Bytes of each tensor by name. Blocks for two plain copies of them, once a version before was let go."""
+        """Bytes of each tensor by name. Blocks for two plain copies of them, once a version before
+        was let go.
+        """
         if manifest.transport not in FILES:
             raise NotSupported(
-                f"fetching version {manifest.version}: unknown transport {manifest.transport!r}.{nearest(manifest.transport, TRANSPORTS)}"
+                f"fetching version {manifest.version}: unknown transport "
+                f"{manifest.transport!r}.{nearest(manifest.transport, TRANSPORTS)}"
             )
         specs = repacked(manifest.tensors)
         copies = views(specs, set_aside(specs))
@@ -227,7 +246,9 @@ class FileReceiver:
                 for spec in manifest.tensors:
                     _read(file, spec, copies[spec.name], manifest)
         except OSError as error:
-            raise WeightsCorrupt(f"fetching version {manifest.version}: {error}; publish the version again.") from error
+            raise WeightsCorrupt(
+                f"fetching version {manifest.version}: {error}; publish the version again."
+            ) from error
         verify(manifest, copies, threads=self._threads)
         return copies
 
@@ -237,8 +258,9 @@ def verify(manifest: WeightManifest, copies: Mapping[str, memoryview], *, thread
     found = fingerprint_views(manifest.tensors, copies, threads=threads)
     if found != manifest.fingerprint:
         raise WeightsCorrupt(
-            f"fetching version {manifest.version} by {manifest.transport}: its bytes hash to {found[:12]}, the manifest says "
-            f"{manifest.fingerprint[:12]}; publish the version again."
+            f"fetching version {manifest.version} by {manifest.transport}: its bytes hash to "
+            f"{found[:12]}, the manifest says {manifest.fingerprint[:12]}; publish the version "
+            "again."
         )
 
 
@@ -250,7 +272,8 @@ def _read(file: FileIO, spec: TensorSpec, into: memoryview, manifest: WeightMani
         count = file.readinto(into[done:])
         if not count:
             raise WeightsCorrupt(
-                f"fetching version {manifest.version}: {manifest.location!r} ends inside tensor {spec.name!r}; publish the version again."
+                f"fetching version {manifest.version}: {manifest.location!r} ends inside tensor "
+                f"{spec.name!r}; publish the version again."
             )
         done += count
 
@@ -268,13 +291,16 @@ class _Standing:
 
 
 class DeltaReceiver:
-    """Wraps a receiver; implements `ports.WeightReceiver`. A manifest without differences passes through.
+    """Wraps a receiver; implements `ports.WeightReceiver`. A manifest without differences passes
+    through.
 
-    From the first difference on, a standing copy of the last version fetched is kept: once the size of the weights. Without differences
-    there is none. If the copy is one of the versions that the manifest's differences lead through, only the later differences are
-    applied; otherwise (after a restart, or a period that was skipped) the whole version at the beginning is fetched first. The result is
-    verified and copied for the caller. Versions in between are not verified, because an error in them would show in the result. If
-    the result is wrong, the standing copy is dropped, and the next attempt begins with the whole version.
+    From the first difference on, a standing copy of the last version fetched is kept: once the size
+    of the weights. Without differences there is none. If the copy is one of the versions that the
+    manifest's differences lead through, only the later differences are applied; otherwise (after a
+    restart, or a period that was skipped) the whole version at the beginning is fetched first. The
+    result is verified and copied for the caller. Versions in between are not verified, because an
+    error in them would show in the result. If the result is wrong, the standing copy is dropped,
+    and the next attempt begins with the whole version.
     """
 
     def __init__(self, inner: WeightReceiver, *, threads: int = 1) -> None:
@@ -282,11 +308,13 @@ class DeltaReceiver:
         self._threads = threads
         self._standing: _Standing | None = None
         self._one_at_a_time = threading.Lock()
-        """A caller that gave up waiting for a fetch may begin another while the first still changes the standing copy."""
+        """A caller that gave up waiting for a fetch may begin another while the first still changes
+        the standing copy.
+        """
 
     def fetch(self, manifest: WeightManifest) -> Bytes:
-        """Bytes of each tensor by name. Waits for the fetch under way, which ends by itself. `RequestRejected` for extents that
-        make no sense, before anything is set aside for them."""
+        """Bytes of each tensor by name. Waits for the fetch under way, which ends by itself.
+        `RequestRejected` for extents that make no sense, before anything is set aside for them."""
         check_extents(manifest)
         with self._one_at_a_time:
             return self._by_differences(manifest) if manifest.deltas else self._whole(manifest)
@@ -308,14 +336,19 @@ class DeltaReceiver:
         found = fingerprint_views(specs, weights, threads=self._threads)
         if found != manifest.fingerprint:
             raise WeightsCorrupt(
-                f"fetching version {manifest.version}: its differences lead to {found[:12]}, the manifest says {manifest.fingerprint[:12]}; "
-                "stage it again, which begins with the whole version."
+                f"fetching version {manifest.version}: its differences lead to {found[:12]}, the "
+                f"manifest says {manifest.fingerprint[:12]}; stage it again, which begins with the "
+                "whole version."
             )
         self._standing = _Standing(manifest.fingerprint, specs, weights)
         return _copied(specs, weights)
 
-    def _nearest(self, manifest: WeightManifest, specs: tuple[TensorSpec, ...]) -> tuple[int, Bytes]:
-        """The weights to begin with, and the number of differences they include. No copy is kept until they are verified again."""
+    def _nearest(
+        self, manifest: WeightManifest, specs: tuple[TensorSpec, ...]
+    ) -> tuple[int, Bytes]:
+        """The weights to begin with, and the number of differences they include. No copy is kept
+        until they are verified again.
+        """
         standing = self._standing
         self._standing = None
         way = [d.base_fingerprint for d in manifest.deltas] + [manifest.fingerprint]
@@ -323,13 +356,26 @@ class DeltaReceiver:
             return way.index(standing.fingerprint), standing.bytes
         del standing  # before the whole version takes as much memory again
         first = manifest.deltas[0]
-        return 0, self._inner.fetch(replace(manifest, version=first.base, fingerprint=first.base_fingerprint, deltas=()))
+        return 0, self._inner.fetch(
+            replace(manifest, version=first.base, fingerprint=first.base_fingerprint, deltas=())
+        )
 
-    def _apply(self, version: Version, delta: Delta, manifest: WeightManifest, weights: Bytes) -> None:
-        """Makes `version`. The tensors change in the manifest's order, in which the payload was made."""
+    def _apply(
+        self, version: Version, delta: Delta, manifest: WeightManifest, weights: Bytes
+    ) -> None:
+        """Makes `version`. The tensors change in the manifest's order, in which the payload was
+        made.
+        """
         print_ = delta.payload_fingerprint
         location = delta.location
-        payload = WeightManifest(version, print_, manifest.transport, location, (delta.payload,), receivers=manifest.receivers)
+        payload = WeightManifest(
+            version,
+            print_,
+            manifest.transport,
+            location,
+            (delta.payload,),
+            receivers=manifest.receivers,
+        )
         frames = Frames(self._inner.fetch(payload)[delta.payload.name])
         try:
             for spec in manifest.tensors:
@@ -337,7 +383,8 @@ class DeltaReceiver:
             frames.end()
         except ValueError as error:
             raise WeightsCorrupt(
-                f"fetching version {manifest.version}: the difference from version {delta.base} is none ({error}); publish a whole version."
+                f"fetching version {manifest.version}: the difference from version {delta.base} is "
+                f"none ({error}); publish a whole version."
             ) from error
 
 

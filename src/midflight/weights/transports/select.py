@@ -1,4 +1,6 @@
-"""Choosing a transport by name: the publisher by configuration, the receiver by what the manifest says."""
+"""Choosing a transport by name: the publisher by configuration, the receiver by what the manifest
+says.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,19 @@ STAGE_SECONDS: Final = 60.0
 
 
 def receiver(*, threads: int = 1, stage_seconds: float = STAGE_SECONDS) -> WeightReceiver:
-    """One receiver for all transports; without torch, until a manifest says `collective` or `direct`.
+    """One receiver for all transports; without torch, until a manifest says `collective` or
+    `direct`.
 
-    `stage_seconds` are the handover's for one engine. A transport gives up what says nothing for a part of them, so that another try fits in.
+    `stage_seconds` are the handover's for one engine. A transport gives up what says nothing for a
+    part of them, so that another try fits in.
     """
     return DeltaReceiver(ByTransport(threads=threads, stage_seconds=stage_seconds), threads=threads)
 
 
 class ByTransport:
-    """Asks the receiver of the manifest's transport. Those that need torch, or more, are made when they are first wanted."""
+    """Asks the receiver of the manifest's transport. Those that need torch, or more, are made when
+    they are first wanted.
+    """
 
     def __init__(self, *, threads: int = 1, stage_seconds: float = STAGE_SECONDS) -> None:
         self._threads = threads
@@ -49,7 +55,9 @@ class ByTransport:
         if transport == PULL:
             from midflight.weights.transports.pull import PullReceiver
 
-            return PullReceiver(answer_seconds=self._stage_seconds / 4, patience=self._stage_seconds / 2)
+            return PullReceiver(
+                answer_seconds=self._stage_seconds / 4, patience=self._stage_seconds / 2
+            )
         from midflight.weights.transports.process_group import CollectiveReceiver
 
         return CollectiveReceiver(threads=self._threads, answer_seconds=self._stage_seconds)
@@ -65,25 +73,41 @@ def publisher(
     threads: int = 1,
     stage_seconds: float = STAGE_SECONDS,
 ) -> Publisher:
-    """`shared_memory` uses `name` (see `remove_stale`), `file` uses `folder`, the others listen on `host`. Imports torch, which the
-    trainer has anyway.
+    """`shared_memory` uses `name` (see `remove_stale`), `file` uses `folder`, the others listen on
+    `host`. Imports torch, which the trainer has anyway.
 
-    With `full_every` above 1 the versions between are differences (see `DeltaPublisher`). Of the `stage_seconds` that a handover gives an engine,
-    a fourth is for a group of receivers to come together, and for each bucket to be with all of them.
+    With `full_every` above 1 the versions between are differences (see `DeltaPublisher`). Of the
+    `stage_seconds` that a handover gives an engine, a fourth is for a group of receivers to come
+    together, and for each bucket to be with all of them.
     """
     from midflight.weights.transports.collective import CollectivePublisher
     from midflight.weights.transports.files import FilePublisher
-    from midflight.weights.transports.publish import DeltaPublisher, SegmentPublisher, SharedMemoryPublisher
+    from midflight.weights.transports.publish import (
+        DeltaPublisher,
+        SegmentPublisher,
+        SharedMemoryPublisher,
+    )
     from midflight.weights.transports.shares import PullPublisher
 
     differences = full_every != 1
-    kept = MAX_HELD + full_every - 1  # the oldest version that is held may have a whole period behind it
+    # the oldest version that is held may have a whole period behind it
+    kept = MAX_HELD + full_every - 1
     if kind == "shared_memory":
-        made = SegmentPublisher(name, threads=threads) if differences else SharedMemoryPublisher(name, threads=threads)
+        made = (
+            SegmentPublisher(name, threads=threads)
+            if differences
+            else SharedMemoryPublisher(name, threads=threads)
+        )
     elif kind == "file":
         made = FilePublisher(folder, keep=kept, threads=threads)
     elif kind in BROADCAST:
-        made = CollectivePublisher(host, num_slots=kept, threads=threads, transport=kind, deadline_seconds=stage_seconds / 4)
+        made = CollectivePublisher(
+            host,
+            num_slots=kept,
+            threads=threads,
+            transport=kind,
+            deadline_seconds=stage_seconds / 4,
+        )
     elif kind == PULL:
         made = PullPublisher(host, num_slots=kept, threads=threads)
     else:

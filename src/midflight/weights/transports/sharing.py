@@ -1,4 +1,5 @@
-"""Giving buckets away over HTTP: what a trainer's rank, and every machine that has some of a version already, does for the others.
+"""Giving buckets away over HTTP: what a trainer's rank, and every machine that has some of a
+version already, does for the others.
 
 | `GET /SECRET/FINGERPRINT/...` | answer |
 |---|---|
@@ -6,8 +7,8 @@
 | `held` | the numbers of the buckets that are here, and others who have some; whoever asks may say where it gives them away itself |
 | a number | the leaves of that bucket, one after the other |
 
-404: not here (yet). 503: too many ask. In threads, since what they do is to wait for the network with the interpreter lock released: nothing
-of it is on the event loop that decodes.
+404: not here (yet). 503: too many ask. In threads, since what they do is to wait for the network
+with the interpreter lock released: nothing of it is on the event loop that decodes.
 
 | wait | waits for | ended by |
 |---|---|---|
@@ -38,9 +39,13 @@ MAX_CLIENTS = 1024
 """Connections at once; each is a thread, which mostly waits."""
 MAX_SENDING = 16
 TURN_SECONDS = 0.2
-"""Buckets on their way at once, and seconds that a question waits for its turn. A receiver that is refused has others to ask."""
+"""Buckets on their way at once, and seconds that a question waits for its turn. A receiver that is
+refused has others to ask.
+"""
 MAX_TOLD = 8
-"""Sources named in an answer, drawn anew for each: enough that all find all by and by, few enough that a thousand do not ask a thousand."""
+"""Sources named in an answer, drawn anew for each: enough that all find all by and by, few enough
+that a thousand do not ask a thousand.
+"""
 MAX_HEARD = 4096
 """Sources remembered for a version."""
 
@@ -54,7 +59,9 @@ class Held(msgspec.Struct, frozen=True):
     """Others who have some."""
 
     def numbers(self) -> tuple[int, ...]:
-        return tuple(8 * at + bit for at, byte in enumerate(self.bits) for bit in range(8) if byte >> bit & 1)
+        return tuple(
+            8 * at + bit for at, byte in enumerate(self.bits) for bit in range(8) if byte >> bit & 1
+        )
 
 
 @dataclass(slots=True)
@@ -81,7 +88,9 @@ class SharedVersion:
 
 
 class BucketServer(ThreadingHTTPServer):
-    """Listens on one address of this machine, on a free port. Serves in threads from its making to `close`. Nothing is encrypted."""
+    """Listens on one address of this machine, on a free port. Serves in threads from its making to
+    `close`. Nothing is encrypted.
+    """
 
     daemon_threads = True
     request_queue_size = 128
@@ -100,7 +109,9 @@ class BucketServer(ThreadingHTTPServer):
         self.sending = threading.BoundedSemaphore(MAX_SENDING)
         named = f"[{host}]" if ":" in host else host
         self.url = f"http://{named}:{self.server_address[1]}/{secret}"
-        threading.Thread(target=self.serve_forever, args=(QUIET_SECONDS,), name="weights-buckets", daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, args=(QUIET_SECONDS,), name="weights-buckets", daemon=True
+        ).start()
 
     def count(self, num_bytes: int) -> None:
         with self._counting:
@@ -112,7 +123,9 @@ class BucketServer(ThreadingHTTPServer):
             super().process_request(request, client_address)
         else:
             with suppress(OSError):
-                request.sendall(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                request.sendall(
+                    b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+                )
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -125,7 +138,9 @@ class BucketServer(ThreadingHTTPServer):
         """A client that is gone: it asks again, or another."""
 
     def close(self) -> None:
-        """Listens no more, and knows no version. Idempotent. Answers under way end with their leaf."""
+        """Listens no more, and knows no version. Idempotent. Answers under way end with their
+        leaf.
+        """
         self.shares.clear()
         with suppress(OSError):
             self.socket.shutdown(SHUT_RDWR)  # which wakes whoever listens
@@ -154,7 +169,12 @@ class _Giver(BaseHTTPRequestHandler):
                 for source in sources_in(self.headers.get(FROM, "")):
                     share.hear_of(source)
             self._answer(200, memoryview(msgspec.json.encode(share.told())))
-        elif wanted.isdecimal() and len(wanted) < 12 and int(wanted) in share.held and (views := share.views[int(wanted)]) is not None:
+        elif (
+            wanted.isdecimal()
+            and len(wanted) < 12
+            and int(wanted) in share.held
+            and (views := share.views[int(wanted)]) is not None
+        ):
             self._give(server, views)
         else:
             self._answer(404)

@@ -1,7 +1,10 @@
-"""Runs inside vLLM's and SGLang's workers: a version comes straight from the trainer while the server generates, and a pause only swaps it in.
+"""Runs inside vLLM's and SGLang's workers: a version comes straight from the trainer while the
+server generates, and a pause only swaps it in.
 
-Torch and the standard library only, but where differences come: numpy, xxhash and the file that reads them. A thread meets the trainer in a process group of its own, receives bucket by bucket, and lays the
-tensors out as the model has its own, beside those that are served. Every wait has a deadline, and whatever fails leaves what is served as it is.
+Torch and the standard library only, but where differences come: numpy, xxhash and the file that
+reads them. A thread meets the trainer in a process group of its own, receives bucket by bucket, and
+lays the tensors out as the model has its own, beside those that are served. Every wait has a
+deadline, and whatever fails leaves what is served as it is.
 """
 
 import hashlib
@@ -17,9 +20,19 @@ from torch import nn
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Ways of computing that keep nothing of a layer's weights but what `exchange` exchanges."""
 HEX = 32
@@ -37,7 +50,8 @@ class GroupSeat:
         at = (order["host"], order["port"])
         with socket.create_connection(at, timeout=self._seconds) as reached:
             own = reached.getsockname()[0]
-        self._store = TCPStore(*at, timeout=within, wait_for_workers=False)  # lives as long as the group, which is made through it
+        # lives as long as the group, which is made through it
+        self._store = TCPStore(*at, timeout=within, wait_for_workers=False)
         named = PrefixStore(self.name, self._store)
         if order["backend"] == "nccl":
             from torch.distributed import ProcessGroupNCCL
@@ -54,7 +68,9 @@ class GroupSeat:
             self._staged = None
 
     def receive(self, part):
-        """Fills `part`, at most a bucket, or fails by the deadline; at once when the trainer's connection closes."""
+        """Fills `part`, at most a bucket, or fails by the deadline; at once when the trainer's
+        connection closes.
+        """
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         if self._staged is None:
@@ -87,7 +103,9 @@ def fingerprint(tensors, data):
     view = memoryview(data.numpy())
     for name, dtype, shape, offset, num_bytes in sorted(tensors, key=lambda tensor: tensor[0]):
         for start in range(offset, offset + num_bytes, PIECE):
-            total.update(xxhash.xxh3_128_digest(view[start : min(start + PIECE, offset + num_bytes)]))
+            total.update(
+                xxhash.xxh3_128_digest(view[start : min(start + PIECE, offset + num_bytes)])
+            )
         total.update(f"{name}\0{dtype}\0{','.join(map(str, shape))}\0".encode())
     return total.hexdigest()
 
@@ -116,22 +134,32 @@ class Coming:
 
 
 class Landing:
-    """What a worker holds: the version that came last, and the one that is served. Its methods never wait."""
+    """What a worker holds: the version that came last, and the one that is served. Its methods
+    never wait.
+    """
 
     def __init__(self, prepare, swap):
-        """`prepare` makes of named tensors what `swap` takes, which returns what was served before, or `None` where that is gone."""
+        """`prepare` makes of named tensors what `swap` takes, which returns what was served before,
+        or `None` where that is gone.
+        """
         self._prepare = prepare
         self._swap = swap
         self._seat = self._coming = self._live = self._kept = None
 
     def begin(self, order, *, index, workers):
-        """Starts to receive. What came before is forgotten, also where it is still on its way: its thread ends by its deadline."""
+        """Starts to receive. What came before is forgotten, also where it is still on its way: its
+        thread ends by its deadline.
+        """
         if order["workers"] != workers:
-            raise ValueError(f"this server has {workers} workers, and the order is for {order['workers']}")
+            raise ValueError(
+                f"this server has {workers} workers, and the order is for {order['workers']}"
+            )
         before = [self._coming]
         self._coming = Coming(order)
         given = (self._coming, order["rank"] + index, before)
-        threading.Thread(target=self._receive, args=given, name="midflight-direct", daemon=True).start()
+        threading.Thread(
+            target=self._receive, args=given, name="midflight-direct", daemon=True
+        ).start()
 
     def state(self):
         """For the companion: `done` also where it failed."""
@@ -139,20 +167,42 @@ class Landing:
         kept = self._kept
         held = (kept[0] if kept else "") if CHECKS else None
         if coming is None:
-            return {"version": None, "done": True, "digests": [], "error": "nothing was ordered", "live": self._live, "held": held}
-        said = {"version": coming.order["version"], "done": coming.done, "digests": coming.digests, "error": coming.error}
+            return {
+                "version": None,
+                "done": True,
+                "digests": [],
+                "error": "nothing was ordered",
+                "live": self._live,
+                "held": held,
+            }
+        said = {
+            "version": coming.order["version"],
+            "done": coming.done,
+            "digests": coming.digests,
+            "error": coming.error,
+        }
         return {**said, "live": self._live, "held": held}
 
     def holds(self, version):
         coming = self._coming
-        has = coming is not None and coming.done and coming.ready is not None and coming.order["version"] == version
+        has = (
+            coming is not None
+            and coming.done
+            and coming.ready is not None
+            and coming.order["version"] == version
+        )
         return has or self._live == version
 
     def take(self, version):
-        """Between two steps: what was received becomes what is served, and the other way round, so that it can be taken back."""
+        """Between two steps: what was received becomes what is served, and the other way round, so
+        that it can be taken back.
+        """
         coming = self._coming
         if not self.holds(version):
-            raise ValueError(f"version {version} is not here; here are {coming and coming.order['version']}, and {self._live} is served")
+            raise ValueError(
+                f"version {version} is not here; here are {coming and coming.order['version']}, "
+                f"and {self._live} is served"
+            )
         if coming is not None and coming.ready is not None and coming.order["version"] == version:
             coming.ready = self._swap(coming.ready)
             coming.order = {**coming.order, "version": self._live}
@@ -181,7 +231,9 @@ class Landing:
                 self._keep(data, order)
             if order["serves"]:
                 with torch.no_grad():
-                    coming.ready = self._prepare([(name, _view(data, *where)) for name, *where in order["tensors"]])
+                    coming.ready = self._prepare(
+                        [(name, _view(data, *where)) for name, *where in order["tensors"]]
+                    )
         except Exception as error:
             coming.error = f"{type(error).__name__}: {error}".partition("\n")[0]
         coming.done = True
@@ -198,7 +250,9 @@ class Landing:
     def _keep(self, data, order):
         self._kept = None
         if (found := fingerprint(order["tensors"], data)) != order["fingerprint"]:
-            raise ValueError(f"what came hashes to {found[:12]} and not to {order['fingerprint'][:12]}")
+            raise ValueError(
+                f"what came hashes to {found[:12]} and not to {order['fingerprint'][:12]}"
+            )
         self._kept = (found, data)
 
 
@@ -206,21 +260,27 @@ def _view(data, dtype, shape, offset, num_bytes):
     return data[offset : offset + num_bytes].view(DTYPES[dtype]).view(shape)
 
 
-# --- A model beside the one that is served ----------------------------------------------------------------------------
+# --- A model beside the one that is served --------------------------------------------------------
 
 
 def can_stand_beside(model):
-    """Whether a model's weights may be made ready in other memory and exchanged: on a GPU, recorded graphs hold the old addresses, and
-    what packs its weights keeps them in places of its own."""
+    """Whether a model's weights may be made ready in other memory and exchanged: on a GPU, recorded
+    graphs hold the old addresses, and what packs its weights keeps them in places of its own."""
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return False
-    methods = {type(m.quant_method).__name__ for m in model.modules() if getattr(m, "quant_method", None) is not None}
-    return methods <= PLAIN and not any(getattr(m, "use_intel_amx_backend", False) for m in model.modules())
+    methods = {
+        type(m.quant_method).__name__
+        for m in model.modules()
+        if getattr(m, "quant_method", None) is not None
+    }
+    return methods <= PLAIN and not any(
+        getattr(m, "use_intel_amx_backend", False) for m in model.modules()
+    )
 
 
 def beside(model):
-    """The same modules around parameters and buffers of their own. Loaders stay those of the model that is served, so that what is
-    exchanged holds nothing alive."""
+    """The same modules around parameters and buffers of their own. Loaders stay those of the model
+    that is served, so that what is exchanged holds nothing alive."""
     modules = {}
     tensors = {}
 
@@ -243,13 +303,16 @@ def beside(model):
         return modules[id(old)]
 
     made = module(model)
-    modules.clear()  # a function that calls itself is kept until the collector comes, with all that it knows
+    # a function that calls itself is kept until the collector comes, with all that it knows
+    modules.clear()
     tensors.clear()
     return made
 
 
 EXCHANGED = ("_parameters", "_buffers", "cpu_linear", "_cpu_unpacked_conv_weight")
-"""The last two are vLLM's: on a CPU a layer computes with a packed copy of its weight, which the first holds, or keeps one that is not."""
+"""The last two are vLLM's: on a CPU a layer computes with a packed copy of its weight, which the
+first holds, or keeps one that is not.
+"""
 
 
 def exchange(model, other):

@@ -1,11 +1,15 @@
-"""Runs inside SGLang, in each of its processes: a plugin with a backend of grammars, `--grammar-backend midflight`.
+"""Runs inside SGLang, in each of its processes: a plugin with a backend of grammars,
+`--grammar-backend midflight`.
 
-SGLang finds it by the entry point beside it. The backend takes an answer's grammar from any token of the answer on.
+SGLang finds it by the entry point beside it. The backend takes an answer's grammar from any token
+of the answer on.
 
-On a CPU requests may also have seeds, which SGLang of itself heeds only with kernels for GPUs, and adapters.
+On a CPU requests may also have seeds, which SGLang of itself heeds only with kernels for GPUs, and
+adapters.
 
-And weights that come straight from the trainer: `/init_weights_update_group` for a group of our name begins to receive while SGLang
-generates, `/server_info` says what each worker holds, and `/update_weights_from_distributed` swaps it in between two steps, in a pause or not.
+And weights that come straight from the trainer: `/init_weights_update_group` for a group of our
+name begins to receive while SGLang generates, `/server_info` says what each worker holds, and
+`/update_weights_from_distributed` swaps it in between two steps, in a pause or not.
 """
 
 import json
@@ -46,14 +50,18 @@ class SglangShape(BaseGrammarObject):
         return self._shape.ended
 
     def fill_vocab_mask(self, vocab_mask, idx):
-        self._shape.fill(vocab_mask[idx], lambda matcher: fill_next_token_bitmask(matcher, vocab_mask, idx))
+        self._shape.fill(
+            vocab_mask[idx], lambda matcher: fill_next_token_bitmask(matcher, vocab_mask, idx)
+        )
 
     def try_jump_forward(self, tokenizer):
         return None
 
 
 class ShapeBackend(GuidanceBackend):
-    """Takes `ebnf` that is what `Shapes` reads. No two requests share one, so what SGLang would keep of each is not kept."""
+    """Takes `ebnf` that is what `Shapes` reads. No two requests share one, so what SGLang would
+    keep of each is not kept.
+    """
 
     def __init__(self, server_args, tokenizer, vocab_size, eos_token_ids):
         super().__init__(tokenizer, n_vocab=vocab_size, eos_token_ids=eos_token_ids)
@@ -71,10 +79,14 @@ _generator = torch.Generator()
 
 
 def _with_seeds(info, cls, batch, vocab_size):
-    """A batch that has just been made gets a place for the seeds of its requests, also where none has one: batches are merged row by row."""
+    """A batch that has just been made gets a place for the seeds of its requests, also where none
+    has one: batches are merged row by row.
+    """
     if torch.device(batch.device).type == "cpu" and info.sampling_seed is None:
         asked = [r.sampling_params.sampling_seed for r in batch.reqs]
-        info.sampling_seed = torch.tensor([_NO_SEED if seed is None else seed for seed in asked], dtype=torch.int64)
+        info.sampling_seed = torch.tensor(
+            [_NO_SEED if seed is None else seed for seed in asked], dtype=torch.int64
+        )
     return info
 
 
@@ -87,14 +99,19 @@ def _sample(sample, probs, sampling_seed=None, positions=None):
     return sample(probs, _given(sampling_seed), positions)
 
 
-def _sample_truncated(sample, probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **rest):
-    """SGLang dies where seeds and min-p meet in a batch. And its noise would here be that of ranks, not of ids: a request without
-    truncation would say something else when one with it is beside it."""
+def _sample_truncated(
+    sample, probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **rest
+):
+    """SGLang dies where seeds and min-p meet in a batch. And its noise would here be that of ranks,
+    not of ids: a request without truncation would say something else when one with it is beside
+    it."""
     seeds = _given(sampling_seed)
     if seeds is None or seeds.device.type != "cpu":
         return sample(probs, top_ks, top_ps, min_ps, need_min_p_sampling, seeds, positions, **rest)
     ordered, ids = probs.sort(dim=-1, descending=True)
-    out = (torch.arange(probs.shape[-1]) >= top_ks[:, None]) | (ordered.cumsum(-1) - ordered > top_ps[:, None])
+    out = (torch.arange(probs.shape[-1]) >= top_ks[:, None]) | (
+        ordered.cumsum(-1) - ordered > top_ps[:, None]
+    )
     out |= ordered < ordered[:, :1] * min_ps[:, None]
     kept = torch.zeros_like(probs).scatter_(-1, ids, ordered.masked_fill(out, 0.0))
     return _draw(None, kept.log(), seeds, positions).view(-1).to(torch.int32)
@@ -108,7 +125,9 @@ def _draw(draw, logprobs, seed, positions):
     for row, asked, position in zip(noise, seed.tolist(), positions.tolist(), strict=True):
         if asked != _NO_SEED:
             row.exponential_(generator=_generator.manual_seed(mixed(asked, position)))
-    return (logprobs - noise.clamp_min_(torch.finfo(torch.float32).tiny).log_()).argmax(-1, keepdim=True)
+    return (logprobs - noise.clamp_min_(torch.finfo(torch.float32).tiny).log_()).argmax(
+        -1, keepdim=True
+    )
 
 
 GROUP = "midflight:"
@@ -120,7 +139,12 @@ _landings = []
 def _landing(manager):
     if not _landings:
         runner = manager.tp_worker.model_runner
-        _landings.append(Landing(lambda tensors: _prepared(runner.model, tensors), lambda ready: _swapped(runner, ready)))
+        _landings.append(
+            Landing(
+                lambda tensors: _prepared(runner.model, tensors),
+                lambda ready: _swapped(runner, ready),
+            )
+        )
     return _landings[0]
 
 
@@ -142,7 +166,9 @@ def _swapped(runner, ready):
 
 
 def _each(manager, value):
-    """What each worker says, in their order. All of them heed requests in the same order, so they all come here."""
+    """What each worker says, in their order. All of them heed requests in the same order, so they
+    all come here.
+    """
     count = torch.distributed.get_world_size(group=manager.tp_cpu_group)
     said = [value] * count
     if count > 1:
@@ -159,7 +185,9 @@ def _begin(original, manager, asked):
         group = manager.tp_cpu_group
         index = torch.distributed.get_rank(group=group)
         count = torch.distributed.get_world_size(group=group)
-        _landing(manager).begin(json.loads(asked.group_name.removeprefix(GROUP)), index=index, workers=count)
+        _landing(manager).begin(
+            json.loads(asked.group_name.removeprefix(GROUP)), index=index, workers=count
+        )
     except ValueError as error:
         return io_struct.InitWeightsUpdateGroupReqOutput(success=False, message=str(error))
     return io_struct.InitWeightsUpdateGroupReqOutput(success=True, message="receiving")
@@ -176,7 +204,9 @@ def _take(original, manager, asked):
     landing = _landing(manager)
     version = int(asked.weight_version)
     if not all(_each(manager, landing.holds(version))):
-        return io_struct.UpdateWeightsFromDistributedReqOutput(success=False, message=f"version {version} is not with every worker")
+        return io_struct.UpdateWeightsFromDistributedReqOutput(
+            success=False, message=f"version {version} is not with every worker"
+        )
     landing.take(version)
     for req in _on_their_way(manager.scheduler):
         req.weight_version_events.append(WeightVersionEvent(get_serving().weight_version, 1))
@@ -186,19 +216,30 @@ def _take(original, manager, asked):
 
 
 def _on_their_way(scheduler):
-    """Requests whose first token is of a step that is under way: SGLang would give it to the weights that come."""
+    """Requests whose first token is of a step that is under way: SGLang would give it to the
+    weights that come.
+    """
     batches = [batch for batch, _ in getattr(scheduler, "result_queue", ())]
-    return [r for batch in batches for r in batch.reqs if not r.output_ids and not r.inflight_middle_chunks]
+    return [
+        r
+        for batch in batches
+        for r in batch.reqs
+        if not r.output_ids and not r.inflight_middle_chunks
+    ]
 
 
 async def _at_once(original, controller, asked, request=None):
-    """SGLang's own waits, without a pause, until no request is under way; an exchange between two steps need not."""
+    """SGLang's own waits, without a pause, until no request is under way; an exchange between two
+    steps need not.
+    """
     if not asked.group_name.startswith(GROUP):
         return await original(controller, asked, request)
     from sglang.srt.managers.communicator import FanOutCommunicator
 
     controller.auto_create_handle_loop()
-    success, message = FanOutCommunicator.merge_results(await controller.update_weights_from_distributed_communicator(asked))
+    success, message = FanOutCommunicator.merge_results(
+        await controller.update_weights_from_distributed_communicator(asked)
+    )
     if success:
         controller._update_weight_version_if_provided(asked.weight_version)
     return success, message
@@ -211,7 +252,9 @@ def _told(said, controller, asked):
 
 
 def _unpinned(original, *given, **named):
-    """SGLang's own LoRA pins memory wherever it runs, and torch refuses that where there is nothing to copy it to."""
+    """SGLang's own LoRA pins memory wherever it runs, and torch refuses that where there is nothing
+    to copy it to.
+    """
     if not torch.accelerator.is_available():
         torch.Tensor.pin_memory = lambda tensor, *_: tensor
         for name in ("tensor", "empty", "zeros", "ones", "arange"):
@@ -235,10 +278,21 @@ def register():
         "multinomial_with_seed": _draw,
     }.items():
         HookRegistry.register(f"sglang.srt.layers.sampler.{name}", hook, HookType.AROUND)
-    HookRegistry.register("sglang.srt.lora.lora_manager.LoRAManager.__init__", _unpinned, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.lora.lora_manager.LoRAManager.__init__", _unpinned, HookType.AROUND
+    )
     controls = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
     HookRegistry.register(f"{controls}.update_weights_from_distributed", _at_once, HookType.AROUND)
     parts = "sglang.srt.managers.scheduler_components"
-    for name, hook in {"init_weights_update_group": _begin, "update_weights_from_distributed": _take}.items():
-        HookRegistry.register(f"{parts}.weight_updater.SchedulerWeightUpdaterManager.{name}", hook, HookType.AROUND)
-    HookRegistry.register(f"{parts}.internal_state.SchedulerInternalStateController.get_internal_state", _told, HookType.AFTER)
+    for name, hook in {
+        "init_weights_update_group": _begin,
+        "update_weights_from_distributed": _take,
+    }.items():
+        HookRegistry.register(
+            f"{parts}.weight_updater.SchedulerWeightUpdaterManager.{name}", hook, HookType.AROUND
+        )
+    HookRegistry.register(
+        f"{parts}.internal_state.SchedulerInternalStateController.get_internal_state",
+        _told,
+        HookType.AFTER,
+    )

@@ -1,7 +1,9 @@
-"""Runs inside vLLM, in each of its processes: a plugin that lets an answer go on in the middle of a grammar.
+"""Runs inside vLLM, in each of its processes: a plugin that lets an answer go on in the middle of a
+grammar.
 
-vLLM finds it by the entry point beside it. Of vLLM's machinery of structured outputs only the making of a request's grammar is replaced,
-and only for requests that say `midflight`: when masks are made, moved and applied stays vLLM's matter.
+vLLM finds it by the entry point beside it. Of vLLM's machinery of structured outputs only the
+making of a request's grammar is replaced, and only for requests that say `midflight`: when masks
+are made, moved and applied stays vLLM's matter.
 """
 
 from functools import wraps
@@ -28,7 +30,10 @@ class VllmShape(StructuredOutputGrammar):
         self._shape.back(num_tokens)
 
     def fill_bitmask(self, bitmask, batch_index):
-        self._shape.fill(bitmask[batch_index], lambda matcher: fill_next_token_bitmask(matcher, bitmask, batch_index))
+        self._shape.fill(
+            bitmask[batch_index],
+            lambda matcher: fill_next_token_bitmask(matcher, bitmask, batch_index),
+        )
 
     def is_terminated(self):
         return self._shape.ended
@@ -47,7 +52,8 @@ def register():
         if said is None:
             return made_before(self, request)
         if not hasattr(self, "midflight_shapes"):
-            size = max(self.vllm_config.model_config.get_vocab_size(), len(self.tokenizer))  # as its own backend reckons its rows
+            # as its own backend reckons its rows
+            size = max(self.vllm_config.model_config.get_vocab_size(), len(self.tokenizer))
             self.midflight_shapes = Shapes(self.tokenizer, size)
         return VllmShape(self.midflight_shapes.shape(said))
 

@@ -1,8 +1,9 @@
 """Runs inside servers: what one answer may say next, by llguidance, from any token of it on.
 
-A server starts a grammar with the request, and an answer that goes on after an abort is a new request to it. So each request says its
-grammar, the tokens that the answer has already, its ends, and how many tokens must come before one; the servers' own machinery of
-grammars does the rest. The server's interpreter has no Midflight: this file imports only what is there.
+A server starts a grammar with the request, and an answer that goes on after an abort is a new
+request to it. So each request says its grammar, the tokens that the answer has already, its ends,
+and how many tokens must come before one; the servers' own machinery of grammars does the rest. The
+server's interpreter has no Midflight: this file imports only what is there.
 """
 
 import json
@@ -21,7 +22,9 @@ class Shape:
     """Of one answer. It is over with an end of turn after a complete answer."""
 
     def __init__(self, matcher, *, ends, barred, least):
-        """`ends` are ends of turn. Before `least` tokens have come, those `barred` may not, unless the grammar leaves nothing else."""
+        """`ends` are ends of turn. Before `least` tokens have come, those `barred` may not, unless
+        the grammar leaves nothing else.
+        """
         self._matcher = matcher
         self._ends = frozenset(ends)
         self._barred = barred
@@ -41,7 +44,9 @@ class Shape:
         return True
 
     def num_allowed(self, tokens):
-        """How many of the tokens the grammar allows, one after the other; the answer stays where it is."""
+        """How many of the tokens the grammar allows, one after the other; the answer stays where it
+        is.
+        """
         return 0 if self.ended else self._matcher.validate_tokens(tokens)
 
     def back(self, num):
@@ -54,13 +59,16 @@ class Shape:
             self._matcher.rollback(num)
 
     def fill(self, words, fill):
-        """Writes what may come next to one row of bits, int32 [V / 32]; `fill` asks the matcher for it."""
+        """Writes what may come next to one row of bits, int32 [V / 32]; `fill` asks the matcher for
+        it.
+        """
         fill(self._matcher)
         if self.num_tokens >= self._least:
             return
         kept = words.clone()
         for token in self._barred:
-            words[token // 32] &= ~(1 << token % 32) if token % 32 < 31 else 0x7FFFFFFF  # of a word with a sign
+            # of a word with a sign
+            words[token // 32] &= ~(1 << token % 32) if token % 32 < 31 else 0x7FFFFFFF
         if not words.any():  # the answer is complete, and nothing but its end is left
             words.copy_(kept)
 
@@ -77,8 +85,9 @@ class Shapes:
         self._one_at_a_time = Lock()
 
     def shape(self, said):
-        """`said`: JSON of `grammar`, in llguidance's notation, the tokens `after` which it begins, and `ends`, `barred` and `least` of
-        `Shape`. `ValueError` where the grammar does not compile, or forbids those tokens."""
+        """`said`: JSON of `grammar`, in llguidance's notation, the tokens `after` which it begins,
+        and `ends`, `barred` and `least` of `Shape`. `ValueError` where the grammar does not
+        compile, or forbids those tokens."""
         said = json.loads(said)
         ends = tuple(said["ends"])
         with self._one_at_a_time:
@@ -92,8 +101,12 @@ class Shapes:
         key = grammar, ends
         if key not in self._compiled:
             if ends not in self._vocabularies:
-                self._vocabularies[ends] = LLTokenizer(self._source, n_vocab=self._vocab_size, eos_token=list(ends))
-            matcher = LLMatcher(self._vocabularies[ends], grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+                self._vocabularies[ends] = LLTokenizer(
+                    self._source, n_vocab=self._vocab_size, eos_token=list(ends)
+                )
+            matcher = LLMatcher(
+                self._vocabularies[ends], grammar, log_level=0, limits=LLParserLimits(**_LIMITS)
+            )
             if matcher.is_error():
                 raise ValueError(matcher.get_error())
             self._compiled[key] = matcher
