@@ -155,13 +155,6 @@ def test_the_environment_of_the_readme_is_ten_lines_that_work(tmp_path: Path, mo
     assert [run_virtual(lambda task=task: environment(task, client)) for task in tasks] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("name", "most"), [("one_file_grpo.py", 250), ("own_environment.py", 45), ("agent_openai.py", 45), ("foreign_trainer.py", 95)]
-)
-def test_an_example_stays_short_enough_to_be_read(name: str, most: int) -> None:
-    assert len((ROOT / "examples" / name).read_text().splitlines()) <= most
-
-
 def test_the_measured_numbers_are_keys_of_the_summary() -> None:
     table = (ROOT / "README.md").read_text().partition("measured: begin")[2].partition("measured: end")[0]
     keys = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
