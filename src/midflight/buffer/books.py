@@ -1,5 +1,5 @@
-"""Where every group and every token is, and what the next step may train on. Facts change it, and
-nothing else does.
+"""Where every group and every token is, and what the next step may train on. Facts change the
+books, and nothing else does.
 
 I1: submitted = running + waiting + leased + trained + dropped(by reason), after every fact.
 I3: received = waiting + trained + masked(by reason) + dropped(by reason), for the tokens of
@@ -23,11 +23,21 @@ from midflight.buffer.groups import (
 )
 from midflight.buffer.staleness import Lineage, ages, credit, overfull, surplus
 from midflight.errors import OutOfTurn, UnknownLease
-from midflight.types import Batch, Fate, Group, GroupKey, Reason, StalePolicy, Version, facts
+from midflight.types import (
+    Batch,
+    Fate,
+    Group,
+    GroupKey,
+    Reason,
+    RolloutKey,
+    StalePolicy,
+    Version,
+    facts,
+)
 
 FOR_TASKS = "tasks"
-"""For whom admission waits in a run whose tasks are all posted: whoever posts them may take as long
-as he likes.
+"""The name of the wait for posted tasks, in a run whose tasks are all posted. The client that posts
+them may take as long as it likes.
 """
 
 
@@ -40,22 +50,28 @@ class Books:
 
     def __init__(self, limits: Limits, *, start_version: Version = 0) -> None:
         self._limits = limits
-        self.submitted = self.trained = 0
+        self.submitted = 0
+        self.trained = 0
         self.dropped = Counter[Reason]()
         self.tokens = Tokens()
-        self._line: set[GroupKey] = set()  # to start before any new task is drawn
-        self._running: dict[GroupKey, int] = {}  # slots held
-        # trainable tokens of ended rollouts whose group has not
+        self._line: set[GroupKey] = set()
+        """Groups that start before any new task is drawn."""
+        self._running: dict[GroupKey, int] = {}
+        """The slots that each running group holds."""
         self._kept: dict[GroupKey, int] = {}
-        # of ended rollouts whose group is neither trained nor dropped
+        """Trainable tokens of ended rollouts whose group has not ended."""
         self._bytes: dict[GroupKey, int] = {}
+        """Bytes of ended rollouts whose group is neither trained nor dropped."""
         self._waiting: dict[GroupKey, Finished] = {}
         self._leases: dict[int, OpenLease] = {}
         self._learnt: dict[GroupKey, Learnt] = {}
         self._served = start_version
-        self._next = start_version  # of the next step that has no batch
-        self._made = start_version  # the newest version the trainer is known to have made
-        self._highest = start_version  # that any lease was meant to make
+        self._next = start_version
+        """The version of the next step that has no batch."""
+        self._made = start_version
+        """The newest version that the trainer is known to have made."""
+        self._highest = start_version
+        """The highest version that any lease was meant to make."""
         self._num_leases = 0
         self._num_finished = 0
         self._lineage = Lineage()
@@ -86,25 +102,22 @@ class Books:
     @property
     def tokens_waiting(self) -> int:
         """Trainable tokens of ended rollouts whose group runs, waits or is leased."""
-        leased = (
-            share.num_trained for lease in self._leases.values() for share in lease.shares.values()
-        )
-        return (
-            sum(self._kept.values())
-            + sum(f.num_tokens for f in self._waiting.values())
-            + sum(leased)
-        )
+        total = sum(self._kept.values())
+        total += sum(finished.num_tokens for finished in self._waiting.values())
+        for lease in self._leases.values():
+            total += sum(share.num_trained for share in lease.shares.values())
+        return total
 
     @property
     def num_bytes(self) -> int:
-        """Of the rows of ended rollouts that are in memory: their group runs, waits or is
+        """The size of the rows of ended rollouts that are in memory: their group runs, waits or is
         leased.
         """
         return sum(self._bytes.values())
 
     @property
     def next_order(self) -> int:
-        """Of the next group that finishes."""
+        """The order of the next group that finishes."""
         return self._num_finished + 1
 
     @property
@@ -127,35 +140,26 @@ class Books:
         )
         if free <= 0:
             whom = "handover" if self._served < self._made else "trainer"
-            return Wait(
-                whom,
-                (
-                    f"{open_groups} groups are open for step {self._next}, all that max_staleness "
-                    f"allows at version {self._served}"
-                ),
+            detail = (
+                f"{open_groups} groups are open for step {self._next}, all that max_staleness "
+                f"allows at version {self._served}"
             )
+            return Wait(whom, detail)
         if self.num_waiting >= limits.buffer_groups:
             return Wait(
                 "trainer",
                 f"{self.num_waiting} finished groups wait, buffer_groups is {limits.buffer_groups}",
             )
-        # With less than a batch open it would be waited for what cannot come.
+        # With less than a batch open it would wait for a step that cannot come.
         if self.num_bytes >= limits.buffer_bytes and open_groups >= limits.groups_per_step:
-            return Wait(
-                "trainer",
-                (
-                    f"finished rollouts hold {self.num_bytes} bytes, buffer_bytes is "
-                    f"{limits.buffer_bytes}"
-                ),
+            detail = (
+                f"finished rollouts hold {self.num_bytes} bytes, buffer_bytes is "
+                f"{limits.buffer_bytes}"
             )
-        if self.num_running_rollouts + limits.group_size > limits.max_in_flight:
-            return Wait(
-                "slots",
-                (
-                    f"{self.num_running_rollouts} rollouts run, max_in_flight is "
-                    f"{limits.max_in_flight}"
-                ),
-            )
+            return Wait("trainer", detail)
+        running = self.num_running_rollouts
+        if running + limits.group_size > limits.max_in_flight:
+            return Wait("slots", f"{running} rollouts run, max_in_flight is {limits.max_in_flight}")
         return None
 
     def unfit(self, group: Group) -> Reason | None:
@@ -166,9 +170,7 @@ class Books:
             return Reason.NO_REWARD
         if len(group.trajectories) < self._limits.min_group_size or group.oldest_version is None:
             return Reason.TOO_FEW
-        if self._limits.drop_zero_spread and all(
-            len({t.reward for t in of.trajectories}) == 1 for of in group.by_role().values()
-        ):
+        if self._limits.drop_zero_spread and not _has_spread(group):
             return Reason.ZERO_SPREAD
         return None
 
@@ -185,14 +187,10 @@ class Books:
 
     def held(self, train_version: Version) -> Batch | None:
         """The batch already leased for that version, if its lease is open."""
-        return next(
-            (
-                lease.batch
-                for lease in self._leases.values()
-                if lease.batch.train_version == train_version
-            ),
-            None,
-        )
+        for lease in self._leases.values():
+            if lease.batch.train_version == train_version:
+                return lease.batch
+        return None
 
     def overdue(self, train_version: Version) -> list[facts.GroupClosed]:
         """What ends the groups that no step from this version on may train on, by the stale policy.
@@ -208,38 +206,30 @@ class Books:
                 "for that one."
             )
         limits = self._limits
-        floor = train_version - self._limits.max_staleness
-        match limits.policy:
-            case StalePolicy.WAIT:
-                shed = surplus(
-                    [(f.oldest, f.order) for f in self._waiting.values()],
-                    train_version,
-                    max_staleness=limits.max_staleness,
-                    groups_per_step=limits.groups_per_step,
-                )
-                return [
-                    self.closing(key, Reason.REQUEUED, again=True)
-                    for key, f in self._waiting.items()
-                    if f.order in shed
-                ]
-            case StalePolicy.REQUEUE:
-                stale = [key for key, f in self._waiting.items() if f.oldest < floor]
-                left = {key: key.attempt < limits.requeues for key in stale}
-                return [
-                    self.closing(key, Reason.REQUEUED if again else Reason.STALE, again=again)
-                    for key, again in left.items()
-                ]
-            case StalePolicy.DROP | StalePolicy.MASK:
-                trimmed = {
-                    key: f.at(floor, limits.policy).group
-                    for key, f in self._waiting.items()
-                    if f.oldest < floor
-                }
-                return [
-                    self.closing(key, Reason.STALE)
-                    for key, group in trimmed.items()
-                    if group.oldest_version is None
-                ]
+        if limits.policy is StalePolicy.WAIT:
+            shed = surplus(
+                [(f.oldest, f.order) for f in self._waiting.values()],
+                train_version,
+                max_staleness=limits.max_staleness,
+                groups_per_step=limits.groups_per_step,
+            )
+            return [
+                self.closing(key, Reason.REQUEUED, again=True)
+                for key, finished in self._waiting.items()
+                if finished.order in shed
+            ]
+        floor = train_version - limits.max_staleness
+        closed: list[facts.GroupClosed] = []
+        for key, finished in self._waiting.items():
+            if finished.oldest >= floor:
+                continue
+            if limits.policy is StalePolicy.REQUEUE:
+                again = key.attempt < limits.requeues
+                reason = Reason.REQUEUED if again else Reason.STALE
+                closed.append(self.closing(key, reason, again=again))
+            elif finished.at(floor, limits.policy).group.oldest_version is None:
+                closed.append(self.closing(key, Reason.STALE))
+        return closed
 
     def choose(
         self, train_version: Version, running_oldest: Callable[[GroupKey], Version | None]
@@ -259,41 +249,41 @@ class Books:
             return Wait(
                 "generation", f"step {train_version} has {have}; {self.num_running} are running"
             )
-        behind = [oldest for oldest, _, _ in left]
-        if (
-            limits.policy is StalePolicy.WAIT
-            and (wait := self._stragglers(behind, train_version, running_oldest)) is not None
-        ):
-            return wait
-        return self._leased(
-            train_version,
-            sorted((trimmed for _, _, trimmed in chosen), key=lambda trimmed: trimmed.group.key),
-        )
+        if limits.policy is StalePolicy.WAIT:
+            behind = [oldest for oldest, _, _ in left]
+            wait = self._stragglers(behind, train_version, running_oldest)
+            if wait is not None:
+                return wait
+        trimmed = [trimmed for _, _, trimmed in chosen]
+        return self._leased(train_version, sorted(trimmed, key=lambda one: one.group.key))
 
     def ahead(
         self, train_version: Version, *, beyond: int, tokens: int
     ) -> list[tuple[int, Group]] | None:
-        """Groups that the batch will have, unless older ones come before it is whole, of those that
-        finished after the `beyond`-th, and which they were. Less than so many `tokens` to train on
-        are none; `None`: the batch is there."""
-        if (
-            train_version != self._next
-            or sum(f.num_tokens for f in self._waiting.values() if f.order > beyond) < tokens
-        ):
-            return None if train_version < self._next else []
+        """Groups that the batch will have, unless older ones come before it is whole, each with its
+        order. Only groups that finished after the `beyond`-th count, and there are none while these
+        have fewer `tokens` to train on. `None`: the batch is there.
+        """
+        if train_version < self._next:
+            return None
+        if train_version > self._next:
+            return []
+        waiting = self._waiting.values()
+        if sum(finished.num_tokens for finished in waiting if finished.order > beyond) < tokens:
+            return []
         oldest = self._aged(train_version)[: self._limits.groups_per_step]
         return [(order, trimmed.group) for _, order, trimmed in oldest if order > beyond]
 
     def _aged(self, train_version: Version) -> list[tuple[Version, int, Trimmed]]:
-        """What waits, as that step would train on it, oldest version first, and then in the order
-        of finishing, which is told.
+        """The groups that wait, as that step would train on them, each with its oldest version and
+        its order of finishing. They are sorted by these two.
         """
         aged: list[tuple[Version, int, Trimmed]] = []
         for finished in self._waiting.values():
             trimmed = finished.at(train_version - self._limits.max_staleness, self._limits.policy)
-            oldest = (
-                finished.oldest if trimmed.group is finished.group else trimmed.group.oldest_version
-            )
+            oldest: Version | None = finished.oldest
+            if trimmed.group is not finished.group:
+                oldest = trimmed.group.oldest_version
             if oldest is not None:  # else it is overdue
                 aged.append((oldest, finished.order, trimmed))
         return sorted(aged, key=lambda entry: entry[:2])
@@ -303,8 +293,11 @@ class Books:
             self._num_leases + 1, train_version, tuple(trimmed.group for trimmed in chosen)
         )
         staleness = ages((t for group in batch.groups for t in group.trajectories), train_version)
-        masked = {key: number for trimmed in chosen for key, number in trimmed.masked.items()}
-        dropped = {key: number for trimmed in chosen for key, number in trimmed.dropped.items()}
+        masked: dict[RolloutKey, int] = {}
+        dropped: dict[RolloutKey, int] = {}
+        for trimmed in chosen:
+            masked.update(trimmed.masked)
+            dropped.update(trimmed.dropped)
         return facts.Leased(batch, staleness, masked, dropped)
 
     def _stragglers(
@@ -313,17 +306,21 @@ class Books:
         train_version: Version,
         oldest_of: Callable[[GroupKey], Version | None],
     ) -> Wait | None:
-        """A running group that is over age already can never be trained: to wait for it would gain
+        """The wait for running groups, if the batch would leave too many groups behind.
+
+        A running group that is over age already can never be trained: to wait for it would gain
         nothing.
         """
         limits = self._limits
         floor = train_version - limits.max_staleness
-        known = {
-            key: self._lineage.between(oldest)
-            for key in self._running
-            if (oldest := oldest_of(key)) is not None
-        }
-        running = {key: max(least, floor) for key, (least, most) in known.items() if most >= floor}
+        running: dict[GroupKey, Version] = {}
+        for key in self._running:
+            smallest = oldest_of(key)
+            if smallest is None:
+                continue
+            least, most = self._lineage.between(smallest)
+            if most >= floor:
+                running[key] = max(least, floor)
         bound = overfull(
             [*behind, *running.values()],
             train_version,
@@ -335,14 +332,11 @@ class Books:
         late = ", ".join(
             f"{k.epoch}-{k.index}-{k.attempt}" for k, oldest in running.items() if oldest <= bound
         )
-        return Wait(
-            "stragglers",
-            (
-                f"step {train_version} would leave too many groups behind at version {bound} or "
-                "older; "
-                f"running: {late}"
-            ),
+        detail = (
+            f"step {train_version} would leave too many groups behind at version {bound} or "
+            f"older; running: {late}"
         )
+        return Wait("stragglers", detail)
 
     def resumed_as(self, checkpoint: Version) -> Version:
         """The number under which the weights of a checkpoint go on: its own, unless a lease was
@@ -363,19 +357,19 @@ class Books:
                 assert not self._is_open(key), f"{key} is admitted already"
                 self._line.discard(key)
                 self._running[key] = self._limits.group_size
-                self.submitted = self.submitted + 1
+                self.submitted += 1
             case facts.SlotFreed(key=key):
                 assert self._running[key] > 0, f"{key} has no rollout left to end"
                 self._running[key] -= 1
                 return
             case facts.TrajectoryKept():
                 self._keep(fact)
-                # what it adds to either side of I3 is one sum; the next fact of its group is
-                # checked
+                # It adds the same sum to both sides of I3; the next fact of its group is checked.
                 return
             case facts.GroupFinished(group=group, order=order):
                 del self._running[group.key]
-                self._waiting[group.key] = finished = Finished.of(group, order, self._lineage)
+                finished = Finished.of(group, order, self._lineage)
+                self._waiting[group.key] = finished
                 self._num_finished = order
                 assert self._kept.pop(group.key, 0) == finished.num_tokens, (
                     f"I3: {group.key} has other tokens than its rollouts"
@@ -410,7 +404,7 @@ class Books:
 
     def _keep(self, kept: facts.TrajectoryKept) -> None:
         trajectory = kept.trajectory
-        number = kept.trajectory.num_trainable
+        number = trajectory.num_trainable
         group = trajectory.key.group
         self.tokens.received += number + sum(kept.masked.values()) + sum(kept.dropped.values())
         self.tokens.masked.update(kept.masked)
@@ -426,14 +420,12 @@ class Books:
         assert self._num_tokens(key) == closed.num_tokens, (
             f"I3: {key} has {self._num_tokens(key)} tokens, not {closed.num_tokens}"
         )
-        for places in (
-            self._running,
-            self._kept,
-            self._bytes,
-            self._waiting,
-            *(lease.shares for lease in self._leases.values()),
-        ):
-            places.pop(key, None)
+        self._running.pop(key, None)
+        self._kept.pop(key, None)
+        self._bytes.pop(key, None)
+        self._waiting.pop(key, None)
+        for lease in self._leases.values():
+            lease.shares.pop(key, None)
         self.dropped[closed.reason] += 1
         self.tokens.drop(closed.reason, closed.num_tokens)
         if closed.successor is not None:
@@ -446,16 +438,16 @@ class Books:
         finished = {group.key: self._waiting.pop(group.key) for group in batch.groups}
         trimmed = {key: f.at(floor, self._limits.policy) for key, f in finished.items()}
         groups = tuple(t.group for t in trimmed.values())
-        assert all((oldest := g.oldest_version) is not None and oldest >= floor for g in groups), (
-            f"I2: a token below version {floor}"
-        )
+        for group in groups:
+            oldest = group.oldest_version
+            assert oldest is not None and oldest >= floor, f"I2: a token below version {floor}"
         shares = {
             key: Share(t.group.num_trainable, sum(t.masked.values()), sum(t.dropped.values()))
             for key, t in trimmed.items()
         }
-        self._leases[batch.lease] = OpenLease(
-            batch if batch.groups == groups else replace(batch, groups=groups), finished, shares
-        )
+        if batch.groups != groups:
+            batch = replace(batch, groups=groups)
+        self._leases[batch.lease] = OpenLease(batch, finished, shares)
         for share in shares.values():
             self.tokens.mask(Reason.STALE, share.num_masked)
             self.tokens.drop(Reason.STALE, share.num_dropped)
@@ -500,7 +492,8 @@ class Books:
         assert not self._learnt, (
             f"I8: {sorted(self._learnt)} were trained after the checkpoint and do not wait again"
         )
-        self._next = self._made = back.version
+        self._next = back.version
+        self._made = back.version
         self._highest = max(self._highest, back.version)
 
     def _untrim(self, share: Share) -> None:
@@ -508,13 +501,12 @@ class Books:
         self.tokens.drop(Reason.STALE, -share.num_dropped)
 
     def _settle(self, version: Version) -> None:
-        """Steps up to `version` are final, also one that was never reported: the checkpoint has
+        """Makes steps up to `version` final, also one that was never reported: the checkpoint has
         it.
         """
-        for number in [
-            n for n, lease in self._leases.items() if lease.batch.train_version < version
-        ]:
-            self._step(number)
+        for number, lease in list(self._leases.items()):
+            if lease.batch.train_version < version:
+                self._step(number)
         self._learnt = {
             key: learnt for key, learnt in self._learnt.items() if learnt.version > version
         }
@@ -527,15 +519,15 @@ class Books:
             self.tokens.received += number
             if reason is None:
                 self.tokens.trained += number
+            elif fate is Fate.MASKED:
+                self.tokens.masked[reason] += number
             else:
-                (self.tokens.masked if fate is Fate.MASKED else self.tokens.dropped)[reason] += (
-                    number
-                )
+                self.tokens.dropped[reason] += number
         self._line.update(carried.in_line)
-        self._next = self._next if carried.next_version is None else carried.next_version
-        self._highest = (
-            self._highest if carried.highest_version is None else carried.highest_version
-        )
+        if carried.next_version is not None:
+            self._next = carried.next_version
+        if carried.highest_version is not None:
+            self._highest = carried.highest_version
         self._num_leases = carried.num_leases
         self._num_finished = carried.num_finished
 
@@ -559,11 +551,9 @@ class Books:
         )
 
     def _is_open(self, key: GroupKey) -> bool:
-        return (
-            key in self._running
-            or key in self._waiting
-            or any(key in lease.shares for lease in self._leases.values())
-        )
+        if key in self._running or key in self._waiting:
+            return True
+        return any(key in lease.shares for lease in self._leases.values())
 
     def _check(self) -> None:
         groups = (
@@ -585,3 +575,11 @@ class Books:
         assert self.tokens.received == tokens, (
             f"I3: {self.tokens.received} tokens received, {tokens} accounted for"
         )
+
+
+def _has_spread(group: Group) -> bool:
+    """Whether some role of the group has different rewards."""
+    for compared in group.by_role().values():
+        if len({trajectory.reward for trajectory in compared.trajectories}) != 1:
+            return True
+    return False

@@ -1,5 +1,5 @@
-"""The buffer's limits, and groups that wait for a step or are in one: what the stale policy leaves
-of them, and of their tokens.
+"""Groups that wait for a step or are in one, what the stale policy leaves of them and of their
+tokens, and the limits of the buffer.
 
 `floor` is the oldest version that may still be trained: train_version - max_staleness. `drop` and
 `mask` return the group without over-age trainable tokens, and how the tokens that left divide into
@@ -28,8 +28,8 @@ from midflight.types import (
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Not yet. `for_whom` is one of generation, stragglers, trainer, handover, slots, tasks;
-    `detail` is a sentence for people.
+    """The answer "not yet". `for_whom` is one of generation, stragglers, trainer, handover, slots,
+    tasks; `detail` is a sentence for people.
     """
 
     for_whom: str
@@ -104,13 +104,16 @@ def with_stale_tokens_masked(group: Group, floor: Version) -> Trimmed:
             left = masked.num_trainable
             if left:
                 rows.append(masked)
-            (num_masked if left else num_dropped)[trajectory.key] += row.num_trainable - left
+                num_masked[trajectory.key] += row.num_trainable - left
+            else:
+                num_dropped[trajectory.key] += row.num_trainable
         kept.append(replace(trajectory, rows=tuple(rows)))
     return Trimmed(replace(group, trajectories=tuple(kept)), num_masked, num_dropped)
 
 
 def _is_stale(trajectory: Trajectory, floor: Version) -> bool:
-    return (oldest := trajectory.oldest_version) is not None and oldest < floor
+    oldest = trajectory.oldest_version
+    return oldest is not None and oldest < floor
 
 
 def _mask_stale(row: Row, floor: Version) -> Row:
@@ -140,10 +143,17 @@ class Finished:
         oldest = group.oldest_version
         assert oldest is not None, f"{group.key} waits without a token to train on"
         return cls(
-            recorded, group, oldest, order, group.num_trainable, oldest, Trimmed(group, {}, {})
+            recorded=recorded,
+            group=group,
+            oldest=oldest,
+            order=order,
+            num_tokens=group.num_trainable,
+            floor=oldest,
+            trimmed=Trimmed(group, {}, {}),
         )
 
     def at(self, floor: Version, policy: StalePolicy) -> Trimmed:
+        """What the policy leaves of the group at this floor. The last answer is kept."""
         if self.oldest >= floor:
             return Trimmed(self.group, {}, {})
         if self.floor != floor:
@@ -170,7 +180,7 @@ class OpenLease:
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """A group that is trained, in no checkpoint yet: by the step that made `version`."""
+    """A group that the step which made `version` trained on, and that no checkpoint has yet."""
 
     version: Version
     order: int

@@ -22,23 +22,24 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class OpenWait:
-    """One that goes on, in the loop's time."""
+    """A wait that goes on. Times are the event loop's."""
 
     wait: Wait
     began: float
-    """Since when it is for the same whom."""
+    """When it began to be for the same whom."""
     counted: float
-    """Until when it was recorded."""
+    """The time up to which it was recorded."""
 
 
 class GroupQueue:
-    """First come, first served, for those who start groups and for those who take batches. What it
-    decides it records.
+    """A queue of tasks that start groups, and one of tasks that take batches: first come, first
+    served. It records every decision.
 
     `record` must apply each fact to the books and then call `wake`. `running_oldest` gives the
     oldest version among the tokens of a running group (ended rollouts too), `None` before the
     first; it is asked at every decision, so it needs no notification. `full` says why no group fits
-    beside so many running rollouts, which the books allow; whoever changes that calls `wake`.
+    beside so many running rollouts, where the books would allow one; a change of its answer must be
+    followed by `wake`.
     """
 
     def __init__(
@@ -59,23 +60,23 @@ class GroupQueue:
         self._stopping = False
         self._waits: dict[str, OpenWait] = {}
         self._given: tuple[Version, int] = (-1, 0)
-        """For which step `ahead` gave groups, and which of them finished last."""
+        """The step for which `ahead` gave groups, and the order of the last of them."""
 
     @property
     def waits(self) -> Mapping[str, OpenWait]:
-        """Who waits here now (`admission`, `trainer`), for whom, and since when (I9)."""
+        """The waits here now, by who waits (`admission`, `trainer`): for whom, and since when
+        (I9).
+        """
         return self._waits
 
     def count_waits(self) -> None:
-        """Records what was waited until now: a wait counts while it lasts, not only when it
-        ends.
-        """
+        """Records the waits up to now: a wait counts while it lasts, not only when it ends."""
         now = asyncio.get_running_loop().time()
         for who, open_wait in self._waits.items():
             self._count(who, open_wait, now)
 
     def wake(self) -> None:
-        """Something changed that may end a wait."""
+        """Lets every wait look again, after a change that may end one."""
         changed = self._changed
         self._changed = asyncio.Event()
         changed.set()
@@ -104,9 +105,11 @@ class GroupQueue:
         `staleness`). Asked again before its step is done, it gives the same batch at once. Ended by
         `close` with `Stopping`.
         """
-        while (held := self._books.held(train_version)) is None and self._taking.locked():
-            # not for the lock: the batch may be there while another take waits with it
+        held = self._books.held(train_version)
+        while held is None and self._taking.locked():
+            # It does not wait for the lock: the batch may come while another take waits with it.
             await self._changed.wait()
+            held = self._books.held(train_version)
         if held is not None:
             return held
         try:
@@ -116,9 +119,10 @@ class GroupQueue:
             self.wake()
 
     async def ahead(self, train_version: Version, *, tokens: int) -> tuple[Group, ...]:
-        """Waits for groups of that step's batch, of so many `tokens` at least, to have finished,
-        and gives them, each once; none when the batch is there. It leases nothing: whoever works on
-        these groups before learns from the batch whether they are in it."""
+        """Waits until groups of that step's batch with at least so many `tokens` have finished, and
+        gives them, each once; none when the batch is there. It leases nothing: a caller that works
+        on these groups beforehand learns from the batch whether they are in it.
+        """
         if self._given[0] != train_version:
             self._given = (train_version, 0)
         while not self._stopping:
@@ -134,9 +138,8 @@ class GroupQueue:
     def _admit(
         self, draw: Callable[[], GroupKey | Wait], task_of: Callable[[GroupKey], Task]
     ) -> Admitted | Wait:
-        if (
-            wait := self._books.admission() or self._full(self._books.num_running_rollouts)
-        ) is not None:
+        wait = self._books.admission() or self._full(self._books.num_running_rollouts)
+        if wait is not None:
             return wait
         key = self._books.in_line or draw()
         if isinstance(key, Wait):
@@ -147,7 +150,8 @@ class GroupQueue:
 
     def _lease(self, train_version: Version) -> Batch | Wait:
         """The batch held for that version, or a new one."""
-        if (held := self._books.held(train_version)) is not None:
+        held = self._books.held(train_version)
+        if held is not None:
             return held
         for closed in self._books.overdue(train_version):
             self._record(closed)
@@ -162,12 +166,15 @@ class GroupQueue:
         here.
         """
         try:
-            while isinstance(result := self._try(attempt), Wait):
+            while True:
+                result = self._try(attempt)
+                if not isinstance(result, Wait):
+                    return result
                 self._note(who, result)
                 await self._changed.wait()
-            return result
         finally:
-            if (ended := self._waits.pop(who, None)) is not None:
+            ended = self._waits.pop(who, None)
+            if ended is not None:
                 self._count(who, ended, asyncio.get_running_loop().time())
 
     def _try(self, attempt: Callable[[], T | Wait]) -> T | Wait:
@@ -176,7 +183,7 @@ class GroupQueue:
         return attempt()
 
     def _note(self, who: str, wait: Wait) -> None:
-        """Keeps whom `who` waits for. A change of whom is one wait ended, another begun."""
+        """Keeps whom `who` waits for. When that changes, one wait has ended and another begun."""
         now = asyncio.get_running_loop().time()
         before = self._waits.get(who)
         if before is not None and before.wait.for_whom == wait.for_whom:

@@ -80,8 +80,8 @@ from midflight.types import Group, Int32, Row, Trajectory, Version
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Where trainers went on from a checkpoint under a number that was not the next: (that number,
-    how far all before it move up).
+    """The places where a trainer went on from a checkpoint under a number that was not the next
+    one. Each is that number, and how far all versions before it move up.
     """
 
     forks: tuple[tuple[Version, int], ...] = ()
@@ -92,8 +92,8 @@ class Lineage:
         return Lineage((*self.forks, (version, up))) if up else self
 
     def renumbered(self, versions: Int32) -> Int32:
-        """As if no number had been skipped: a later version minus these counts the steps
-        between.
+        """The versions as if no number had been skipped: a later version minus these counts the
+        steps between.
         """
         moved = versions.copy()
         for first, up in self.forks:
@@ -109,7 +109,7 @@ class Lineage:
         return min([own, *later]), own
 
     def group(self, group: Group) -> Group:
-        """With the versions of its tokens renumbered."""
+        """The group with the versions of its tokens renumbered."""
         if not self.forks:
             return group
         trajectories = (
@@ -141,9 +141,8 @@ def credit(
     Only after a trainer restarted at an older version is a served one beyond w; that gives no more
     than w would.
     """
-    return (
-        min(served_version, next_version) + max_staleness + 1 - next_version
-    ) * groups_per_step - open_groups
+    steps = min(served_version, next_version) + max_staleness + 1 - next_version
+    return steps * groups_per_step - open_groups
 
 
 def overfull(
@@ -174,37 +173,29 @@ def surplus(
     max_staleness: int,
     groups_per_step: int,
 ) -> frozenset[int]:
-    """Which finished groups no batch can take in time: none while the proof's assumptions hold.
+    """The finished groups that no batch can take in time: none while the proof's assumptions hold.
 
-    `finished` holds the oldest version of each and its place in the order of finishing, which is
-    told. For k = -1..S at most (k + 1) B of them may be <= v + k - S, the batches of steps v..v +
-    k; k = -1 says that over-age groups cannot be trained at all.
+    `finished` holds the oldest version of each and its place in the order of finishing, and these
+    places are returned. For k = -1..S at most (k + 1) B of them may be <= v + k - S, the batches of
+    steps v..v + k; k = -1 says that over-age groups cannot be trained at all.
     """
     left = sorted(finished, key=lambda one: one[1])
     shed = set[int]()
     for k in range(-1, max_staleness + 1):
-        due = [
-            order
-            for oldest, order in left
-            if oldest <= train_version + k - max_staleness and order not in shed
-        ]
+        bound = train_version + k - max_staleness
+        due = [order for oldest, order in left if oldest <= bound and order not in shed]
         shed.update(due[(k + 1) * groups_per_step :])
     return frozenset(shed)
 
 
 def ages(trajectories: Iterable[Trajectory], train_version: Version) -> Mapping[int, int]:
     """Trainable tokens by age: the version that begins the step minus the version that sampled
-    them, 0 for those of a way that was lost.
+    them. Tokens whose version was lost with a trainer have age 0.
     """
-    sampled = [
-        row.versions[row.loss_mask].clip(max=train_version)
-        for trajectory in trajectories
-        for row in trajectory.rows
-    ]
-    versions, counts = np.unique(
-        np.concatenate(sampled or [np.zeros(0, np.int32)]), return_counts=True
-    )
-    return {
-        train_version - version: number
-        for version, number in zip(versions.tolist(), counts.tolist(), strict=True)
-    }
+    sampled = [np.zeros(0, np.int32)]
+    for trajectory in trajectories:
+        for row in trajectory.rows:
+            sampled.append(row.versions[row.loss_mask].clip(max=train_version))
+    versions, counts = np.unique(np.concatenate(sampled), return_counts=True)
+    numbers = zip(versions.tolist(), counts.tolist(), strict=True)
+    return {train_version - version: number for version, number in numbers}

@@ -1,5 +1,5 @@
-"""One SQLite file as the store uses it: its tables and blobs, its settings, statements, joined
-transactions, and the names its errors get.
+"""One SQLite file as the store uses it: tables and blobs, settings, statements, joined
+transactions, and errors with names.
 """
 
 import secrets
@@ -25,11 +25,13 @@ APPLICATION_ID = 0x4D464C54
 """Marks the file as ours ("MFLT")."""
 SCHEMA_VERSION = 5
 MAX_ROWS = 32
-"""Of one statement: as many texts of it are kept read, at most."""
+"""Rows of one statement. SQLite keeps at most this many texts of it parsed."""
 BEGUN = "begun"
-"""Number in a store: drawn when it was made, and that of its copies too."""
+"""The name of a number in a store that was drawn when the store was made. Its copies have the
+same.
+"""
 COPIED = "copied"
-"""Number in a store: the newest version whose checkpoint has a copy of it."""
+"""The name of a number in a store: the newest version whose checkpoint has a copy of it."""
 
 TABLES = """
 CREATE TABLE runs (name TEXT NOT NULL);
@@ -75,35 +77,36 @@ BRIEF = (
     "CREATE INDEX IF NOT EXISTS rollouts_brief ON rollouts "
     "(epoch, position, attempt, sample, reward, truncated, seconds, num_trainable, error)"
 )
-"""All of a rollout but its tokens, for those who look at a run: without it they would read the
-tokens of the whole run past. A store of an older Midflight gets it when its run goes on, and is
-read without it."""
+"""An index with all of a rollout but its tokens, for readers of a run: without it they would read
+past the tokens of the whole run. A store of an older Midflight gets it when its run goes on, and is
+read without it.
+"""
 
 SCORES = (
     "SELECT epoch, position, attempt, task, state, COUNT(reward), COUNT(sample) - COUNT(reward), "
     "COUNT(CASE WHEN reward >= ? THEN 1 END), TOTAL(reward) FROM groups LEFT JOIN rollouts USING "
     "(epoch, position, attempt) GROUP BY epoch, position, attempt"
 )
-"""Of every group, by the reward of a pass."""
+"""The scores of every group, by the reward from which a rollout has passed."""
 
 
 class State(StrEnum):
-    """Of a group. `TRAINED` is final: a checkpoint contains it."""
+    """The state of a group. `TRAINED` is final: a checkpoint contains it."""
 
     IN_LINE = "in_line"
-    """To start before any new task is drawn."""
+    """It starts before any new task is drawn."""
     RUNNING = "running"
     WAITING = "waiting"
     LEASED = "leased"
     TRAINED = "trained"
     DROPPED = "dropped"
     EVALUATED = "evaluated"
-    """Of a held-out task, in the file of evaluations: it is never trained on."""
+    """It is a held-out task, in the file of evaluations, and is never trained on."""
 
 
 class Database:
-    """Errors of SQLite come out as `StoreCorrupt` or `StoreFailed`, with the path and the
-    remedy.
+    """A connection to the file. Errors of SQLite come out as `StoreCorrupt` or `StoreFailed`, with
+    the path and the remedy.
     """
 
     def __init__(self, path: Path, *, run: str | None, logged: bool = True) -> None:
@@ -127,16 +130,19 @@ class Database:
             return self._connection.execute(sql, values).fetchall()
 
     def execute_rows(self, sql: str, rows: Sequence[tuple[Value, ...]]) -> None:
-        """A change by rows of equal length, whose places are written where `sql` has `{}`. SQLite
-        works on many without the interpreter, which it would have to get back after each."""
+        """Makes a change by rows of equal length, whose places are written where `sql` has `{}`.
+        SQLite works on many rows without the interpreter's lock, which it would otherwise have to
+        take again after each.
+        """
         for first in range(0, len(rows), MAX_ROWS):
             some = rows[first : first + MAX_ROWS]
-            places = f"({', '.join('?' * len(some[0]))})"
-            self.execute(sql.format(", ".join([places] * len(some))), *chain.from_iterable(some))
+            row_places = f"({', '.join('?' * len(some[0]))})"
+            all_places = ", ".join([row_places] * len(some))
+            self.execute(sql.format(all_places), *chain.from_iterable(some))
 
     def move(self, sql: str, *values: Value) -> None:
-        """A change of one group's state. That it was in the state it leaves is what makes a group
-        trained at most once (I8).
+        """Changes one group's state. A group is trained at most once (I8), because it must be in
+        the state that it leaves.
         """
         with naming(self.path):
             moved = self._connection.execute(sql, values).rowcount
@@ -160,7 +166,7 @@ class Database:
             raise
 
     def sync_after_commit(self) -> None:
-        """Once the open transaction is committed, brings everything onto the disk itself, so that a
+        """Brings everything onto the disk itself once the open transaction is committed, so that a
         power cut cannot undo it.
         """
         self._sync_wanted = True
@@ -182,7 +188,7 @@ class Database:
         )
 
     def raise_number(self, name: str, value: int) -> None:
-        """To `value`, if it was below."""
+        """Sets a number to `value` if it was below that, or was not set."""
         self.execute(
             (
                 "INSERT INTO numbers VALUES (?, ?) ON CONFLICT DO UPDATE SET value = max(value, "
@@ -204,8 +210,9 @@ class Database:
 
 
 def connect(path: Path, *, logged: bool = True) -> sqlite3.Connection:
-    """Opens the file, or makes it. Used by one thread at a time, and by this process alone.
-    `logged`: by a log of writes (WAL), which is fast, and not for a file system of a network."""
+    """Opens the file, or makes it. One thread at a time may use it, and this process alone.
+    `logged`: SQLite writes by a log (WAL), which is fast, but not for a file system of a network.
+    """
     with naming(path):
         is_new = not path.exists() or path.stat().st_size == 0
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -230,7 +237,7 @@ def connect(path: Path, *, logged: bool = True) -> sqlite3.Connection:
 
 
 def look(path: Path) -> sqlite3.Connection:
-    """Opens the file to read it, whoever writes."""
+    """Opens the file to read it, also while another process writes to it."""
     with naming(path):
         connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)
         try:
@@ -242,7 +249,9 @@ def look(path: Path) -> sqlite3.Connection:
 
 
 def _create(connection: sqlite3.Connection) -> None:
-    """In one transaction: a process killed in it leaves an empty file, which counts as new."""
+    """Makes the tables in one transaction: a process that is killed in it leaves an empty file,
+    which counts as new.
+    """
     connection.executescript(
         f"BEGIN IMMEDIATE;\nPRAGMA application_id = {APPLICATION_ID};\nPRAGMA user_version = "
         f"{SCHEMA_VERSION};\n{TABLES}\n"
@@ -251,7 +260,7 @@ def _create(connection: sqlite3.Connection) -> None:
 
 
 def _check(connection: sqlite3.Connection, path: Path, *, quick: bool = False) -> None:
-    """`quick`: without reading all of it."""
+    """Checks that the file is a whole store of this version. `quick` does not read all of it."""
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if application != APPLICATION_ID:
@@ -265,7 +274,9 @@ def _check(connection: sqlite3.Connection, path: Path, *, quick: bool = False) -
             f"Opening {path}: its schema is {version}, this Midflight knows {SCHEMA_VERSION}; use "
             "the version that wrote it."
         )
-    (found,) = ("ok",) if quick else connection.execute("PRAGMA quick_check(1)").fetchone()
+    if quick:
+        return
+    (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if found != "ok":
         raise StoreCorrupt(
             f"Opening {path}: {found}; restore the file from a copy, or start a new run folder."
@@ -274,7 +285,7 @@ def _check(connection: sqlite3.Connection, path: Path, *, quick: bool = False) -
 
 @contextmanager
 def naming(path: Path) -> Generator[None]:
-    """Turns what SQLite and the disk say into errors that name the file and the remedy."""
+    """Turns errors of SQLite and the disk into errors that name the file and the remedy."""
     try:
         yield
     except sqlite3.Error as error:
@@ -283,11 +294,9 @@ def naming(path: Path) -> Generator[None]:
             raise StoreCorrupt(
                 f"Reading {path}: {error}; restore the file from a copy, or start a new run folder."
             ) from error
-        remedy = (
-            "free some space and resume the run"
-            if code == sqlite3.SQLITE_FULL
-            else "check the disk and the folder's permissions"
-        )
+        remedy = "check the disk and the folder's permissions"
+        if code == sqlite3.SQLITE_FULL:
+            remedy = "free some space and resume the run"
         raise StoreFailed(f"Writing {path}: {error}; {remedy}.") from error
     except OSError as error:
         raise StoreFailed(
@@ -314,7 +323,7 @@ class _StoredRow(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Scored(msgspec.Struct, array_like=True, frozen=True):
-    """Of a trajectory: what its reward is made of, and what was said beside it."""
+    """The parts of a trajectory's reward, and the values that were given beside it."""
 
     components: dict[str, float]
     metrics: dict[str, float]
@@ -347,9 +356,17 @@ def decode_rows(blob: bytes) -> tuple[Row, ...]:
 
 
 def columns(of: Trajectory) -> tuple[Value, ...]:
-    """Of `rollouts`, behind the key."""
-    told = (of.reward, of.truncated, of.room, of.error, of.seconds, of.num_trainable)
-    return (*told, encode_rows(of.rows), encode_scored(of))
+    """The columns of `rollouts` after the key."""
+    return (
+        of.reward,
+        of.truncated,
+        of.room,
+        of.error,
+        of.seconds,
+        of.num_trainable,
+        encode_rows(of.rows),
+        encode_scored(of),
+    )
 
 
 def encode_scored(of: Trajectory) -> bytes:
@@ -398,8 +415,12 @@ def _pack_row(row: Row) -> _StoredRow:
 
 
 def _unpack_row(row: _StoredRow) -> Row:
+    token_ids = _array(row.token_ids, "<i4")
+    experts: NDArray[Any] | None = None
+    if row.experts:
+        experts = _array(row.experts, "u1").reshape(len(token_ids), -1)
     return Row(
-        token_ids=_array(row.token_ids, "<i4"),
+        token_ids=token_ids,
         generated=_array(row.generated, "?"),
         loss_mask=_array(row.loss_mask, "?"),
         logprobs=_array(row.logprobs, "<f4"),
@@ -408,9 +429,7 @@ def _unpack_row(row: _StoredRow) -> Row:
         turns=None if row.turns is None else _array(row.turns, "<i4"),
         kept=_array(row.kept, "u1") if row.kept_lengths else None,
         kept_lengths=_array(row.kept_lengths, "<i4") if row.kept_lengths else None,
-        experts=_array(row.experts, "u1").reshape(len(row.token_ids) // 4, -1)
-        if row.experts
-        else None,
+        experts=experts,
         role=row.role,
     )
 

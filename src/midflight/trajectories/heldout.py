@@ -1,9 +1,9 @@
-"""What the model said to held-out tasks: some rollouts of each evaluation, in a file of their own
-beside the run's store, to be read by people.
+"""Answers to held-out tasks: some rollouts of each evaluation, in a file of their own beside the
+run's store, for people to read.
 
-Nothing of it is in the books, and no step waits for it. It has the tables of the store: a group for
-each task, whose epoch is the version that answered. What is kept is bounded by rollouts of an
-evaluation (`evaluation.keep`) and by evaluations.
+The books know nothing of them, and no step waits for them. The file has the tables of the store: a
+group for each task, whose epoch is the version that answered. It is bounded by the rollouts of an
+evaluation (`evaluation.keep`) and by the number of evaluations.
 """
 
 import logging
@@ -16,7 +16,7 @@ from midflight.types import facts
 
 HELDOUT = "evaluations.sqlite"
 KEPT_EVALUATIONS = 20
-"""The first, to compare with, and the newest ones."""
+"""The evaluations that are kept: the first one, to compare with, and the newest ones."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,14 +34,14 @@ class HeldoutStore:
         self._failed = False
 
     def apply(self, fact: facts.Fact) -> None:
-        """Returns at once. What waits to be written is at most what `evaluation.keep` lets of an
-        evaluation.
+        """Returns at once. At most `evaluation.keep` rollouts of an evaluation wait to be
+        written.
         """
         if isinstance(fact, facts.EvaluationKept) and not self._failed:
             self._thread.submit(self._tried, fact)
 
     def close(self) -> None:
-        """Waits for what is to be written."""
+        """Waits for rollouts that are still to be written, and closes the file."""
         self._thread.shutdown()
         if self._database is not None:
             self._database.close()
@@ -56,15 +56,16 @@ class HeldoutStore:
 
     def _write(self, kept: facts.EvaluationKept) -> None:
         made = kept.trajectory
-        number = kept.trajectory.key.group.index
-        key = kept.version, number, 0
-        db = self._database = self._database or Database(self._path, run=self._run, logged=False)
+        key = kept.version, made.key.group.index, 0
+        if self._database is None:
+            self._database = Database(self._path, run=self._run, logged=False)
+        db = self._database
         with db.transaction():
             if not db.execute("SELECT 1 FROM groups WHERE epoch = ? LIMIT 1", kept.version):
                 self._forget(db)
-            names = "(epoch, position, attempt, task, state) VALUES (?, ?, ?, ?, ?)"
             db.execute(
-                f"INSERT OR REPLACE INTO groups {names}",
+                "INSERT OR REPLACE INTO groups (epoch, position, attempt, task, state) "
+                "VALUES (?, ?, ?, ?, ?)",
                 *key,
                 encode_task(kept.task),
                 State.EVALUATED,
@@ -76,9 +77,8 @@ class HeldoutStore:
 
     def _forget(self, db: Database) -> None:
         """Makes room for one evaluation more."""
-        versions = [
-            version for (version,) in db.execute("SELECT DISTINCT epoch FROM groups ORDER BY epoch")
-        ]
+        found = db.execute("SELECT DISTINCT epoch FROM groups ORDER BY epoch")
+        versions = [version for (version,) in found]
         for version in versions[1 : max(1, len(versions) - KEPT_EVALUATIONS + 2)]:
             for table in ("groups", "rollouts"):
                 db.execute(f"DELETE FROM {table} WHERE epoch = ?", version)

@@ -1,9 +1,9 @@
-"""A batch of groups as flat arrays, and these as bytes: safetensors with a versioned header, no
+"""A batch of groups as flat arrays. As bytes they are safetensors with a versioned header, never
 pickle.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, cast
 
@@ -33,17 +33,17 @@ _ROLLOUTS: Mapping[str, type[np.generic]] = {
 }
 _ARRAYS = {**_TOKENS, **_ROWS, **_ROLLOUTS}
 _TEACHER: Mapping[str, type[np.generic]] = {"teacher_logprobs": np.float32}
-"""As long as `_TOKENS`, and there or not."""
+"""Optional, and as long as `_TOKENS`."""
 _ROOM: Mapping[str, type[np.generic]] = {"room": np.int32}
-"""As long as `_ROLLOUTS`, and there or not."""
+"""Optional, and as long as `_ROLLOUTS`."""
 _TURNS: Mapping[str, type[np.generic]] = {"turns": np.int32}
-"""As long as `_TOKENS`, and there or not."""
+"""Optional, and as long as `_TOKENS`."""
 _TABLES: Mapping[str, type[np.generic]] = {"turn_rewards": np.float32, "components": np.float32}
-"""Flat tables with a line for each rollout, each there or not."""
+"""Flat tables with a line for each rollout; each is optional."""
 _KEPT: Mapping[str, type[np.generic]] = {"kept_lengths": np.int32}
-"""As long as `_TOKENS`, and there or not, as `kept` is, which has as many bytes as they say."""
+"""Optional, and as long as `_TOKENS`. `kept` is there with it, and has as many bytes as it says."""
 _EXPERTS: Mapping[str, type[np.generic]] = {"experts": np.uint8}
-"""[N, B], as long as `_TOKENS`, and there or not."""
+"""[N, B], optional, and as long as `_TOKENS`."""
 _OPTIONAL = {**_TEACHER, **_ROOM, **_TURNS, **_TABLES, **_EXPERTS, **_KEPT, "kept": np.uint8}
 NO_ANSWER = 2**31 - 1
 """The room of a rollout without an answer."""
@@ -55,112 +55,128 @@ def pack(batch: Batch) -> PackedBatch:
     for each that took part.
 
     A rollout without rows keeps its place among the rewards: it counts in its group's baseline. A
-    version above the batch's is of a way that a trainer left when it went back to its checkpoint:
+    version above the batch's is one that a trainer left behind when it went back to its checkpoint:
     its tokens count as of age 0.
     """
+    rollouts: list[Trajectory] = []
+    group_of_rollout: list[int] = []
+    rows: list[Row] = []
+    rollout_of_row: list[int] = []
     groups = [compared for group in batch.groups for compared in group.by_role().values()]
-    rollouts = [(number, t) for number, group in enumerate(groups) for t in group.trajectories]
-    rows = [(number, row) for number, (_, t) in enumerate(rollouts) for row in t.rows]
-    kept, kept_lengths = _kept([row for _, row in rows])
+    for number, group in enumerate(groups):
+        for trajectory in group.trajectories:
+            rollout_of_row += [len(rollouts)] * len(trajectory.rows)
+            rows += trajectory.rows
+            group_of_rollout.append(number)
+            rollouts.append(trajectory)
+    kept, kept_lengths = _kept(rows)
+    newest = batch.train_version
+    lengths = [len(row.token_ids) for row in rows]
+    rooms = [NO_ANSWER if t.room is None else t.room for t in rollouts]
     return PackedBatch(
         lease=batch.lease,
         train_version=batch.train_version,
-        token_ids=_flat(rows, lambda row: row.token_ids, np.int32),
-        loss_mask=_flat(rows, lambda row: row.loss_mask, np.bool_),
-        logprobs=_flat(rows, lambda row: row.logprobs, np.float32),
-        versions=_flat(rows, lambda row: row.versions, np.int32).clip(max=batch.train_version),
-        kv_versions=_flat(rows, lambda row: row.kv_versions, np.int32).clip(
-            max=batch.train_version
-        ),
-        row_offsets=np.array(
-            list(accumulate((len(row.token_ids) for _, row in rows), initial=0)), dtype=np.int32
-        ),
-        row_rollout=np.array([number for number, _ in rows], dtype=np.int32),
-        rewards=np.array([t.reward for _, t in rollouts], dtype=np.float32),
-        rollout_group=np.array([number for number, _ in rollouts], dtype=np.int32),
-        truncated=np.array([t.truncated for _, t in rollouts], dtype=np.bool_),
+        token_ids=_flat([row.token_ids for row in rows], np.int32),
+        loss_mask=_flat([row.loss_mask for row in rows], np.bool_),
+        logprobs=_flat([row.logprobs for row in rows], np.float32),
+        versions=_flat([row.versions for row in rows], np.int32).clip(max=newest),
+        kv_versions=_flat([row.kv_versions for row in rows], np.int32).clip(max=newest),
+        row_offsets=np.array(list(accumulate(lengths, initial=0)), np.int32),
+        row_rollout=np.array(rollout_of_row, np.int32),
+        rewards=np.array([t.reward for t in rollouts], np.float32),
+        rollout_group=np.array(group_of_rollout, np.int32),
+        truncated=np.array([t.truncated for t in rollouts], np.bool_),
         kept=kept,
         kept_lengths=kept_lengths,
-        experts=_experts([row for _, row in rows]),
-        room=np.array(
-            [NO_ANSWER if t.room is None else t.room for _, t in rollouts], dtype=np.int32
-        ),
-        **_tables([t for _, t in rollouts], [row for _, row in rows]),
+        experts=_joined_experts([row.experts for row in rows], lengths),
+        room=np.array(rooms, np.int32),
+        **_turn_rewards(rollouts, rows),
+        **_components(rollouts),
     )
 
 
-def _tables(rollouts: Sequence[Trajectory], rows: Sequence[Row]) -> dict[str, Any]:
-    """What their answers earned, and what their rewards are made of; nothing where no rollout says
+def _flat(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    """The parts as one array; it is empty if there are none."""
+    return np.concatenate([np.zeros(0, dtype), *(part.astype(dtype, copy=False) for part in parts)])
+
+
+def _turn_rewards(rollouts: Sequence[Trajectory], rows: Sequence[Row]) -> dict[str, Any]:
+    """What answers earned, and the answer that each token is of; nothing where no rollout says
     that.
     """
     width = max((len(t.turn_rewards) for t in rollouts), default=0)
+    if not width:
+        return {}
+    rewards = np.zeros((len(rollouts), width), np.float32)
+    for line, trajectory in zip(rewards, rollouts, strict=True):
+        line[: len(trajectory.turn_rewards)] = trajectory.turn_rewards
+    turns = [
+        np.zeros(len(row.token_ids), np.int32) if row.turns is None else row.turns for row in rows
+    ]
+    return {"turn_rewards": rewards.ravel(), "turns": _flat(turns, np.int32)}
+
+
+def _components(rollouts: Sequence[Trajectory]) -> dict[str, Any]:
+    """What rewards are made of, a column for each name; nothing where no rollout says that."""
     names = sorted({name for t in rollouts for name in t.components})
-    said: dict[str, Any] = {}
-    if width:
-        said["turn_rewards"] = np.array(
-            [(*t.turn_rewards, *[0.0] * (width - len(t.turn_rewards))) for t in rollouts],
-            np.float32,
-        ).ravel()
-        said["turns"] = np.concatenate(
-            [
-                np.zeros(0, np.int32),
-                *(
-                    np.zeros(len(row.token_ids), np.int32) if row.turns is None else row.turns
-                    for row in rows
-                ),
-            ]
-        ).astype(np.int32)
-    if names:
-        said["components"] = np.array(
-            [[t.components.get(name, np.nan) for name in names] for t in rollouts], np.float32
-        ).ravel()
-        said["component_names"] = tuple(names)
-    return said
+    if not names:
+        return {}
+    table = np.array([_line(t, names) for t in rollouts], np.float32)
+    return {"components": table.ravel(), "component_names": tuple(names)}
 
 
-def _flat(
-    rows: list[tuple[int, Row]], part: Callable[[Row], NDArray[Any]], dtype: type[np.generic]
-) -> NDArray[Any]:
-    return np.concatenate(
-        [np.zeros(0, dtype), *(part(row).astype(dtype, copy=False) for _, row in rows)]
-    )
+def _line(trajectory: Trajectory, names: Sequence[str]) -> list[float]:
+    """A rollout's components in the order of the names; NaN where one does not apply."""
+    return [trajectory.components.get(name, np.nan) for name in names]
 
 
-def _kept(rows: list[Row]) -> tuple[UInt8, Int32] | tuple[None, None]:
+def _kept(rows: Sequence[Row]) -> tuple[UInt8, Int32] | tuple[None, None]:
     if all(row.kept is None for row in rows):
         return None, None
+    kept = [row.kept for row in rows if row.kept is not None]
     lengths = [
         np.zeros(len(row.token_ids), np.int32) if row.kept_lengths is None else row.kept_lengths
         for row in rows
     ]
-    return np.concatenate([row.kept for row in rows if row.kept is not None]), np.concatenate(
-        lengths
-    )
+    return np.concatenate(kept), np.concatenate(lengths)
 
 
-def _experts(rows: list[Row]) -> UInt8 | None:
-    """Rows of another width than the widest are of another engine's record, which does not fit:
-    they count as without one.
+def _joined_experts(records: Sequence[UInt8 | None], lengths: Sequence[int]) -> UInt8 | None:
+    """The records of parts with so many tokens each, 255 where there is none.
+
+    Records of another width than the widest are those of another engine, which do not fit: they
+    count as missing.
     """
-    width = max((row.experts.shape[1] for row in rows if row.experts is not None), default=0)
+    width = max((record.shape[1] for record in records if record is not None), default=0)
     if not width:
         return None
-    fits = (
-        row.experts if row.experts is not None and row.experts.shape[1] == width else None
-        for row in rows
-    )
-    unknown = (np.full((len(row.token_ids), width), 255, np.uint8) for row in rows)
-    return np.concatenate(
-        [there if has is None else has for has, there in zip(fits, unknown, strict=True)]
-    )
+    parts: list[UInt8] = []
+    for record, length in zip(records, lengths, strict=True):
+        if record is None or record.shape[1] != width:
+            record = np.full((length, width), 255, np.uint8)
+        parts.append(record)
+    return np.concatenate(parts)
+
+
+# --- One batch of several -------------------------------------------------------------------------
 
 
 def merged(lease: int, parts: Sequence[PackedBatch]) -> PackedBatch:
-    """One batch of several of the same step: what `pack` makes of all their groups, in the order of
-    the parts. What only some have is filled in for the others as `pack` does."""
-    groups, rollouts, tokens = (
-        list(accumulate(numbers, initial=0)) for numbers in zip(*map(_numbers, parts), strict=True)
-    )
+    """One batch of several of the same step. It is what `pack` makes of all their groups, in the
+    order of the parts. Arrays that only some parts have are filled in for the others as `pack`
+    does.
+    """
+    num_groups = [int(part.rollout_group.max(initial=-1)) + 1 for part in parts]
+    groups_before = list(accumulate(num_groups, initial=0))
+    rollouts_before = list(accumulate((len(part.rewards) for part in parts), initial=0))
+    tokens_before = list(accumulate((len(part.token_ids) for part in parts), initial=0))
+    offsets = [np.zeros(1, np.int32)]
+    rollout_of_row: list[Int32] = []
+    group_of_rollout: list[Int32] = []
+    for number, part in enumerate(parts):
+        offsets.append(part.row_offsets[1:] + tokens_before[number])
+        rollout_of_row.append(part.row_rollout + rollouts_before[number])
+        group_of_rollout.append(part.rollout_group + groups_before[number])
     whole = {
         name: np.concatenate([getattr(part, name) for part in parts])
         for name in (*_TOKENS, "rewards", "truncated")
@@ -169,30 +185,17 @@ def merged(lease: int, parts: Sequence[PackedBatch]) -> PackedBatch:
         lease=lease,
         train_version=parts[0].train_version,
         **whole,
-        row_offsets=np.concatenate(
-            [
-                np.zeros(1, np.int32),
-                *(p.row_offsets[1:] + at for p, at in zip(parts, tokens, strict=False)),
-            ]
-        ),
-        row_rollout=np.concatenate(
-            [p.row_rollout + at for p, at in zip(parts, rollouts, strict=False)]
-        ),
-        rollout_group=np.concatenate(
-            [p.rollout_group + at for p, at in zip(parts, groups, strict=False)]
-        ),
+        row_offsets=np.concatenate(offsets),
+        row_rollout=np.concatenate(rollout_of_row),
+        rollout_group=np.concatenate(group_of_rollout),
         **_merged_records(parts),
-        **_merged_tables(parts),
+        **_merged_turn_rewards(parts),
+        **_merged_components(parts),
     )
 
 
-def _numbers(batch: PackedBatch) -> tuple[int, int, int]:
-    """Groups, rollouts and tokens."""
-    return int(batch.rollout_group.max(initial=-1)) + 1, len(batch.rewards), len(batch.token_ids)
-
-
 def _merged_records(parts: Sequence[PackedBatch]) -> dict[str, Any]:
-    """What each token or rollout may have."""
+    """The arrays that a batch may have for each token or rollout."""
     made: dict[str, Any] = {}
     for name, nothing in (
         ("teacher_logprobs", np.float32(0)),
@@ -200,68 +203,69 @@ def _merged_records(parts: Sequence[PackedBatch]) -> dict[str, Any]:
         ("turns", np.int32(0)),
         ("kept_lengths", np.int32(0)),
     ):
-        if any(getattr(part, name) is not None for part in parts):
-            sizes = (len(part.rewards if name == "room" else part.token_ids) for part in parts)
-            there = (getattr(part, name) for part in parts)
-            made[name] = np.concatenate(
-                [
-                    np.full(n, nothing) if has is None else has
-                    for has, n in zip(there, sizes, strict=True)
-                ]
-            )
+        arrays = [getattr(part, name) for part in parts]
+        if all(array is None for array in arrays):
+            continue
+        for number, part in enumerate(parts):
+            if arrays[number] is None:
+                beside = part.rewards if name == "room" else part.token_ids
+                arrays[number] = np.full(len(beside), nothing)
+        made[name] = np.concatenate(arrays)
     if "kept_lengths" in made:
         made["kept"] = np.concatenate([part.kept for part in parts if part.kept is not None])
-    records = [part.experts for part in parts if part.experts is not None]
-    if width := max((record.shape[1] for record in records), default=0):
-        fits = (
-            part.experts if part.experts is not None and part.experts.shape[1] == width else None
-            for part in parts
-        )
-        unknown = (np.full((len(part.token_ids), width), 255, np.uint8) for part in parts)
-        made["experts"] = np.concatenate(
-            [there if has is None else has for has, there in zip(fits, unknown, strict=True)]
-        )
+    lengths = [len(part.token_ids) for part in parts]
+    experts = _joined_experts([part.experts for part in parts], lengths)
+    if experts is not None:
+        made["experts"] = experts
     return made
 
 
-def _merged_tables(parts: Sequence[PackedBatch]) -> dict[str, Any]:
-    """What rewards are made of: a column for each name, and for as many answers as any rollout
-    had.
-    """
-    made: dict[str, Any] = {}
+def _merged_turn_rewards(parts: Sequence[PackedBatch]) -> dict[str, Any]:
+    """A column for as many answers as any rollout had."""
     tables = [
         None if part.turn_rewards is None else part.turn_rewards.reshape(len(part.rewards), -1)
         for part in parts
     ]
-    if width := max((table.shape[1] for table in tables if table is not None), default=0):
-        padded = [np.zeros((len(part.rewards), width), np.float32) for part in parts]
-        for into, table in zip(padded, tables, strict=True):
-            if table is not None:
-                into[:, : table.shape[1]] = table
-        made["turn_rewards"] = np.concatenate(padded).ravel()
-    if names := sorted({name for part in parts for name in part.component_names}):
-        columns = [np.full((len(part.rewards), len(names)), np.nan, np.float32) for part in parts]
-        for into, part in zip(columns, parts, strict=True):
-            if part.components is not None:
-                into[:, [names.index(name) for name in part.component_names]] = (
-                    part.components.reshape(len(part.rewards), -1)
-                )
-        made.update(components=np.concatenate(columns).ravel(), component_names=tuple(names))
-    return made
+    width = max((table.shape[1] for table in tables if table is not None), default=0)
+    if not width:
+        return {}
+    padded: list[NDArray[np.float32]] = []
+    for part, table in zip(parts, tables, strict=True):
+        into = np.zeros((len(part.rewards), width), np.float32)
+        if table is not None:
+            into[:, : table.shape[1]] = table
+        padded.append(into)
+    return {"turn_rewards": np.concatenate(padded).ravel()}
+
+
+def _merged_components(parts: Sequence[PackedBatch]) -> dict[str, Any]:
+    """A column for each name that any part has."""
+    names = sorted({name for part in parts for name in part.component_names})
+    if not names:
+        return {}
+    place = {name: number for number, name in enumerate(names)}
+    filled: list[NDArray[np.float32]] = []
+    for part in parts:
+        into = np.full((len(part.rewards), len(names)), np.nan, np.float32)
+        if part.components is not None:
+            own = [place[name] for name in part.component_names]
+            into[:, own] = part.components.reshape(len(part.rewards), -1)
+        filled.append(into)
+    return {"components": np.concatenate(filled).ravel(), "component_names": tuple(names)}
+
+
+# --- As bytes -------------------------------------------------------------------------------------
 
 
 def to_bytes(packed: PackedBatch) -> bytes:
     """A safetensors file whose metadata names the format, the lease and the version it trains
     at.
     """
-    parts = {
-        **_ARRAYS,
-        **{name: dtype for name, dtype in _OPTIONAL.items() if getattr(packed, name) is not None},
-    }
-    arrays = {
-        name: np.ascontiguousarray(getattr(packed, name), dtype=dtype)
-        for name, dtype in parts.items()
-    }
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, dtype in {**_ARRAYS, **_OPTIONAL}.items():
+        array = getattr(packed, name)
+        if name in _ARRAYS or array is not None:
+            arrays[name] = np.ascontiguousarray(array, dtype=dtype)
     header = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -308,16 +312,15 @@ def teacher_is_finite(packed: PackedBatch) -> bool:
     """Whether the teacher, if there is one, gives every token to train on a finite
     log-probability.
     """
-    return packed.teacher_logprobs is None or bool(
-        np.isfinite(packed.teacher_logprobs[packed.loss_mask]).all()
-    )
+    if packed.teacher_logprobs is None:
+        return True
+    return bool(np.isfinite(packed.teacher_logprobs[packed.loss_mask]).all())
 
 
 def _header(data: bytes) -> Mapping[str, str]:
     """The metadata of a file that `load` has found well-formed: 8 bytes of length, then JSON."""
-    head = cast(
-        dict[str, dict[str, str]], json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    )
+    length = int.from_bytes(data[:8], "little")
+    head = cast(dict[str, dict[str, str]], json.loads(data[8 : 8 + length]))
     header = head.get("__metadata__", {})
     _require(
         header.get("format") == FORMAT, f"format is {header.get('format')!r}, expected {FORMAT!r}"
@@ -352,7 +355,7 @@ def _component_names(header: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _check_tables(packed: PackedBatch) -> None:
-    """Each has a line for each rollout, all as long."""
+    """Each table has a line for each rollout, and all its lines are equally long."""
     num = len(packed.rewards)
     names = packed.component_names
     _require(

@@ -1,11 +1,11 @@
-"""Where a run's store lies, and its copies beside the checkpoints: a checkpoint and the copy in its
-folder are one pair.
+"""Pairs of a checkpoint and a copy of the run's store in its folder, and the place of the store
+itself.
 
-The store lies on a disk of the machine that the gateway runs on, for its log of writes (WAL) needs
-memory that all who open it share: on a file system of a network it would be lost without a word. A
-copy is made for each checkpoint, while the store is written to, and belongs to it: both are whole
-or absent, kept and removed together. So another machine goes on from a pair as this one does from
-the store.
+The store lies on a disk of the machine that the gateway runs on. Its log of writes (WAL) needs
+memory that all processes that open it share: on a file system of a network it would be lost without
+a word. Each checkpoint gets a copy, made while the store is written to. The two are whole or
+absent, kept and removed together. So another machine goes on from a pair as this one does from the
+store.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ from midflight.types import Version
 
 STORE = "store.sqlite"
 BESIDE = ("", "-wal", "-shm", "-journal")
-"""Suffixes of the files that belong to a store. One without its journal, or with that of another,
+"""Suffixes of the files that belong to a store. A store without its journal, or with another one's,
 is not what was written.
 """
 OWNER = ".run"
 """Suffix of the file beside a store that names its run's folder."""
 PAGES_A_STEP = 256
-"""A megabyte: after each the interpreter and the disk are free for others."""
+"""A megabyte. After each step the interpreter and the disk are free for others."""
 NETWORKED = frozenset(
     (
         "nfs",
@@ -50,20 +50,21 @@ NETWORKED = frozenset(
         "afs",
     )
 )
-"""Types of file system that lie on other machines, as the system names them; and all of `fuse`, but
-for those that layer local folders.
+"""Types of file system that lie on other machines, as the system names them. All types of `fuse`
+count too, except for `LAYERED`.
 """
 LAYERED = frozenset(("fuse.fuse-overlayfs", "fuseblk", "fuse.mergerfs"))
+"""Types of `fuse` that layer local folders."""
 
 
 def shard_stores(folder: Path) -> list[Path]:
-    """Of the gateways of a run beside the first."""
+    """The stores of a run's gateways other than the first."""
     return sorted(folder.glob(f"shards/*/{STORE}"))
 
 
 def store_path(folder: Path, store_folder: Path | None) -> Path:
-    """Of the run in `folder`: there, or in `store_folder` under a name that no other run has.
-    `ConfigError` where that depends on who asks.
+    """The store of the run in `folder`: it lies there, or in `store_folder` under a name that no
+    other run has. `ConfigError` where the path would differ from process to process.
     """
     if store_folder is None:
         return folder / STORE
@@ -72,10 +73,8 @@ def store_path(folder: Path, store_folder: Path | None) -> Path:
             f"run.store_folder is {str(store_folder)!r}: give an absolute path, for other programs "
             "look for the store there too."
         )
-    return (
-        store_folder
-        / f"midflight-{hashlib.blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()}.sqlite"
-    )
+    digest = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()
+    return store_folder / f"midflight-{digest}.sqlite"
 
 
 def drafted(folder: Path, version: Version) -> Path:
@@ -88,18 +87,18 @@ def copy_name(version: Version) -> str:
 
 
 def remove(store: Path) -> None:
-    """With what SQLite keeps beside it."""
+    """Removes a store, with the files that SQLite keeps beside it."""
     for beside in BESIDE:
         store.with_name(store.name + beside).unlink(missing_ok=True)
 
 
 def older(store: Path) -> Path:
-    """Where a store is kept that another has taken the place of."""
+    """Where a store is kept after another one has taken its place."""
     return store.with_name(f"{store.stem}.older.sqlite")
 
 
 def shelve(store: Path) -> None:
-    """Makes room for another store, if there is one: nothing is lost of it."""
+    """Puts a store aside, if there is one, to make room for another. Nothing of it is lost."""
     if not store.is_file():
         return
     remove(older(store))
@@ -122,11 +121,11 @@ def copy_store(
     pages: int = PAGES_A_STEP,
     step: Callable[[int, int], None] = lambda left, total: None,
 ) -> None:
-    """Puts the store, as it is at the beginning, into a file of its own; whole and on disk when
-    this returns, else there is nothing.
+    """Copies the store, as it is at the beginning, into a file of its own. The copy is whole and on
+    disk when this returns; if it raises, there is none.
 
-    Blocks, some pages at a time, and whoever writes to the store goes on meanwhile. `step` is told
-    the pages left and their number. Raises `StoreFailed` with the remedy.
+    It blocks, some pages at a time, and another process may write to the store meanwhile. `step`
+    gets the pages left and their number. `StoreFailed` has the remedy.
     """
     for left in copy.parent.glob(".store-*.sqlite*"):
         left.unlink(missing_ok=True)
@@ -139,13 +138,13 @@ def copy_store(
         ):
             source.isolation_level = None
             source.execute("BEGIN")
-            # from here on it sees one moment, so that writing never makes it begin again
+            # After this it sees one moment, so that writing never makes it begin again.
             source.execute("SELECT COUNT(*) FROM runs")
             target.execute("PRAGMA synchronous = OFF")
             source.backup(
                 target, pages=pages, sleep=0, progress=lambda status, left, total: step(left, total)
             )
-            # without shared memory, which the other file system may lack
+            # It does without shared memory, which the other file system may lack.
             target.execute("PRAGMA locking_mode = EXCLUSIVE")
             target.execute("PRAGMA journal_mode = DELETE")
         _sync(draft)
@@ -168,7 +167,7 @@ def _sync(path: Path) -> None:
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """That of a checkpoint."""
+    """A copy of a store that belongs to a checkpoint."""
 
     path: Path
     version: Version
@@ -180,10 +179,11 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 def newest_copy(folder: Path) -> Copy | None:
-    """That of the checkpoint which `latest` names."""
+    """The copy of the checkpoint that `latest` names."""
     root = folder / "checkpoints"
     with suppress(OSError, ValueError):
-        for path in (root / (root / "latest").read_text().strip()).glob("store-*.sqlite"):
+        checkpoint = root / (root / "latest").read_text().strip()
+        for path in checkpoint.glob("store-*.sqlite"):
             return Copy(path, int(path.stem.removeprefix("store-")))
     return None
 
@@ -209,15 +209,13 @@ def is_behind(store: Path, copy: Copy) -> bool:
     """
     here = _numbers(store)
     there = _numbers(copy.path)
-    return (
-        here is None
-        or here.get(COPIED, -1) < copy.version
-        or (there is not None and here.get(BEGUN) != there.get(BEGUN))
-    )
+    if here is None or here.get(COPIED, -1) < copy.version:
+        return True
+    return there is not None and here.get(BEGUN) != there.get(BEGUN)
 
 
 def readable(folder: Path, store_folder: Path | None) -> tuple[Path, Copy | None]:
-    """What to read of a run: its store, or the copy where that is newer or alone."""
+    """The file to read a run from: its store, or the copy where that is newer or alone."""
     store = store_path(folder, store_folder)
     copy = newest_copy(folder)
     if copy is not None:
@@ -227,11 +225,11 @@ def readable(folder: Path, store_folder: Path | None) -> tuple[Path, Copy | None
 
 
 def go_on(folder: Path, store_folder: Path | None) -> str | None:
-    """Makes the store ready for a run that goes on from `latest`: its own where it is there and not
-    behind the pair, else the pair's copy.
+    """Makes the store ready for a run that goes on from `latest`: its own store where it is there
+    and not behind the pair, else the pair's copy.
 
-    Says what it did where that is not the usual. `ConfigError` where neither is there, though steps
-    were made.
+    Returns a sentence for people if it did something unusual. `ConfigError` where neither is there,
+    though steps were made.
     """
     store = store_path(folder, store_folder)
     copy = newest_copy(folder)
@@ -245,10 +243,7 @@ def go_on(folder: Path, store_folder: Path | None) -> str | None:
             f"The store at {store} is its own again: a new run that ended early had taken its "
             "place."
         )
-    before = folder / STORE
-    source = (
-        copy.path if copy is not None else before if store != before and before.is_file() else None
-    )
+    source = _source_of(folder, store, copy)
     if source is None:
         if store_folder is not None and _num_steps(folder):
             raise ConfigError(
@@ -266,30 +261,43 @@ def go_on(folder: Path, store_folder: Path | None) -> str | None:
     store.parent.mkdir(parents=True, exist_ok=True)
     remove(store)
     copy_store(source, store)
-    return (
-        f"{said}."
-        if copy is None
-        else f"{said}, a copy of version {copy.version}: rollouts since then are generated again."
-    )
+    if copy is None:
+        return f"{said}."
+    return f"{said}, a copy of version {copy.version}: rollouts since then are generated again."
+
+
+def _source_of(folder: Path, store: Path, copy: Copy | None) -> Path | None:
+    """The file that the store is made of: the pair's copy, or the store in the run's folder, where
+    an earlier run had it.
+    """
+    if copy is not None:
+        return copy.path
+    before = folder / STORE
+    return before if store != before and before.is_file() else None
 
 
 def claim(store: Path, folder: Path) -> None:
-    """Says beside a store whose it is, for `remove_left`."""
+    """Writes a note beside a store that names its run, for `remove_left`."""
     store.parent.mkdir(parents=True, exist_ok=True)
     store.with_suffix(OWNER).write_text(str(folder.resolve()))
 
 
 def remove_left(disk: Path, *, but: Path) -> Sequence[Path]:
-    """Removes stores from a disk whose runs have gone on elsewhere from newer copies, and what a
-    run that came back has kept of its own. `but`: the store of the run that asks. What cannot be
-    read, and of whose run there is no copy to be seen, stays. Returns what is gone."""
+    """Removes stores from a disk whose runs have gone on elsewhere from newer copies, and stores
+    that a run put aside when it came back. Returns those that are gone.
+
+    `but` is the store of the run that asks. A store that cannot be read, or whose run has no copy
+    that can be seen, stays.
+    """
     gone: list[Path] = []
     for note in disk.glob(f"*{OWNER}"):
         with suppress(MidflightError, OSError, UnicodeDecodeError):
             store = note.with_suffix(".sqlite")
             copy = newest_copy(Path(note.read_text()))
+            if copy is None:
+                continue
             for one in (store, older(store)):
-                if copy is not None and one != but and one.is_file() and is_behind(one, copy):
+                if one != but and one.is_file() and is_behind(one, copy):
                     remove(one)
                     gone.append(one)
             if store in gone:
@@ -304,9 +312,9 @@ class _Made(msgspec.Struct, frozen=True):
 def _num_steps(folder: Path) -> int:
     root = folder / "checkpoints"
     with suppress(OSError, UnicodeDecodeError, msgspec.DecodeError):
-        return msgspec.json.decode(
-            (root / (root / "latest").read_text().strip() / "state.json").read_bytes(), type=_Made
-        ).num_steps
+        checkpoint = root / (root / "latest").read_text().strip()
+        state = (checkpoint / "state.json").read_bytes()
+        return msgspec.json.decode(state, type=_Made).num_steps
     return 0
 
 
@@ -318,7 +326,8 @@ def check_local(store: Path, *, mounts: Path = Path("/proc/self/mountinfo")) -> 
     place = store.absolute().parent
     there = next(one for one in (place, *place.parents) if one.is_dir()).resolve()
     kind = file_system(there, mounts=mounts)
-    if kind in NETWORKED or (kind.startswith("fuse") and kind not in LAYERED):
+    is_foreign_fuse = kind.startswith("fuse") and kind not in LAYERED
+    if kind in NETWORKED or is_foreign_fuse:
         raise ConfigError(
             f"the store would lie in {place}, on a file system of a network ({kind}), where its "
             "log of writes is not safe: set run.store_folder to a folder on a disk of this "
@@ -327,15 +336,16 @@ def check_local(store: Path, *, mounts: Path = Path("/proc/self/mountinfo")) -> 
 
 
 def file_system(folder: Path, *, mounts: Path) -> str:
-    """The type of the file system that a folder lies on; empty where the system does not say. Of
-    mounts over each other the last counts.
+    """The type of the file system that a folder lies on; empty where the system does not say. Where
+    mounts lie over each other, the last one counts.
     """
     found = -1
     kind = ""
     with suppress(OSError):
         for line in mounts.read_text(errors="replace").splitlines():
             before, _, after = line.partition(" - ")
-            if len(fields := before.split()) < 5 or not after:
+            fields = before.split()
+            if len(fields) < 5 or not after:
                 continue
             point = Path(fields[4].encode().decode("unicode_escape"))  # a blank is written in octal
             if folder.is_relative_to(point) and len(point.parts) >= found:

@@ -1,9 +1,8 @@
-"""The durable record of one run's rollouts: one SQLite file, owned by the rollout process.
-Synchronous; `StoreWriter` waits.
+"""The durable record of one run's rollouts: one SQLite file, which the rollout process owns.
 
-Every fact is one transaction, or part of the one of `write`. After the death of any process at any
-instant (I8) a fact is in the file or it is not, and `facts` gives it back: folded, they are the
-books as they were.
+The store is synchronous; `StoreWriter` waits. Every fact is one transaction, or a part of the one
+that `write` makes. After the death of any process at any instant (I8) a fact is in the file or it
+is not, and `facts` gives it back: folded, they are the books as they were.
 """
 
 from __future__ import annotations
@@ -51,34 +50,31 @@ _ENDED = (
 @dataclass(frozen=True, slots=True)
 class Unfinished:
     """A group that was running or in line. Its rollouts go on: those in `finished` need not run
-    again, the others are replayed.
+    again, and the others are replayed.
     """
 
     key: GroupKey
     finished: tuple[Trajectory, ...]
     turns: Mapping[RolloutKey, tuple[Turn, ...]]
-    """Completed turns, in order, of rollouts that had not ended."""
+    """The completed turns, in order, of rollouts that had not ended."""
 
     def versions(self) -> Iterator[Version]:
-        """Those that a token of it may be the oldest of."""
-        yield from (
-            oldest
-            for trajectory in self.finished
-            if (oldest := trajectory.oldest_version) is not None
-        )
-        yield from (
-            segment.version
-            for turns in self.turns.values()
-            for turn in turns
-            for segment in turn.segments
-        )
+        """The versions among which the oldest one of the group's tokens is."""
+        for trajectory in self.finished:
+            oldest = trajectory.oldest_version
+            if oldest is not None:
+                yield oldest
+        for turns in self.turns.values():
+            for turn in turns:
+                for segment in turn.segments:
+                    yield segment.version
 
 
 class Store:
-    """`run` names the run; a file of another run is refused, so that two runs never mix their
-    groups.
+    """The store of the run with this name. A file of another run is refused, so that two runs never
+    mix their groups.
 
-    Without a run it is only looked at, also while its run goes on: nothing is written.
+    Without a run the file is only read, also while its run goes on: nothing is written.
     """
 
     def __init__(self, path: Path, *, run: str | None) -> None:
@@ -92,8 +88,8 @@ class Store:
         return self._db.path
 
     def copied(self, version: Version) -> None:
-        """The checkpoint of this version is about to get a copy of this store, which says so too:
-        no older copy can be newer than it.
+        """Notes that the checkpoint of this version is about to get a copy of this store. The copy
+        says so too: no older copy can be newer than it.
         """
         self._db.raise_number(COPIED, version)
 
@@ -101,8 +97,8 @@ class Store:
         self.write((fact,))
 
     def write(self, deeds: Sequence[facts.Fact | Callable[[Store], object]]) -> None:
-        """Several in one transaction: all happen, or none. Many rollouts are one statement, up to
-        the next fact of another kind.
+        """Does all of these in one transaction: all happen, or none. Many rollouts are one
+        statement, up to the next fact of another kind.
         """
         with self._db.transaction():
             gathered: list[facts.Fact] = []
@@ -111,15 +107,19 @@ class Store:
                     gathered.append(deed)
                     continue
                 self._write_gathered(gathered)
-                _ = deed(self) if isinstance(deed, Callable) else self._apply(deed)
+                if isinstance(deed, Callable):
+                    deed(self)
+                else:
+                    self._apply(deed)
             self._write_gathered(gathered)
 
     # --- Applying ---
 
     def _write_gathered(self, gathered: list[facts.Fact]) -> None:
-        """Rollouts before their groups, whose end removes what else is known of them."""
+        """Writes rollouts before the end of their groups, which removes the turns of rollouts."""
         ended = [fact for fact in gathered if isinstance(fact, facts.TrajectoryKept)]
-        self._keep(ended, [fact for fact in gathered if isinstance(fact, facts.TurnKept)])
+        turns = [fact for fact in gathered if isinstance(fact, facts.TurnKept)]
+        self._keep(ended, turns)
         for fact in gathered:
             if isinstance(fact, facts.Admitted):
                 self._admit(fact)
@@ -162,57 +162,75 @@ class Store:
         )
 
     def _keep(self, kept: Sequence[facts.TrajectoryKept], turns: Sequence[facts.TurnKept]) -> None:
-        """The turns of a rollout that has ended are in its rows. Number 0 begins anew, so a retry
-        forgets what it replaces.
+        """Keeps rollouts that have ended, and turns of those that go on.
+
+        The turns of a rollout that has ended are in its rows. Turn 0 begins anew, so a retry
+        forgets the turns that it replaces.
         """
         gone = {deed.trajectory.key for deed in kept}
         going_on = dict[RolloutKey, list[facts.TurnKept]]()
-        for turn in (turn for turn in turns if turn.key not in gone):
-            going_on[turn.key] = [*(going_on.get(turn.key, ()) if turn.number else ()), turn]
+        for turn in turns:
+            if turn.key in gone:
+                continue
+            if turn.number == 0:
+                going_on[turn.key] = []
+            going_on.setdefault(turn.key, []).append(turn)
         gone.update(key for key, made in going_on.items() if made[0].number == 0)
         self._db.execute_rows(
             "DELETE FROM turns WHERE (epoch, position, attempt, sample) IN (VALUES {})",
             [_rollout(key) for key in gone],
         )
-        made = [
-            (*_rollout(key), turn.number, database.encode_turn(turn.turn))
-            for key, of in going_on.items()
-            for turn in of
-        ]
-        self._db.execute_rows("INSERT OR REPLACE INTO turns VALUES {}", made)
+        turn_rows = list[tuple[Value, ...]]()
+        for key, made in going_on.items():
+            for turn in made:
+                turn_rows.append((*_rollout(key), turn.number, database.encode_turn(turn.turn)))
+        self._db.execute_rows("INSERT OR REPLACE INTO turns VALUES {}", turn_rows)
         ended = [
             (*_rollout(deed.trajectory.key), *database.columns(deed.trajectory)) for deed in kept
         ]
         self._db.execute_rows("INSERT OR REPLACE INTO rollouts VALUES {}", ended)
-        self._add_fates([fate for deed in kept for fate in _fated(deed)])
+        fates = list[_Fated]()
+        for deed in kept:
+            fates += _fated(deed)
+        self._add_fates(fates)
 
     def _finish(self, finished: facts.GroupFinished) -> None:
         where = _group(finished.group.key)
         self._db.move(
             f"UPDATE groups SET state = ?, finished = ? WHERE state = ? AND {_GROUP}",
-            *(State.WAITING, finished.order, State.RUNNING),
+            State.WAITING,
+            finished.order,
+            State.RUNNING,
             *where,
         )
         self._db.raise_number("finished", finished.order)
-        # of rollouts that ended without a record
+        # Rollouts that ended without a record may have left some.
         self._db.execute(f"DELETE FROM turns WHERE {_GROUP}", *where)
 
     def _close(self, closed: facts.GroupClosed) -> None:
-        """With its successor at once: a crash between the two would lose the prompt."""
+        """Closes a group and puts its successor in line at once: a crash between the two would lose
+        the prompt.
+        """
         where = _group(closed.key)
         self._db.move(
             (
                 "UPDATE groups SET state = ?, reason = ?, lease = NULL WHERE state IN (?, ?, ?) "
                 f"AND {_GROUP}"
             ),
-            *(State.DROPPED, closed.reason, State.RUNNING, State.WAITING, State.LEASED),
+            State.DROPPED,
+            closed.reason,
+            State.RUNNING,
+            State.WAITING,
+            State.LEASED,
             *where,
         )
         self._db.execute(
             "INSERT INTO fates SELECT epoch, position, attempt, sample, ?, ?, num_tokens FROM "
             f"fates WHERE fate = ? AND {_GROUP} ON CONFLICT DO UPDATE SET num_tokens = num_tokens "
             "+ excluded.num_tokens",
-            *(Fate.DROPPED, closed.reason, Fate.WAITING),
+            Fate.DROPPED,
+            closed.reason,
+            Fate.WAITING,
             *where,
         )
         self._db.execute(f"DELETE FROM fates WHERE fate = ? AND {_GROUP}", Fate.WAITING, *where)
@@ -237,16 +255,14 @@ class Store:
         for group in batch.groups:
             self._db.move(
                 f"UPDATE groups SET state = ?, lease = ? WHERE state = ? AND {_GROUP}",
-                *(State.LEASED, batch.lease, State.WAITING),
+                State.LEASED,
+                batch.lease,
+                State.WAITING,
                 *_group(group.key),
             )
         for fate, counts in ((Fate.MASKED, leased.masked), (Fate.DROPPED, leased.dropped)):
-            self._add_fates(
-                (key, Fate.WAITING, None, -num_tokens) for key, num_tokens in counts.items()
-            )
-            self._add_fates(
-                (key, fate, Reason.STALE, num_tokens) for key, num_tokens in counts.items()
-            )
+            self._add_fates((key, Fate.WAITING, None, -number) for key, number in counts.items())
+            self._add_fates((key, fate, Reason.STALE, number) for key, number in counts.items())
         self._db.execute(f"DELETE FROM fates WHERE num_tokens = 0 AND {_OF_LEASE}", batch.lease)
 
     def _step(self, lease: int) -> None:
@@ -264,7 +280,7 @@ class Store:
         self._wait_again("lease = ?", lease)
 
     def _wait_again(self, groups: str, value: int) -> None:
-        """Tokens that the stale policy had taken out wait again too."""
+        """Makes groups wait again. Tokens that the stale policy had taken out wait again too."""
         of = _OF.format(groups)
         self._db.execute(
             f"DELETE FROM fates WHERE (fate IN (?, ?) OR reason = ?) AND {of}",
@@ -286,8 +302,8 @@ class Store:
         )
 
     def _go_back(self, back: facts.WentBack) -> None:
-        """The checkpoint may be older than others that there were: what only those had was not
-        learnt either.
+        """Goes back to a checkpoint, which may be older than others that there were: steps that
+        only those had were not learnt either.
         """
         self._settle(back.checkpoint)
         for lease in self._leases("1"):
@@ -299,7 +315,7 @@ class Store:
         self._db.set_number("next", back.version)
 
     def _settle(self, version: Version) -> None:
-        """Steps up to `version` are final, also one whose report was lost with this process: the
+        """Makes steps up to `version` final, also one whose report was lost with this process: the
         checkpoint has it.
         """
         for lease in self._leases("train_version < ?", version):
@@ -338,10 +354,10 @@ class Store:
     # --- After a crash ---
 
     def facts(self) -> Iterator[facts.Fact]:
-        """What happened to all groups, in an order in which it may have happened. Folded, the facts
-        are the books.
+        """The facts about all groups, in an order in which they may have happened. Folded, they are
+        the books.
 
-        Of what is final only the sums are told.
+        Only the sums of final groups are told.
         """
         for checkpoint, version in self._db.execute(
             "SELECT checkpoint, version FROM forks ORDER BY rowid"
@@ -370,22 +386,22 @@ class Store:
         yield self._carried_over()
 
     def groups_after(self, checkpoint: Version) -> tuple[Group, ...]:
-        """Those of steps that were made, which a checkpoint of that version does not have."""
+        """Groups of steps that were made and that a checkpoint of that version does not have."""
         leases = self._leases("done = 1 AND train_version >= ?", checkpoint)
-        return (
-            *self._groups(_LEARNT_LATER, checkpoint),
-            *(group for lease in leases for group in self._groups("lease = ?", lease)),
-        )
+        found = list(self._groups(_LEARNT_LATER, checkpoint))
+        for lease in leases:
+            found += self._groups("lease = ?", lease)
+        return tuple(found)
 
     def unfinished(self) -> tuple[Unfinished, ...]:
-        """In the order of their keys."""
-        return tuple(
-            self._unfinished(key)
-            for key in sorted(self._keys("state IN (?, ?)", State.RUNNING, State.IN_LINE))
-        )
+        """The groups that were running or in line, in the order of their keys."""
+        keys = sorted(self._keys("state IN (?, ?)", State.RUNNING, State.IN_LINE))
+        return tuple(self._unfinished(key) for key in keys)
 
     def scores(self, *, passes: float) -> Iterator[GroupScores]:
-        """Of every group, in the order of their keys; a reward of `passes` or more is a pass."""
+        """The scores of every group, in the order of their keys; a reward of `passes` or more is a
+        pass.
+        """
         for *key, task, state, scored, failed, passed, rewards in self._db.execute(
             database.SCORES, passes
         ):
@@ -444,19 +460,20 @@ class Store:
         )
 
     def _kept(self, key: GroupKey) -> Iterator[facts.TrajectoryKept]:
-        """Fates that a step or its stale policy gave are left out: the lease gives them anew."""
+        """The rollouts of a group that have ended. Fates that a step or its stale policy gave are
+        left out: the lease gives them anew.
+        """
         for trajectory in self._trajectories(key, self._task(key)):
+            masked = dict[Reason, int]()
+            dropped = dict[Reason, int]()
             fates = self._fates(_ROLLOUT, *_rollout(trajectory.key))
-            masked = {
-                reason: n
-                for (fate, reason), n in fates.items()
-                if fate is Fate.MASKED and reason not in (None, Reason.STALE)
-            }
-            dropped = {
-                reason: n
-                for (fate, reason), n in fates.items()
-                if fate is Fate.DROPPED and reason not in (None, Reason.STALE)
-            }
+            for (fate, reason), number in fates.items():
+                if reason is None or reason is Reason.STALE:
+                    continue
+                if fate is Fate.MASKED:
+                    masked[reason] = number
+                elif fate is Fate.DROPPED:
+                    dropped[reason] = number
             if trajectory.reward is None and trajectory.num_trainable:
                 dropped[Reason.NO_REWARD] -= trajectory.num_trainable
             yield facts.TrajectoryKept(trajectory, masked, dropped)
@@ -474,8 +491,8 @@ class Store:
     # --- Reading ---
 
     def ended(self) -> Iterator[tuple[Trajectory, Task, State, Version | None]]:
-        """Every rollout that has ended, in the order of the stream, with the state of its group and
-        the version that a step on it made.
+        """Every rollout that has ended, in the order of the stream, with its task, the state of its
+        group and the version that a step on it made.
         """
         groups = (
             "SELECT epoch, position, attempt, state, version FROM groups ORDER BY epoch, "
@@ -499,14 +516,10 @@ class Store:
         for sample, blob in self._db.execute(
             f"SELECT sample, turn FROM turns WHERE {_GROUP} ORDER BY sample, number", *_group(key)
         ):
-            turns.setdefault(RolloutKey(key, sample), []).append(
-                self._decoded(database.decode_turn, blob)
-            )
-        return Unfinished(
-            key,
-            tuple(self._trajectories(key, self._task(key))),
-            {rollout: tuple(made) for rollout, made in turns.items()},
-        )
+            turn = self._decoded(database.decode_turn, blob)
+            turns.setdefault(RolloutKey(key, sample), []).append(turn)
+        finished = tuple(self._trajectories(key, self._task(key)))
+        return Unfinished(key, finished, {rollout: tuple(made) for rollout, made in turns.items()})
 
     def _trajectories(self, key: GroupKey, task: Task) -> Iterator[Trajectory]:
         columns = "sample, reward, rows, scored, truncated, error, seconds, room"
@@ -514,8 +527,7 @@ class Store:
             f"SELECT {columns} FROM rollouts WHERE {_GROUP} ORDER BY sample", *_group(key)
         ):
             decoded = self._decoded(database.decode_rows, rows)
-            of = self._decoded(database.decode_scored, scored)
-            said = (of.components, of.metrics, of.turn_rewards, of.fields, of.roles)
+            made_of = self._decoded(database.decode_scored, scored)
             yield Trajectory(
                 RolloutKey(key, sample),
                 task.id,
@@ -526,7 +538,11 @@ class Store:
                 error,
                 seconds,
                 room,
-                *said,
+                made_of.components,
+                made_of.metrics,
+                made_of.turn_rewards,
+                made_of.fields,
+                made_of.roles,
             )
 
     def _task(self, key: GroupKey) -> Task:
@@ -543,7 +559,9 @@ class Store:
             ) from error
 
     def _keys(self, where: str, *values: Value) -> list[GroupKey]:
-        """In the order of finishing, those that have not finished in that of their keys."""
+        """Keys in the order of finishing. Groups that have not finished come first, in the order of
+        their keys.
+        """
         found = self._db.execute(
             (
                 f"SELECT epoch, position, attempt FROM groups WHERE {where} ORDER BY finished, "
@@ -554,12 +572,8 @@ class Store:
         return [GroupKey(*columns) for columns in found]
 
     def _leases(self, where: str, *values: Value) -> list[int]:
-        return [
-            lease
-            for (lease,) in self._db.execute(
-                f"SELECT lease FROM leases WHERE {where} ORDER BY lease", *values
-            )
-        ]
+        found = self._db.execute(f"SELECT lease FROM leases WHERE {where} ORDER BY lease", *values)
+        return [lease for (lease,) in found]
 
 
 def _group(key: GroupKey) -> tuple[int, int, int]:
@@ -571,12 +585,13 @@ def _rollout(key: RolloutKey) -> tuple[int, int, int, int]:
 
 
 def _fated(kept: facts.TrajectoryKept) -> Iterator[_Fated]:
+    """The tokens of a rollout that has ended, by fate."""
     trajectory = kept.trajectory
-    for fate, counts in ((Fate.MASKED, kept.masked), (Fate.DROPPED, kept.dropped)):
-        yield from (
-            (trajectory.key, fate, reason, num_tokens) for reason, num_tokens in counts.items()
-        )
-    fate, reason = (
-        (Fate.DROPPED, Reason.NO_REWARD) if trajectory.reward is None else (Fate.WAITING, None)
-    )
-    yield trajectory.key, fate, reason, trajectory.num_trainable
+    for reason, number in kept.masked.items():
+        yield trajectory.key, Fate.MASKED, reason, number
+    for reason, number in kept.dropped.items():
+        yield trajectory.key, Fate.DROPPED, reason, number
+    if trajectory.reward is None:
+        yield trajectory.key, Fate.DROPPED, Reason.NO_REWARD, trajectory.num_trainable
+    else:
+        yield trajectory.key, Fate.WAITING, None, trajectory.num_trainable

@@ -1,5 +1,5 @@
-"""The store on an event loop: facts are put without waiting, and written by a thread, many in one
-transaction.
+"""The store on an event loop. Facts are put without waiting, and a thread writes many of them in
+one transaction.
 """
 
 import asyncio
@@ -16,27 +16,27 @@ from midflight.types.facts import Fact
 T = TypeVar("T")
 
 MAX_PENDING = 20_000
-"""Facts in memory. At the rate of completed turns this is minutes of a disk that stands still: then
-the run ends and says so.
+"""Facts in memory. At the rate of completed turns, as many gather in minutes on a disk that stands
+still: then the run ends and says so.
 """
 GATHER_SECONDS = 0.2
-"""How long facts that nobody waits for may gather: the turns of a rollout that ends meanwhile need
-not be written at all.
+"""How long facts may gather while nobody waits for them. The turns of a rollout that ends meanwhile
+need not be written at all.
 """
 MAX_TOGETHER = 1_000
-"""Facts of one transaction: its commit is paid once, and `flush` waits for at most one that is
-under way and its own.
+"""Facts of one transaction. Its commit is paid once, and `flush` waits for at most the transaction
+that is under way and its own.
 """
 
 
 class StoreWriter:
-    """Facts are written in the order they were put, so that a file that lacks one lacks all after
-    it.
+    """Writes facts in the order in which they were put, so that a file that lacks one lacks all
+    after it.
 
-    What must be durable before the next move: a lease, and with it the groups it is of, before its
-    batch leaves for the trainer, for a group that is trained and then forgotten would be generated
-    and trained again; a checkpoint before older leases are forgotten. The rest may follow: a turn
-    that is lost is only played again.
+    Two facts must be durable before the next move. A lease, with its groups, must be so before its
+    batch leaves for the trainer: a group that is trained and then forgotten would be generated and
+    trained again. A checkpoint must be so before older leases are forgotten. The rest may follow: a
+    turn that is lost is only played again.
     """
 
     def __init__(self, store: Store, *, max_pending: int = MAX_PENDING) -> None:
@@ -52,7 +52,7 @@ class StoreWriter:
         self._failure: BaseException | None = None
 
     def put(self, fact: Fact) -> None:
-        """To be written soon. Never waits; `room` is for those who can."""
+        """Puts a fact that is written soon. It never waits; callers that can wait use `room`."""
         self._append(fact)
 
     def _append(self, deed: Fact | Callable[[Store], object]) -> None:
@@ -71,13 +71,15 @@ class StoreWriter:
 
     async def room(self) -> None:
         """Waits until at most half of the bound is pending, so that a slow disk slows admission.
-        Ended by `run`, or its failure.
+        `run` ends the wait, or its failure does.
         """
         while len(self._pending) > self._max_pending // 2:
             await self._next_write()
 
     async def flush(self) -> None:
-        """Waits until every fact put before is durable. Ended by `run`, or with its failure."""
+        """Waits until every fact put before is durable. `run` ends the wait, or its failure
+        does.
+        """
         mark = self._num_put
         while self._num_written < mark:
             await self._next_write()
@@ -92,8 +94,8 @@ class StoreWriter:
         return results[0]
 
     async def run(self) -> None:
-        """Waits for facts and writes them; ended by its task group. What is pending then is written
-        by `close`.
+        """Waits for facts and writes them, until its task group ends it. `close` writes the facts
+        that are pending then.
         """
         while True:
             self._arrived.clear()
@@ -103,7 +105,9 @@ class StoreWriter:
             await self._arrived.wait()
 
     def close(self) -> None:
-        """Writes what is pending, here and now, and closes the file. After `run` has ended."""
+        """Writes the pending facts at once and closes the file. It is called after `run` has
+        ended.
+        """
         try:
             while self._pending and self._failure is None:
                 self._write()
@@ -133,7 +137,8 @@ class StoreWriter:
 
     def _write(self) -> None:
         with self._writing:
-            deeds = [self._pending.popleft() for _ in range(min(len(self._pending), MAX_TOGETHER))]
+            number = min(len(self._pending), MAX_TOGETHER)
+            deeds = [self._pending.popleft() for _ in range(number)]
             self._store.write(deeds)
             self._num_written += len(deeds)
 
