@@ -21,11 +21,13 @@ from pathlib import Path
 import torch
 from smoke import options_of
 
-from midflight.models.load import make_model
+from midflight.models.creation import make_model
 from midflight.trainer.checkpoint import stage
+from midflight.trainer.credit import Scoring
 from midflight.trainer.objective import Objective
-from midflight.trainer.step import Schedule, Scoring, named_parameters
-from midflight.trainer.trainer import Adam, PolicyTrainer
+from midflight.trainer.optimizer import Adam, named_parameters
+from midflight.trainer.schedule import Schedule
+from midflight.trainer.trainer import PolicyTrainer
 
 SIZES = {"demo": (128, 384, 4, 262), "100 M": (768, 2048, 12, 16384)}
 """Width, width of the feed-forward layers, depth, vocabulary."""

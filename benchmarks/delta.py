@@ -36,7 +36,7 @@ import torch
 from smoke import options_of
 from torch import Tensor, nn
 
-from midflight.models.load import make_model
+from midflight.models.creation import make_model
 from midflight.models.names import named_tensors
 from midflight.models.sizes import element_bytes
 from midflight.weights.frames import Frames, encode

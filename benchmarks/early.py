@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from smoke import options_of
 
-from midflight.models.load import make_model
+from midflight.models.creation import make_model
 from midflight.text.byte_tokenizer import VOCAB_SIZE
 from midflight.trainer.credit import Scoring
 from midflight.trainer.objective import Objective
-from midflight.trainer.step import Adam, Schedule
+from midflight.trainer.optimizer import Adam
+from midflight.trainer.schedule import Schedule
 from midflight.trainer.trainer import PolicyTrainer
 from midflight.types import PackedBatch, Version
 

@@ -43,7 +43,7 @@ from transformers import DynamicCache, PreTrainedModel
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.models import plain
 from midflight.models.caches import cache_name
-from midflight.models.load import make_model
+from midflight.models.creation import make_model
 from midflight.text.byte_tokenizer import END, VOCAB_SIZE, byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import GenerateRequest, SamplingParams, WeightManifest

@@ -32,13 +32,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from midflight.config.load import load_config
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.weights import EngineWeights
-from midflight.models.load import export_model, load_model
+from midflight.models.export import export_model
+from midflight.models.load import load_model
 from midflight.models.names import in_dtype, named_tensors
 from midflight.text.byte_tokenizer import END, byte_tokenizer, write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.credit import Scoring
 from midflight.trainer.objective import Objective
-from midflight.trainer.step import Adam, Schedule
+from midflight.trainer.optimizer import Adam
+from midflight.trainer.schedule import Schedule
 from midflight.trainer.trainer import PolicyTrainer, Scale
 from midflight.types import GenerateRequest, SamplingParams
 from midflight.types.facts import unheard

@@ -30,7 +30,8 @@ from gateway import cpu_of, family, free_port, running, wait_for
 from midflight.config.load import load_config
 from midflight.engines.remote import RemoteEngine
 from midflight.engines.servers.server import ServerClient
-from midflight.models.load import load_model, make_model
+from midflight.models.creation import make_model
+from midflight.models.load import load_model
 from midflight.models.names import named_tensors
 from midflight.ports import Engine
 from midflight.run.engine.companion import started

@@ -16,7 +16,9 @@ from smoke import options_of
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.weights import EngineWeights
-from midflight.models.load import add_adapters, load_model, lora_config, make_model, save_model
+from midflight.models.creation import make_model
+from midflight.models.load import load_model, save_model
+from midflight.models.lora import add_adapters, lora_config
 from midflight.models.names import named_tensors
 from midflight.weights.transports.select import publisher, receiver
 

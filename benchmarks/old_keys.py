@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.models.load import make_model
+from midflight.models.creation import make_model
 from midflight.models.names import assign
 from midflight.text.byte_tokenizer import END, VOCAB_SIZE, byte_tokenizer
 from midflight.text.tokenizer import Tokenizer

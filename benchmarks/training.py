@@ -199,7 +199,8 @@ def write(shape: Shape, folder: Path) -> None:
     """The model (a given one, or one of 3.2 M parameters with a byte vocabulary; float32) and the
     batch of a shape.
     """
-    from midflight.models.load import load_model, make_model, save_model
+    from midflight.models.creation import make_model
+    from midflight.models.load import load_model, save_model
 
     if shape.model is None:
         write_byte_tokenizer(folder)

@@ -17,7 +17,7 @@ from training_both import Meter, peak_mib, reset_peak, resident_mib
 
 from midflight.config import load_config
 from midflight.models.load import load_model
-from midflight.trainer.step import named_parameters
+from midflight.trainer.optimizer import named_parameters
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.types import PackedBatch
 

@@ -196,7 +196,8 @@ def _model(folder: Path, race: Race) -> Path:
 
 
 def _make(race: Race, folder: Path) -> None:
-    from midflight.models.load import make_model, save_model
+    from midflight.models.creation import make_model
+    from midflight.models.load import save_model
 
     write_byte_tokenizer(folder)
     made = make_model(

@@ -59,7 +59,8 @@ def make_model(folder: Path, asked: list[str], answers: list[str]) -> None:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from midflight.models.load import export_model, make_model
+    from midflight.models.creation import make_model
+    from midflight.models.export import export_model
     from midflight.text.byte_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
 
     lines = [prompt.splitlines(keepends=True) for prompt in asked]

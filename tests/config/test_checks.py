@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from midflight.config import load_config
-from midflight.config.checks import notes
 from midflight.config.loss import loss_of
+from midflight.config.notes import notes
 from midflight.errors import ConfigError
 
 

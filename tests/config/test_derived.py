@@ -9,17 +9,20 @@ import pytest
 from tests.config.folders import SIZES, folder_of_model
 
 from midflight.config import derived, load_config
-from midflight.config.checks import effective_loss, notes
 from midflight.config.derived import computing_threads, core_note, model_sizes, placement
+from midflight.config.disk import shared_bytes
+from midflight.config.knobs import Knob, admission_limit, knobs
+from midflight.config.loss_text import effective_loss
 from midflight.config.memory import LOGITS_AT_ONCE, activation_bytes, batch_tokens, longest_row, memory_estimate, total_bytes
+from midflight.config.notes import notes
 from midflight.errors import ModelNotFound
 from midflight.models.sizes import PACKED_BYTES, TURNED_BYTES, ModelSizes
 from midflight.run.rollout.system import buffer_limits
 from midflight.trainer.model.scores import CHUNK
 
 
-def knob(name: str, *overrides: str) -> derived.Knob:
-    return next(k for k in derived.knobs(load_config(None, overrides)) if k.name.endswith(name))
+def knob(name: str, *overrides: str) -> Knob:
+    return next(k for k in knobs(load_config(None, overrides)) if k.name.endswith(name))
 
 
 def test_the_defaults_follow_from_batch_and_bound() -> None:
@@ -50,9 +53,9 @@ def test_what_is_set_wins_over_what_follows() -> None:
 
 def test_admission_grows_by_one_batch_with_every_served_version() -> None:
     rollout = load_config(None).rollout
-    assert [derived.admission_limit(rollout, served) for served in (0, 1, 7)] == [80, 96, 192]
+    assert [admission_limit(rollout, served) for served in (0, 1, 7)] == [80, 96, 192]
     synchronous = load_config(None, ["rollout.max_staleness=0"]).rollout
-    assert derived.admission_limit(synchronous, 0) == 16
+    assert admission_limit(synchronous, 0) == 16
 
 
 @pytest.mark.parametrize("policy", ["wait", "drop", "mask", "requeue"])
@@ -82,7 +85,7 @@ def test_a_buffer_smaller_than_what_admission_lets_in_binds() -> None:
 
 
 def test_there_are_six_knobs() -> None:
-    assert len(derived.knobs(load_config(None))) == 6
+    assert len(knobs(load_config(None))) == 6
 
 
 def test_memory_of_a_made_model_is_what_its_sizes_say() -> None:
@@ -139,7 +142,7 @@ def test_memory_counts_a_server_that_is_started_and_of_one_that_runs_already_onl
 def test_shared_memory_is_asked_for_where_versions_pass_it() -> None:
     def shared(*overrides: str) -> int:
         made = load_config(None, ["engine.count=2", "model.dtype=float32", *overrides])
-        return derived.shared_bytes(made, model_sizes(made.model)) // model_sizes(made.model).weight_bytes("float32")
+        return shared_bytes(made, model_sizes(made.model)) // model_sizes(made.model).weight_bytes("float32")
 
     assert shared() == 3, "three versions"
     assert shared("engine.kind=vllm") == 3 + 2 * 2, "and two folders for each server"

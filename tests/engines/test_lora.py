@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 from midflight.engines.embedded.engine import Generated
 from midflight.engines.embedded.weights import EngineWeights, model_fingerprint
 from midflight.errors import WeightsCorrupt
-from midflight.models.load import base_tensors, save_model
+from midflight.models.adapters import FOLDER
+from midflight.models.load import save_model
+from midflight.models.lora import base_tensors
 from midflight.models.names import named_tensors
-from midflight.models.sizes import FOLDER
 from midflight.types import GenerateRequest
 
 REQUESTS = [ask("some prompt", request_id="a", seed=3), ask("another, which is longer", request_id="b", seed=4, max_tokens=12)]

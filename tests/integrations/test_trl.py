@@ -14,7 +14,7 @@ from midflight.integrations.trl import AsyncGRPOConfig, AsyncGRPOTrainer
 from midflight.integrations.trl.config import GENERAL, HARMLESS, KNOWN, OWN, REFUSED
 from midflight.integrations.trl.environments import environment_class, rows_of_environments
 from midflight.integrations.trl.metrics import trl_metrics
-from midflight.models.load import make_model
+from midflight.models.creation import make_model
 from midflight.observe.journal import StepLine
 from midflight.observe.status import Totals
 from midflight.text.byte_tokenizer import write_byte_tokenizer
@@ -189,7 +189,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     write_byte_tokenizer(tokens)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_context": 128}
     made = make_model(vocab_size=Tokenizer.load(tokens).vocab_size, seed=0, dtype="float32", **sizes)
-    from midflight.models.load import export_model
+    from midflight.models.export import export_model
 
     export_model(made, tokens, folder)
     return str(folder)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from midflight.models.load import add_adapters, load_model, lora_config, other_parts, save_model
+from midflight.models.load import load_model, save_model
+from midflight.models.lora import add_adapters, lora_config
 from midflight.models.names import named_tensors
 from midflight.models.sizes import sizes_of
+from midflight.models.text_tower import other_parts
 
 from .zoo import MULTIMODAL, tiny
 

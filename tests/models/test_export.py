@@ -11,8 +11,9 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from midflight.errors import ConfigError, ModelNotFound
-from midflight.models import load
-from midflight.models.load import export_model, save_adapters
+from midflight.models import export
+from midflight.models.export import export_model
+from midflight.models.lora import save_adapters
 
 from .tiny import tiny_adapted, tiny_model
 
@@ -61,7 +62,7 @@ def test_a_failed_export_leaves_the_one_before_it(tmp_path: Path, tokenizer_fold
     def full(*_: object, **__: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(load, "save_model", full)
+    monkeypatch.setattr(export, "save_model", full)
     with pytest.raises(OSError, match="no space"):
         export_model(tiny_model(seed=2), tokenizer_folder, dest)
     assert torch.equal(tiny_model(seed=1)(IDS).logits, AutoModelForCausalLM.from_pretrained(dest)(IDS).logits)

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from midflight.errors import ConfigError, ModelNotFound
-from midflight.models.load import load_model, make_model, save_model
+from midflight.models.creation import make_model
+from midflight.models.load import load_model, save_model
 from midflight.models.names import named_tensors
 from midflight.models.sizes import ModelSizes, sizes_of
 

@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from midflight.errors import ConfigError, ModelNotFound, WeightsCorrupt
-from midflight.models.load import add_adapters, base_tensors, load_model, lora_config, merged, save_model
+from midflight.models.adapters import CONFIG, FOLDER, WEIGHTS, adapter_of
+from midflight.models.load import load_model, save_model
+from midflight.models.lora import add_adapters, base_tensors, lora_config, merged
 from midflight.models.names import assign, named_tensors
-from midflight.models.sizes import CONFIG, FOLDER, WEIGHTS, adapter_of, sizes_of
+from midflight.models.sizes import sizes_of
 
 from .tiny import tiny_adapted, tiny_model
 

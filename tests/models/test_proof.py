@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from midflight.errors import ConfigError
-from midflight.models.load import make_model
+from midflight.models.creation import make_model
 from midflight.models.proof import attention_of, boundaries, eagerly, looks_ahead, own_logits, rows_to_try, stand_in
 
 from .zoo import tiny, tiny_config, tiny_encoder

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from midflight.models.load import add_adapters, lora_config, make_model
+from midflight.models.creation import make_model
+from midflight.models.lora import add_adapters, lora_config
 from midflight.models.names import assign, named_tensors
 
 MAX_CONTEXT = 64

@@ -29,10 +29,11 @@ from midflight.engines.embedded.weights import model_fingerprint
 from midflight.models.load import load_model, save_model
 from midflight.models.names import as_tensors, in_dtype, named_tensors
 from midflight.trainer.checkpoint import load_checkpoint
+from midflight.trainer.credit import Scoring
 from midflight.trainer.critic import Valuation
 from midflight.trainer.model.microbatch import Layout
-from midflight.trainer.step import Scoring
-from midflight.trainer.trainer import PolicyTrainer, SupervisedTrainer, trainer_of
+from midflight.trainer.supervised import SupervisedTrainer
+from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.types import PackedBatch
 from midflight.weights.transports.select import publisher, receiver
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.models.zoo import SIX_HYBRIDS, tiny
 
-from midflight.models.load import export_model
+from midflight.models.export import export_model
 from midflight.text.byte_tokenizer import END, write_byte_tokenizer
 
 from .processes import Command, steps

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from midflight.models.load import load_model, merged
+from midflight.models.load import load_model
+from midflight.models.lora import merged
 
 from .processes import CONFIG, Command, steps
 

@@ -21,10 +21,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from midflight.config.loss import CorrectionSection, ObjectiveSection
 from midflight.models.names import as_tensors, named_tensors
 from midflight.run.trainer.team import _whole
+from midflight.trainer.credit import Scoring
 from midflight.trainer.critic import Valuation
-from midflight.trainer.model.policy import Ranks
+from midflight.trainer.model.ranks import Ranks
 from midflight.trainer.objective import Objective
-from midflight.trainer.step import Scoring
 from midflight.types import WeightManifest
 from midflight.weights.manifest import extent
 from midflight.weights.transports.collective import CollectivePublisher

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from midflight.models.load import merged
+from midflight.models.lora import merged
 
 from .processes import CONFIG, Command, alive, segments, steps
 

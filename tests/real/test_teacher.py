@@ -15,7 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from midflight.models.load import make_model, save_model
+from midflight.models.creation import make_model
+from midflight.models.load import save_model
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 
 from .processes import CONFIG, Command, alive, gone

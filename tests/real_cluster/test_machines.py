@@ -97,7 +97,7 @@ def test_a_slow_link_carries_so_much_and_no_more(made: Network) -> None:
 
 RANK = """
 import sys, torch, torch.distributed as dist
-from midflight.trainer.model.policy import join
+from midflight.trainer.model.ranks import join
 from midflight.wire.server import listen
 own, first, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 fd = listen(own, 29511).detach() if rank == 0 else None

@@ -17,7 +17,7 @@ import pytest
 from midflight.config.devices import ServerSection
 from midflight.config.sections import EngineSection
 from midflight.engines.servers.command import HOST, READY, Served, server_command
-from midflight.models.sizes import adapter_of
+from midflight.models.adapters import adapter_of
 from midflight.run.guard import guarded
 
 Kind = Literal["vllm", "sglang"]

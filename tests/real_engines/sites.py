@@ -23,7 +23,9 @@ from midflight.engines.servers.engine import ServerEngine
 from midflight.engines.servers.server import Server
 from midflight.engines.servers.sglang import SglangServer
 from midflight.engines.servers.vllm import VllmServer
-from midflight.models.load import add_adapters, lora_config, make_model, save_model
+from midflight.models.creation import make_model
+from midflight.models.load import save_model
+from midflight.models.lora import add_adapters, lora_config
 from midflight.models.names import assign, named_tensors
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.types import GenerateRequest, Version

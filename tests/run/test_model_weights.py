@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from midflight.models.load import make_model
+from midflight.models.creation import make_model
 from midflight.models.names import in_dtype, named_tensors
 from midflight.run.trainer.trainer_process import ModelWeights, PublishedVersions, put_together, sending_host
 from midflight.types import Version, WeightManifest

@@ -12,7 +12,8 @@ import pytest
 from tests.models.mixtures import tiny_mixture
 
 from midflight.config import Config, load_config
-from midflight.models.load import make_model, save_model
+from midflight.models.creation import make_model
+from midflight.models.load import save_model
 from midflight.run.launcher import drawing, preflight, survey
 from midflight.run.launcher.preflight import Findings, Inspection
 from midflight.text.byte_tokenizer import write_byte_tokenizer

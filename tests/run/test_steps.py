@@ -13,9 +13,9 @@ from tests.models.tiny import tiny_adapted
 from transformers import AutoModelForCausalLM
 
 from midflight.errors import OutOfTurn, RequestRejected, UnknownLease
+from midflight.models.adapters import FOLDER, WEIGHTS
 from midflight.models.load import save_model
 from midflight.models.names import named_tensors
-from midflight.models.sizes import FOLDER, WEIGHTS
 from midflight.run.api.service import DoneBody, ModelTensors, StepBook
 from midflight.types import Batch, PackedBatch, TensorSpec, WeightManifest
 from midflight.weights.transports.files import manifest_of, read_specs

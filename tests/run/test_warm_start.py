@@ -15,14 +15,15 @@ import torch
 from midflight.config import load_config
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.errors import ConfigError
-from midflight.models.load import load_model, make_model, save_model
+from midflight.models.creation import make_model
+from midflight.models.load import load_model, save_model
 from midflight.models.names import named_tensors
 from midflight.run.parts import WarmStart
 from midflight.run.trainer.conversations import Conversations
 from midflight.run.trainer.warm_start import SCREENED, Accuracy, Lessons, lessons_of, warm_start
 from midflight.text.byte_tokenizer import END, write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
-from midflight.trainer.trainer import SupervisedTrainer
+from midflight.trainer.supervised import SupervisedTrainer
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
 

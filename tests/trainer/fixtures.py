@@ -13,10 +13,13 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from midflight.trainer.checkpoint import stage
+from midflight.trainer.credit import Scoring
 from midflight.trainer.folders import latest_checkpoint
 from midflight.trainer.objective import Objective
-from midflight.trainer.step import Schedule, Scoring
-from midflight.trainer.trainer import Adam, PolicyTrainer, Scale, StepRules
+from midflight.trainer.optimizer import Adam
+from midflight.trainer.schedule import Schedule
+from midflight.trainer.step import StepRules
+from midflight.trainer.trainer import PolicyTrainer, Scale
 from midflight.types import PackedBatch
 
 

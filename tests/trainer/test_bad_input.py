@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from midflight.config.loss import CorrectionSection, ObjectiveSection
 from midflight.errors import RunFailed
 from midflight.models.names import named_tensors
-from midflight.trainer.model.policy import Ranks
+from midflight.trainer.model.ranks import Ranks
 from midflight.trainer.objective import Objective
-from midflight.trainer.step import Skip, StepReport, named_parameters
+from midflight.trainer.optimizer import named_parameters
+from midflight.trainer.report import Skip, StepReport
 from midflight.types import PackedBatch, Reason
 
 from .fixtures import batch, tiny_model, trainer, weights

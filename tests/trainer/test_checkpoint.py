@@ -20,7 +20,7 @@ from tests.folders import mode_of, umask
 from midflight.errors import CheckpointCorrupt, ConfigError
 from midflight.trainer.checkpoint import load_checkpoint, stage
 from midflight.trainer.folders import checkpoints, latest_checkpoint, newest_whole
-from midflight.trainer.step import Schedule
+from midflight.trainer.schedule import Schedule
 from midflight.trainer.trainer import Fork, PolicyTrainer
 
 from .fixtures import batch, save_checkpoint, tiny_model, trainer, weights

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from midflight.errors import RunFailed
+from midflight.trainer.credit import Scoring
 from midflight.trainer.critic import Valuation
-from midflight.trainer.step import LossTokens, Scoring, step_tokens
+from midflight.trainer.tokens import LossTokens, step_tokens
 from midflight.types import PackedBatch
 
 from .fixtures import batch, tiny_model, trainer

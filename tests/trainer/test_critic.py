@@ -12,11 +12,14 @@ import torch
 from tests.models.tiny import tiny_adapted
 
 from midflight.config import load_config
-from midflight.config.checks import effective_loss
+from midflight.config.loss_text import effective_loss
 from midflight.errors import ConfigError
 from midflight.trainer.checkpoint import load_checkpoint
+from midflight.trainer.credit import Scoring
 from midflight.trainer.critic import Critic, Valuation, value_model_of
-from midflight.trainer.step import LossTokens, Scoring, Skip, named_parameters, step_tokens
+from midflight.trainer.optimizer import named_parameters
+from midflight.trainer.report import Skip
+from midflight.trainer.tokens import LossTokens, step_tokens
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.types import PackedBatch
 

@@ -11,8 +11,8 @@ import torch
 
 from midflight.config.loss import ObjectiveSection
 from midflight.trainer.credit import Scoring
+from midflight.trainer.critic import Valuation
 from midflight.trainer.objective import Objective
-from midflight.trainer.trainer import Valuation
 from midflight.types import PackedBatch
 
 from .fixtures import batch, tiny_model, trainer, weights

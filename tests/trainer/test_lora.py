@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tests.models.tiny import tiny_adapted
 
-from midflight.models.load import base_tensors
+from midflight.models.lora import base_tensors
 from midflight.models.names import named_tensors
 from midflight.trainer.checkpoint import load_checkpoint
 from midflight.trainer.folders import latest_checkpoint

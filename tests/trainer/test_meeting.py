@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
 from midflight.trainer.model import policy
-from midflight.trainer.model.policy import backend_of, interface_of, join
+from midflight.trainer.model.ranks import backend_of, interface_of, join
 from midflight.wire.server import listen
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from midflight.trainer.formulas.reductions import constant, sequence_mean, token_mean
-from midflight.trainer.step import Schedule
+from midflight.trainer.schedule import Schedule
 
 from .tensors import of
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from midflight.config import Config, load_config
-from midflight.config.checks import effective_loss
 from midflight.config.formulas import OBJECTIVES, ObjectiveFormula
+from midflight.config.loss_text import effective_loss
 from midflight.errors import ConfigError
 from midflight.trainer.formulas import losses
 from midflight.trainer.objective import Objective

@@ -18,10 +18,11 @@ from torch.multiprocessing.spawn import start_processes
 
 from midflight.errors import CheckpointCorrupt, ConfigError
 from midflight.trainer.checkpoint import load_checkpoint, parts_of, stage
+from midflight.trainer.credit import Scoring
 from midflight.trainer.critic import Valuation
 from midflight.trainer.folders import latest_checkpoint
-from midflight.trainer.model.policy import Ranks
-from midflight.trainer.step import Scoring, named_parameters
+from midflight.trainer.model.ranks import Ranks
+from midflight.trainer.optimizer import named_parameters
 from midflight.trainer.trainer import PolicyTrainer
 
 from .fixtures import save_checkpoint, tiny_model, trainer

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from midflight.errors import ConfigError
-from midflight.trainer.trainer import SupervisedTrainer
+from midflight.trainer.supervised import SupervisedTrainer
 
 from .fixtures import tiny_model
 

@@ -9,8 +9,12 @@ from transformers import PreTrainedModel
 
 from midflight.config.load import load_config
 from midflight.errors import RunFailed
+from midflight.trainer.credit import Scoring
 from midflight.trainer.model.attention import Runs, attend_raggedly, laid
-from midflight.trainer.step import Schedule, Scoring, Skip, clear_gradients, clipped_step, step_tokens
+from midflight.trainer.optimizer import clear_gradients, clipped_step
+from midflight.trainer.report import Skip
+from midflight.trainer.schedule import Schedule
+from midflight.trainer.tokens import step_tokens
 from midflight.trainer.trainer import trainer_of
 from midflight.types import PackedBatch, Reason
 

@@ -13,9 +13,11 @@ from rich.text import Text
 
 from midflight.config import Config, derived
 from midflight.config.bounds import rollout_bound
-from midflight.config.checks import effective_loss, notes
 from midflight.config.devices import num_present
+from midflight.config.knobs import admission_limit, knobs
+from midflight.config.loss_text import effective_loss
 from midflight.config.memory import memory_estimate, total_bytes
+from midflight.config.notes import notes
 from midflight.config.seats import chosen_transport, device_map, version_bytes
 from midflight.config.unset import shown_derived
 from midflight.observe.status import size
@@ -145,7 +147,7 @@ def _prompt(prompt: Prompt) -> Table:
 
 def _knobs(config: Config) -> Table:
     table = _table("six knobs of asynchrony", "knob", "value", "meaning", "binds")
-    for knob in derived.knobs(config):
+    for knob in knobs(config):
         table.add_row(knob.name, knob.value, knob.effect, "yes" if knob.binds else "")
     return table
 
@@ -165,7 +167,7 @@ def _derived(config: Config) -> Table:
         "admission",
         (
             f"submitted - released <= (served version + {r.max_staleness + 1}) x "
-            f"{r.groups_per_step}: {derived.admission_limit(r, 0)} groups at first"
+            f"{r.groups_per_step}: {admission_limit(r, 0)} groups at first"
         ),
     )
     table.add_row("worst-case staleness", f"{stale.worst} versions; price: {stale.price}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from midflight.config import Config, load_config
-from midflight.config.derived import CONTEXT_STEP
+from midflight.config.context import CONTEXT_STEP
 from midflight.config.memory import memory_estimate, total_bytes
 from midflight.config.unset import ADAPTER_FACTOR, copying_rate, learning_rate, max_tokens
 from midflight.errors import ConfigError

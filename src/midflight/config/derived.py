@@ -1,10 +1,9 @@
-"""What follows from the numbers: the six knobs of asynchrony, where B = groups_per_step, n =
-group_size, S = max_staleness; and what a run will take, its processes with their cores and its
-disk, estimated before anything is started. `config.memory` does so for memory."""
+"""Numbers that follow from the options of a run, where B = groups_per_step, n = group_size, S =
+max_staleness.
+"""
 
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from midflight.config.sections import (
     ModelSection,
     RolloutSection,
 )
-from midflight.errors import ModelNotFound
-from midflight.models.sizes import ModelSizes, element_bytes, num_experts_of, sizes_of
-from midflight.types import StalePolicy, Version
+from midflight.models.sizes import ModelSizes, element_bytes, sizes_of
+from midflight.types import StalePolicy
 
 
 def batch_rollouts(rollout: RolloutSection) -> int:
@@ -36,13 +34,13 @@ def most_in_flight(rollout: RolloutSection) -> int:
 
 def in_flight(config: Config, slots: int | None = None) -> int:
     """Rollouts running at once: `max_in_flight`, else one for each of the engines' `slots`, and n -
-    1: a group starts when one is free.
+    1 more, because a group starts when one slot is free.
     """
     rollout = config.rollout
-    slots = engine_slots(config) if slots is None else slots
-    return rollout.max_in_flight or min(
-        most_in_flight(rollout), max(1, slots) + rollout.group_size - 1
-    )
+    if slots is None:
+        slots = engine_slots(config)
+    fill_the_slots = max(1, slots) + rollout.group_size - 1
+    return rollout.max_in_flight or min(most_in_flight(rollout), fill_the_slots)
 
 
 def buffer_groups(rollout: RolloutSection) -> int:
@@ -60,6 +58,7 @@ def buffer_bytes(rollout: RolloutSection) -> int:
 
 
 def machine_bytes() -> int:
+    """Memory of this machine, or of its container if that has less."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     container = Path("/sys/fs/cgroup/memory.max")
     allowed = container.read_text().strip() if container.is_file() else "max"
@@ -68,77 +67,22 @@ def machine_bytes() -> int:
 
 def trains_truncated(config: Config, *, trainer_is_ours: bool) -> bool:
     """Whether turns sampled with top-p, top-k or min-p are trained where engines record what was
-    kept. Beside a teacher they are not: he scores tokens over the whole vocabulary."""
+    kept. Beside a teacher they are not: it scores tokens over the whole vocabulary.
+    """
+    if config.distillation.teacher is not None:
+        return False
     asked = config.correction.sampling_masks
-    return (trainer_is_ours if asked is None else asked) and config.distillation.teacher is None
+    return trainer_is_ours if asked is None else asked
 
 
 def batch_bytes(config: Config) -> int:
-    """Of the rows of one batch whose rollouts all fill the context."""
+    """The size of the rows of one batch whose rollouts all fill the context."""
     return batch_rollouts(config.rollout) * config.model.max_context * ROW_BYTES_PER_TOKEN
 
 
 def min_group_size(rollout: RolloutSection) -> int:
     """Scored rollouts a group needs: `min_group_size`, else ceil(n / 2)."""
     return rollout.min_group_size or math.ceil(rollout.group_size / 2)
-
-
-def admission_limit(rollout: RolloutSection, served: Version) -> int:
-    """Groups that may have been submitted and not released while engines serve `served`: (v_served
-    + S + 1) * B.
-
-    `released` counts from the start of the run, as `served` does.
-    """
-    return (served + rollout.max_staleness + 1) * rollout.groups_per_step
-
-
-def num_engines(engine: EngineSection) -> int:
-    """Engines of the run: the servers attached, else the processes started, of which the last may
-    be lent.
-    """
-    return (len(engine.urls or engine.servers) or engine.count) + engine.lend
-
-
-MAX_WORKERS = 8
-"""By default: more would rarely be busy, and each takes memory."""
-
-
-def num_workers(environment: EnvironmentSection) -> int:
-    """Processes that run agents; with 0 they run in the rollout process. By default half as many as
-    cores, two at least.
-    """
-    agent = agent_of(environment)
-    if environment.workers is not None:
-        return 0 if agent == CLAIMED else environment.workers
-    return (
-        0
-        if agent in (SINGLE_TURN, CLAIMED) and not environment.rewards
-        else min(MAX_WORKERS, max(2, (os.cpu_count() or 1) // 2))
-    )
-
-
-def engine_slots(config: Config) -> int:
-    """Requests decoded together by all engines of the policy."""
-    return (
-        num_engines(config.engine) - config.environment.untracked.engines
-    ) * config.engine.max_running
-
-
-def served_dtype(config: Config) -> str:
-    """Precision of the weights in engines, and on their way there."""
-    return config.model.dtype if config.engine.dtype == "auto" else config.engine.dtype
-
-
-def lora_alpha(lora: LoraSection) -> float:
-    """The output of adapters is scaled by this over the rank: `alpha`, else 2 * rank."""
-    return lora.alpha or 2 * (lora.rank or 0)
-
-
-def engine_python(engine: EngineSection) -> Path:
-    """Interpreter of the server's environment: `python`, else where `make engines` puts it. Not
-    resolved: a link leads to another.
-    """
-    return engine.python or Path(f".venv-{engine.kind}/bin/python")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,77 +109,62 @@ def worst_staleness(rollout: RolloutSection) -> Staleness:
     """The bound is S under every policy; the policies differ in the price. At S = 0 there is
     nothing to pay for.
     """
-    price = (
-        "none: each batch is sampled under the version it trains"
-        if rollout.max_staleness == 0
-        else _PRICES[rollout.stale_policy]
-    )
+    price = _PRICES[rollout.stale_policy]
+    if rollout.max_staleness == 0:
+        price = "none: each batch is sampled under the version it trains"
     return Staleness(rollout.max_staleness, price)
 
 
-@dataclass(frozen=True, slots=True)
-class Knob:
-    """One of the six, with the number in force, what it bounds, and whether it is the first bound
-    the run meets.
+def num_engines(engine: EngineSection) -> int:
+    """Engines of the run: the servers attached, else the processes started, of which the last may
+    be lent.
     """
-
-    name: str
-    value: str
-    effect: str
-    binds: bool = False
+    return (len(engine.urls or engine.servers) or engine.count) + engine.lend
 
 
-def knobs(config: Config) -> tuple[Knob, ...]:
-    """The six knobs of asynchrony. Those that bound the rollouts at work are compared; the tightest
-    binds, ties both.
+MAX_WORKERS = 8
+"""By default: more would rarely be busy, and each takes memory."""
+
+
+def num_workers(environment: EnvironmentSection) -> int:
+    """Processes that run agents; with 0 they run in the rollout process. The default is half as
+    many as cores, two at least.
     """
-    r = config.rollout
-    slots = engine_slots(config)
-    running = in_flight(config)
-    admitted = (r.max_staleness + 1) * batch_rollouts(r)
-    waiting = buffer_groups(r)
-    tightest = min(running, admitted)
-    every = config.evaluation.eval_every
-    batches = waiting / r.groups_per_step
-    return (
-        Knob(
-            "rollout.max_in_flight",
-            str(running),
-            f"rollouts at once; {min(running, slots)} decode together",
-            running == tightest,
-        ),
-        Knob(
-            "rollout.max_staleness",
-            str(r.max_staleness),
-            (
-                f"at most {admitted // r.group_size} groups ({admitted} rollouts) submitted and "
-                "not yet trained"
-            ),
-            admitted == tightest,
-        ),
-        Knob("rollout.stale_policy", r.stale_policy.value, worst_staleness(r).price),
-        Knob(
-            "rollout.pause_mode", str(r.pause_mode), "how engines pause for the commit of a version"
-        ),
-        # A buffer of (S + 1) * B groups holds all that admission lets in; only a smaller one can
-        # stop generation.
-        Knob(
-            "rollout.buffer_groups",
-            str(waiting),
-            f"finished groups that may wait: {batches:g} batches",
-            waiting * r.group_size < admitted,
-        ),
-        Knob(
-            "evaluation.eval_every",
-            str(every),
-            f"an evaluation every {every} steps" if every else "evaluations before and after only",
-        ),
-    )
+    agent = agent_of(environment)
+    if environment.workers is not None:
+        return 0 if agent == CLAIMED else environment.workers
+    if agent in (SINGLE_TURN, CLAIMED) and not environment.rewards:
+        return 0
+    half_the_cores = (os.cpu_count() or 1) // 2
+    return min(MAX_WORKERS, max(2, half_the_cores))
+
+
+def engine_slots(config: Config) -> int:
+    """Requests decoded together by all engines of the policy."""
+    engines = num_engines(config.engine) - config.environment.untracked.engines
+    return engines * config.engine.max_running
+
+
+def served_dtype(config: Config) -> str:
+    """Precision of the weights in engines, and on their way there."""
+    return config.model.dtype if config.engine.dtype == "auto" else config.engine.dtype
+
+
+def lora_alpha(lora: LoraSection) -> float:
+    """The output of adapters is scaled by this over the rank: `alpha`, else 2 * rank."""
+    return lora.alpha or 2 * (lora.rank or 0)
+
+
+def engine_python(engine: EngineSection) -> Path:
+    """Interpreter of the server's environment: `python`, else the one that `make engines` makes.
+    The path is not resolved: a link leads to another environment.
+    """
+    return engine.python or Path(f".venv-{engine.kind}/bin/python")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessCount:
-    """One kind of process. `threads` are those that compute in each of them."""
+    """One kind of process. `threads` is how many compute in each of them."""
 
     process: str
     count: int
@@ -245,15 +174,13 @@ class ProcessCount:
 
 
 def placement(config: Config) -> tuple[ProcessCount, ...]:
+    """The processes of a run, kind by kind."""
+    holds = "gateway, buffer, store"
+    if not num_workers(config.environment):
+        holds += ", agents"
     return (
         ProcessCount("launcher", 1, 0, "cpu", "starts and supervises the others, terminal"),
-        ProcessCount(
-            "rollout",
-            config.gateway.shards,
-            1,
-            "cpu",
-            "gateway, buffer, store" + ("" if num_workers(config.environment) else ", agents"),
-        ),
+        ProcessCount("rollout", config.gateway.shards, 1, "cpu", holds),
         *_worker_place(config.environment),
         _engine_place(config.engine),
         *_teacher_place(config),
@@ -268,9 +195,9 @@ def placement(config: Config) -> tuple[ProcessCount, ...]:
 
 
 def _engine_place(engine: EngineSection) -> ProcessCount:
-    generates = f"generates, {engine.max_running} requests together" + (
-        ", the last while the trainer waits" if engine.lend else ""
-    )
+    generates = f"generates, {engine.max_running} requests together"
+    if engine.lend:
+        generates += ", the last while the trainer waits"
     if engine.kind == "embedded":
         return ProcessCount("engine", num_engines(engine), engine.threads, engine.device, generates)
     if engine.urls:
@@ -292,33 +219,29 @@ def _engine_place(engine: EngineSection) -> ProcessCount:
 
 def _worker_place(environment: EnvironmentSection) -> tuple[ProcessCount, ...]:
     number = num_workers(environment)
-    return (
-        (ProcessCount("worker", number, 1, "cpu", f"agents of {agent_of(environment)}"),)
-        if number
-        else ()
-    )
+    if not number:
+        return ()
+    return (ProcessCount("worker", number, 1, "cpu", f"agents of {agent_of(environment)}"),)
 
 
 def _teacher_place(config: Config) -> tuple[ProcessCount, ...]:
     if config.distillation.teacher is None:
         return ()
-    return (
-        ProcessCount(
-            "teacher",
-            1,
-            config.engine.threads,
-            config.engine.device,
-            "scores what the engines generate",
-        ),
-    )
+    engine = config.engine
+    scores = "scores what the engines generate"
+    return (ProcessCount("teacher", 1, engine.threads, engine.device, scores),)
 
 
 def computing_threads(config: Config) -> int:
-    """Threads of engines, teacher and trainer that compete for CPU cores; those on a GPU count one
-    each, servers started by others none.
+    """Threads of engines, teacher and trainer that compete for CPU cores. A process on a GPU counts
+    as one; a server that others started does not count.
     """
-    computing = [p for p in placement(config) if p.process in ("engine", "teacher", "trainer")]
-    return sum(p.count * (p.threads if p.device == "cpu" else min(p.threads, 1)) for p in computing)
+    total = 0
+    for place in placement(config):
+        if place.process in ("engine", "teacher", "trainer"):
+            threads = place.threads if place.device == "cpu" else min(place.threads, 1)
+            total += place.count * threads
+    return total
 
 
 def core_note(config: Config, cores: int) -> str | None:
@@ -337,14 +260,6 @@ MADE_VOCABULARY = 262
 """Tokens of the tokenizer of made models: 256 bytes and 6 special ones."""
 ROW_BYTES_PER_TOKEN = 4 + 1 + 1 + 4 + 4 + 4
 """Bytes of a trajectory's row: ids, two masks, log-probabilities, two versions."""
-CONTEXT_STEP = 64
-"""A context that memory bounds is a multiple of this."""
-HOST_CONTEXT_SHARE = 8
-"""On CPUs the longest row may take one part in so many of the memory, in all slots of the engines
-and again in the trainer.
-"""
-GPU_CONTEXT_SHARE = 4
-"""On GPUs likewise."""
 
 
 def model_sizes(model: ModelSection) -> ModelSizes:
@@ -366,152 +281,38 @@ def model_sizes(model: ModelSection) -> ModelSizes:
     )
 
 
-def default_context(config: Config) -> tuple[int, int] | None:
-    """`model.max_context` where it is not given, and what the model itself can; None where its
-    folder does not say.
-
-    The longest row must fit a part of the memory twice: as keys and values in every slot of our own
-    engines, and as activations of the trainer. Less than a prompt of some length would be of no
-    use: 256 at least.
-    """
-    try:
-        sizes = sizes_of(config.model.path) if config.model.path is not None else None
-    except ModelNotFound:
-        return None  # said where the model is looked for
-    if sizes is None or not sizes.max_context:
-        return None
-    engine = config.engine
-    slots = (
-        num_engines(engine) * engine.max_running * sizes.kv_bytes_per_token(served_dtype(config))
-        if engine.kind == "embedded"
-        else 0
-    )
-    row = (
-        element_bytes(config.model.dtype)
-        * sizes.num_layers
-        * sizes.activations_per_layer(by_hand=trains_by_hand(config, sizes))
-    )
-    fits = min(
-        _context_room(engine.device) // max(slots, 1), _context_room(config.trainer.device) // row
-    )
-    least = min(sizes.max_context, ModelSection().max_context)
-    return max(
-        least, min(sizes.max_context, fits // CONTEXT_STEP * CONTEXT_STEP)
-    ), sizes.max_context
-
-
-def _context_room(device: str) -> int:
-    """The bytes that the longest row may take there. Nobody asks a GPU for its memory here: the
-    machine's stands for it.
-    """
-    return machine_bytes() // (HOST_CONTEXT_SHARE if device == "cpu" else GPU_CONTEXT_SHARE)
-
-
 def trains_by_hand(config: Config, sizes: ModelSizes) -> bool:
     """Whether the trainer computes the model without its modules (`trainer.model.plain`), which
     keeps half as much for the backward pass.
     """
     t = config.trainer
-    changed = (
-        t.activation_checkpointing
-        or t.compile
-        or t.compute_dtype != "auto"
-        or config.lora.rank is not None
-    )
-    return sizes.is_plain and config.model.dtype == "float32" and t.ranks == 1 and not changed
-
-
-def context_notes(config: Config) -> Iterator[str]:
-    """That memory bounds the context."""
-    if (found := default_context(config)) is not None and found[
-        0
-    ] == config.model.max_context < found[1]:
-        yield (
-            f"model.max_context is {found[0]:,} of the {found[1]:,} tokens that the model can: "
-            "more would take too large a part of the memory for the keys and values of "
-            f"{config.engine.max_running} slots, or for the trainer's activations; set it, or "
-            "lower engine.max_running."
-        )
+    if t.activation_checkpointing or t.compile or t.compute_dtype != "auto":
+        return False
+    if config.lora.rank is not None:
+        return False
+    return sizes.is_plain and config.model.dtype == "float32" and t.ranks == 1
 
 
 def engines_option(config: Config) -> str:
     """The option that says how many engines there are."""
     engine = config.engine
     cluster = config.cluster
-    if engine.urls or engine.servers:
-        return "engine.urls" if engine.urls else "engine.servers"
-    return (
-        "cluster.engines_max"
-        if cluster.kind != "local" and cluster.engines_max is not None
-        else "engine.count"
-    )
-
-
-def held_versions(config: Config) -> int:
-    """Versions in shared memory: live, under way, waiting; with differences see
-    `DeltaPublisher`.
-    """
-    return 0 if config.weights.transport == "file" else 4 if config.weights.delta else 3
-
-
-def shared_bytes(config: Config, sizes: ModelSizes) -> int:
-    """Room that versions take in shared memory: what is published, and two folders beside a server,
-    but where its workers get them straight.
-    """
-    converted = config.lora.merged or (
-        config.model.path is not None and num_experts_of(config.model.path) > 0
-    )
-    folders = config.engine.kind != "embedded" and (
-        config.weights.transport != "direct" or converted
-    )
-    held = held_versions(config) if config.weights.transport == "shared_memory" else 0
-    return held * handed_bytes(config, sizes) + 2 * folders * num_engines(
-        config.engine
-    ) * sizes.weight_bytes(served_dtype(config))
-
-
-def num_checkpoints(config: Config) -> int:
-    """The most checkpoints that lie in the run's folder at once, one that is being written
-    included.
-    """
-    every = config.trainer.checkpoint_every
-    made = 2  # after the warm start, and at the end
-    if every:
-        made += config.run.steps // every
-    return min(config.trainer.keep_checkpoints + 1, made)
-
-
-def disk_bytes(config: Config, sizes: ModelSizes) -> int:
-    """Room that a run takes in its folder for sure: models, and checkpoints with two moments of
-    what is trained, one more while it is written. The store comes on top."""
-    weights = sizes.weight_bytes(config.model.dtype)
-    trained = trained_parameters(config, sizes) * element_bytes(config.model.dtype)
-    models = (3 if config.model.path is None else 2) + (config.objective.kl_coefficient > 0)
-    critic = 3 * trained * (config.objective.advantage == "gae")
-    versions = 3 * handed_bytes(config, sizes) * (config.weights.transport == "file")
-    return models * weights + num_checkpoints(config) * (3 * trained + critic) + versions
-
-
-def first_disk_bytes(config: Config, sizes: ModelSizes, *, trains: bool) -> int:
-    """Room that a run takes before its first step: the models that it begins with, a checkpoint, a
-    version. `trains`: whether our trainer does.
-    """
-    weights = sizes.weight_bytes(config.model.dtype)
-    trained = trained_parameters(config, sizes) * element_bytes(config.model.dtype)
-    models = (2 if config.model.path is None else 1) + (config.objective.kl_coefficient > 0)
-    checkpoint = 3 * trained * (2 if config.objective.advantage == "gae" else 1)
-    version = handed_bytes(config, sizes) * (config.weights.transport == "file")
-    return version + trains * (models * weights + checkpoint)
+    if engine.urls:
+        return "engine.urls"
+    if engine.servers:
+        return "engine.servers"
+    if cluster.kind != "local" and cluster.engines_max is not None:
+        return "cluster.engines_max"
+    return "engine.count"
 
 
 def trained_parameters(config: Config, sizes: ModelSizes) -> int:
-    return (
-        sizes.num_parameters
-        if config.lora.rank is None
-        else sizes.num_adapter_parameters(config.lora.rank)
-    )
+    """Parameters that the trainer changes: all, or those of the adapters."""
+    if config.lora.rank is None:
+        return sizes.num_parameters
+    return sizes.num_adapter_parameters(config.lora.rank)
 
 
 def handed_bytes(config: Config, sizes: ModelSizes) -> int:
-    """Of one version on its way."""
+    """The size of one version on its way to the engines."""
     return trained_parameters(config, sizes) * element_bytes(served_dtype(config))

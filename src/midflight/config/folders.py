@@ -7,7 +7,8 @@ from pathlib import Path
 from midflight.config.derived import MADE_ARCHITECTURE, lora_alpha, model_sizes
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
-from midflight.models.sizes import adapter_of, read_config, sizes_of
+from midflight.models.adapters import adapter_of
+from midflight.models.sizes import read_config, sizes_of
 from midflight.text.byte_tokenizer import byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 

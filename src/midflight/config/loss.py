@@ -225,7 +225,7 @@ class Loss:
 
 
 def loss_of(objective: ObjectiveSection, correction: CorrectionSection) -> Loss:
-    """What the two sections ask for. They are free of `checks.loss_contradictions`."""
+    """What the two sections ask for. They are free of `loss_checks.loss_contradictions`."""
     formula = formula_of(objective, correction)
     weight = weight_of(objective, correction)
     given = {

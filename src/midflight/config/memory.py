@@ -16,7 +16,6 @@ from midflight.config.derived import (
     buffer_groups,
     engines_option,
     handed_bytes,
-    held_versions,
     in_flight,
     num_engines,
     num_workers,
@@ -24,6 +23,7 @@ from midflight.config.derived import (
     trained_parameters,
     trains_by_hand,
 )
+from midflight.config.disk import held_versions
 from midflight.config.sections import Config, EnvironmentSection
 from midflight.config.sources import num_draws
 from midflight.models.sizes import ModelSizes, element_bytes, sizes_of

@@ -7,7 +7,7 @@ takes memory of another order.
 
 | option | follows from |
 |---|---|
-| `model.max_context` | what the model can, and memory (`derived.default_context`) |
+| `model.max_context` | what the model can, and memory (`context.default_context`) |
 | `environment.max_tokens` | the context |
 | `trainer.learning_rate` | the number of parameters, and whether adapters are trained |
 | `warm_start.learning_rate`, `critic.learning_rate` | `trainer.learning_rate` as it would be by itself |
@@ -19,13 +19,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
-from midflight.config.derived import default_context, machine_bytes, model_sizes
+from midflight.config.context import default_context
+from midflight.config.derived import machine_bytes, model_sizes
 from midflight.config.loss import CriticSection
 from midflight.config.memory import activation_bytes
 from midflight.config.section import Section
 from midflight.config.sections import Config, EnvironmentSection, TrainerSection, WarmStartSection
 from midflight.errors import ModelNotFound
-from midflight.models.sizes import ModelSizes, adapter_of, sizes_of
+from midflight.models.adapters import adapter_of
+from midflight.models.sizes import ModelSizes, sizes_of
 
 ANSWER_SHARE = 4
 """An answer may have one part in four of the context: the rest is for prompts, and for further

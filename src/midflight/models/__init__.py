@@ -1,5 +1,5 @@
-"""Vocabulary about models: sizes, loading, tensor names, fingerprints, export.
+"""Vocabulary about models: sizes, loading, tensor names, fingerprints, adapters, export.
 
-`sizes` and `fingerprint` do without torch; the other modules import it, so import them only where
-tensors are handled.
+Modules that are marked as torch-free, and `sizes`, do without torch. The others import it, so
+import them only where tensors are handled.
 """

@@ -13,7 +13,7 @@ from midflight.errors import ConfigError, disk_full
 from midflight.models.permissions import open_to_others
 
 LOCK = ".lock"
-"""Whoever writes into a folder that is being made has this file in it locked."""
+"""A file in a folder that is being made. The process that writes into the folder holds its lock."""
 
 
 @contextmanager
@@ -22,8 +22,8 @@ def atomic_folder(dest: Path) -> Generator[tuple[Path, int]]:
     there. Torch-free.
 
     It lies beside `dest`, and is removed when the block fails. A killed process cannot remove its
-    own: whoever makes `dest` next does. Beside the folder comes the descriptor of its lock, for a
-    process that writes there and may outlive this one.
+    folder: the next process that makes `dest` does. The descriptor of the folder's lock comes with
+    it, for a process that writes there and may outlive this one.
 
     `ConfigError` says so when there is no room or no permission.
     """
@@ -46,8 +46,8 @@ def atomic_folder(dest: Path) -> Generator[tuple[Path, int]]:
 
 
 def _begun(dest: Path) -> tuple[Path, int]:
-    """A new folder, locked. Until the lock is held it looks abandoned, so that another process may
-    remove it; then there is a next one.
+    """A new folder, locked. Until the lock is held it looks abandoned, so another process may
+    remove it; then the next one is made.
     """
     while True:
         building = Path(tempfile.mkdtemp(prefix=_prefix(dest), dir=dest.parent))
@@ -59,7 +59,7 @@ def _begun(dest: Path) -> tuple[Path, int]:
 
 
 def check_room(dest: Path, num_bytes: int) -> None:
-    """`ConfigError` unless the disk that `dest` will lie on has as many bytes free."""
+    """`ConfigError` unless the disk that `dest` will lie on has this many bytes free."""
     there = next(place for place in (dest.absolute(), *dest.absolute().parents) if place.is_dir())
     free = shutil.disk_usage(there).free
     if free < num_bytes:
@@ -74,7 +74,9 @@ def _prefix(dest: Path) -> str:
 
 
 def _remove_abandoned(dest: Path) -> None:
-    """Removes what killed processes left. A folder that somebody still writes into is locked."""
+    """Removes folders that killed processes left. A folder that a process still writes into is
+    locked.
+    """
     for lock in dest.parent.glob(f"{glob.escape(_prefix(dest))}*/{LOCK}"):
         with lock.open("r+") as file, suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,9 +84,7 @@ def _remove_abandoned(dest: Path) -> None:
 
 
 def _unwritable(dest: Path, error: OSError) -> ConfigError:
-    remedy = (
-        "free some space, or choose another place"
-        if disk_full(error)
-        else "see that it can be written to, or choose another place"
-    )
+    remedy = "see that it can be written to, or choose another place"
+    if disk_full(error):
+        remedy = "free some space, or choose another place"
     return ConfigError(f"making {str(dest)!r}: {error.strerror or error}; {remedy}.")

@@ -1,10 +1,10 @@
-"""The names and shapes that tensors have in the files of a model folder, where `transformers` has
-others in memory.
+"""The names and shapes of tensors in the files of a model folder, where `transformers` has others
+in memory.
 
-It fuses the experts of a layer into two tensors, and renames modules of older checkpoints. Servers
-of other people read files, so they get what `save_pretrained` would write. `transformers` notes
-with a model what it did to the tensors of its files, and can undo that; a part of a tensor stays a
-view of it.
+`transformers` fuses the experts of a layer into two tensors, and renames modules of older
+checkpoints. Other people's servers read files, so they get what `save_pretrained` would write.
+`transformers` notes with a model what it did to the tensors of its files, and can undo that; a part
+of a tensor stays a view of it.
 """
 
 from collections.abc import Mapping
@@ -27,13 +27,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class FileNames:
-    """Of the model in a folder. No weights are read: a model whose tensors have no memory goes
-    through what loading does to names.
+    """The file names of the model in a folder. No weights are read: a model whose tensors have no
+    memory goes through what loading does to names.
     """
 
     def __init__(self, folder: Path, shapes: Shapes) -> None:
-        """`shapes` of the tensors in the folder's files. `ModelNotFound` where the folder is no
-        model.
+        """`shapes` are those of the tensors in the folder's files. `ModelNotFound` where the folder
+        holds no model.
         """
         check_folder(folder)
         config = AutoConfig.from_pretrained(
@@ -49,33 +49,28 @@ class FileNames:
             self._model, _without_memory(shapes), options
         )
         self.unread = frozenset(shapes.keys() - self.tensors(self._text_tower()).keys())
-        """Tensors of the files that are none of the text tower: of a multimodal folder, what is not
+        """Tensors of the files that are not of the text tower. In a multimodal folder they are not
         trained.
         """
 
     def shapes(self, given: Shapes) -> dict[str, tuple[int, ...]]:
-        """Of tensors with these names and shapes in memory, the names and shapes in files."""
-        return {
-            name: tuple(tensor.shape)
-            for name, tensor in self.tensors(_without_memory(given)).items()
-        }
+        """The names and shapes in files of tensors that have these in memory."""
+        found = self.tensors(_without_memory(given))
+        return {name: tuple(tensor.shape) for name, tensor in found.items()}
 
     @torch.no_grad()
     def tensors(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What `save_pretrained` would write for these tensors of memory. Several that become one
-        in files must be given together.
+        """The tensors that `save_pretrained` would write for these tensors in memory. Several that
+        become one in files must be given together.
         """
         return dict(core_model_loading.revert_weight_conversion(self._model, dict(given)))
 
     def _text_tower(self) -> dict[str, Tensor]:
-        """What computes text, of a model that may be more."""
-        parts = [self._model.get_decoder(), self._model.get_output_embeddings()]
-        own = {
-            id(tensor)
-            for part in parts
-            if part is not None
-            for tensor in part.state_dict(keep_vars=True).values()
-        }
+        """The tensors that compute text, in a model that may do more."""
+        own = set[int]()
+        for part in (self._model.get_decoder(), self._model.get_output_embeddings()):
+            if part is not None:
+                own.update(id(tensor) for tensor in part.state_dict(keep_vars=True).values())
         return {
             name: tensor.detach()
             for name, tensor in self._model.state_dict(keep_vars=True).items()

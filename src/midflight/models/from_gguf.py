@@ -1,11 +1,13 @@
-"""From a GGUF file to a Hugging Face model folder with the same numbers in float32, as plain
-`transformers` loads it.
+"""Conversion of a GGUF file into a Hugging Face model folder with the same numbers in float32,
+which plain `transformers` loads.
 
-    python -m midflight.models.from_gguf FILE DIR     writes into the folder DIR; says what the file
-    holds, or what is wrong with it, as JSON
+    python -m midflight.models.from_gguf FILE DIR
 
-`transformers` reads the file. What it would read wrongly without a word is refused here: tensors
-and scaled positions that it passes over, and pre-tokenizers that it does not know.
+writes into the folder DIR, and prints what the file holds, or what is wrong with it, as JSON.
+
+`transformers` reads the file. This module refuses files that it would read wrongly without a word:
+those with tensors and scaled positions that it passes over, and with pre-tokenizers that it does
+not know.
 """
 
 import copy
@@ -43,7 +45,9 @@ from midflight.models.load import check_folder, save_model
 Metadata = Mapping[str, Any]
 
 BYTE_LEVEL = "gpt2"
-"""What files call a byte-level vocabulary, whose pre-tokenizer has a name in them."""
+"""The name that files have for a byte-level vocabulary. Its pre-tokenizer has a name in them
+too.
+"""
 DIGITS_APART = frozenset(
     {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 )
@@ -52,10 +56,10 @@ AS_GPT2 = frozenset(
     {"gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "phi-2"}
 )
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-"""Each ends an answer: of a text, of a turn, of a message."""
+"""Tokens that end an answer. They end a text, a turn and a message."""
 _OF_READING = ("backend", "is_local", "local_files_only", "tokenizer_class")
-"""Keys of a tokenizer's configuration that say how it was read, or by which class, which would put
-its own parts in the place of the file's.
+"""Keys of a tokenizer's configuration that say how it was read, or by which class. That class would
+put its own parts in the place of the file's.
 """
 
 
@@ -84,7 +88,7 @@ def convert(file: Path, folder: Path) -> GgufContents:
 
 
 def opened(file: Path) -> GGUFReader:
-    """`ModelNotFound` where it is no GGUF file, or not all of one."""
+    """A reader of the file. `ModelNotFound` where it is no GGUF file, or not all of one."""
     with file.open("rb") as beginning:
         if beginning.read(4) != b"GGUF":
             raise ModelNotFound(
@@ -93,7 +97,7 @@ def opened(file: Path) -> GGUFReader:
             )
     try:
         return GGUFReader(file)
-    except Exception as error:  # what stands behind the place where a file ends may be anything
+    except Exception as error:  # a file that ends too early may fail in any way
         raise ModelNotFound(
             f"reading {str(file)!r}: it is no whole GGUF file ({_first_line(error)}); its end may "
             "be missing: copy or fetch it again."
@@ -110,7 +114,8 @@ def _contents(reader: GGUFReader, metadata: Metadata) -> GgufContents:
 
 
 def _check_whole(file: Path, metadata: Metadata) -> None:
-    if (parts := metadata.get("split.count", 1)) > 1:
+    parts = metadata.get("split.count", 1)
+    if parts > 1:
         raise ModelNotFound(
             f"reading {str(file)!r}: it is one of {parts} parts of a model; join them with "
             "llama.cpp's gguf-split --merge."
@@ -122,8 +127,8 @@ def _check_whole(file: Path, metadata: Metadata) -> None:
 
 @contextmanager
 def _alone(file: Path) -> Generator[Path]:
-    """A folder in which the file is alone, as `model.gguf`: what lies beside it elsewhere would be
-    read too.
+    """A folder in which the file is alone, as `model.gguf`: other files beside it would be read
+    too.
     """
     with tempfile.TemporaryDirectory(prefix="midflight-") as place:
         (Path(place) / "model.gguf").symlink_to(file.resolve())
@@ -133,18 +138,14 @@ def _alone(file: Path) -> Generator[Path]:
 def _loaded(file: Path, place: Path, architecture: str) -> PreTrainedModel:
     """The model with all its weights in float32."""
     try:
-        # The stubs know only the plain return type; with output_loading_info it is a pair.
-        model, info = cast(
-            tuple[PreTrainedModel, dict[str, Any]],
-            AutoModelForCausalLM.from_pretrained(
-                str(place),
-                gguf_file="model.gguf",
-                quantization_config=GgufConfig(dequantize=True),
-                dtype=torch.float32,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            ),
+        loaded = AutoModelForCausalLM.from_pretrained(
+            str(place),
+            gguf_file="model.gguf",
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     except Exception as error:  # a stranger's file may fail in any way
         raise ModelNotFound(
@@ -152,7 +153,10 @@ def _loaded(file: Path, place: Path, architecture: str) -> PreTrainedModel:
             f"architecture, {architecture!r} ({_first_line(error)}); give the model as a folder of "
             "safetensors."
         ) from error
-    if missing := sorted(info["missing_keys"]):
+    # The stubs know only the plain return type; with output_loading_info it is a pair.
+    model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
+    missing = sorted(info["missing_keys"])
+    if missing:
         raise ModelNotFound(
             f"reading {str(file)!r}: {len(missing)} tensors are missing, the first {missing[0]!r}; "
             "give the model as a folder of safetensors."
@@ -161,8 +165,8 @@ def _loaded(file: Path, place: Path, architecture: str) -> PreTrainedModel:
 
 
 def _plain(loaded: PreTrainedModel) -> PreTrainedModel:
-    """The same tensors in a model that knows of no file: one that was read from GGUF refuses to be
-    saved.
+    """The same tensors in a model that knows of no file: a model that was read from GGUF refuses to
+    be saved.
     """
     config = copy.deepcopy(loaded.config)
     for name in ("quantization_config", "_model_name_or_path"):
@@ -176,35 +180,32 @@ def _plain(loaded: PreTrainedModel) -> PreTrainedModel:
 
 
 def _check_all_is_read(file: Path, tensors: Sequence[ReaderTensor], model: PreTrainedModel) -> None:
-    """As many numbers as in the file are in the model: what is left out may be what its positions
-    are scaled by.
+    """`ModelNotFound` unless the model has as many numbers as the file: those that are left out may
+    be the scales of its positions.
     """
     in_model = sum(tensor.numel() for tensor in _tensors(model))
     in_file = sum(int(tensor.n_elements) for tensor in tensors if not _is_spare(tensor.name, model))
-    if in_file != in_model:
-        named = ", ".join(
-            tensor.name
-            for tensor in tensors
-            if not tensor.name.startswith(("blk.", "token_embd.", "output"))
-        )
-        raise ModelNotFound(
-            f"reading {str(file)!r}: {in_file:,} numbers are in it, and {in_model:,} in the model "
-            f"that transformers {transformers.__version__} makes of "
-            f"it{f' (it has {named})' if named else ''}, so it would compute something else; give "
-            "the model as a folder of safetensors."
-        )
-
-
-def _tensors(model: PreTrainedModel) -> list[Tensor]:
-    """Each once, also where it has two names."""
-    return list(
-        {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
+    if in_file == in_model:
+        return
+    usual = ("blk.", "token_embd.", "output")
+    odd = [tensor.name for tensor in tensors if not tensor.name.startswith(usual)]
+    named = f" (it has {', '.join(odd)})" if odd else ""
+    raise ModelNotFound(
+        f"reading {str(file)!r}: {in_file:,} numbers are in it, and {in_model:,} in the model "
+        f"that transformers {transformers.__version__} makes of it{named}, so it would compute "
+        "something else; give the model as a folder of safetensors."
     )
 
 
+def _tensors(model: PreTrainedModel) -> list[Tensor]:
+    """Each tensor once, also where it has two names."""
+    by_identity = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    return list(by_identity.values())
+
+
 def _is_spare(name: str, model: PreTrainedModel) -> bool:
-    """Whether a model leaves a tensor out without computing anything else: a second copy of its
-    embeddings, and layers that only guess ahead.
+    """Whether a model computes the same without a tensor. That holds for a second copy of its
+    embeddings, and for layers that only guess ahead.
     """
     config = model.config.get_text_config()
     if name == "output.weight":
@@ -213,7 +214,7 @@ def _is_spare(name: str, model: PreTrainedModel) -> bool:
 
 
 def _check_positions(file: Path, metadata: Metadata, model: PreTrainedModel) -> None:
-    """Scaled positions that the file asks for are scaled in the model."""
+    """`ModelNotFound` if the file asks for scaled positions and the model does not scale them."""
     kind = metadata.get(f"{metadata.get('general.architecture')}.rope.scaling.type", "none")
     if kind != "none" and not _scales_positions(model):
         raise ModelNotFound(
@@ -224,21 +225,18 @@ def _check_positions(file: Path, metadata: Metadata, model: PreTrainedModel) -> 
 
 
 def _scales_positions(model: PreTrainedModel) -> bool:
-    rope = cast(
-        "Mapping[str, Any]", getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    )
-    kinds = [
-        part.get("rope_type", "default")
-        for part in (rope, *rope.values())
-        if isinstance(part, Mapping)
-    ]
-    return any(kind != "default" for kind in kinds)
+    found = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    rope = cast("Mapping[str, Any]", found)
+    for part in (rope, *rope.values()):
+        if isinstance(part, Mapping) and part.get("rope_type", "default") != "default":
+            return True
+    return False
 
 
 def _generation(metadata: Metadata) -> GenerationConfig:
-    """Says what ends an answer: whichever of the ends there is comes first."""
-    ids = {name: metadata.get(f"tokenizer.ggml.{name}") for name in _ENDS}
-    ends = sorted({number for number in ids.values() if number is not None})
+    """A configuration with the tokens that end an answer: the first of them to come ends it."""
+    numbers = {metadata.get(f"tokenizer.ggml.{name}") for name in _ENDS}
+    ends = sorted(number for number in numbers if number is not None)
     return GenerationConfig(
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_id=ends[0] if len(ends) == 1 else ends or None,
@@ -251,34 +249,29 @@ def _generation(metadata: Metadata) -> GenerationConfig:
 
 def _save_tokenizer(file: Path, place: Path, metadata: Metadata, folder: Path) -> None:
     try:
-        tokenizer = cast(
-            PreTrainedTokenizerFast,
-            AutoTokenizer.from_pretrained(
-                str(place), gguf_file="model.gguf", local_files_only=True
-            ),
+        loaded = AutoTokenizer.from_pretrained(
+            str(place), gguf_file="model.gguf", local_files_only=True
         )
     except Exception as error:  # a stranger's file may fail in any way
         raise ModelNotFound(
             f"reading {str(file)!r}: transformers {transformers.__version__} makes no tokenizer of "
             f"it ({_first_line(error)}); give the model as a folder of safetensors."
         ) from error
+    tokenizer = cast(PreTrainedTokenizerFast, loaded)
     _cut_as_trained(file, metadata, tokenizer)
     tokenizer.save_pretrained(folder)
     _remove_tokens_of_the_class(folder / "tokenizer.json", len(metadata["tokenizer.ggml.tokens"]))
     path = folder / "tokenizer_config.json"
-    config = {
-        name: value
-        for name, value in json.loads(path.read_text()).items()
-        if name not in _OF_READING
-    }
-    path.write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}, indent=2) + "\n"
-    )
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name, value in json.loads(path.read_text()).items():
+        if name not in _OF_READING:
+            config[name] = value
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _remove_tokens_of_the_class(path: Path, num_tokens: int) -> None:
-    """Removes what the class that read the tokenizer added behind the file's tokens: the model has
-    no embeddings for its special tokens.
+    """Removes the special tokens that the class which read the tokenizer added after the file's
+    tokens: the model has no embeddings for them.
     """
     written = json.loads(path.read_text())
     written["added_tokens"] = [
@@ -292,11 +285,9 @@ def _cut_as_trained(file: Path, metadata: Metadata, tokenizer: PreTrainedTokeniz
     give other tokens for the same text.
     """
     kind = metadata.get("tokenizer.ggml.pre", "default")
-    if (
-        metadata.get("tokenizer.ggml.model") != BYTE_LEVEL
-        or kind in AS_GPT2
-        or kind in GGUF_PRE_TOKENIZER_SPLITS
-    ):
+    if metadata.get("tokenizer.ggml.model") != BYTE_LEVEL:
+        return
+    if kind in AS_GPT2 or kind in GGUF_PRE_TOKENIZER_SPLITS:
         return
     if kind not in DIGITS_APART:
         raise ModelNotFound(
@@ -315,7 +306,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Writes what the file holds, or what is wrong with it."""
+    """Prints what the file holds, or what is wrong with it."""
     with redirect_stdout(sys.stderr):
         try:
             found = convert(Path(sys.argv[1]), Path(sys.argv[2]))
@@ -325,8 +316,7 @@ def main() -> None:
             if disk_full(error) is None:
                 raise
             found = (
-                f"converting {sys.argv[1]!r}: there is no more room for its model folder; "
-                "free "
+                f"converting {sys.argv[1]!r}: there is no more room for its model folder; free "
                 "some space, or choose another place."
             )
     sys.stdout.buffer.write(msgspec.json.encode(found))

@@ -18,9 +18,9 @@ from midflight.errors import ConfigError, ModelNotFound
 from midflight.models.atomic import atomic_folder
 
 PACKAGES = ("gguf", "accelerate")
-"""What `transformers` wants beside itself to read such a file."""
+"""Packages that `transformers` needs to read such a file."""
 OLDEST_TRANSFORMERS = "5.23"
-"""The oldest whose reader of GGUF files was looked at."""
+"""The oldest version whose reader of GGUF files was looked at."""
 _CHUNK = 16 * 2**20
 
 
@@ -30,9 +30,9 @@ class GgufContents(msgspec.Struct, frozen=True):
     architecture: str
     num_weights: int
     num_bytes: int
-    """What its weights take in the file."""
+    """The size of its weights in the file."""
     tensors: Mapping[str, int]
-    """How many tensors are stored in each type, such as `Q4_1`."""
+    """The number of tensors in each type, such as `Q4_1`."""
 
     @property
     def bits_per_weight(self) -> float:
@@ -40,25 +40,25 @@ class GgufContents(msgspec.Struct, frozen=True):
 
     @property
     def described(self) -> str:
-        """What the file kept of the weights, and what they take as float32, as a clause."""
-        types = ", ".join(
-            f"{count} {name}"
-            for name, count in sorted(self.tensors.items(), key=lambda item: -item[1])
-        )
+        """A clause about the weights: how exactly the file keeps them, and their size as
+        float32.
+        """
+        most_first = sorted(self.tensors.items(), key=lambda item: -item[1])
+        types = [f"{count} {name}" for name, count in most_first]
         return (
             f"{self.num_weights:,} weights of {self.bits_per_weight:.1f} bits each "
-            f"({self.num_bytes / 1e6:,.0f} MB; tensors: {types}), now float32 "
+            f"({self.num_bytes / 1e6:,.0f} MB; tensors: {', '.join(types)}), now float32 "
             f"({4 * self.num_weights / 1e6:,.0f} MB): what was rounded away for the file stays lost"
         )
 
 
 def model_folder(path: Path) -> Path:
-    """The folder of a model that is given as a folder or as a GGUF file, which is converted unless
-    it was before.
+    """The folder of a model that is given as a folder or as a GGUF file. A file is converted unless
+    it was converted before.
 
     The folder's name holds a hash of the file: a changed file gets another folder, and a run keeps
-    the one that it began with. Reads the whole file, and waits for the conversion. `ModelNotFound`
-    says what is wrong with the file.
+    the one that it began with. This reads the whole file, and waits for the conversion.
+    `ModelNotFound` says what is wrong with the file.
     """
     if path.suffix.lower() != ".gguf" or path.is_dir():
         return path
@@ -79,8 +79,8 @@ def model_folder(path: Path) -> Path:
 
 
 def convert(file: Path, folder: Path) -> GgufContents:
-    """Makes `folder`, which is empty or not there, of a GGUF file; complete or not at all. Waits
-    for a process that does it.
+    """Makes `folder`, which is empty or not there, of a GGUF file: complete or not at all. It waits
+    for a process that does so.
     """
     check_packages()
     with atomic_folder(folder) as (building, lock):
@@ -88,8 +88,8 @@ def convert(file: Path, folder: Path) -> GgufContents:
 
 
 def write_folder(file: Path, folder: Path, lock: int) -> GgufContents:
-    """Writes the model of a GGUF file into an existing folder. `ModelNotFound` says why it cannot
-    be done. Waits for a process.
+    """Writes the model of a GGUF file into an existing folder. It waits for a process that does so.
+    `ModelNotFound` says why it cannot be done.
     """
     command = [sys.executable, "-m", "midflight.models.from_gguf", str(file), str(folder)]
     environ = {
@@ -100,7 +100,8 @@ def write_folder(file: Path, folder: Path, lock: int) -> GgufContents:
     }
     done = subprocess.run(command, capture_output=True, check=False, env=environ, pass_fds=(lock,))
     if done.returncode != 0:
-        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["without a word"])[-1]
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        last = lines[-1] if lines else "without a word"
         raise ModelNotFound(
             f"converting {str(file)!r} ended with status {done.returncode}: {last}; free some "
             "memory, or give a model folder."
@@ -112,13 +113,15 @@ def write_folder(file: Path, folder: Path, lock: int) -> GgufContents:
 
 
 def check_packages() -> None:
-    """`ConfigError` unless what reads GGUF files is installed."""
-    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+    """`ConfigError` unless the packages that read GGUF files are installed."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
         raise ConfigError(
             f"reading GGUF files needs {' and '.join(missing)}, which {sys.executable} lacks: pip "
             "install 'midflight[gguf]'"
         )
-    if Version(found := version("transformers")) < Version(OLDEST_TRANSFORMERS):
+    found = version("transformers")
+    if Version(found) < Version(OLDEST_TRANSFORMERS):
         raise ConfigError(
             f"reading GGUF files needs transformers {OLDEST_TRANSFORMERS}, and {found} is here: "
             "pip install -U 'midflight[gguf]'"
@@ -126,7 +129,7 @@ def check_packages() -> None:
 
 
 def _hash(path: Path) -> str:
-    """Of the contents; not for secrecy."""
+    """A hash of the contents. It is not for secrecy."""
     digest = xxhash.xxh3_64()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

@@ -1,5 +1,6 @@
-"""Which model a folder holds, so that two machines can find out whether theirs is the same:
-configuration, vocabulary and, where asked, weights. Torch-free."""
+"""The identity of the model in a folder: configuration, vocabulary and, where asked, weights. Two
+machines find out by it whether they have the same model. Torch-free.
+"""
 
 import hashlib
 import json
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from midflight.models.sizes import read_config, served_weights
+from midflight.models.adapters import served_weights
+from midflight.models.sizes import read_config
 
 Leaf = str | int | float | bool | None
 
@@ -23,7 +25,7 @@ _INCIDENTAL = frozenset(
     }
     | {"bos_token_id", "eos_token_id", "pad_token_id"}
 )
-"""What an export may write otherwise without changing what the model computes."""
+"""Values that may differ between exports of a model that computes the same."""
 
 
 class ModelIdentity(msgspec.Struct, frozen=True):
@@ -32,23 +34,22 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     vocabulary: str
     """SHA-256 of the tokenizer's ids; empty where it has no `tokenizer.json`."""
     weights: str | None = None
-    """SHA-256 of its files, where somebody asked: a second for each gigabyte."""
+    """SHA-256 of its files, if it was asked for, which takes a second for each gigabyte."""
 
     @classmethod
     def of(cls, folder: Path, *, weights: bool = False) -> "ModelIdentity":
-        """Blocking. `ModelNotFound` where there is no model."""
-        config = {
-            path: value
-            for path, value in _leaves(read_config(folder))
-            if path.rpartition(".")[2] not in _INCIDENTAL
-        }
-        return cls(
-            config, _vocabulary(folder / "tokenizer.json"), _hashed(folder) if weights else None
-        )
+        """Reads a folder, and blocks meanwhile. `ModelNotFound` where there is no model."""
+        config: dict[str, Leaf] = {}
+        for path, value in _leaves(read_config(folder)):
+            if path.rpartition(".")[2] not in _INCIDENTAL:
+                config[path] = value
+        vocabulary = _vocabulary(folder / "tokenizer.json")
+        return cls(config, vocabulary, _hashed(folder) if weights else None)
 
     def difference(self, other: "ModelIdentity") -> str:
-        """What says that the other is another model, as a clause about it; empty where nothing
-        does. A value that only one of them has says nothing: exports fill in defaults."""
+        """A clause about the other model that says how it differs; empty where it is the same. A
+        value that only one of them has does not count: exports fill in defaults.
+        """
         for name in sorted(self.config.keys() & other.config.keys()):
             if self.config[name] != other.config[name]:
                 return f"its {name} is {other.config[name]!r} and not {self.config[name]!r}"
@@ -60,7 +61,7 @@ class ModelIdentity(msgspec.Struct, frozen=True):
 
 
 def _leaves(value: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
-    """Lists are values, as JSON."""
+    """The values below a value, with their paths. Lists are values, as JSON."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _leaves(inner, f"{path}.{name}" if path else str(name))
@@ -75,9 +76,8 @@ def _vocabulary(path: Path) -> str:
         return ""
     tokenizer = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
     added = sorted((token.id, token.content) for token in tokenizer.added_tokens)
-    return hashlib.sha256(
-        json.dumps([tokenizer.model.get("vocab"), added], sort_keys=True).encode()
-    ).hexdigest()
+    ids = json.dumps([tokenizer.model.get("vocab"), added], sort_keys=True)
+    return hashlib.sha256(ids.encode()).hexdigest()
 
 
 class _AddedToken(msgspec.Struct):

@@ -1,5 +1,5 @@
-"""The tensors of a model by name, replacing all of them at once, and the names of their dtypes:
-torch's, safetensors', and the configuration's.
+"""The tensors of a model by name: reading them, replacing all of them at once, and the names of
+their dtypes in torch, safetensors and the configuration.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from midflight.errors import ConfigError, WeightsCorrupt, nearest
-from midflight.models.sizes import DTYPE_NAMES, adapter_name
+from midflight.models.adapters import adapter_name
+from midflight.models.sizes import DTYPE_NAMES
 from midflight.types import TensorSpec
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -51,11 +52,11 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What is handed over, by the name in files, in the model's own order, detached; it shares the
-    model's storage.
+    """The tensors that are handed over to engines, by their names in files, in the model's own
+    order. They are detached, and share the model's storage.
 
-    These are parameters and persistent buffers; of a model with adapters (`models.load`) the
-    adapters only. Tied weights appear once, under their first name. Where `transformers` fuses
+    They are parameters and persistent buffers; of a model with adapters (`models.lora`) they are
+    the adapters only. Tied weights appear once, under their first name. Where `transformers` fuses
     tensors of the checkpoint in memory (experts of mixtures), the names are those in memory;
     `conversion` has those of files.
     """
@@ -63,13 +64,14 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def in_dtype(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Floating-point tensors in `dtype`, copied only where they are in another; the others as they
-    are.
+    """Floating-point tensors in `dtype`, copied only where they are in another; other tensors as
+    they are.
     """
-    return {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-    }
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            found[name] = tensor.to(dtype)
+    return found
 
 
 @torch.no_grad()
@@ -77,9 +79,10 @@ def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     """Makes `tensors` the weights of `model`: all or none (I7). Names are those of `named_tensors`.
 
     Where dtype and device agree nothing is copied: the model then lives in the given storage, which
-    must stay untouched; else the tensor is converted into new storage. Tied weights stay tied.
-    `WeightsCorrupt` names the first tensor that does not fit. Returns the tensors replaced: where a
-    swap must be short, drop them later, for giving back their memory takes longer than it.
+    must stay untouched. Other tensors are converted into new storage. Tied weights stay tied.
+    `WeightsCorrupt` names the first tensor that does not fit. It returns the replaced tensors:
+    where a swap must be short, drop them later, because to give back their memory takes longer than
+    the swap.
     """
     targets = _targets(model)
     _check(targets, tensors, model)
@@ -91,45 +94,44 @@ def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 def as_tensors(specs: Iterable[TensorSpec], views: Mapping[str, memoryview]) -> dict[str, Tensor]:
     """Tensors over the given bytes, without copying: they live as long as the views do. The views
-    must be writable memory; those of one memory become tensors of one storage."""
+    must be writable memory; views of one memory become tensors of one storage.
+    """
     memories = {
         id(view.obj): torch.frombuffer(view.obj, dtype=torch.uint8)
         for view in views.values()
         if view.nbytes
     }
-    return {
-        s.name: _tensor(s, views[s.name], memories.get(id(views[s.name].obj), _NOTHING))
-        for s in specs
-    }
+    tensors: dict[str, Tensor] = {}
+    for spec in specs:
+        view = views[spec.name]
+        memory = memories.get(id(view.obj), _NOTHING)
+        tensors[spec.name] = _tensor(spec, view, memory)
+    return tensors
 
 
 def as_bytes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpec, memoryview]]:
-    """Of each tensor its spec, at offset 0, and its bytes: its own memory where it lies in one
+    """The spec of each tensor, at offset 0, and its bytes: its own memory where it lies in one
     piece, else a copy.
     """
     for name, tensor in tensors.items():
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        yield (
-            TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, flat.numel()),
-            flat.numpy().data,
-        )
+        spec = TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, flat.numel())
+        yield spec, flat.numpy().data
 
 
 def side_by_side(tensors: Sequence[Tensor], *, turned: bool = False) -> Tensor | None:
     """The tensors as one along their first dimension, without copying; `None` where they do not lie
-    so in one storage: one after the other, or `turned`, when each is a stretch of the columns of
-    one matrix in memory."""
+    side by side in one storage. They do so one after the other, or, if `turned`, where each is a
+    stretch of the columns of one matrix in memory.
+    """
     first = tensors[0]
-    end = tensors[0].data_ptr()
+    end = first.data_ptr()
     num = sum(map(len, tensors))
     for tensor in tensors:
         lies_so = tensor.stride() == (1, num) if turned else tensor.is_contiguous()
-        if (
-            not lies_so
-            or tensor.data_ptr() != end
-            or tensor.dtype != first.dtype
-            or tensor.shape[1:] != first.shape[1:]
-        ):
+        if not lies_so or tensor.data_ptr() != end:
+            return None
+        if tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
             return None
         if tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             return None
@@ -138,14 +140,15 @@ def side_by_side(tensors: Sequence[Tensor], *, turned: bool = False) -> Tensor |
 
 
 def put_together(tensors: Sequence[Tensor], *, turned: bool = False) -> Sequence[Tensor]:
-    """The same tensors side by side in one storage, which is new unless they lie so. See
+    """The same tensors side by side in one storage, which is new unless they lie so already. See
     `side_by_side`.
     """
     if side_by_side(tensors, turned=turned) is not None:
         return tensors
-    whole = (
-        torch.cat([tensor.t() for tensor in tensors], 1).t() if turned else torch.cat(list(tensors))
-    )
+    if turned:
+        whole = torch.cat([tensor.t() for tensor in tensors], 1).t()
+    else:
+        whole = torch.cat(list(tensors))
     return whole.split([len(tensor) for tensor in tensors])
 
 
@@ -155,21 +158,25 @@ def _tensor(spec: TensorSpec, view: memoryview, memory: Tensor) -> Tensor:
         return torch.empty(spec.shape, dtype=dtype)
     tensor = torch.frombuffer(view, dtype=dtype)
     offset = tensor.data_ptr() - memory.data_ptr()
-    if offset % dtype.itemsize:  # not of ours, which are aligned
+    if offset % dtype.itemsize:  # another program made it; our tensors are aligned
         return tensor.reshape(spec.shape)
     return memory[offset : offset + spec.num_bytes].view(dtype).reshape(spec.shape)
 
 
 def _targets(model: nn.Module) -> dict[str, Tensor]:
-    """As `named_tensors`, but the parameters and buffers themselves."""
+    """The parameters and buffers themselves of `named_tensors`."""
     everything = model.state_dict(keep_vars=True)
-    adapters = {
-        renamed: tensor for name, tensor in everything.items() if (renamed := adapter_name(name))
-    }
+    adapters: dict[str, Tensor] = {}
+    for name, tensor in everything.items():
+        renamed = adapter_name(name)
+        if renamed is not None:
+            adapters[renamed] = tensor
+    if adapters:
+        return adapters
     first: dict[int, str] = {}
     for name, tensor in everything.items():
         first.setdefault(id(tensor), name)
-    return adapters or {name: everything[name] for name in first.values()}
+    return {name: everything[name] for name in first.values()}
 
 
 def _check(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -184,11 +191,9 @@ def _check(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], model: 
                 f"model needs {tuple(target.shape)}; trainer and engine must load the same model."
             )
     for name in tensors.keys() - targets.keys():
-        hint = (
-            "it is tied to another tensor and must not be sent"
-            if name in model.state_dict()
-            else "the model has no such tensor"
-        )
+        hint = "the model has no such tensor"
+        if name in model.state_dict():
+            hint = "it is tied to another tensor and must not be sent"
         raise WeightsCorrupt(
             f"assigning weights: tensor {name!r} is unexpected: {hint}; trainer and engine must "
             "load the same model."

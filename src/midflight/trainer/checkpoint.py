@@ -1,5 +1,7 @@
-"""A trainer's state: saved in two parts, a quick copy between two steps and its way to the disk
-while training goes on; and loaded, whatever number of ranks wrote it.
+"""A trainer's state on disk.
+
+It is saved in two parts: a quick copy between two steps, and the write to the disk while training
+goes on. It is loaded whatever number of ranks wrote it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +18,7 @@ from midflight.errors import ConfigError
 from midflight.models.names import named_tensors
 from midflight.trainer import folders
 from midflight.trainer.folders import CheckpointState, Shapes, Shards
-from midflight.trainer.step import named_parameters
+from midflight.trainer.optimizer import named_parameters
 from midflight.trainer.trainer import Fork, PolicyTrainer
 from midflight.types import Version
 
@@ -29,8 +31,8 @@ those of a critic `critic/model/<parameter>` and `critic/optimizer/<moment>/<par
 
 
 def parts_of(trainer: PolicyTrainer) -> Iterator[tuple[str, dict[str, Tensor], nn.Module, AdamW]]:
-    """The policy, and the critic if there is one: prefix of its names, weights by name, what is
-    trained, and its optimiser.
+    """The policy, and the critic if there is one. Each has a prefix of names, weights by name, the
+    model that is trained, and its optimiser.
     """
     yield "", named_tensors(trainer.model), trainer.model, trainer.optimizer
     if trainer.critic is not None:
@@ -62,13 +64,13 @@ class StagedCheckpoint:
         group: dist.ProcessGroup | None = None,
         beside: Callable[[Path], bool] | None = None,
     ) -> bool:
-        """Puts the newest checkpoint under `root` and keeps `keep`. Blocking; returns on every rank
-        when it is on disk. On the first rank false where what belongs into it could not be put
-        there (see `folders.finish`).
+        """Puts the newest checkpoint under `root` and keeps `keep`. It blocks, and returns on every
+        rank when the checkpoint is on disk. On the first rank it returns false if `beside` could
+        not put its part there (see `folders.finish`).
 
-        Every rank calls it, and waits for the others in `group`: one of gloo that nothing else
-        uses, since training goes on in the meantime. A rank that dies ends the others' wait with an
-        error.
+        Every rank calls it, and waits for the others in `group`. That is a group of gloo that
+        nothing else uses, since training goes on in the meantime. If a rank dies, the others' wait
+        ends with an error.
         """
         draft = folders.draft_of(root, self.state.version)
         if self.rank == 0:
@@ -79,8 +81,9 @@ class StagedCheckpoint:
                 f"rank {self.rank} does not see {draft}, which rank 0 made. Put run.folder on a "
                 "file system that all ranks share."
             )
-        folders.write_shards(draft / folders.shard_name(self.rank), self.tensors)
-        folders.sync(draft / folders.shard_name(self.rank))
+        shard = draft / folders.shard_name(self.rank)
+        folders.write_shards(shard, self.tensors)
+        folders.sync(shard)
         self._meet(group)
         made = self.rank > 0 or folders.finish(root, self.state, keep=keep, beside=beside)
         self._meet(group)
@@ -92,39 +95,35 @@ class StagedCheckpoint:
 
 
 def stage(trainer: PolicyTrainer, *, cursor: str) -> StagedCheckpoint:
-    """Copies what a checkpoint holds to CPU memory, between two steps; no rank waits for another.
+    """Copies what a checkpoint holds to CPU memory, between two steps. No rank waits for another.
     The trainer may step on when it returns.
 
-    What every rank has whole is in the shards of rank 0.
+    Tensors that every rank has whole are in the shards of rank 0.
     """
     ranks = trainer.ranks
     tensors: dict[str, Tensor] = {}
     for prefix, weights, model, optimizer in parts_of(trainer):
-        tensors |= prefixed(prefix + WEIGHTS, weights) | prefixed(
-            prefix + MOMENTS, _moments(model, optimizer)
-        )
-    ours = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if ranks.is_first or isinstance(tensor, DTensor)
-    }
+        tensors |= prefixed(prefix + WEIGHTS, weights)
+        tensors |= prefixed(prefix + MOMENTS, _moments(model, optimizer))
+    copied = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        if ranks.is_first or isinstance(tensor, DTensor):
+            copied[name] = tensor.detach().to("cpu", copy=True)
+    copied |= prefixed(f"{GENERATORS}{ranks.rank}/", _generators())
     state = CheckpointState(
         trainer.version, trainer.num_steps, trainer.num_skipped, trainer.lineage, cursor, ranks.size
     )
-    copied = {name: tensor.detach().to("cpu", copy=True) for name, tensor in ours.items()}
-    return StagedCheckpoint(
-        state, ranks.rank, copied | prefixed(f"{GENERATORS}{ranks.rank}/", _generators())
-    )
+    return StagedCheckpoint(state, ranks.rank, copied)
 
 
 def _moments(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
-    state = optimizer.state
-    return {
-        f"{key}/{name}": value
-        for name, p in named_parameters(model)
-        if p in state
-        for key, value in state[p].items()
-    }
+    found = dict[str, Tensor]()
+    for name, parameter in named_parameters(model):
+        if parameter not in optimizer.state:
+            continue
+        for key, value in optimizer.state[parameter].items():
+            found[f"{key}/{name}"] = value
+    return found
 
 
 def _generators() -> dict[str, Tensor]:
@@ -165,11 +164,9 @@ def load_checkpoint(
     trainer.version = state.version if as_version is None else as_version
     trainer.num_steps = state.num_steps
     trainer.num_skipped = state.num_skipped
-    trainer.lineage = (
-        state.lineage
-        if trainer.version == state.version
-        else (*state.lineage, Fork(state.version, trainer.version))
-    )
+    trainer.lineage = state.lineage
+    if trainer.version != state.version:
+        trainer.lineage += (Fork(state.version, trainer.version),)
     return state
 
 
@@ -181,24 +178,25 @@ def _opened(folder: Path) -> Shards:
 
 
 def _check_same_critic(folder: Path, shards: Shards, trainer: PolicyTrainer) -> None:
-    if bool(shards.named(CRITIC)) != (trainer.critic is not None):
-        has, wants = (
-            ("no critic", 'objective.advantage is "gae"')
-            if trainer.critic is not None
-            else ("a critic", "this run has none")
-        )
-        raise ConfigError(
-            f"checkpoint {folder} has {has}, and {wants}. Set objective.advantage as it was, or "
-            "start in another folder."
-        )
+    stores_one = bool(shards.named(CRITIC))
+    needs_one = trainer.critic is not None
+    if stores_one == needs_one:
+        return
+    if needs_one:
+        difference = 'no critic, and objective.advantage is "gae"'
+    else:
+        difference = "a critic, and this run has none"
+    raise ConfigError(
+        f"checkpoint {folder} has {difference}. Set objective.advantage as it was, or "
+        "start in another folder."
+    )
 
 
 def _check_same_model(folder: Path, stored: Shapes, ours: Mapping[str, Tensor]) -> None:
     here = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in ours.items()}
     for name in sorted(stored.keys() | here.keys()):
-        one, other = (
-            f"{list(t[name][0])} {t[name][1]}" if name in t else "nothing" for t in (stored, here)
-        )
+        one = _shape_in(stored, name)
+        other = _shape_in(here, name)
         if one != other:
             raise ConfigError(
                 f"checkpoint {folder} is of another model: it has {one} for {name!r}, this model "
@@ -207,9 +205,16 @@ def _check_same_model(folder: Path, stored: Shapes, ours: Mapping[str, Tensor]) 
             )
 
 
+def _shape_in(shapes: Shapes, name: str) -> str:
+    if name not in shapes:
+        return "nothing"
+    shape, dtype = shapes[name]
+    return f"{list(shape)} {dtype}"
+
+
 def _room_for_moments(folder: Path, stored: Shapes, model: nn.Module) -> dict[str, Tensor]:
-    """Empty tensors in the layout of their parameters; what is of another shape, as counts of
-    steps, is whole on every rank.
+    """Empty tensors in the layout of their parameters. Tensors of another shape, such as counts of
+    steps, are whole on every rank.
     """
     parameters = dict(named_parameters(model))
     room: dict[str, Tensor] = {}
@@ -221,12 +226,10 @@ def _room_for_moments(folder: Path, stored: Shapes, model: nn.Module) -> dict[st
                 "parameters, or start in another folder."
             )
         parameter = parameters[name].detach()
-        alike = shape == tuple(parameter.shape)
-        room[path] = (
-            torch.empty_like(parameter, dtype=dtype)
-            if alike
-            else torch.empty(shape, dtype=dtype, device=parameter.device)
-        )
+        if shape == tuple(parameter.shape):
+            room[path] = torch.empty_like(parameter, dtype=dtype)
+        else:
+            room[path] = torch.empty(shape, dtype=dtype, device=parameter.device)
     return room
 
 
@@ -239,8 +242,8 @@ def _take_moments(model: nn.Module, optimizer: AdamW, moments: Mapping[str, Tens
 
 
 def _room_for_generators(shards: Shards, rank: int) -> dict[str, Tensor]:
-    """Empty tensors for this rank's generators; none if fewer ranks wrote, and then the rank keeps
-    its own.
+    """Empty tensors for this rank's generators. There are none if fewer ranks wrote, and then the
+    rank keeps its own.
     """
     prefix = f"{GENERATORS}{rank}/"
     return {

@@ -1,4 +1,4 @@
-"""Who gets the credit: the advantage of each token of a batch, from rewards, their components, what
+"""The credit that each token of a batch gets: its advantage, from rewards, their components, what
 single answers earned, and a teacher.
 """
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midflight.config import Config
-from midflight.config.checks import component_weights, takes_whole_rollouts
+from midflight.config.credit import component_weights, takes_whole_rollouts
 from midflight.config.formulas import ADVANTAGES, Advantage
 from midflight.errors import RunFailed
 from midflight.trainer.formulas import advantages
@@ -63,14 +63,12 @@ class Scoring:
             room, buffer=self.overlong_buffer, penalty=self.overlong_penalty
         )
         if self.component_weights is not None:
-            return self._decoupled(
-                rewards,
-                groups,
-                {**components, **({"overlong": penalty} if self.overlong_buffer else {})},
-            )[:, None]
-        compared: Callable[[Tensor, Tensor], Tensor] = getattr(
-            advantages, ADVANTAGES[self.advantage].function
-        )
+            columns = dict(components)
+            if self.overlong_buffer:
+                columns["overlong"] = penalty
+            return self._decoupled(rewards, groups, columns)[:, None]
+        name = ADVANTAGES[self.advantage].function
+        compared: Callable[[Tensor, Tensor], Tensor] = getattr(advantages, name)
         return advantages.turn_advantages(
             lambda values: compared(values, groups), rewards + penalty, earned
         )
@@ -79,26 +77,22 @@ class Scoring:
         self, rewards: Tensor, groups: Tensor, components: Mapping[str, Tensor]
     ) -> Tensor:
         """A rollout without components has its reward for one."""
-        assert self.component_weights is not None
-        has_any = (
-            torch.stack([*components.values(), torch.full_like(rewards, math.nan)])
-            .isfinite()
-            .any(0)
-        )
+        nothing = torch.full_like(rewards, math.nan)
+        has_any = torch.stack([*components.values(), nothing]).isfinite().any(0)
         columns = {**components, "reward": rewards.masked_fill(has_any, math.nan)}
-        weights = [
-            self.component_weights.get(
-                name, self.component_weights.get(name.partition("/")[0], 1.0)
-            )
-            for name in columns
-        ]
-        return advantages.decoupled_advantages(
-            torch.stack([*columns.values()], dim=1), groups, weights=rewards.new_tensor(weights)
-        )
+        weights = rewards.new_tensor([self._weight_of(name) for name in columns])
+        table = torch.stack(list(columns.values()), dim=1)
+        return advantages.decoupled_advantages(table, groups, weights=weights)
+
+    def _weight_of(self, component: str) -> float:
+        """The weight under its whole name, else under the part before the `/`, else 1."""
+        assert self.component_weights is not None
+        before, _, _ = component.partition("/")
+        return self.component_weights.get(component, self.component_weights.get(before, 1.0))
 
 
 def scoring_of(config: Config) -> Scoring:
-    """That a configuration asks for."""
+    """The scoring that a configuration asks for."""
     distills = config.distillation.teacher is not None
     return Scoring(
         advantage=config.objective.advantage,
@@ -118,15 +112,13 @@ def token_advantages(
     """[N - R], shifted: the rollout's advantage on each of its tokens, and what the teacher thinks
     of that token.
     """
-    # and with it transformers, which whoever looks at a run does without
+    # Imported here, because it imports transformers, which a reader of runs does not need.
     from midflight.trainer.model.microbatch import shift
 
     rollout = shift(rollout_of_token, batch.row_offsets)
-    of_rewards = (
-        _of_tokens(batch, answer_advantages(batch, scoring), rollout)
-        if scoring.counts_rewards
-        else np.zeros(len(rollout))
-    )
+    of_rewards = np.zeros(len(rollout))
+    if scoring.counts_rewards:
+        of_rewards = _of_tokens(batch, answer_advantages(batch, scoring), rollout)
     if not scoring.teacher_weight:
         return of_rewards
     if batch.teacher_logprobs is None:
@@ -135,30 +127,30 @@ def token_advantages(
             f"and distillation.weight is {scoring.teacher_weight:g}. Send teacher_logprobs with "
             "each batch, or set distillation.weight = 0."
         )
-    teacher, behaviour = (
-        torch.from_numpy(shift(values, batch.row_offsets).astype(np.float64))
-        for values in (batch.teacher_logprobs, batch.logprobs)
+    teacher = shift(batch.teacher_logprobs, batch.row_offsets).astype(np.float64)
+    behaviour = shift(batch.logprobs, batch.row_offsets).astype(np.float64)
+    of_teacher = advantages.distillation_advantage(
+        torch.from_numpy(teacher), torch.from_numpy(behaviour)
     )
-    return (
-        of_rewards
-        + scoring.teacher_weight * advantages.distillation_advantage(teacher, behaviour).numpy()
-    )
+    return of_rewards + scoring.teacher_weight * of_teacher.numpy()
 
 
 def _of_tokens(
     batch: PackedBatch, found: NDArray[np.float64], rollout: Index
 ) -> NDArray[np.float64]:
-    """Those of the answer that each token is of."""
+    """Gives each token the advantage of its answer."""
     from midflight.trainer.model.microbatch import shift
 
     if batch.turns is None:
         return found[rollout, 0]
-    return found[rollout, np.minimum(shift(batch.turns, batch.row_offsets), found.shape[1] - 1)]
+    last = found.shape[1] - 1
+    answer = np.minimum(shift(batch.turns, batch.row_offsets), last)
+    return found[rollout, answer]
 
 
 def answer_advantages(batch: PackedBatch, scoring: Scoring) -> NDArray[np.float64]:
-    """[M, K + 1]: of each rollout by answer, those from K on in the last column. Rollouts without a
-    finite reward get 0 and are no part of their group's baseline.
+    """[M, K + 1]: the advantages of each rollout by answer; answers from K on have the last column.
+    Rollouts without a finite reward get 0 and are no part of their group's baseline.
     """
     scored = np.flatnonzero(np.isfinite(batch.rewards))
     if scoring.overlong_buffer and batch.room is None:
@@ -168,13 +160,13 @@ def answer_advantages(batch: PackedBatch, scoring: Scoring) -> NDArray[np.float6
             "each batch, or set objective.overlong_buffer = 0."
         )
     earned = _earned(batch, scoring)[scored]
-    left = batch.rewards[scored, None] - np.cumsum(np.pad(earned, ((0, 0), (1, 0))), axis=1)
+    before = np.cumsum(np.pad(earned, ((0, 0), (1, 0))), axis=1)
+    left = batch.rewards[scored, None] - before
     if scoring.advantage == "maxrl" and (left < 0).any():
         raise RunFailed(
             f"the batch of version {batch.train_version} has a reward of {left.min():g}, and "
-            'objective.advantage = "maxrl" divides by '
-            "the mean of a group's rewards. Make rewards that are at least 0, or choose another "
-            "advantage."
+            'objective.advantage = "maxrl" divides by the mean of a group\'s rewards. Make rewards '
+            "that are at least 0, or choose another advantage."
         )
     room = np.zeros(len(scored), np.int32) if batch.room is None else batch.room[scored]
     found = scoring.advantages(
@@ -192,7 +184,7 @@ def answer_advantages(batch: PackedBatch, scoring: Scoring) -> NDArray[np.float6
 
 
 def _earned(batch: PackedBatch, scoring: Scoring) -> NDArray[np.float64]:
-    """[M, K], by answer."""
+    """[M, K]: what each rollout's answers earned."""
     if batch.turn_rewards is None or not len(batch.rewards):
         return np.zeros((len(batch.rewards), 0))
     if scoring.whole_rollouts and batch.turn_rewards.any():

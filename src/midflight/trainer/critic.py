@@ -1,9 +1,9 @@
 """A critic: a second model that predicts at each token the reward still to come, and so gives each
 token its own advantage.
 
-A reward arrives with the last trained token of its rollout; what an answer earned by itself, with
-the last one of that answer. A rollout's tokens are taken in the order in which they lie in the
-batch, its rows one after the other, whatever prompts and tools wrote between.
+A reward arrives with the last trained token of its rollout. What an answer earned by itself arrives
+with the last token of that answer. A rollout's tokens are taken in the order in which they lie in
+the batch, its rows one after the other, whatever prompts and tools wrote between.
 """
 
 import copy
@@ -23,8 +23,11 @@ from midflight.trainer.formulas import reductions
 from midflight.trainer.formulas.advantages import batch_normalised, gae
 from midflight.trainer.formulas.losses import value_loss
 from midflight.trainer.model.microbatch import Index, Layout, MicroBatch
-from midflight.trainer.model.policy import Passes, Ranks, Scores, TokenModel
-from midflight.trainer.step import Adam, LossTokens, adamw, clear_gradients, clipped_step
+from midflight.trainer.model.passes import Passes
+from midflight.trainer.model.policy import Scores, TokenModel
+from midflight.trainer.model.ranks import Ranks
+from midflight.trainer.optimizer import Adam, adamw, clear_gradients, clipped_step
+from midflight.trainer.tokens import LossTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,8 @@ class Valuation:
 
 
 class ValueModel(TokenModel):
-    """A decoder with one linear number on its last hidden state, 0 at first. In float32 (float64
-    for a float64 model).
+    """A decoder with one linear number on its last hidden state, which is 0 at first. It is
+    computed in float32 (float64 for a float64 model).
     """
 
     def __init__(self, decoder: PreTrainedModel, layout: Layout = Layout.PACKED) -> None:
@@ -56,7 +59,8 @@ class ValueModel(TokenModel):
         """
         hidden = self._hidden(micro)
         precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        return (hidden.to(precise) * self.weight.to(precise)).sum(-1) + self.bias.to(precise), None
+        product = (hidden.to(precise) * self.weight.to(precise)).sum(-1)
+        return product + self.bias.to(precise), None
 
 
 def value_model_of(model: PreTrainedModel, layout: Layout = Layout.PACKED) -> ValueModel:
@@ -73,8 +77,8 @@ def value_model_of(model: PreTrainedModel, layout: Layout = Layout.PACKED) -> Va
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judged:
-    """A step's tokens with advantages, and what the critic learns from them: its values that began
-    the step, and the returns. [K]
+    """A step's tokens with advantages, and what the critic learns from: the values that it gave
+    when the step began, and the returns. [K]
     """
 
     tokens: LossTokens
@@ -86,7 +90,7 @@ class Critic:
     """Owns the value model and its optimiser. Collective, as `Passes` is."""
 
     def __init__(self, passes: Passes, valuation: Valuation, *, adam: Adam, ranks: Ranks) -> None:
-        """`adam`: of the policy; the critic has all of it but the learning rate."""
+        """`adam` is the policy's; the critic takes all of it but the learning rate."""
         self.model = passes.reader
         self.optimizer = adamw(
             self.model,
@@ -113,13 +117,14 @@ class Critic:
             discount=self._valuation.discount,
             decay=self._valuation.trace_decay,
         )
-        judged = replace(tokens, advantage=batch_normalised(advantages).to(tokens.advantage.dtype))
+        normalised = batch_normalised(advantages).to(tokens.advantage.dtype)
+        judged = replace(tokens, advantage=normalised)
         return Judged(judged, values, returns.to(values.dtype))
 
     def learn(
         self, judged: Judged, chosen_of_update: Sequence[Index], *, rate_factor: float
     ) -> dict[str, float]:
-        """One update for each of the policy's, on the same tokens. Returns what is measured, by
+        """Makes one update for each of the policy's, on the same tokens. Returns measurements by
         name.
         """
         made = [self._update(judged, chosen, rate_factor) for chosen in chosen_of_update]
@@ -132,7 +137,9 @@ class Critic:
         }
 
     def _update(self, judged: Judged, chosen: Index, rate_factor: float) -> tuple[float, float]:
-        """Loss and norm of the gradient; if either is not finite nothing is changed."""
+        """Makes an update. Returns the loss and the norm of the gradient; if either is not finite
+        nothing is changed.
+        """
         clear_gradients(self.model)
         total = torch.zeros((), dtype=judged.values.dtype, device=judged.values.device)
         for micro, is_mine, values, _ in self._passes.forwards(
@@ -158,8 +165,8 @@ class Critic:
 
 
 def _at_the_end(tokens: LossTokens) -> Float[Tensor, " K"]:
-    """What is left to come at each token, less what is at the rollout's next: the reward at its
-    last, 0 at most others.
+    """The reward that arrives with each token: what is still to come at it, less what is still to
+    come at the rollout's next token. It is the reward at the last token, and 0 at most others.
     """
     order = tokens.rollout.argsort(stable=True)
     to_come = tokens.advantage[order]
@@ -176,4 +183,5 @@ def _explained(values: Float[Tensor, " K"], returns: Float[Tensor, " K"]) -> dic
     spread = float(returns.var(correction=0))
     if not spread > 1e-12 * float(returns.square().mean()):  # less is rounding
         return {}
-    return {"critic/explained_variance": 1 - float((returns - values).var(correction=0)) / spread}
+    unexplained = float((returns - values).var(correction=0))
+    return {"critic/explained_variance": 1 - unexplained / spread}

@@ -2,19 +2,20 @@
 are still generated.
 
 The batch decides. When it is there, all that a group's part depends on is compared, number by
-number; if one group that was begun is not in it, or is there with other numbers, everything begun
-is thrown away. So it does not matter who foresaw the batch, and nothing is trained twice or lost: a
-lease is of whole batches, and what was begun dies with the process.
+number. If one group that was begun is not in it, or is there with other numbers, everything begun
+is thrown away. So a wrong guess of the next batch costs only time. Nothing is trained twice or
+lost: leases are of whole batches, and what was begun ends with the process.
 
 | what is done early | where |
 |---|---|
 | the gradient, as sums whose denominators are put in at the end | each token's loss needs its group alone: one update a step, advantages within groups, no part of the loss that looks beyond a token |
 | log-probabilities under the weights that begin the step | the step begins with a forward over its batch, which `updates_per_step` or a part of the loss asks for |
-| those of the reference | there is one |
-| nothing | several ranks, which take whole batches together; a teacher, who scores whole batches |
+| log-probabilities under the reference | there is one |
+| nothing | several ranks, which take whole batches together; a teacher, which scores whole batches |
 
-Else the step waits: for deviations over the batch (`reinforce_pp`, components, a critic) and for
-what looks at whole rollouts. A critic judges and learns by whole batches always.
+In all other cases the step waits: for deviations over the batch (`reinforce_pp`, components, a
+critic), and for the parts of a loss that look at whole rollouts. A critic always judges and learns
+by whole batches.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from torch import Tensor
 from midflight.config.formulas import Advantage
 from midflight.trainer.credit import Scoring
 from midflight.trainer.model.microbatch import Index
-from midflight.trainer.model.policy import Passes
+from midflight.trainer.model.passes import Passes
 from midflight.trainer.objective import Objective
-from midflight.trainer.step import LossTokens, StepRecord
+from midflight.trainer.report import StepRecord
+from midflight.trainer.tokens import LossTokens
 
 OVER_THE_BATCH: frozenset[Advantage] = frozenset({"reinforce_pp", "gae"})
 """Advantages that are not known before all groups are."""
@@ -48,7 +50,7 @@ class Ahead:
 
     @classmethod
     def of(cls, objective: Objective, scoring: Scoring, *, updates: int, ranks: int) -> Ahead:
-        """`updates` of a step, by so many `ranks`."""
+        """What can be done for steps of so many `updates`, by so many `ranks`."""
         if ranks > 1 or scoring.teacher_weight:
             return cls(False, False, False)
         scores = objective.needs_scores(updates_per_step=updates)
@@ -68,46 +70,53 @@ class Part:
     record: StepRecord
     """Readings, where the gradient was taken."""
     loss: float
-    """With denominators of 1."""
+    """The sum with denominators of 1."""
     proximal: Tensor | None
     reference: Tensor | None
-    """[K] of its tokens, as in `Update`."""
+    """Both [K], for the part's tokens, as in `Update`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EarlyWork:
-    """What was done for tokens of a batch, which are `where` in it."""
+    """What was done for some tokens of a batch."""
 
     parts: tuple[tuple[Part, Index, Index], ...] = ()
-    """Each with its tokens, and where these are in the batch."""
+    """Each part with the indices of its tokens, and where these are in the batch."""
     gradient: bool = False
-    """Whether theirs is in the model."""
+    """Whether the gradient of these tokens is in the model."""
 
     @property
     def where(self) -> Index:
-        return np.concatenate([np.zeros(0, np.int64), *(there for _, _, there in self.parts)])
+        """Where in the batch the tokens are, part after part."""
+        found = [there for _, _, there in self.parts]
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
 
     @property
     def loss(self) -> float:
         return sum(part.loss for part, _, _ in self.parts)
 
     def left(self, chosen: Index) -> Index:
-        """Those whose gradient is not in the model yet."""
-        return np.setdiff1d(chosen, self.where, assume_unique=True) if self.gradient else chosen
+        """The chosen tokens whose gradient is not in the model yet."""
+        if not self.gradient:
+            return chosen
+        return np.setdiff1d(chosen, self.where, assume_unique=True)
 
     def note(self, record: StepRecord) -> None:
+        """Copies the readings into the record of the step."""
         for part, own, there in self.parts:
             record.readings[:, there] = part.record.readings[:, own]
             record.num_micro_batches += part.record.num_micro_batches
         record.num_early = len(self.where)
 
     def scores(self, passes: Passes, tokens: LossTokens, which: str) -> Tensor:
-        """Those of all tokens: what was done early, `proximal` or `reference`, and now the rest."""
-        done = [
-            (values[own], there)
-            for part, own, there in self.parts
-            if (values := getattr(part, which)) is not None
-        ]
+        """Log-probabilities of all tokens, `proximal` or `reference`: those that were made early,
+        and now the rest.
+        """
+        done = list[tuple[Tensor, Index]]()
+        for part, own, there in self.parts:
+            values: Tensor | None = getattr(part, which)
+            if values is not None:
+                done.append((values[own], there))
         if not done:
             return passes.scores(tokens.predictions)
         rest = np.setdiff1d(np.arange(tokens.num_tokens), self.where, assume_unique=True)
@@ -118,36 +127,37 @@ class EarlyWork:
 
 
 def found_in(tokens: LossTokens, parts: Sequence[Part], ahead: Ahead) -> EarlyWork:
-    """The parts as they lie in a batch; nothing where one of their groups is not in it just as it
-    was. `tokens`: of the batch.
+    """The parts as they lie in a batch; nothing if one of their groups is not in it exactly as it
+    was. `tokens` are those of the batch.
     """
+    if not parts:
+        return EarlyWork()
     there = defaultdict[bytes, list[Index]](list)
-    found = list[tuple[Part, Index, Index]]()
-    for mark, at in _groups(tokens, with_advantage=ahead.gradient) if parts else ():
+    for mark, at in _groups(tokens, with_advantage=ahead.gradient):
         there[mark].append(at)
+    found = list[tuple[Part, Index, Index]]()
     for part in parts:
-        pairs = [
-            (at, there[mark].pop() if there[mark] else None)
-            for mark, at in _groups(part.tokens, with_advantage=ahead.gradient)
-        ]
-        places = [place for _, place in pairs if place is not None]
-        if len(places) < len(pairs):
-            return EarlyWork()
-        found.append((part, np.concatenate([at for at, _ in pairs]), np.concatenate(places)))
-    return EarlyWork(tuple(found), ahead.gradient and bool(found))
+        own = list[Index]()
+        places = list[Index]()
+        for mark, at in _groups(part.tokens, with_advantage=ahead.gradient):
+            if not there[mark]:
+                return EarlyWork()
+            own.append(at)
+            places.append(there[mark].pop())
+        found.append((part, np.concatenate(own), np.concatenate(places)))
+    return EarlyWork(tuple(found), ahead.gradient)
 
 
 def _groups(tokens: LossTokens, *, with_advantage: bool) -> Iterator[tuple[bytes, Index]]:
-    """Each group that has tokens: a hash of all that its part of a step depends on, and where its
-    tokens are.
+    """A hash for each group that has tokens, of all that its part of a step depends on; and where
+    its tokens are.
     """
     predictions = tokens.predictions
     row = tokens.predictions.row
-    columns = [
-        column.cpu().numpy() for column in (tokens.behaviour, tokens.age, tokens.has_older_keys)
-    ]
+    compared = [tokens.behaviour, tokens.age, tokens.has_older_keys]
     if with_advantage:
-        columns.append(tokens.advantage.cpu().numpy())
+        compared.append(tokens.advantage)
+    columns = [column.cpu().numpy() for column in compared]
     rollout = tokens.rollout.cpu().numpy()
     for group in np.unique(tokens.group):
         at = np.flatnonzero(tokens.group == group)

@@ -1,5 +1,5 @@
 """The effective loss: one objective, at most one weight, masks, one reduction. What may be combined
-is settled in `config.checks`.
+is settled in `config.loss_checks`.
 
 Each of them is a row of `config.formulas` and a function of `formulas`, which is called with the
 values that its parameters name:
@@ -29,9 +29,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from midflight.config.checks import loss_contradictions
 from midflight.config.formulas import DIVERGENCES, MASKS, REDUCTIONS, WEIGHTS, Divergence
 from midflight.config.loss import CorrectionSection, Loss, ObjectiveSection, loss_of
+from midflight.config.loss_checks import loss_contradictions
 from midflight.errors import ConfigError
 from midflight.trainer.formulas import corrections, losses, reductions
 from midflight.trainer.formulas.corrections import log_ratio
@@ -160,7 +160,8 @@ class Objective:
         """
         objective = objective or ObjectiveSection()
         correction = correction or CorrectionSection()
-        if problems := list(loss_contradictions(objective, correction)):
+        problems = list(loss_contradictions(objective, correction))
+        if problems:
             raise ConfigError("\n".join(problems))
         loss = loss_of(objective, correction)
         return cls(
@@ -181,12 +182,12 @@ class Objective:
         """Some part needs the log-probabilities of a whole rollout, or of the batch, before any
         token's loss is known.
         """
-        weight = WEIGHTS[self.loss.weight].function
-        masks = (MASKS[name].function for name in self.loss.masks)
-        functions = (self.function, *(getattr(corrections, name) for name in (weight, *masks)))
-        return self.self_normalised or any(
-            not _BEYOND.isdisjoint(parameters(function)) for function in functions
-        )
+        if self.self_normalised:
+            return True
+        names = [WEIGHTS[self.loss.weight].function]
+        names += [MASKS[name].function for name in self.loss.masks]
+        functions = [self.function, *(getattr(corrections, name) for name in names)]
+        return any(not _BEYOND.isdisjoint(parameters(function)) for function in functions)
 
     def needs_scores(self, *, updates_per_step: int) -> bool:
         """Whether a step begins with a forward over all of the batch. With one update the training
@@ -218,9 +219,8 @@ class Objective:
         }
         factor = weight
         if self.age_decay < 1:
-            factor = factor * corrections.age_weight(known.age, decay=self.age_decay).to(
-                weight.dtype
-            )
+            of_age = corrections.age_weight(known.age, decay=self.age_decay)
+            factor = factor * of_age.to(weight.dtype)
         for gone in masked.values():
             factor = factor.masked_fill(gone, 0)
         whole = {
@@ -231,19 +231,16 @@ class Objective:
     def _proximal(self, known: Known, progress: float) -> Float[Tensor, " T"]:
         if not self.is_interpolated:
             return known.proximal
-        alpha = corrections.interpolation_weight(
-            known.age.to(known.now.dtype), since_policy=known.age.to(known.now.dtype) + progress
-        )
+        age = known.age.to(known.now.dtype)
+        alpha = corrections.interpolation_weight(age, since_policy=age + progress)
         return corrections.interpolated_proximal(known.now, known.behaviour, alpha=alpha)
 
     def _weight(self, values: Values) -> Float[Tensor, " T"]:
         function: Callable[..., Tensor] = getattr(corrections, WEIGHTS[self.loss.weight].function)
         weight = call(function, {**values, **self.loss.bounds})
-        return (
-            corrections.self_normalised(weight, mean=weight.mean())
-            if self.self_normalised
-            else weight
-        )
+        if self.self_normalised:
+            return corrections.self_normalised(weight, mean=weight.mean())
+        return weight
 
     def _all_values(self, known: Known, proximal: Float[Tensor, " T"]) -> Values:
         log_rho = log_ratio(proximal, known.behaviour)
@@ -272,14 +269,12 @@ class Objective:
         loss = factors.factor * call(self.function, values)
         if self.kl_coefficient:
             assert known.reference is not None, "a divergence has its reference"
-            divergence: Callable[..., Tensor] = getattr(losses, DIVERGENCES[self.kl].function)
-            loss = loss + self.kl_coefficient * call(
-                divergence, {**values, "reference": known.reference}
-            )
+            function: Callable[..., Tensor] = getattr(losses, DIVERGENCES[self.kl].function)
+            divergence = call(function, {**values, "reference": known.reference})
+            loss = loss + self.kl_coefficient * divergence
         if self.behaviour_coefficient:
-            loss = loss + self.behaviour_coefficient * losses.squared_log_ratio(
-                policy, known.behaviour
-            )
+            pull = losses.squared_log_ratio(policy, known.behaviour)
+            loss = loss + self.behaviour_coefficient * pull
         if self.entropy_coefficient:
             assert entropy is not None, "an entropy bonus has its entropy"
             loss = loss - self.entropy_coefficient * entropy
@@ -327,15 +322,14 @@ class Objective:
             "tokens_of_rollout": over.tokens_of_rollout,
             "length": self.constant_length,
         }
-        reduction: Callable[..., Tensor] = getattr(
-            reductions, REDUCTIONS[self.loss.reduction].function
-        )
+        name = REDUCTIONS[self.loss.reduction].function
+        reduction: Callable[..., Tensor] = getattr(reductions, name)
         return call(reduction, values)
 
     def over_ones(self, over: Denominators) -> float:
-        """What a sum taken over 1 token and 1 rollout, and over the tokens of each rollout, is to
-        be multiplied by for the whole: every reduction is linear in 1 / tokens and in 1 /
-        rollouts."""
+        """The factor that makes the whole loss of a sum over 1 token and 1 rollout, and over the
+        tokens of each rollout: every reduction is linear in 1 / tokens and in 1 / rollouts.
+        """
         loss = torch.ones(1, dtype=torch.float64)
         rollout = torch.zeros(1, dtype=torch.int64)
         ones = Denominators(1, 1, rollout + 1)

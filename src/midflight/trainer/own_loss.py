@@ -1,9 +1,9 @@
-"""A loss of the user's own, named as `module:function`: found, and tried on a few made-up tokens
-before anything is started.
+"""A loss of the user's own, named as `module:function`. It is tried on a few made-up tokens before
+anything is started.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -20,15 +20,14 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def objective_of(config: Config) -> Objective:
-    """What a configuration asks for. `ConfigError` if the loss it names is of the user's own and
-    cannot be trained with.
+    """The objective that a configuration asks for. `ConfigError` if it names a loss of the user's
+    own that cannot be trained with.
     """
     section = config.objective
-    kind = config.objective.kind
+    kind = section.kind
+    length = config.environment.max_tokens
     if kind in OBJECTIVES:
-        return Objective.of(
-            section, config.correction, constant_length=config.environment.max_tokens
-        )
+        return Objective.of(section, config.correction, constant_length=length)
     found = load_entry(kind, option="objective.kind", such_as="examples.own_loss:spo")
     if not callable(found):
         raise ConfigError(
@@ -36,9 +35,7 @@ def objective_of(config: Config) -> Objective:
             "function."
         )
     function = cast(Callable[..., Tensor], found)
-    objective = Objective.of(
-        section, config.correction, constant_length=config.environment.max_tokens, own=function
-    )
+    objective = Objective.of(section, config.correction, constant_length=length, own=function)
     _check_parameters(kind, objective)
     _try_out(kind, objective)
     return objective
@@ -48,14 +45,13 @@ def described(config: Config) -> str:
     """The user's loss in a sentence, after it was tried."""
     objective = objective_of(config)
     options = objective.loss.options
-    looked_at = parameters(objective.function)
-    taken = ", ".join(
-        f"{name} = {options[name]:g}" if name in options else name for name in looked_at
-    )
+    taken: list[str] = []
+    for name in parameters(objective.function):
+        taken.append(f"{name} = {options[name]:g}" if name in options else name)
     first = (inspect.getdoc(objective.function) or "no docstring").partition("\n")[0]
     return (
-        f"{config.objective.kind}({taken}): {first} Tried on {len(_made_up().now)} tokens: one "
-        "finite loss for each, with a gradient."
+        f"{config.objective.kind}({', '.join(taken)}): {first} Tried on {len(_made_up().now)} "
+        "tokens: one finite loss for each, with a gradient."
     )
 
 
@@ -63,9 +59,42 @@ def _check_parameters(kind: str, objective: Objective) -> None:
     """Each parameter must be something that a loss is given; each option that is set must be one of
     them.
     """
-    known = (*PER_TOKEN, *WHOLE, *OBJECTIVE_OPTIONS)
     options = objective.loss.options
     taken = inspect.signature(objective.function).parameters
+    _check_names(kind, taken)
+    makers = [inspect.signature(WHOLE[name]).parameters for name in taken if name in WHOLE]
+    needed = set[str]()
+    used = set(taken)
+    for parameters_of in (taken, *makers):
+        used.update(parameters_of)
+        needed.update(_without_default(parameters_of))
+    for name in sorted(needed - options.keys()):
+        raise ConfigError(
+            f"objective.kind is {kind!r}, which needs objective.{name}, and that is not set; set "
+            "it, or give the parameter a default."
+        )
+    for name in sorted(options.keys() - used):
+        raise ConfigError(
+            f"objective.{name} ({options[name]:g}) does nothing with objective.kind = {kind!r}, "
+            f"which takes {', '.join(taken)}; remove it."
+        )
+    if not objective.loss.is_bypass and "behaviour" in taken:
+        raise ConfigError(
+            f"objective.kind is {kind!r}, which looks at the behaviour policy, so that "
+            f"correction.weight = {objective.loss.weight!r} would count the ratio to it twice; "
+            "remove correction.weight, or the parameter 'behaviour'."
+        )
+
+
+def _without_default(parameters_of: Mapping[str, inspect.Parameter]) -> Iterator[str]:
+    """The options that must be set."""
+    for name, parameter in parameters_of.items():
+        if name in OBJECTIVE_OPTIONS and parameter.default is inspect.Parameter.empty:
+            yield name
+
+
+def _check_names(kind: str, taken: Mapping[str, inspect.Parameter]) -> None:
+    known = (*PER_TOKEN, *WHOLE, *OBJECTIVE_OPTIONS)
     for name, parameter in taken.items():
         if parameter.kind not in _NAMED:
             raise ConfigError(
@@ -79,31 +108,6 @@ def _check_parameters(kind: str, objective: Objective) -> None:
                 f"{', '.join((*PER_TOKEN, *WHOLE))}, and options of [objective]: "
                 f"{', '.join(OBJECTIVE_OPTIONS)}."
             )
-    makers = [inspect.signature(WHOLE[name]).parameters for name in taken if name in WHOLE]
-    needed = {
-        name
-        for of in (taken, *makers)
-        for name in of
-        if name in OBJECTIVE_OPTIONS and of[name].default is inspect.Parameter.empty
-    }
-    for name in sorted(needed - options.keys()):
-        raise ConfigError(
-            f"objective.kind is {kind!r}, which needs objective.{name}, and that is not set; set "
-            "it, or give the parameter a default."
-        )
-    for name in sorted(
-        options.keys() - taken.keys() - {name for maker in makers for name in maker}
-    ):
-        raise ConfigError(
-            f"objective.{name} ({options[name]:g}) does nothing with objective.kind = {kind!r}, "
-            f"which takes {', '.join(taken)}; remove it."
-        )
-    if not objective.loss.is_bypass and "behaviour" in taken:
-        raise ConfigError(
-            f"objective.kind is {kind!r}, which looks at the behaviour policy, so that "
-            f"correction.weight = {objective.loss.weight!r} would count the ratio to it twice; "
-            "remove correction.weight, or the parameter 'behaviour'."
-        )
 
 
 def _made_up() -> Known:
@@ -122,6 +126,9 @@ def _made_up() -> Known:
 
 
 def _try_out(kind: str, objective: Objective) -> None:
+    """`ConfigError` unless the loss gives each made-up token a finite loss of its own, with a
+    gradient.
+    """
     known = _made_up()
     policy = known.now.clone().requires_grad_()
     loss = _called(kind, objective, policy, known, slice(None))
@@ -136,11 +143,9 @@ def _try_out(kind: str, objective: Objective) -> None:
             f"objective.kind is {kind!r}, whose losses were {loss.tolist()}; they must be finite: "
             "look at its exponents and divisions."
         )
-    gradient = (
-        torch.autograd.grad(loss.sum(), policy, allow_unused=True)[0]
-        if loss.requires_grad
-        else None
-    )
+    gradient: Tensor | None = None
+    if loss.requires_grad:
+        (gradient,) = torch.autograd.grad(loss.sum(), policy, allow_unused=True)
     if gradient is None or not gradient.any():
         raise ConfigError(
             f"objective.kind is {kind!r}, whose losses have no gradient; make them of policy, "
@@ -152,10 +157,9 @@ def _try_out(kind: str, objective: Objective) -> None:
             "finite: look at roots and divisions."
         )
     half = len(policy) // 2
-    parts = [
-        _called(kind, objective, policy, known, part) for part in (slice(half), slice(half, None))
-    ]
-    if not torch.allclose(torch.cat(parts), loss):
+    first = _called(kind, objective, policy, known, slice(half))
+    second = _called(kind, objective, policy, known, slice(half, None))
+    if not torch.allclose(torch.cat([first, second]), loss):
         raise ConfigError(
             f"objective.kind is {kind!r}, which gave tokens another loss beside other tokens. A "
             "micro-batch holds any tokens of the batch: return what is a token's own, without "
@@ -168,16 +172,17 @@ def _called(kind: str, objective: Objective, policy: Tensor, known: Known, part:
     where = torch.arange(len(policy))[part]
     own = replace(
         known,
-        **{
-            name: getattr(known, name)[where]
-            for name in ("now", "proximal", "behaviour", "advantage", "age", "sequence")
-        },
+        now=known.now[where],
+        proximal=known.proximal[where],
+        behaviour=known.behaviour[where],
+        advantage=known.advantage[where],
+        age=known.age[where],
+        sequence=known.sequence[where],
     )
     factors = objective.factors(known).at(where)
     try:
-        found = cast(
-            object, call(objective.function, objective.values(policy[where], own, factors))
-        )
+        values = objective.values(policy[where], own, factors)
+        found = cast(object, call(objective.function, values))
     except Exception as error:
         raise ConfigError(
             f"objective.kind is {kind!r}, which failed on {len(where)} made-up tokens with "

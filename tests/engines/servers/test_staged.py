@@ -14,7 +14,8 @@ from tests.models.tiny import tiny_adapted, tiny_model
 
 from midflight.engines.servers.staged import StagingArea, tensor_shapes, write_first
 from midflight.errors import EngineUnavailable, RunFailed, WeightsCorrupt
-from midflight.models.load import add_adapters, load_model, lora_config, save_model
+from midflight.models.load import load_model, save_model
+from midflight.models.lora import add_adapters, lora_config
 from midflight.models.names import assign, named_tensors
 
 

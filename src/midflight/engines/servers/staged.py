@@ -25,7 +25,7 @@ import msgspec
 from safetensors import safe_open
 
 from midflight.errors import EngineUnavailable, RunFailed, WeightsCorrupt, nearest
-from midflight.models.sizes import CONFIG, FOLDER, WEIGHTS, Adapter, adapter_of, served_weights
+from midflight.models.adapters import CONFIG, FOLDER, WEIGHTS, Adapter, adapter_of, served_weights
 from midflight.ports import WeightReceiver
 from midflight.types import TensorSpec, Version, WeightManifest
 
@@ -304,7 +304,7 @@ def _write_merged(
     """
     from safetensors.torch import load_file, save_file
 
-    from midflight.models.load import merged
+    from midflight.models.lora import merged
     from midflight.models.names import as_tensors
 
     adapters = load_file(adapter.weights) if given is None else as_tensors(*given)

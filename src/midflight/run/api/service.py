@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from midflight.allowance import SenderClock
 from midflight.errors import OutOfTurn, RequestRejected, UnknownLease, nearest
-from midflight.models.sizes import served_weights
+from midflight.models.adapters import served_weights
 from midflight.run.parts import PartLost
 from midflight.trajectories.packing import from_bytes
 from midflight.types import Batch, PackedBatch, TensorSpec, Version, WeightManifest

@@ -37,13 +37,8 @@ from midflight.engines.servers.sglang import SglangServer
 from midflight.engines.servers.staged import write_first
 from midflight.engines.servers.vllm import VllmServer
 from midflight.errors import ConfigError, EngineError, EngineUnavailable, RunFailed, first_error
-from midflight.models.sizes import (
-    adapter_of,
-    num_choices_of,
-    num_experts_of,
-    reads_more_than_text,
-    sizes_of,
-)
+from midflight.models.adapters import adapter_of
+from midflight.models.sizes import num_choices_of, num_experts_of, reads_more_than_text, sizes_of
 from midflight.observe.motion import Motion, WorkedSince
 from midflight.run.guard import guarded
 from midflight.run.heart import ENDLESS

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from midflight.config import derived
 from midflight.config.agent import agent_of
-from midflight.config.checks import effective_loss, notes
+from midflight.config.loss_text import effective_loss
+from midflight.config.notes import notes
 from midflight.config.sections import Config
 
 

@@ -23,6 +23,7 @@ import msgspec
 from midflight import given
 from midflight.config import derived
 from midflight.config.agent import SINGLE_TURN, agent_of, entries_of
+from midflight.config.disk import disk_bytes, shared_bytes
 from midflight.config.folders import check_tokenizer
 from midflight.config.formulas import OBJECTIVES
 from midflight.config.seats import device_map
@@ -299,7 +300,7 @@ class Inspection:
                 "run.folder, or make it writable."
             )
         check_local(store_path(folder, self._config.run.store_folder))
-        needed = derived.disk_bytes(self._config, derived.model_sizes(self._config.model))
+        needed = disk_bytes(self._config, derived.model_sizes(self._config.model))
         free = shutil.disk_usage(there).free + num_bytes_of_run(folder)
         if free < needed:
             raise ConfigError(
@@ -309,7 +310,7 @@ class Inspection:
             )
 
     def _shared_memory(self) -> None:
-        needed = derived.shared_bytes(self._config, derived.model_sizes(self._config.model))
+        needed = shared_bytes(self._config, derived.model_sizes(self._config.model))
         if not needed or not SHARED.is_dir():
             return
         free = shutil.disk_usage(SHARED).free

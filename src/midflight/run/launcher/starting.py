@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from midflight.config import derived
+from midflight.config.disk import first_disk_bytes
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.observe.status import size
@@ -85,7 +86,7 @@ def _paths(value: object, key: str = "") -> Iterator[tuple[str, Path]]:
 
 def _check_room(config: Config, folder: Path, found: str, *, trains: bool) -> None:
     """The old run and the beginning of the new one are there together, until the first step."""
-    needed = derived.first_disk_bytes(config, derived.model_sizes(config.model), trains=trains)
+    needed = first_disk_bytes(config, derived.model_sizes(config.model), trains=trains)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigError(

@@ -23,8 +23,8 @@ from midflight.models.names import named_tensors
 from midflight.run.heart import ENDLESS, Heart
 from midflight.run.parts import PartLost
 from midflight.trainer.checkpoint import load_checkpoint, stage
-from midflight.trainer.model.policy import PATIENCE, Ranks
-from midflight.trainer.step import StepReport
+from midflight.trainer.model.ranks import PATIENCE, Ranks
+from midflight.trainer.report import StepReport
 from midflight.trainer.trainer import PolicyTrainer
 from midflight.trajectories.packing import from_bytes, to_bytes
 from midflight.types import PackedBatch, Version, WeightManifest

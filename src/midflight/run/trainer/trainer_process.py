@@ -20,15 +20,10 @@ from midflight.allowance import LOOKS
 from midflight.config.derived import lora_alpha, num_engines, served_dtype
 from midflight.config.sections import Config, ModelSection
 from midflight.errors import ConfigError
-from midflight.models.load import (
-    add_adapters,
-    export_model,
-    is_adapted,
-    load_model,
-    lora_config,
-    make_model,
-    save_adapters,
-)
+from midflight.models.creation import make_model
+from midflight.models.export import export_model
+from midflight.models.load import load_model
+from midflight.models.lora import add_adapters, is_adapted, lora_config, save_adapters
 from midflight.models.names import assign, in_dtype, torch_dtype
 from midflight.observe.motion import WorkBelow
 from midflight.run.api.service import RolloutClient, WentOn
@@ -42,8 +37,8 @@ from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.folders import newest_whole, version_of
 from midflight.trainer.model.microbatch import Layout
-from midflight.trainer.model.policy import Ranks, join
 from midflight.trainer.model.probe import proven_layout
+from midflight.trainer.model.ranks import Ranks, join
 from midflight.trainer.own_loss import objective_of
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.trajectories.pairs import copy_name, drafted

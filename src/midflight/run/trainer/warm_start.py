@@ -24,8 +24,8 @@ from midflight.run.parts import WarmStart
 from midflight.run.trainer.conversations import Conversations
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.model.microbatch import Example, Layout
-from midflight.trainer.step import Schedule
-from midflight.trainer.trainer import SupervisedTrainer
+from midflight.trainer.schedule import Schedule
+from midflight.trainer.supervised import SupervisedTrainer
 from midflight.types import GenerateRequest, SamplingParams, Task
 from midflight.types.facts import unheard
 from midflight.weights.transports.select import receiver

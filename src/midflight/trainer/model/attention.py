@@ -1,10 +1,10 @@
 """Attention over rows of different lengths laid end to end, without padding and without cross-talk.
 
 Almost everything else in a decoder works token by token, so a micro-batch is one flat row of
-tokens; attention has to know where rows begin (and layers with a state: `mixers`). Rows of equal
-length lie together, and each such run is one call of PyTorch's kernel. Measured against rows padded
-to the longest of their micro-batch (128 rows of 15 to 25 tokens, 0.8 M parameters, one core): 0.19
-s against 0.23 s a forward and backward, and the gap grows with the spread of lengths.
+tokens. Attention has to know where rows begin, and so have layers with a state (`layers`). Rows of
+equal length lie together, and each such run is one call of PyTorch's kernel. Measured against rows
+padded to the longest of their micro-batch (128 rows of 15 to 25 tokens, 0.8 M parameters, one
+core): 0.19 s against 0.23 s a forward and backward, and the gap grows with the spread of lengths.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from midflight.errors import ConfigError
 
 NAME = "midflight_ragged"
 UNKNOWN = ("position_bias",)
-"""What some architectures hand to their attention function and this one does not compute."""
+"""Arguments that some architectures hand to their attention function and this one does not
+compute.
+"""
 
 
 flash_varlen: Callable[..., Any] | None = (
     import_module("flash_attn").flash_attn_varlen_func if find_spec("flash_attn") else None
 )
-"""FlashAttention's kernel for rows of different lengths, where that package is installed; for half
-precision on GPUs only.
+"""FlashAttention's kernel for rows of different lengths, where that package is installed. It takes
+half precision on GPUs only.
 """
 
 
@@ -57,13 +59,13 @@ class Runs:
     lengths: tuple[int, ...]
     contexts: tuple[int, ...]
     keys: Int[Tensor, " S"] | None = None
-    """Where the tokens lie that each row attends to, row after row: its context, then itself. None
-    where there are no contexts.
+    """Where the tokens lie that each row attends to, row after row: its context, then its own
+    tokens. None where there are no contexts.
     """
 
     @classmethod
     def of_one(cls, length: int) -> Runs:
-        """One row by itself."""
+        """Runs that are one row."""
         return cls((1,), (length,), (0,))
 
     @property
@@ -77,10 +79,14 @@ class Runs:
 
     @cached_property
     def under_each_other(self) -> tuple[list[Int[np.ndarray, "R L"]], Int[np.ndarray, " N"]]:
-        """Tables of places in the flat row, each row of one a row with its context, longest first,
-        filled up on the right with its last place; and where each token of the flat row lies in all
-        tables, read row by row, one after the other."""
-        own, contexts = (np.repeat(sizes, self.counts) for sizes in (self.lengths, self.contexts))
+        """Tables of places in the flat row, and where each token of the flat row lies in them.
+
+        A row of a table is a row with its context. Rows are longest first, and filled up on the
+        right with their last place. Where a token lies counts through all tables, read row by row,
+        one after the other.
+        """
+        own = np.repeat(self.lengths, self.counts)
+        contexts = np.repeat(self.contexts, self.counts)
         lengths = own + contexts
         places = np.arange(self.num_tokens) if self.keys is None else self.keys.cpu().numpy()
         key_starts = np.cumsum([0, *lengths])[:-1]
@@ -93,9 +99,8 @@ class Runs:
             upto = np.minimum(np.arange(width), lengths[rows, None] - 1)
             tables.append(places[key_starts[rows, None] + upto])
             for number, row in enumerate(rows):
-                where[starts[row] : starts[row] + own[row]] = (
-                    base + number * width + np.arange(contexts[row], lengths[row])
-                )
+                in_tables = base + number * width + np.arange(contexts[row], lengths[row])
+                where[starts[row] : starts[row] + own[row]] = in_tables
             base += len(rows) * width
         return tables, where
 
@@ -115,8 +120,8 @@ def _alike(lengths: Int[np.ndarray, " R"]) -> list[list[int]]:
 
 
 LAID: Final[ContextVar[Runs | None]] = ContextVar("midflight_runs", default=None)
-"""How the micro-batch lies that this thread computes. Not handed through the model: many
-architectures do not pass on what they do not know.
+"""How the micro-batch lies that this thread computes. It is not handed through the model, because
+many architectures do not pass on arguments that they do not know.
 """
 
 
@@ -153,31 +158,23 @@ def ragged_attention(
     _refuse_unknown(unknown, attention_mask)
     assert runs is not None and runs.num_tokens == query.shape[2], "a micro-batch names its runs"
     chunk = _chunk(module)
-    if (
-        flash_varlen is not None
-        and query.is_cuda
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and s_aux is None
-        and chunk is None
-    ):
-        return _flash(
+    if s_aux is None and chunk is None and _flash_takes(query):
+        found = _flash(
             query, key, value, runs, scaling=scaling, sliding_window=sliding_window, softcap=softcap
-        ), None
+        )
+        return found, None
+    plain = softcap is None and s_aux is None
     parts: list[Tensor] = []
     queries = query.split([n * t for n, t, _ in runs.shapes], 2)
     for q, k, v, (n, t, context) in zip(
         queries, _attended(key, runs), _attended(value, runs), runs.shapes, strict=True
     ):
-        window, piece = (
-            size if size is not None and context + t > size else None
-            for size in (sliding_window, chunk)
-        )
-        plain = softcap is None and s_aux is None
-        band = (
-            None
-            if plain and not (context or window or piece)
-            else _band(t, context, window, piece, device=q.device)
-        )
+        window = _below(sliding_window, context + t)
+        piece = _below(chunk, context + t)
+        is_causal = not (context or window or piece)
+        band: Tensor | None = None
+        if not (plain and is_causal):
+            band = _band(t, context, window, piece, device=q.device)
         if plain:
             out = nn.functional.scaled_dot_product_attention(
                 _rows(q, n, t),
@@ -196,18 +193,27 @@ def ragged_attention(
     return torch.cat(parts)[None], None
 
 
+def _flash_takes(query: Tensor) -> bool:
+    if flash_varlen is None or not query.is_cuda:
+        return False
+    return query.dtype in (torch.float16, torch.bfloat16)
+
+
+def _below(size: int | None, length: int) -> int | None:
+    """The size of a window or chunk, where a row of this length is longer; else None."""
+    return size if size is not None and length > size else None
+
+
 def _chunk(module: nn.Module) -> int | None:
     """The tokens of a chunk, where this layer attends within chunks (Llama 4)."""
     config: Any = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     layer = getattr(module, "layer_idx", None)
-    inside = (
-        kinds
-        and isinstance(layer, int)
-        and layer < len(kinds)
-        and kinds[layer] == "chunked_attention"
-    )
-    return cast(int, config.attention_chunk_size) if inside else None
+    if not kinds or not isinstance(layer, int) or layer >= len(kinds):
+        return None
+    if kinds[layer] != "chunked_attention":
+        return None
+    return cast(int, config.attention_chunk_size)
 
 
 def _weighed(
@@ -227,11 +233,12 @@ def _weighed(
     """
     assert band is not None
     heads = query.shape[1]
-    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
-    scores = (query @ key.transpose(-1, -2)) * (
-        query.shape[-1] ** -0.5 if scaling is None else scaling
-    )
-    scores = scores if scores.dtype == torch.float64 else scores.float()
+    key = key.repeat_interleave(heads // key.shape[1], 1)
+    value = value.repeat_interleave(heads // value.shape[1], 1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query @ key.transpose(-1, -2)) * scale
+    if scores.dtype != torch.float64:
+        scores = scores.float()
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~band, -torch.inf)
@@ -243,12 +250,11 @@ def _weighed(
 
 def _attended(x: Float[Tensor, "1 K N D"], runs: Runs) -> list[Float[Tensor, "n K s D"]]:
     """For each run, the keys or values that its rows attend to."""
-    # Whole tokens: a third of the time.
-    laid = (
-        x
-        if runs.keys is None
-        else x[0].transpose(0, 1).index_select(0, runs.keys).transpose(0, 1)[None]
-    )
+    laid = x
+    if runs.keys is not None:
+        # Whole tokens are selected, not heads: that takes a third of the time.
+        tokens = x[0].transpose(0, 1)
+        laid = tokens.index_select(0, runs.keys).transpose(0, 1)[None]
     parts = laid.split([n * (context + t) for n, t, context in runs.shapes], 2)
     return [
         _rows(part, n, context + t)
@@ -271,34 +277,32 @@ def _flash(
     """
     assert flash_varlen is not None
     counts = torch.tensor(runs.counts)
-    own, attended = (
-        torch.tensor(lengths).repeat_interleave(counts)
-        for lengths in (runs.lengths, [t + c for _, t, c in runs.shapes])
-    )
-    begins, key_begins = (
-        nn.functional.pad(x.cumsum(0), (1, 0)).to(query.device, torch.int32)
-        for x in (own, attended)
-    )
-    laid = (x if runs.keys is None else x.index_select(2, runs.keys) for x in (key, value))
-    q, k, v = (x[0].transpose(0, 1) for x in (query, *laid))
+    own = torch.tensor(runs.lengths).repeat_interleave(counts)
+    attended = own + torch.tensor(runs.contexts).repeat_interleave(counts)
+    if runs.keys is not None:
+        key = key.index_select(2, runs.keys)
+        value = value.index_select(2, runs.keys)
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
-    longest = int(own.max())
-    longest_key = int(attended.max())
     capped = {} if softcap is None else {"softcap": softcap}
     found = flash_varlen(
-        q,
-        k,
-        v,
-        begins,
-        key_begins,
-        longest,
-        longest_key,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        _begins(own).to(query.device),
+        _begins(attended).to(query.device),
+        int(own.max()),
+        int(attended.max()),
         softmax_scale=scaling,
         causal=True,
         window_size=window,
         **capped,
     )
     return cast(Tensor, found)[None]
+
+
+def _begins(lengths: Int[Tensor, " R"]) -> Int[Tensor, " R+1"]:
+    """Where rows of these lengths begin, and where the last one ends."""
+    return nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def attend_raggedly(model: PreTrainedModel) -> None:
@@ -332,7 +336,8 @@ def _band(
 
 def _refuse_unknown(options: dict[str, Any], mask: Tensor | None) -> None:
     present = [name for name in UNKNOWN if cast("Any", options.get(name)) is not None]
-    present += [] if mask is None else ["a mask of its own"]
+    if mask is not None:
+        present.append("a mask of its own")
     if present:
         raise ConfigError(
             f"the model's attention uses {', '.join(present)}, which packed rows do not compute. "

@@ -1,11 +1,11 @@
-"""What is done to a model's layers: those that carry a state from token to token (recurrences,
-convolutions) take packed micro-batches; all of them recompute or are compiled.
+"""Changes to the layers of a model. Layers with a state take packed micro-batches, and any layer
+can recompute its activations or be compiled.
 
-Attention is told where rows begin; these layers are not: the paths that `transformers` takes
-without other people's kernels ignore `cu_seqlens` and `seq_idx`, and neither can say that rows
-share a beginning. So each such layer is given the rows one under the other, shared beginnings
-repeated, and padded on the right, which changes nothing before it. Everything between these layers
-stays packed.
+Layers that carry a state from token to token are recurrences and convolutions. Attention is told
+where rows begin; these layers are not: the paths that `transformers` takes without other people's
+kernels ignore `cu_seqlens` and `seq_idx`, and neither can say that rows share a beginning. So each
+such layer is given the rows one under the other, shared beginnings repeated, and padded on the
+right, which changes nothing before it. Everything between these layers stays packed.
 """
 
 from collections.abc import Callable
@@ -32,16 +32,12 @@ MIXERS = (
     "RwkvBlock",
     "xLSTMBlock",
 )
-"""How the names of their classes end."""
-MAX_PADDING = 1.25
-"""Rows of a call take at most this many times the tokens they have: less makes more calls, more
-computes padding.
-"""
+"""Endings of the class names of layers with a state."""
 
 
 def unpack_mixers(model: PreTrainedModel) -> None:
-    """From now on these layers of `model` take packed micro-batches; everything else they compute
-    as before. Names of tensors stay.
+    """Makes the layers with a state take packed micro-batches from now on. They compute everything
+    else as before, and names of tensors stay.
     """
     for module in model.modules():
         kind = type(module)
@@ -50,7 +46,7 @@ def unpack_mixers(model: PreTrainedModel) -> None:
 
 
 class _Unpacking(nn.Module):
-    """Mixed into the class of a layer, so that copies of the model have it as well."""
+    """A mixin of a layer's class, so that copies of the model have it as well."""
 
     def forward(self, *given: Any, **named: Any) -> Any:
         runs = LAID.get()
@@ -63,17 +59,17 @@ class _Unpacking(nn.Module):
         with laid(None):
             for table in tables:
                 index = torch.from_numpy(table).to(packed.device)
-                found = super().forward(
-                    *(_rows(x, index, packed) for x in given),
-                    **{name: _rows(x, index, packed) for name, x in named.items()},
-                )
-                parts.append((found[0] if isinstance(found, tuple) else found).flatten(0, 1))
+                given_rows = [_rows(x, index, packed) for x in given]
+                named_rows = {name: _rows(x, index, packed) for name, x in named.items()}
+                found = super().forward(*given_rows, **named_rows)
+                states = found[0] if isinstance(found, tuple) else found
+                parts.append(states.flatten(0, 1))
         own = torch.cat(parts).index_select(0, torch.from_numpy(where).to(packed.device))[None]
         return (own, *found[1:]) if isinstance(found, tuple) else own
 
 
 def _rows(value: Any, index: Int[Tensor, "R L"], packed: Float[Tensor, "1 N H"]) -> Any:
-    """What is said of each token, as the rows have it; anything else as it is."""
+    """A value for each token as the rows have it; any other value as it is."""
     if isinstance(value, Tensor) and value.shape[:2] == packed.shape[:2]:
         return value[0][index]
     return value
@@ -108,7 +104,9 @@ def recompute_activations(model: PreTrainedModel) -> None:
 
 
 def _checkpointed(forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """The backward may come in another thread, and when another micro-batch lies there."""
+    """Remembers how the micro-batch lies: the backward may come in another thread, and at a time
+    when another micro-batch lies there.
+    """
     runs = LAID.get()
 
     def again(*given: Any, **named: Any) -> Any:
@@ -119,10 +117,14 @@ def _checkpointed(forward: Callable[..., Any], *given: Any, **named: Any) -> Any
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compiles the feed-forward part of every layer, in place: names stay. Not the attention: its
-    rows have other lengths in every micro-batch.
+    """Compiles the feed-forward part of every layer, in place: names stay. Attention is not
+    compiled, because its rows have other lengths in every micro-batch.
     """
     for layer in decoder_layers(model):
         for child in layer.children():
-            if not any(type(inner).__name__.endswith("Attention") for inner in child.modules()):
+            if not _has_attention(child):
                 child.compile(dynamic=True)
+
+
+def _has_attention(module: nn.Module) -> bool:
+    return any(type(inner).__name__.endswith("Attention") for inner in module.modules())

@@ -1,9 +1,8 @@
-"""Splitting rows into micro-batches by a budget of tokens, packed end to end without padding, what
-rows share only once.
+"""Micro-batches: rows that are split by a budget of tokens and packed end to end without padding.
 
-Rows that begin alike are families: the prompt of a group, the turns that rollouts have in common. A
-family's shared tokens are computed once. `shift` is the one place that knows that the logits at a
-token predict the next one.
+Rows that begin alike are families: they share the prompt of a group, or the turns that rollouts
+have in common. A family's shared tokens are computed once. `shift` is the one place that knows that
+the logits at a token predict the next one.
 """
 
 from __future__ import annotations
@@ -30,19 +29,21 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class Layout(StrEnum):
-    """How the rows of a micro-batch lie, from the fastest to the one that fits every model that
+    """How the rows of a micro-batch lie, from the fastest way to the one that fits every model that
     takes rows.
     """
 
     PACKED = "packed"
-    """End to end, what they share only once. The model's attention is ours."""
+    """Rows lie end to end, and what they share is there only once. The model's attention is
+    ours.
+    """
     PADDED = "padded"
-    """Under each other, of similar length, padded on the right. The model's attention and mask are
-    its own.
+    """Rows of similar length lie under each other, padded on the right. The model's attention and
+    mask are its own.
     """
     EQUAL = "equal"
-    """Under each other, whole and of one length: for models in which the numbers of a row depend on
-    how long the micro-batch's longest is.
+    """Whole rows of one length lie under each other. This is for models in which the numbers of a
+    row depend on the length of the micro-batch's longest row.
     """
 
 
@@ -79,8 +80,8 @@ Tokens = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Rows, by number, whose first `shared` tokens are equal; each has at least one token more. Of
-    one row nothing is shared.
+    """Rows, by number, whose first `shared` tokens are equal; each has at least one token more. A
+    family of one row shares nothing.
     """
 
     rows: tuple[int, ...]
@@ -88,18 +89,18 @@ class Family:
 
 
 def families(rows: Sequence[Tokens]) -> list[Family]:
-    """Every row in one family, so that as many tokens as can be are shared.
+    """Puts every row into one family, so that as many tokens as possible are shared.
 
     In the order of their tokens neighbours share most, so families are stretches of that order. n
-    rows that begin with m equal tokens save (n - 1) m of them; the stretches that save most are
-    found from the front, the last one by trying all its beginnings.
+    rows that begin with m equal tokens save (n - 1) m of them. The stretches that save most are
+    found from the front: for each end, all beginnings of its stretch are tried.
     """
     order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">u4").tobytes())
     common = np.array([_common(rows[i], rows[j]) for i, j in pairwise(order)], np.int64)
     saved = [0]
     begins = list[int]()
     for end in range(len(order)):
-        # of the rows from each beginning up to this end
+        # Tokens that the rows from each beginning up to this end share.
         shared = np.minimum.accumulate(common[:end][::-1])[::-1]
         gains = np.array(saved) + np.append(shared * np.arange(end, 0, -1), 0)
         begins.append(int(gains.argmax()))
@@ -108,19 +109,16 @@ def families(rows: Sequence[Tokens]) -> list[Family]:
     end = len(order)
     while end > 0:
         begin = begins[end - 1]
-        found.append(
-            Family(
-                tuple(order[begin:end]),
-                int(common[begin : end - 1].min()) if end - begin > 1 else 0,
-            )
-        )
+        shared = int(common[begin : end - 1].min()) if end - begin > 1 else 0
+        found.append(Family(tuple(order[begin:end]), shared))
         end = begin
     return found[::-1]
 
 
 def fill(found: Sequence[Family], lengths: Sequence[int], *, budget: int) -> Iterator[list[Family]]:
-    """Parts of at most `budget` tokens, shared ones counted once. A family that is cut computes
-    them in each part; a row that is longer than the budget goes alone."""
+    """Fills parts of at most `budget` tokens, in which shared tokens count once. A family that is
+    cut computes its shared tokens in each part. A row that is longer than the budget goes alone.
+    """
     part: list[Family] = []
     total = 0
     for family in found:
@@ -191,8 +189,8 @@ class MicroBatch:
     runs: Runs | None
     """How packed rows lie; None where rows lie under each other."""
     position_ids: Int[Tensor, "1 N"] | None
-    """The place of each token in its row, of packed rows. Other rows begin at their first token, as
-    the model counts by itself.
+    """The place of each token in its row, for packed rows. Other rows begin at their first token,
+    as the model counts by itself.
     """
     attention_mask: Int[Tensor, "R L"] | None
     """1 for tokens and 0 for padding, where there is padding."""
@@ -202,9 +200,9 @@ class MicroBatch:
     predictions: Int[Tensor, " k"]
     """Which of the `Predictions` these are."""
     kept: Kept | None
-    """Of these predictions, as in `Predictions`."""
+    """As in `Predictions`, for these predictions."""
     experts: UInt8 | None = None
-    """[N, B], as in `Predictions`; of tokens that rows share, the first row's."""
+    """[N, B], as in `Predictions`; tokens that rows share have the experts of the first row."""
 
 
 def predictions_of(
@@ -214,8 +212,8 @@ def predictions_of(
     mask: NDArray[np.bool_],
     experts: UInt8 | None = None,
 ) -> Predictions:
-    """The predictions of the tokens where `mask` is True ([N], unshifted). A row's first token is
-    predicted by nothing.
+    """The predictions of the tokens where `mask` is True ([N], unshifted). Nothing predicts a row's
+    first token.
     """
     where = np.flatnonzero(shift(mask, row_offsets))
     return Predictions(
@@ -241,13 +239,15 @@ def answer_predictions(examples: Sequence[Example]) -> Predictions:
             )
     if not examples:
         raise ConfigError("a supervised step got no examples. Give it at least one.")
-    lengths = [len(prompt) + len(answer) for prompt, answer in examples]
+    ids: list[int] = []
+    in_answer: list[bool] = []
+    offsets = [0]
+    for prompt, answer in examples:
+        ids += [*prompt, *answer]
+        in_answer += [False] * len(prompt) + [True] * len(answer)
+        offsets.append(len(ids))
     return predictions_of(
-        np.concatenate([[*prompt, *answer] for prompt, answer in examples]).astype(np.int32),
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        mask=np.concatenate(
-            [[False] * len(prompt) + [True] * len(answer) for prompt, answer in examples]
-        ),
+        np.array(ids, np.int32), np.array(offsets, np.int32), mask=np.array(in_answer, np.bool_)
     )
 
 
@@ -262,16 +262,16 @@ def split(
     """Micro-batches of at most `budget` tokens that hold the `chosen` predictions (ascending
     indices) and no others.
 
-    Packed rows that begin alike share what they begin with: it is computed once. A row ends with
-    its last chosen prediction, because what follows can't change it, but in `Layout.EQUAL`, where
-    it can. A row longer than the budget goes alone.
+    Packed rows that begin alike share their beginning, which is computed once. A row ends with its
+    last chosen prediction, because the tokens after it can't change it. In `Layout.EQUAL` they can,
+    so rows stay whole there. A row longer than the budget goes alone.
     """
     rows = _rows(predictions, chosen, whole=layout is Layout.EQUAL)
     if layout is not Layout.PACKED:
         for padded in _of_similar_length(rows, budget=budget, equal=layout is Layout.EQUAL):
             yield _pad(predictions, padded, device=device)
         return
-    found = families([predictions.input_ids[row.begin : row.begin + row.length] for row in rows])
+    found = _families_of(predictions, rows)
     for part in fill(found, [row.length for row in rows], budget=budget):
         yield _pack(predictions, rows, part, device=device)
 
@@ -286,35 +286,27 @@ def share_of(predictions: Predictions, chosen: Index, *, rank: int, size: int) -
     if size == 1 or not len(chosen):
         return chosen
     rows = _rows(predictions, chosen)
-    found = families([predictions.input_ids[row.begin : row.begin + row.length] for row in rows])
-    work = _work(found, rows)
+    found = _families_of(predictions, rows)
+    work = np.array([_work(family, rows) for family in found])
     if 4 * size * work.max() > work.sum():
         found = [Family((i,), 0) for i in range(len(rows))]
-        work = _work(found, rows)
-    mine = [
-        found[i]
-        for place, i in enumerate(np.argsort(-work, kind="stable"))
-        if _dealt(place, size) == rank
-    ]
-    return np.sort(
-        np.concatenate(
-            [np.zeros(0, np.int64), *(rows[i].chosen for family in mine for i in family.rows)]
-        )
-    )
+        work = np.array([_work(family, rows) for family in found])
+    mine = [np.zeros(0, np.int64)]
+    for place, i in enumerate(np.argsort(-work, kind="stable")):
+        if _dealt(place, size) == rank:
+            mine += [rows[number].chosen for number in found[i].rows]
+    return np.sort(np.concatenate(mine))
 
 
-def _work(found: Sequence[Family], rows: Sequence[_RowSpan]) -> Index:
-    """Tokens that each family takes."""
-    return np.array(
-        [
-            family.shared + sum(rows[i].length - family.shared for i in family.rows)
-            for family in found
-        ]
-    )
+def _work(family: Family, rows: Sequence[_RowSpan]) -> int:
+    """Tokens that a family takes."""
+    return family.shared + sum(rows[i].length - family.shared for i in family.rows)
 
 
 def _dealt(place: int, size: int) -> int:
-    """Back and forth: the largest of each turn goes where the smallest went before."""
+    """The rank that gets the family at this place, largest first. Ranks are dealt to back and
+    forth: the largest of each turn goes where the smallest went before.
+    """
     turn, seat = divmod(place, size)
     return size - 1 - seat if turn % 2 else seat
 
@@ -339,32 +331,36 @@ class _RowSpan(NamedTuple):
 
 
 def _rows(predictions: Predictions, chosen: Index, *, whole: bool = False) -> list[_RowSpan]:
+    """The rows of the chosen predictions, up to the last chosen one unless `whole`."""
     numbers, first = np.unique(predictions.row[chosen], return_index=True)
     if not len(numbers):
         return []
     begins = predictions.offsets[numbers]
     ends = predictions.offsets[numbers + 1]
-    return [
-        _RowSpan(
-            int(begin),
-            int(end - begin) if whole else int(predictions.inputs[own[-1]] - begin) + 1,
-            own,
-        )
-        for begin, end, own in zip(begins, ends, np.split(chosen, first[1:]), strict=True)
-    ]
+    rows: list[_RowSpan] = []
+    for begin, end, own in zip(begins, ends, np.split(chosen, first[1:]), strict=True):
+        if not whole:
+            end = predictions.inputs[own[-1]] + 1
+        rows.append(_RowSpan(int(begin), int(end - begin), own))
+    return rows
+
+
+def _families_of(predictions: Predictions, rows: Sequence[_RowSpan]) -> list[Family]:
+    ids = predictions.input_ids
+    return families([ids[row.begin : row.begin + row.length] for row in rows])
 
 
 def _of_similar_length(
     rows: Sequence[_RowSpan], *, budget: int, equal: bool
 ) -> Iterator[list[_RowSpan]]:
-    """Shortest first, so that padding is little; parts of at most `budget` tokens with it, or of
-    one row.
+    """Parts of rows, shortest first, so that there is little padding. A part has at most `budget`
+    tokens, padding included, or it is one row.
     """
     part: list[_RowSpan] = []
     for row in sorted(rows, key=lambda row: row.length):
-        if part and (
-            row.length * (len(part) + 1) > budget or (equal and row.length != part[0].length)
-        ):
+        is_full = row.length * (len(part) + 1) > budget
+        differs = equal and bool(part) and row.length != part[0].length
+        if part and (is_full or differs):
             yield part
             part = []
         part.append(row)
@@ -379,19 +375,17 @@ def _pad(predictions: Predictions, rows: Sequence[_RowSpan], *, device: torch.de
     upto = np.minimum(np.arange(width), lengths[:, None] - 1)
     tokens = np.array([row.begin for row in rows])[:, None] + upto
     chosen = np.concatenate([row.chosen for row in rows])
-    where = np.concatenate(
-        [
-            number * width + predictions.inputs[row.chosen] - row.begin
-            for number, row in enumerate(rows)
-        ]
-    )
+    where = [
+        number * width + predictions.inputs[row.chosen] - row.begin
+        for number, row in enumerate(rows)
+    ]
     mask = (np.arange(width) < lengths[:, None]).astype(np.int64)
     return MicroBatch(
         input_ids=on_device(predictions.input_ids[tokens], device),
         runs=None,
         position_ids=None,
         attention_mask=None if mask.all() else on_device(mask, device),
-        inputs=on_device(where, device),
+        inputs=on_device(np.concatenate(where), device),
         targets=on_device(predictions.targets[chosen], device),
         predictions=on_device(chosen, device),
         kept=None if predictions.kept is None else predictions.kept.at(chosen),
@@ -400,14 +394,27 @@ def _pad(predictions: Predictions, rows: Sequence[_RowSpan], *, device: torch.de
 
 
 class _Stretch(NamedTuple):
-    """Tokens that lie together in a micro-batch: what a family shares (`row` -1), or what a row has
-    of its own after that.
+    """Tokens that lie together in a micro-batch: those that a family shares (`row` is -1), or those
+    that a row has of its own after them.
     """
 
     context: int
     length: int
     family: int
     row: int
+
+
+def _stretches(part: Sequence[Family], rows: Sequence[_RowSpan]) -> list[_Stretch]:
+    """Stretches of one context and length lie together, so that each such run is one call of
+    attention.
+    """
+    found: list[_Stretch] = []
+    for number, family in enumerate(part):
+        if family.shared:
+            found.append(_Stretch(0, family.shared, number, -1))
+        for i in family.rows:
+            found.append(_Stretch(family.shared, rows[i].length - family.shared, number, i))
+    return sorted(found)
 
 
 def _pack(
@@ -417,70 +424,59 @@ def _pack(
     *,
     device: torch.device,
 ) -> MicroBatch:
-    """Pieces of one context and length lie together, so that each such run is one call of
-    attention.
-    """
-    shared = [_Stretch(0, family.shared, f, -1) for f, family in enumerate(part) if family.shared]
-    own = [
-        _Stretch(family.shared, rows[i].length - family.shared, f, i)
-        for f, family in enumerate(part)
-        for i in family.rows
-    ]
-    pieces = sorted(shared + own)
-    kinds = Counter((piece.context, piece.length) for piece in pieces)
-    starts = np.cumsum([0, *(piece.length for piece in pieces)])[:-1]
+    """One row of all tokens of these families, stretch after stretch."""
+    stretches = _stretches(part, rows)
+    lengths = [stretch.length for stretch in stretches]
+    starts = np.cumsum([0, *lengths])[:-1]
     start_of_family = {
-        piece.family: start for start, piece in zip(starts, pieces, strict=True) if piece.row < 0
+        stretch.family: start
+        for start, stretch in zip(starts, stretches, strict=True)
+        if stretch.row < 0
     }
-    positions = [np.arange(piece.context, piece.context + piece.length) for piece in pieces]
-    begins = [
-        rows[piece.row if piece.row >= 0 else part[piece.family].rows[0]].begin for piece in pieces
-    ]
-    where = [
-        _places(
-            predictions,
-            rows[piece.row],
-            piece,
-            start=start,
-            shared=start_of_family.get(piece.family, 0),
-        )
-        for start, piece in zip(starts, pieces, strict=True)
-        if piece.row >= 0
-    ]
-    chosen = np.concatenate([rows[piece.row].chosen for piece in pieces if piece.row >= 0])
-    keys = [
-        np.concatenate(
-            [
-                start_of_family.get(piece.family, 0) + np.arange(piece.context),
-                start + np.arange(piece.length),
-            ]
-        )
-        for start, piece in zip(starts, pieces, strict=True)
-    ]
-    tokens = np.concatenate([begin + at for begin, at in zip(begins, positions, strict=True)])
+    tokens: list[Index] = []
+    positions: list[Index] = []
+    keys: list[Index] = []
+    where: list[Index] = []
+    chosen: list[Index] = []
+    for start, stretch in zip(starts, stretches, strict=True):
+        shared = start_of_family.get(stretch.family, 0)
+        # The first row of a family lends its tokens to the stretch that all of them share.
+        row = rows[stretch.row if stretch.row >= 0 else part[stretch.family].rows[0]]
+        in_row = np.arange(stretch.context, stretch.context + stretch.length)
+        tokens.append(row.begin + in_row)
+        positions.append(in_row)
+        keys.append(shared + np.arange(stretch.context))
+        keys.append(start + np.arange(stretch.length))
+        if stretch.row >= 0:
+            where.append(_places(predictions, row, stretch, start=start, shared=shared))
+            chosen.append(row.chosen)
+    runs = Counter((stretch.context, stretch.length) for stretch in stretches)
+    all_chosen = np.concatenate(chosen)
+    all_tokens = np.concatenate(tokens)
+    experts = predictions.experts
     return MicroBatch(
-        input_ids=on_device(predictions.input_ids[tokens], device)[None],
+        input_ids=on_device(predictions.input_ids[all_tokens], device)[None],
         position_ids=on_device(np.concatenate(positions), device)[None],
         attention_mask=None,
         runs=Runs(
-            counts=tuple(kinds.values()),
-            lengths=tuple(length for _, length in kinds),
-            contexts=tuple(context for context, _ in kinds),
-            keys=on_device(np.concatenate(keys), device) if shared else None,
+            counts=tuple(runs.values()),
+            lengths=tuple(length for _, length in runs),
+            contexts=tuple(context for context, _ in runs),
+            keys=on_device(np.concatenate(keys), device) if start_of_family else None,
         ),
         inputs=on_device(np.concatenate(where), device),
-        targets=on_device(predictions.targets[chosen], device),
-        predictions=on_device(chosen, device),
-        kept=None if predictions.kept is None else predictions.kept.at(chosen),
-        experts=None if predictions.experts is None else predictions.experts[tokens],
+        targets=on_device(predictions.targets[all_chosen], device),
+        predictions=on_device(all_chosen, device),
+        kept=None if predictions.kept is None else predictions.kept.at(all_chosen),
+        experts=None if experts is None else experts[all_tokens],
     )
 
 
 def _places(
-    predictions: Predictions, row: _RowSpan, piece: _Stretch, *, start: int, shared: int
+    predictions: Predictions, row: _RowSpan, stretch: _Stretch, *, start: int, shared: int
 ) -> Index:
-    """Where in the micro-batch a row's predictions are made: its first ones may lie in what its
-    family shares, which is at `shared`.
+    """Where in the micro-batch a row's predictions are made. Its first ones may lie in the tokens
+    that its family shares, which begin at `shared`.
     """
     at = predictions.inputs[row.chosen] - row.begin
-    return np.where(at < piece.context, shared + at, start + at - piece.context)
+    return np.where(at < stretch.context, shared + at, start + at - stretch.context)

@@ -1,9 +1,9 @@
-"""A decoder of a plain family, forward and backward by hand: the matrix products, and as little as
-can be between them.
+"""A decoder of a plain family, forward and backward by hand: the matrix products, with as little as
+possible between them.
 
-By modules, a third of a step's time on a CPU goes into passes over memory: norms, rotations, gates,
-their backwards, and new memory for each. Here a layer is two functions round its attention, each
-with its own backward:
+With modules, a third of a step's time on a CPU goes into passes over memory: norms, rotations,
+gates, their backwards, and new memory for each. Here a layer is two functions around its attention,
+each with its own backward:
 
 - `_Heads`: RMS norm, the product that makes queries, keys and values, norms of their heads where
   the family has them, rotation;
@@ -12,8 +12,8 @@ with its own backward:
 
 The scale of a norm is multiplied into the weights behind it, which are fewer than the numbers it
 would be multiplied with. Rotation is one product of complex numbers: weights lie so that the two
-numbers that turn together are neighbours, which changes no score. What is between two products goes
-by rows that fit into a core's cache.
+numbers that turn together are neighbours, which changes no score. Between two products the work
+goes through a few rows at a time, which fit into a core's cache.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,20 +31,20 @@ from midflight.trainer.model.attention import laid, ragged_attention
 from midflight.trainer.model.microbatch import MicroBatch
 
 _CACHED = 2**16
-"""Numbers of a piece of rows: the six or so of them that a piece takes part in fit into a core's
-second cache, of 2 MiB or more.
+"""The numbers in a piece of rows. About six such pieces are in use at once, and they fit into a
+core's second cache, of 2 MiB or more.
 """
 
 
 def can_be_plain(model: PreTrainedModel) -> bool:
-    """Whether this module computes the model: a plain family of which all numbers of a head are
-    turned; in float32, because modules round others in their norms."""
+    """Whether this module computes the model: it must be of a plain family in which all numbers of
+    a head are turned. It must be in float32, because in their norms modules round other precisions.
+    """
+    if not is_plain(model) or model.dtype != torch.float32:
+        return False
     decoder: Any = model.base_model
-    return (
-        is_plain(model)
-        and model.dtype == torch.float32
-        and 2 * len(decoder.rotary_emb.inv_freq) == decoder.layers[0].self_attn.head_dim
-    )
+    num_turned = 2 * len(decoder.rotary_emb.inv_freq)
+    return num_turned == decoder.layers[0].self_attn.head_dim
 
 
 class PlainDecoder:
@@ -53,19 +53,18 @@ class PlainDecoder:
     def __init__(self, model: PreTrainedModel) -> None:
         self._decoder: Any = model.base_model
         config: Any = model.config
-        self._everywhere: int | None = (
-            config.sliding_window if config.model_type == "mistral" else None
-        )
+        self._window_of_all: int | None = None
+        if config.model_type == "mistral":
+            self._window_of_all = config.sliding_window
         self._eps = float(self._decoder.norm.variance_epsilon)
 
     def hidden(self, micro: MicroBatch) -> Float[Tensor, "k H"]:
         """The last hidden states, at the predictions."""
         decoder = self._decoder
         x = embedding(micro.input_ids[0], decoder.embed_tokens.weight)
-        cos, sin = (
-            turn[0, :, : turn.shape[-1] // 2] for turn in decoder.rotary_emb(x, micro.position_ids)
-        )
-        turn = torch.complex(cos, sin)[:, None]
+        cos, sin = decoder.rotary_emb(x, micro.position_ids)
+        half = cos.shape[-1] // 2
+        turn = torch.complex(cos[0, :, :half], sin[0, :, :half])[:, None]
         with laid(micro.runs):
             for layer in decoder.layers:
                 x = self._through(layer, x, turn)
@@ -76,55 +75,50 @@ class PlainDecoder:
         self, layer: Any, x: Float[Tensor, "N H"], turn: Complex[Tensor, "N 1 d"]
     ) -> Float[Tensor, "N H"]:
         attention = layer.self_attn
-        size = layer.self_attn.head_dim
+        size = attention.head_dim
         qkv, out, gate_up, down = sides_of(layer)
+        num_heads = len(qkv[0].weight) // size
+        num_kv_heads = len(qkv[1].weight) // size
         weight, bias = _joined(qkv, layer.input_layernorm, turned=size)
-        scale = _scales(
-            attention, heads=len(qkv[0].weight) // size, kv_heads=len(qkv[1].weight) // size
-        )
-        x, q, k, v = _Heads.apply(
-            x, weight, bias, scale, turn, self._eps, len(qkv[1].weight) // size
-        )
+        scale = _scales(attention, heads=num_heads, kv_heads=num_kv_heads)
+        x, q, k, v = _Heads.apply(x, weight, bias, scale, turn, self._eps, num_kv_heads)
         q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
-        window = getattr(attention, "sliding_window", self._everywhere)
+        window = getattr(attention, "sliding_window", self._window_of_all)
         attended, _ = ragged_attention(
             attention, q, k, v, None, scaling=attention.scaling, sliding_window=window
         )
         weight, bias = _joined(gate_up, layer.post_attention_layernorm)
-        return cast(
-            Tensor,
-            _Feed.apply(
-                x,
-                attended[0].flatten(1),
-                out[0].weight,
-                out[0].bias,
-                weight,
-                bias,
-                down[0].weight,
-                down[0].bias,
-                self._eps,
-            ),
+        found = _Feed.apply(
+            x,
+            attended[0].flatten(1),
+            out[0].weight,
+            out[0].bias,
+            weight,
+            bias,
+            down[0].weight,
+            down[0].bias,
+            self._eps,
         )
+        return cast(Tensor, found)
 
 
 def _joined(
     products: list[Any], norm: Any, *, turned: int | None = None
 ) -> tuple[Float[Tensor, "F H"], Float[Tensor, " F"] | None]:
-    """Weight and bias of the product that is all of these, behind a norm. `turned`: the size of
-    heads; all but the last are turned.
+    """Weight and bias of one product that does all of these, behind a norm. `turned` is the size of
+    heads, and then all products but the last one are turned.
     """
     weights: list[Tensor] = [product.weight for product in products]
     biases: list[Tensor] = [product.bias for product in products if product.bias is not None]
-    if turned is not None:
-        biases = [*(_paired(rows, turned) for rows in biases[:-1]), *biases[-1:]]
-    return cast(Tensor, _JoinedWeights.apply(norm.weight, turned, *weights)), torch.cat(
-        biases
-    ) if biases else None
+    weight = cast(Tensor, _JoinedWeights.apply(norm.weight, turned, *weights))
+    if not biases:
+        return weight, None
+    return weight, torch.cat(_ordered(biases, turned))
 
 
 class _JoinedWeights(torch.autograd.Function):
-    """Weights one after the other, each column times the norm's scale. Nothing but what lies in
-    memory anyway is kept for the backward.
+    """Weights one after the other, each column times the norm's scale. It keeps only tensors for
+    the backward that are in memory anyway.
     """
 
     @staticmethod
@@ -142,56 +136,47 @@ class _JoinedWeights(torch.autograd.Function):
             by_scale += (part * weight).sum(0)
         by_weights = [part * scale for part in parts]
         if ctx.turned is not None:
-            by_weights = [
-                *(_unpaired(rows, ctx.turned) for rows in by_weights[:-1]),
-                *by_weights[-1:],
-            ]
+            by_weights[:-1] = [_unpaired(rows, ctx.turned) for rows in by_weights[:-1]]
         return by_scale, None, *by_weights
 
 
 def _ordered(weights: Sequence[Tensor], turned: int | None) -> list[Tensor]:
-    return (
-        list(weights)
-        if turned is None
-        else [*(_paired(rows, turned) for rows in weights[:-1]), *weights[-1:]]
-    )
+    """The weights with their rows paired, all but the last one, if heads of size `turned` turn."""
+    ordered = list(weights)
+    if turned is not None:
+        ordered[:-1] = [_paired(rows, turned) for rows in weights[:-1]]
+    return ordered
 
 
 def _paired(rows: Tensor, size: int) -> Tensor:
-    """Of each head the rows 0, 1, ... 2d - 1 as 0, d, 1, d + 1, ...: those that turn together are
-    neighbours.
+    """Puts the rows 0, 1, ... 2d - 1 of each head in the order 0, d, 1, d + 1, ..., so that rows
+    that turn together are neighbours.
     """
     return rows.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _unpaired(rows: Tensor, size: int) -> Tensor:
-    """The other way."""
+    """The inverse of `_paired`."""
     return rows.unflatten(0, (-1, size // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _scales(attention: Any, *, heads: int, kv_heads: int) -> Float[Tensor, "h D"] | None:
-    """What the norm of each head of queries and keys multiplies with, where there are such
-    norms.
-    """
+    """The scale of the norm of each head of queries and keys, where there are such norms."""
     if not hasattr(attention, "q_norm"):
         return None
-    scales = (
-        _paired(norm.weight, attention.head_dim).expand(count, -1)
-        for norm, count in ((attention.q_norm, heads), (attention.k_norm, kv_heads))
-    )
-    return torch.cat(list(scales))
+    of_queries = _paired(attention.q_norm.weight, attention.head_dim).expand(heads, -1)
+    of_keys = _paired(attention.k_norm.weight, attention.head_dim).expand(kv_heads, -1)
+    return torch.cat([of_queries, of_keys])
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of each, as many as are computed together. The first says how large a row
-    is.
+    """The same rows of each tensor, as many as are computed together. The size of a row is taken
+    from the first tensor.
     """
     first = tensors[0]
-    rows = (
-        len(first)
-        if first.device.type != "cpu"
-        else _CACHED * torch.get_num_threads() // max(1, first[:1].numel())
-    )
+    rows = len(first)
+    if first.device.type == "cpu":
+        rows = _CACHED * torch.get_num_threads() // max(1, first[:1].numel())
     return zip(*(tensor.split(max(1, rows)) for tensor in tensors), strict=True)
 
 
@@ -208,7 +193,7 @@ def _normed(x: Tensor, out: Tensor, inverse: Tensor, *, eps: float) -> None:
 
 
 def _norm_backward(by_normed: Tensor, normed: Tensor) -> Tensor:
-    """In place of dL/dy of y = x / r: r dL/dx = dL/dy - y mean(y dL/dy)."""
+    """r dL/dx = dL/dy - y mean(y dL/dy) for y = x / r, in place of dL/dy."""
     along = (by_normed * normed).sum(-1, keepdim=True)
     return by_normed.addcmul_(normed, along, value=-1 / normed.shape[-1])
 
@@ -222,8 +207,8 @@ def _all_normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _all_backward(by_normed: Tensor, normed: Tensor, inverse: Tensor, added: Tensor) -> Tensor:
-    """`added` and the gradient of what was normed. `by_normed` is overwritten, and is the
-    result.
+    """`added` plus the gradient of the numbers before the norm. `by_normed` is overwritten, and is
+    the result.
     """
     for by, part, factor, more in _pieces(by_normed, normed, inverse, added):
         torch.addcmul(more, _norm_backward(by, part), factor, out=by)
@@ -250,8 +235,8 @@ class _Normed(torch.autograd.Function):
 
 
 class _Heads(torch.autograd.Function):
-    """x [N, H] -> x again, so that its gradient is added to here; queries [N, heads, D], keys and
-    values [N, kv_heads, D].
+    """x [N, H] -> x, queries [N, heads, D], keys and values [N, kv_heads, D]. It gives x again so
+    that its gradient is added to here.
     """
 
     @staticmethod
@@ -319,7 +304,7 @@ def _complex(heads: Tensor) -> Tensor:
 
 
 class _Feed(torch.autograd.Function):
-    """x [N, H] and what attention found [N, heads D] -> [N, H]."""
+    """x [N, H] and the result of attention [N, heads D] -> [N, H]."""
 
     @staticmethod
     def forward(
@@ -351,20 +336,16 @@ class _Feed(torch.autograd.Function):
         del inner
         by_gate_up = by_both.t() @ normed
         by_x = _all_backward(by_both @ gate_up, normed, inverse, by_end)
-        biases = (
-            sums.sum(0) if has else None
-            for has, sums in zip(ctx.biases, (by_x, by_both, by_end), strict=True)
-        )
-        by_out_bias, by_gate_up_bias, by_down_bias = biases
+        has_out_bias, has_gate_up_bias, has_down_bias = ctx.biases
         return (
             by_x,
             by_x @ out,
             by_x.t() @ attended,
-            by_out_bias,
+            by_x.sum(0) if has_out_bias else None,
             by_gate_up,
-            by_gate_up_bias,
+            by_both.sum(0) if has_gate_up_bias else None,
             by_down,
-            by_down_bias,
+            by_end.sum(0) if has_down_bias else None,
             None,
         )
 
@@ -380,8 +361,8 @@ def _gated(both: Float[Tensor, "N 2I"]) -> Float[Tensor, "N I"]:
 def _gated_backward(
     by_inner: Float[Tensor, "N I"], both: Float[Tensor, "N 2I"]
 ) -> tuple[Float[Tensor, "N 2I"], Float[Tensor, "N I"]]:
-    """The gradient of gate and up in their place, and silu(gate) up again in that of `by_inner`: to
-    write elsewhere takes a third longer.
+    """Puts the gradient of gate and up in their place, and silu(gate) up again in the place of
+    `by_inner`. Writing them elsewhere takes a third longer.
 
     With s = sigmoid(gate) and silu = gate s: d silu / d gate = s + silu (1 - s).
     """
@@ -391,23 +372,19 @@ def _gated_backward(
         by_opened = by * up
         inner = opened * up
         torch.mul(by, opened, out=up)
-        torch.mul(
-            by_opened, torch.addcmul(opened, opened, sigmoid, value=-1).add_(sigmoid), out=gate
-        )
+        slope = torch.addcmul(opened, opened, sigmoid, value=-1).add_(sigmoid)
+        torch.mul(by_opened, slope, out=gate)
         by.copy_(inner)
     return both, by_inner
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return (
-        torch.mm(x, _turned(weight, len(x)))
-        if bias is None
-        else torch.addmm(bias, x, _turned(weight, len(x)))
-    )
+    turned = _turned(weight, len(x))
+    return torch.mm(x, turned) if bias is None else torch.addmm(bias, x, turned)
 
 
 def _turned(weight: Float[Tensor, "out in"], rows: int) -> Float[Tensor, "in out"]:
-    """In memory as well where there are many rows: MKL's product is a tenth faster then, which pays
-    for the copy.
+    """The transposed weight. It is transposed in memory too where there are many rows: MKL's
+    product is a tenth faster then, which pays for the copy.
     """
     return weight.t() if rows < 1024 else weight.t().contiguous()

@@ -1,5 +1,5 @@
-"""Before a run costs anything: does the trainer compute what the model computes, and with rows laid
-out in which way?
+"""The layout in which the trainer computes what the model computes, found before a run costs
+anything.
 
 Four rows, two of which begin alike, go through `Policy` as in a step, and each through the model
 alone. Log-probabilities and the gradient of a step must agree. The first layout in which they do is
@@ -40,10 +40,10 @@ _REMEDY = "Choose an architecture from docs/models.md."
 
 
 def prove(model: PreTrainedModel, *, max_context: int | None = None) -> Proof:
-    """How the trainer computes this model; `Proof.layout` names the layout. The model stays as it
-    is: a copy is tried. Takes seconds.
+    """Proves how the trainer computes this model; `Proof.layout` names the layout. A copy is tried,
+    so the model stays as it is. This takes seconds.
 
-    Of a large model a small copy of its configuration is tried, and what is found is kept.
+    For a large model a small copy of its configuration is tried, and the result is kept.
     `max_context` is the longest row of the run.
     """
     return prove_small(PART, model, _prove, max_context=max_context)
@@ -73,46 +73,31 @@ def _prove(model: PreTrainedModel, max_context: int | None) -> Proof:
         expected = trial.of_the_model(model)
     except ConfigError:
         raise
-    except Exception as error:  # as below
-        return Proof(
-            PART,
-            Way.REFUSED,
-            reason=(
-                f"the backward of {type(model).__name__}'s own forward raises "
-                f"{described(error)}. {_REMEDY}"
-            ),
+    except Exception as error:  # an architecture may raise anything
+        reason = (
+            f"the backward of {type(model).__name__}'s own forward raises "
+            f"{described(error)}. {_REMEDY}"
         )
+        return Proof(PART, Way.REFUSED, reason=reason)
     closest = (inf, inf)
-    why = ""
+    failed: list[str] = []
     for layout in Layout:
         model.set_attn_implementation(own)
         try:
             errors = trial.of_the_trainer(model, layout).errors(expected)
-        except Exception as error:
-            # an architecture fails as it likes to; here it is one that this layout does not fit
-            said = f"{layout}: {described(error)}"
-        else:
-            if max(errors) <= TOLERANCE:
-                return Proof(
-                    PART,
-                    Way.PACKED if layout is Layout.PACKED else Way.FALLBACK,
-                    *errors,
-                    reason=why,
-                    layout=layout,
-                )
-            closest = min(closest, errors, key=max)
-            said = (
-                f"{layout}: off by {errors[0]:.2g} nats, its gradient by {errors[1]:.2g} of "
-                "its "
-                "size"
-            )
-        why = f"{why}; {said}" if why else said
-    return Proof(
-        PART,
-        Way.REFUSED,
-        *closest,
-        reason=f"its numbers are not the model's own ({why}). {_REMEDY}",
-    )
+        except Exception as error:  # an architecture may raise anything where a layout does not fit
+            failed.append(f"{layout}: {described(error)}")
+            continue
+        if max(errors) <= TOLERANCE:
+            way = Way.PACKED if layout is Layout.PACKED else Way.FALLBACK
+            return Proof(PART, way, *errors, reason="; ".join(failed), layout=layout)
+        closest = min(closest, errors, key=max)
+        nats, gradient = errors
+        failed.append(
+            f"{layout}: off by {nats:.2g} nats, its gradient by {gradient:.2g} of its size"
+        )
+    reason = f"its numbers are not the model's own ({'; '.join(failed)}). {_REMEDY}"
+    return Proof(PART, Way.REFUSED, *closest, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +107,17 @@ class _Numbers:
     gradients: dict[str, Tensor]
 
     def errors(self, expected: _Numbers) -> tuple[float, float]:
-        """The worst log-probability in nats, and the worst gradient of a tensor relative to its own
-        size, or to a hundredth of the whole gradient's if that is more: the rest of a tensor that
-        gets next to nothing is rounding."""
+        """The worst error of a log-probability in nats, and the worst relative error of a tensor's
+        gradient.
+
+        A gradient is compared with its own size plus a hundredth of the whole gradient's: in a
+        tensor that gets next to nothing, differences are rounding.
+        """
         whole = sqrt(sum(float(g.square().sum()) for g in expected.gradients.values()))
         worst = 0.0
         for name, own in expected.gradients.items():
-            worst = max(
-                worst,
-                float((self.gradients[name] - own).norm()) / (float(own.norm()) + 0.01 * whole),
-            )
+            distance = float((self.gradients[name] - own).norm())
+            worst = max(worst, distance / (float(own.norm()) + 0.01 * whole))
         nats = float((self.logprobs - expected.logprobs).abs().max())
         return (nats, worst) if isfinite(nats + worst) else (inf, inf)
 
@@ -142,7 +128,7 @@ class _RowsTried:
     def __init__(self, rows: list[Row]) -> None:
         draw = np.random.default_rng(1)
         trained = [draw.random(len(row) - 1) < 0.7 for row in rows]
-        trained[2][-3:] = False  # what follows a row's last prediction must not matter
+        trained[2][-3:] = False  # tokens after a row's last prediction must not matter
         self.rows = rows
         self.offsets = np.cumsum([0, *(len(row) - 1 for row in rows)])
         chosen = np.flatnonzero(np.concatenate(trained))
@@ -153,23 +139,23 @@ class _RowsTried:
         self.weights = torch.from_numpy(draw.normal(size=len(chosen)) / len(chosen)).float()
 
     def of_the_model(self, model: PreTrainedModel) -> _Numbers:
-        """Row by row, as the model does it by itself."""
+        """The numbers that the model computes by itself, row by row."""
         found = torch.zeros(len(self.weights))
         p = self.predictions
         model.zero_grad()
         with eagerly(model):
             for number, row in enumerate(self.rows):
                 mine = np.flatnonzero(p.row == number)
-                if len(mine):
-                    scores = own_logprobs(model, row[:-1], row[1:], temperature=TEMPERATURE)[
-                        p.inputs[mine] - self.offsets[number]
-                    ]
-                    self._backward(scores, mine)
-                    found[mine] = scores.detach().cpu()
+                if not len(mine):
+                    continue
+                logprobs = own_logprobs(model, row[:-1], row[1:], temperature=TEMPERATURE)
+                scores = logprobs[p.inputs[mine] - self.offsets[number]]
+                self._backward(scores, mine)
+                found[mine] = scores.detach().cpu()
         return _Numbers(found, _gradients(model))
 
     def of_the_trainer(self, model: PreTrainedModel, layout: Layout) -> _Numbers:
-        """As in a step, in as few micro-batches as the layout makes."""
+        """The numbers of a step, in as few micro-batches as the layout makes."""
         found = torch.zeros(len(self.weights))
         everything = np.arange(len(self.weights))
         model.zero_grad()
@@ -189,9 +175,12 @@ class _RowsTried:
 
 
 def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    """None is no gradient: 0."""
-    return {
-        name: (torch.zeros_like(p) if p.grad is None else p.grad.clone()).float().cpu()
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
+    """The gradient of each parameter by name; zeros where there is none."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            found[name] = gradient.clone().float().cpu()
+    return found

@@ -32,15 +32,15 @@ from midflight.types.kept import unpack_kept
 Index = NDArray[np.int64]
 
 CUT = -1e5
-"""In place of the logit of an id outside S: its probability is 0 in every precision, and products
-with it stay finite.
+"""Stands in place of the logit of an id outside S: its probability is 0 in every precision, and
+products with it stay finite.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """Of K predictions the ids that truncation left, [offsets[k], offsets[k + 1]); none where
-    nothing was cut off.
+    """The ids that truncation left for each of K predictions: prediction k has those in
+    [offsets[k], offsets[k + 1]), and none where nothing was cut off.
     """
 
     ids: Index
@@ -48,18 +48,15 @@ class Kept:
     """[K + 1]"""
 
     def at(self, chosen: Index) -> Kept:
+        """Only these predictions."""
         counts = np.diff(self.offsets)[chosen]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        return Kept(
-            self.ids[
-                np.repeat(self.offsets[chosen] - offsets[:-1], counts) + np.arange(offsets[-1])
-            ],
-            offsets,
-        )
+        moved = np.repeat(self.offsets[chosen] - offsets[:-1], counts)
+        return Kept(self.ids[moved + np.arange(offsets[-1])], offsets)
 
     def cut(self, logits: Float[Tensor, "k V"], part: slice | None = None) -> Float[Tensor, "k V"]:
         """Logits of all predictions, or of `part` of them, without those of ids that were cut off.
-        Without gradients in place.
+        Logits that need no gradient may be changed in place.
         """
         first, last, _ = (part or slice(None)).indices(len(self.offsets) - 1)
         counts = np.diff(self.offsets[first : last + 1])
@@ -70,14 +67,13 @@ class Kept:
         kept = logits[rows, ids]
         if not logits.requires_grad and counts.all():
             return logits.fill_(CUT).index_put_((rows, ids), kept)
-        return logits.masked_fill(
-            torch.from_numpy(counts > 0).to(logits.device)[:, None], CUT
-        ).index_put((rows, ids), kept)
+        was_cut = torch.from_numpy(counts > 0).to(logits.device)
+        return logits.masked_fill(was_cut[:, None], CUT).index_put((rows, ids), kept)
 
 
 def kept_of(batch: PackedBatch, places: Index) -> Kept | None:
-    """Of the tokens at these places in the batch; None where it has no records. `RunFailed` where
-    one can't be read, or lacks its token.
+    """The ids that were kept for the tokens at these places in the batch; None where the batch has
+    no records. `RunFailed` where a record can't be read, or lacks its token.
     """
     if batch.kept is None or batch.kept_lengths is None:
         return None
@@ -94,11 +90,11 @@ def kept_of(batch: PackedBatch, places: Index) -> Kept | None:
         ) from error
     token = batch.token_ids[places]
     counts = np.diff(kept.offsets)
-    hits = np.bincount(
-        np.repeat(np.arange(len(places)), counts)[kept.ids == np.repeat(token, counts)],
-        minlength=len(places),
-    )
-    if (lacking := np.flatnonzero((counts > 0) & (hits == 0))).size:
+    prediction_of_id = np.repeat(np.arange(len(places)), counts)
+    is_token = kept.ids == np.repeat(token, counts)
+    hits = np.bincount(prediction_of_id[is_token], minlength=len(places))
+    lacking = np.flatnonzero((counts > 0) & (hits == 0))
+    if lacking.size:
         raise RunFailed(
             f"the batch of version {batch.train_version} has token {token[lacking[0]]}, which is "
             f"not among the {counts[lacking[0]]} ids that truncation is said to have left. Records "
@@ -109,8 +105,8 @@ def kept_of(batch: PackedBatch, places: Index) -> Kept | None:
 
 
 CHUNK = 2**24
-"""Logits in memory at once: 64 MiB in float32. Smaller reads the layer's weights more often, larger
-gains little.
+"""Logits in memory at once: 64 MiB in float32. A smaller chunk reads the layer's weights more
+often, a larger one gains little.
 """
 
 
@@ -128,8 +124,8 @@ def token_scores(
     """log softmax(z / temperature) at the targets, and the entropy of that distribution in nats
     where it is asked for; z = hidden weight^T + bias.
 
-    Over the ids that are `kept`, where some were cut off. In float32 (float64 for float64 inputs),
-    with gradients of both for hidden, weight and bias.
+    Where ids were cut off, the distribution is over the `kept` ones. Numbers are in float32
+    (float64 for float64 inputs), and both have gradients for hidden, weight and bias.
     """
     rows = max(1, chunk // weight.shape[0])
     scores = cast(
@@ -161,7 +157,8 @@ class _TokenScores(torch.autograd.Function):
         kept: Tensor | None = None
         for part in _parts(len(targets), rows):
             z = _logits(hidden[part], weight, bias, temperature, precise)
-            z = z if cut is None else cut.cut(z, part)
+            if cut is not None:
+                z = cut.cut(z, part)
             chosen[part] = z.gather(-1, targets[part, None]).squeeze(-1)
             total[part] = z.logsumexp(-1)
             if entropy:
@@ -172,8 +169,8 @@ class _TokenScores(torch.autograd.Function):
         ctx.entropy = entropy
         ctx.rows = rows
         ctx.cut = cut
+        # Where one chunk was enough, its logits are within the bound and need not be made again.
         whole = kept if len(targets) <= rows and any(ctx.needs_input_grad[:3]) else None
-        """One chunk was enough: its logits are within the bound, and need not be made again."""
         ctx.save_for_backward(hidden, weight, bias, targets, total, entropies, whole)
         return chosen - total, entropies
 
@@ -184,19 +181,18 @@ class _TokenScores(torch.autograd.Function):
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         precise = total.dtype
         hidden_gradient = torch.empty_like(hidden) if to_hidden else None
-        weight_gradient = (
-            torch.zeros(weight.shape, dtype=precise, device=weight.device) if to_weight else None
-        )
-        bias_gradient = (
-            torch.zeros(bias.shape, dtype=precise, device=bias.device) if to_bias else None
-        )
+        weight_gradient: Tensor | None = None
+        if to_weight:
+            weight_gradient = torch.zeros(weight.shape, dtype=precise, device=weight.device)
+        bias_gradient: Tensor | None = None
+        if to_bias:
+            bias_gradient = torch.zeros(bias.shape, dtype=precise, device=bias.device)
         for part in _parts(len(targets), ctx.rows):
-            z = (
-                _logits(hidden[part], weight, bias, ctx.temperature, precise)
-                if whole is None
-                else whole
-            )
-            z = z if ctx.cut is None or whole is not None else ctx.cut.cut(z, part)
+            z = whole
+            if z is None:
+                z = _logits(hidden[part], weight, bias, ctx.temperature, precise)
+                if ctx.cut is not None:
+                    z = ctx.cut.cut(z, part)
             log_p = z - total[part, None]
             dz = log_p.exp()
             if ctx.entropy:
@@ -205,11 +201,9 @@ class _TokenScores(torch.autograd.Function):
             else:
                 dz *= -by_logprob[part, None]
             dz.scatter_add_(-1, targets[part, None], by_logprob[part, None])
-            dz = (
-                (dz / ctx.temperature).to(hidden.dtype)
-                if ctx.temperature != 1
-                else dz.to(hidden.dtype)
-            )
+            if ctx.temperature != 1:
+                dz = dz / ctx.temperature
+            dz = dz.to(hidden.dtype)
             if hidden_gradient is not None:
                 hidden_gradient[part] = dz @ weight
             if weight_gradient is not None:
@@ -220,7 +214,11 @@ class _TokenScores(torch.autograd.Function):
             hidden_gradient,
             None if weight_gradient is None else weight_gradient.to(weight.dtype),
             None if bias_gradient is None else bias_gradient.to(bias.dtype),
-            *(None,) * 5,
+            None,
+            None,
+            None,
+            None,
+            None,
         )
 
 
@@ -232,8 +230,8 @@ def _logits(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b. Without another tensor of the size of `total`, which is the layer's, where the
-    precisions allow it.
+    """total += a b. Where the precisions allow it, this makes no other tensor of the size of
+    `total`, which is the size of the layer.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
