@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.config.folders import SIZES, folder_of_model
 
-from midflight.config import derived, load_config
+from midflight.config import context, derived, load_config
 from midflight.config.derived import computing_threads, core_note, model_sizes, placement
 from midflight.config.disk import shared_bytes
 from midflight.config.knobs import Knob, admission_limit, knobs
@@ -332,7 +332,7 @@ def test_the_context_is_the_folders_own_unless_it_is_given(tmp_path: Path) -> No
 def test_the_context_is_bounded_by_memory_which_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder_of_model(tmp_path)
     # Keys and values: 2 layers x 2 x 1 head x 4 numbers x 4 bytes = 64 bytes a token, in 64 slots 4096; an eighth of 32 MB has 1024 of them.
-    monkeypatch.setattr(derived, "machine_bytes", lambda: 32 * 2**20)
+    monkeypatch.setattr(context, "machine_bytes", lambda: 32 * 2**20)
     config = load_config(None, [f"model.path={path}"])
     assert config.model.max_context == 1024 and any("1,024 of the 4,096 tokens" in note for note in notes(config))
     assert load_config(None, [f"model.path={path}", "engine.max_running=32"]).model.max_context == 2048

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from midflight.config.load import options
+from midflight.config.options import options
 from midflight.config.reference import descriptions, reference, section_class
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from midflight.config.load import load_config
-from midflight.config.seats import LARGE_BYTES, MANY_ENGINES, engines_min, run_resources, seat_resources, way_of_weights
+from midflight.config.seats import engines_min, run_resources, seat_resources
+from midflight.config.transport import LARGE_BYTES, MANY_ENGINES, way_of_weights
 from midflight.errors import ConfigError
 
 RAY = "cluster.kind=ray"

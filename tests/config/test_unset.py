@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.config.folders import folder_of_model
 
 from midflight.cli.dry_run import print_report
-from midflight.config import derived, load_config, unset
+from midflight.config import context, derived, load_config, unset
 from midflight.config.unset import copying_rate, learning_rate, max_tokens
 from midflight.run.launcher.preflight import Findings
 
@@ -36,7 +36,7 @@ def test_an_answer_may_have_a_quarter_of_the_context() -> None:
 
 
 def test_a_model_of_a_folder_gets_what_suits_its_size(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (derived, unset):
+    for module in (context, derived, unset):
         monkeypatch.setattr(module, "machine_bytes", lambda: 24 * 2**30)
     config = load_config(None, [f"model.path={large}"])
     assert (config.trainer.learning_rate, config.environment.max_tokens) == (2e-5, 256)

@@ -22,7 +22,7 @@ from typer.main import get_command
 import midflight
 from midflight.cli.commands import app
 from midflight.config import load_config
-from midflight.config.load import options
+from midflight.config.options import options
 from midflight.environments.registry import environment_name, load_environment
 from midflight.gateway.http.http import DIALECTS
 from midflight.gateway.http.lookups import DESCRIBED

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
-from midflight.trainer.model import policy
+from midflight.trainer.model import ranks
 from midflight.trainer.model.ranks import backend_of, interface_of, join
 from midflight.wire.server import listen
 
@@ -44,7 +44,7 @@ def _sum(rank: int, meeting: socket.socket) -> None:
 def test_the_device_says_how_ranks_talk_and_all_else_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     begun: list[tuple[str, int]] = []
-    monkeypatch.setattr(policy, "TCPStore", lambda *args, **kwargs: None)
+    monkeypatch.setattr(ranks, "TCPStore", lambda *args, **kwargs: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, *, rank, **kwargs: begun.append((backend, rank)))
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each rank sees its own alone

@@ -18,7 +18,8 @@ from midflight.config.knobs import admission_limit, knobs
 from midflight.config.loss_text import effective_loss
 from midflight.config.memory import memory_estimate, total_bytes
 from midflight.config.notes import notes
-from midflight.config.seats import chosen_transport, device_map, version_bytes
+from midflight.config.seats import device_map
+from midflight.config.transport import chosen_transport, version_bytes
 from midflight.config.unset import shown_derived
 from midflight.observe.status import size
 from midflight.run.launcher import opening

@@ -1,4 +1,6 @@
-"""Who runs the rollouts that `[environment]` asks for, and what may not stand together in it."""
+"""The agent that runs the rollouts of `[environment]`, and options of it that contradict each
+other.
+"""
 
 import re
 from collections import Counter
@@ -11,13 +13,13 @@ from midflight.entries import ENTRY
 
 SINGLE_TURN = "midflight.environments.single_turn:answer"
 CLAIMED = "midflight.environments.claimed:claimed"
-"""Entries of ours: they run in the rollout process, because they block nothing."""
+"""Our own entries run in the rollout process, because they block nothing."""
 BUILT_IN = "built-in loop"
-"""In the place of an entry."""
+"""It stands in the place of an entry."""
 
 
 def agent_of(environment: EnvironmentSection) -> str:
-    """The entry of what runs a rollout, or `BUILT_IN`."""
+    """The entry of the agent that runs a rollout, or `BUILT_IN`."""
     has_parts = environment.rewards or environment.tools or environment.mcp
     return environment.entry or (BUILT_IN if has_parts else SINGLE_TURN)
 
@@ -27,46 +29,44 @@ def is_built_in(environment: EnvironmentSection) -> bool:
 
 
 def entries_of(environment: EnvironmentSection) -> tuple[str, ...]:
-    """All that must be imported to run a rollout."""
-    own = () if is_built_in(environment) else (agent_of(environment),)
-    return (*own, *environment.tools, *(reward.entry for reward in environment.rewards))
+    """The entries that must be imported to run a rollout."""
+    entries = list(environment.tools)
+    if not is_built_in(environment):
+        entries.insert(0, agent_of(environment))
+    entries += [reward.entry for reward in environment.rewards]
+    return tuple(entries)
 
 
 def agent_contradictions(config: Config) -> Iterator[str]:
     e = config.environment
     yield from suite_contradictions(config)
-    yield from _untracked_contradictions(
-        e.untracked, len(config.engine.urls or config.engine.servers) or config.engine.count
-    )
-    entries = {"environment.entry": e.entry} | {
-        f"environment.tools ({entry})": entry for entry in e.tools
-    }
-    entries |= {
-        f"environment.rewards ({reward.entry}): entry": reward.entry for reward in e.rewards
-    }
+    num_engines = len(config.engine.urls or config.engine.servers) or config.engine.count
+    yield from _untracked_contradictions(e.untracked, num_engines)
+    entries = {"environment.entry": e.entry}
+    for entry in e.tools:
+        entries[f"environment.tools ({entry})"] = entry
+    for reward in e.rewards:
+        entries[f"environment.rewards ({reward.entry}): entry"] = reward.entry
     for option, entry in entries.items():
         if entry is not None and not ENTRY.fullmatch(entry):
             yield f"{option} must be 'module:function', got {entry!r}"
     if e.entry is not None and (e.tools or e.mcp):
+        option = "tools" if e.tools else "mcp"
         yield (
-            f"environment.entry ({e.entry}) runs the rollouts itself, so "
-            f"environment.{'tools' if e.tools else 'mcp'} would have nobody to call them; remove "
-            "one of the two"
+            f"environment.entry ({e.entry}) runs the rollouts itself, so environment.{option} "
+            "would have nobody to call them; remove one of the two"
         )
     if e.entry == CLAIMED and e.rewards:
         yield (
-            "environment.rewards beside rollouts that are claimed: whoever claims one scores "
-            "it; "
+            "environment.rewards beside rollouts that are claimed: whoever claims one scores it; "
             "remove the rewards"
         )
     labels = Counter(reward.label for reward in e.rewards)
-    if twice := [label for label, count in labels.items() if count > 1]:
+    twice = [label for label, count in labels.items() if count > 1]
+    if twice:
         yield f"environment.rewards has {twice[0]!r} twice; give one of them another name"
-    if (
-        (e.tools or e.mcp)
-        and not e.rewards
-        and not any(entry.rpartition(":")[2][:1].isupper() for entry in e.tools)
-    ):
+    has_stateful_tool = any(map(_is_class, e.tools))
+    if (e.tools or e.mcp) and not e.rewards and not has_stateful_tool:
         yield (
             "environment.tools without environment.rewards leaves rollouts without a reward; "
             "name a function in [[environment.rewards]]"
@@ -76,6 +76,12 @@ def agent_contradictions(config: Config) -> Iterator[str]:
             yield (
                 f"environment.mcp ({server.label or 'one'}) needs a command or a url, and not both"
             )
+
+
+def _is_class(entry: str) -> bool:
+    """Whether `module:Name` names a class, by its first letter."""
+    name = entry.rpartition(":")[2]
+    return name[:1].isupper()
 
 
 def _untracked_contradictions(untracked: UntrackedSection, num_engines: int) -> Iterator[str]:
@@ -100,17 +106,13 @@ def _untracked_contradictions(untracked: UntrackedSection, num_engines: int) -> 
 
 
 def suite_contradictions(config: Config) -> Iterator[str]:
-    names = source_names(config.environment.sources)
-    held = [
-        name
-        for name, source in zip(names, config.environment.sources, strict=True)
-        if source.has_heldout
-    ]
+    sources = config.environment.sources
+    named = zip(source_names(sources), sources, strict=True)
+    held = [name for name, source in named if source.has_heldout]
     for name, count in Counter(suite.name for suite in config.evaluation.suites).items():
         if count > 1:
             yield (
-                f"evaluation.suites has {name!r} twice, so nobody could tell their scores "
-                "apart; "
+                f"evaluation.suites has {name!r} twice, so nobody could tell their scores apart; "
                 "give one of them another name"
             )
     for suite in config.evaluation.suites:

@@ -1,5 +1,5 @@
-"""What a run's agent may be made of, where it is not a function of the user's: reward functions,
-tools, and servers of tools.
+"""The parts of a run's agent, where it is not a function of the user's: reward functions, servers
+of tools, sandboxes, and untracked models.
 """
 
 from typing import Literal
@@ -13,13 +13,13 @@ class RewardSection(Section):
     """One reward function. Several are added up by their weights."""
 
     entry: str
-    """`module:function`. It gets by the names of its parameters what it needs: `task`, `messages`,
+    """`module:function`. The names of its parameters say what it gets: `task`, `messages`,
     `completion`, or a column of the task; docs/environments.md has the list.
     """
     weight: float = 1.0
-    """What its value is multiplied with in the sum; below 0 it is a penalty."""
+    """The factor of its value in the sum; below 0 it is a penalty."""
     name: str = ""
-    """What journal, metrics and plot call it. Default: the function's name."""
+    """Its name in journal, metrics and plot. Default: the function's name."""
     options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Further arguments of the function, by name."""
 
@@ -34,13 +34,13 @@ class McpSection(Section):
     """
 
     command: tuple[str, ...] = ()
-    """Starts it, such as `["python", "server.py"]`; it is spoken to over its standard input and
-    output.
+    """The command that starts it, such as `["python", "server.py"]`. It is spoken to over its
+    standard input and output.
     """
     url: str = ""
-    """Where it is, such as `http://127.0.0.1:8000/mcp`; nothing is started."""
+    """The address of a server that runs already, such as `http://127.0.0.1:8000/mcp`."""
     env: dict[str, str] = Field(default_factory=dict[str, str])
-    """What its environment has beside the few variables that every server gets."""
+    """Variables of its environment, beside the few that every server gets."""
     per: Literal["run", "rollout"] = "run"
     """run: each worker keeps one connection, and with `command` one server, for all its rollouts.
     rollout: each rollout has its own, which ends with it.
@@ -48,7 +48,7 @@ class McpSection(Section):
     start_seconds: Seconds = 30.0
     """How long it may take to come up; larger waits longer for one that hangs."""
     name: str = ""
-    """What messages call it. Default: the last word of the command that is no option, or the
+    """Its name in messages. Default: the last word of the command that is no option, or the
     address.
     """
 
@@ -59,7 +59,7 @@ class McpSection(Section):
 
 
 class SandboxSection(Section):
-    """Where code that a model wrote runs: `sandbox` of a reward function, and
+    """The sandbox of code that a model wrote: `sandbox` of a reward function, and
     `midflight.sandbox`.
     """
 
@@ -71,14 +71,14 @@ class SandboxSection(Section):
     own, called with this section, which may run it elsewhere.
     """
     image: str = ""
-    """What a box elsewhere is made of: an image of docker, daytona or modal, by default
-    `python:3.12-slim`; a template of e2b, by default its own.
+    """The image of a box elsewhere: of docker, daytona or modal, by default `python:3.12-slim`; for
+    e2b a template, by default its own.
     """
     seconds: Seconds = 10.0
-    """After which a program is ended; larger waits longer for one that hangs."""
+    """Time after which a program is ended; larger waits longer for one that hangs."""
     start_seconds: Above0 = 300.0
-    """For a box elsewhere to be there, its image pulled; a fifth of it for each answer of its
-    maker. Larger bears slower links, and waits longer for a maker that hangs.
+    """Time for a box elsewhere to start, with its image pulled. Each answer of its maker may take a
+    fifth of that. Larger bears slower links, and waits longer for a maker that hangs.
     """
     memory_mb: Positive = 512
     """MiB that its processes may hold together; larger lets it take more."""
@@ -87,14 +87,16 @@ class SandboxSection(Section):
     processes: Positive = 32
     """Processes and threads at once; larger lets it start more."""
     output_bytes: Positive = 1_000_000
-    """Of its output and of its errors, past which it is ended; larger keeps more."""
+    """The most bytes of its output, and of its errors, past which it is ended; larger keeps
+    more.
+    """
     network: bool = False
-    """Whether it reaches the network that the machine reaches on which it runs."""
+    """Whether it reaches the network of the machine on which it runs."""
 
 
 class UntrackedSection(Section):
-    """What answers `client.untracked()`: judges and simulated users, whose tokens are neither
-    recorded nor trained. A `url`, or `engines`.
+    """The model behind `client.untracked()`, for judges and simulated users. Its tokens are neither
+    recorded nor trained. It has a `url`, or `engines`.
     """
 
     url: str = ""

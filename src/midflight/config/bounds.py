@@ -1,5 +1,5 @@
-"""The last bound on a whole rollout. Where none is set it is derived from how much a rollout may
-say and how quickly engines answer.
+"""The last bound on a whole rollout. If it is not set, it follows from the most that a rollout may
+say and from the speed of engines.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from midflight.config.agent import SINGLE_TURN, agent_of, is_built_in
 from midflight.config.sections import EnvironmentSection
 
 SPARE = 4
-"""So many times as long as its work should take, at the most, may a rollout take: rates differ from
+"""A rollout may take this many times as long as its work should take at the most: rates differ from
 engine to engine and from hour to hour.
 """
 GUESSED_RATE = 1.0
-"""Tokens a second of one request, before anything was measured: a small model on a busy CPU makes
-as many.
+"""Tokens a second of one request, before anything was measured. A small model on a busy CPU makes
+this many.
 """
 MANY_TURNS = 100
-"""Assumed of an agent whose number of requests nobody knows yet."""
+"""The turns of an agent whose number of requests is not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutBound:
     seconds: float
     work: MostWork | None = None
-    """What the bound was derived from; none where the option gives the bound."""
+    """The work that the bound follows from; none where the option gives the bound."""
 
     @property
     def words(self) -> str:
-        """How it came about."""
+        """The origin of the bound."""
         return "as environment.max_rollout_seconds says" if self.work is None else self.work.words
 
 
@@ -40,25 +40,22 @@ class MostWork:
     own_seconds: float
     turns: int
     tokens: int
-    """The most that each turn may have."""
+    """The most tokens of a turn."""
     rate: float | None
     """Tokens a second, as measured."""
     tool_seconds: float
-    """What the tools of each turn may take."""
+    """The most that the tools of a turn may take."""
 
     @property
     def seconds(self) -> float:
-        return self.own_seconds + self.turns * (
-            self.tokens / (self.rate or GUESSED_RATE) + self.tool_seconds
-        )
+        turn_seconds = self.tokens / (self.rate or GUESSED_RATE) + self.tool_seconds
+        return self.own_seconds + self.turns * turn_seconds
 
     @property
     def words(self) -> str:
-        rate = (
-            f"{self.rate:.3g} tokens/s (measured)"
-            if self.rate
-            else f"{GUESSED_RATE:.3g} tokens/s (guessed)"
-        )
+        rate = f"{GUESSED_RATE:.3g} tokens/s (guessed)"
+        if self.rate:
+            rate = f"{self.rate:.3g} tokens/s (measured)"
         tools = f" and {self.tool_seconds:g} s of tools" if self.tool_seconds else ""
         return (
             f"{SPARE} x ({self.own_seconds:g} s of its agent and {self.turns} turns of "
@@ -77,17 +74,15 @@ def rollout_bound(
 
         SPARE * (rollout_seconds + turns * (tokens / rate + tool_seconds))
 
-    with `max_turns` in the built-in loop, 1 where one question is asked, and for other agents
-    MANY_TURNS or twice the most that one took; with `max_tokens`, or as many as the longest answer
-    had; and with `tool_seconds` where there are tools. What is given was measured.
+    `turns` is `max_turns` in the built-in loop, 1 where one question is asked, and for other agents
+    MANY_TURNS or twice the most that one took. `tokens` is `max_tokens`, or as many as the longest
+    answer had. `tool_seconds` counts where there are tools. The arguments are measurements.
     """
     if environment.max_rollout_seconds is not None:
         return RolloutBound(environment.max_rollout_seconds)
-    tools = (
-        environment.tool_seconds
-        if is_built_in(environment) and (environment.tools or environment.mcp)
-        else 0.0
-    )
+    tools = 0.0
+    if is_built_in(environment) and (environment.tools or environment.mcp):
+        tools = environment.tool_seconds
     work = MostWork(
         environment.rollout_seconds,
         _turns(environment, most_turns),

@@ -9,7 +9,7 @@ from midflight.config.agent import agent_contradictions
 from midflight.config.derived import batch_bytes, served_dtype, trains_truncated
 from midflight.config.loss import CriticSection, formula_of
 from midflight.config.loss_checks import loss_contradictions
-from midflight.config.seats import cluster_contradictions, server_contradictions
+from midflight.config.seat_checks import cluster_contradictions, server_contradictions
 from midflight.config.sections import Config, EngineSection
 from midflight.config.sources import source_contradictions
 from midflight.entries import ENTRY

@@ -1,4 +1,4 @@
-"""The options that say where the parts of a run live. Nothing here imports Ray."""
+"""The options of the machines that the parts of a run live on. Nothing here imports Ray."""
 
 from pathlib import Path
 from typing import Literal
@@ -7,8 +7,8 @@ from midflight.config.section import NonNegative, Positive, Seconds, Section
 
 
 class ClusterSection(Section):
-    """Where the parts of a run live. On a Ray cluster (`pip install 'midflight[ray]'`) each has a
-    seat, with the resources that are named here.
+    """The places of a run's parts. On a Ray cluster (`pip install 'midflight[ray]'`) each part has
+    a seat, with the resources that are named here.
     """
 
     kind: Literal["local", "ray"] = "local"
@@ -16,24 +16,24 @@ class ClusterSection(Section):
     places and says which machines live.
     """
     address: str = "auto"
-    """Of the cluster: `auto` finds the one that this machine belongs to, else `10.0.0.5:6379` or
-    `ray://...`; `start` starts one on this machine alone.
+    """The address of the cluster, such as `10.0.0.5:6379` or `ray://...`. `auto` finds the cluster
+    that this machine belongs to, and `start` starts one on this machine alone.
     """
     token_file: Path | None = None
     """Ray's authentication token, such as `~/.ray/auth_token`. A cluster that is reached from other
-    machines must ask for one: whoever reaches it can run anything on it.
+    machines must ask for one: anyone who reaches it can run anything on it.
     """
     engine: dict[str, NonNegative] | None = None
-    """What the seat of one engine asks for, such as `{ GPU = 4, CPU = 8 }`; larger fits on fewer
+    """The resources of one engine's seat, such as `{ GPU = 4, CPU = 8 }`; larger fits on fewer
     machines. Default: by `engine.device`, `engine.threads` and the tensor-parallel size in
     `engine.arguments`.
     """
     trainer: dict[str, NonNegative] | None = None
-    """What the seat of one trainer rank asks for. Default: by `trainer.device` and
+    """The resources of one trainer rank's seat. Default: by `trainer.device` and
     `trainer.threads`.
     """
     rollout: dict[str, NonNegative] | None = None
-    """What the seat of the gateway and of all agents asks for. Default: a CPU for the gateway, and
+    """The resources of the seat of the gateway and all agents. Default: a CPU for the gateway, and
     one for each process of agents.
     """
     engines_min: Positive | None = None
@@ -45,15 +45,15 @@ class ClusterSection(Section):
     `engine.count`.
     """
     lost_seconds: Seconds = 20.0
-    """Without news from a machine for so long its parts count as dead; larger bears longer breaks
-    of the network.
+    """The parts of a machine count as dead after so long without news from it; larger bears longer
+    breaks of the network.
     """
     autoscaler: bool = False
-    """Machines come when a seat is waited for, as with an autoscaler or a queue. Without it a
-    cluster that is too small for the parts is refused.
+    """Machines come when a seat is waited for, as with an autoscaler or a queue. Without this
+    option a cluster that is too small for the parts is refused.
     """
     wait_seconds: Seconds = 1800.0
-    """A seat that the run needs is waited for so long, and what for is said meanwhile; then the run
+    """The run waits so long for a seat that it needs, and says meanwhile what it waits for; then it
     ends. Larger gives machines more time to come, or to be free.
     """
     variables: tuple[str, ...] = ()

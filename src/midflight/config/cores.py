@@ -11,8 +11,8 @@ from midflight.config.sections import Config
 
 @dataclass(frozen=True, slots=True)
 class CoreUse:
-    """What engines and trainer do with the machine's cores. The defaults are for a machine of which
-    nothing is known: there more engines may be advised.
+    """The use that engines and trainer make of the machine's cores. The defaults are for a machine
+    of which nothing is known: there more engines may be advised.
     """
 
     are_full: bool = False
@@ -26,8 +26,10 @@ class CoreUse:
 
 
 def own_cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def core_use(config: Config, cores: int) -> CoreUse:

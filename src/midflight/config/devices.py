@@ -1,5 +1,5 @@
-"""Which GPU is whose: the servers of a run that have devices of their own, and what hands out a
-machine's. Nothing here imports torch.
+"""GPUs of one machine: the servers of a run that have devices of their own, and the pool that gives
+them out. Nothing here imports torch.
 """
 
 from collections import defaultdict
@@ -11,13 +11,13 @@ from midflight.config.section import Count, Positive, Section
 from midflight.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""Of a process, the devices that it sees; it numbers them from 0."""
+"""The variable with the devices that a process sees, which it numbers from 0."""
 _FILES = "nvidia[0-9]*"
-"""One for each device that this machine, or this container, has."""
+"""Files of the devices that this machine, or this container, has: one for each."""
 
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Of adapters, for which vLLM makes room; others get the next."""
+"""Ranks of adapters for which vLLM makes room. Adapters of another rank get the next one."""
 
 
 class ServerSection(Section):
@@ -49,7 +49,9 @@ class ServerSection(Section):
 
 @dataclass(frozen=True, slots=True)
 class DeviceRequest:
-    """What a process asks for: so many, or those named. `option` is where they are named."""
+    """A process's request for a number of GPUs, or for named ones. `option` is where they are
+    named.
+    """
 
     who: str
     number: int
@@ -58,11 +60,11 @@ class DeviceRequest:
 
 
 class DevicePool:
-    """The GPUs of one machine. Each is given to one process, or, where they are `shared`, to the
-    fewest that can be.
+    """The GPUs of one machine. Each is given to one process, or, where they are `shared`, to as few
+    as possible.
 
-    `number` is how many there are; None is not known: then there is no bound, or, where they are
-    shared, as few as are named.
+    `number` is how many there are, None where that is not known: then there is no bound, or, where
+    they are shared, there are as few as are named.
     """
 
     def __init__(self, number: int | None = None, *, shared: bool = False) -> None:
@@ -71,32 +73,26 @@ class DevicePool:
         self._owners = defaultdict[int, list[DeviceRequest]](list)
 
     def give_all(self, requests: Sequence[DeviceRequest]) -> Mapping[str, tuple[int, ...]]:
-        """Those named first, so that nobody else gets them; then the others in order, each the
-        lowest that are free, side by side where there are such. `ConfigError` where two would have
-        one, or where too few are left."""
-        named = {
-            request.who: self._take(request, request.named) for request in requests if request.named
-        }
-        return named | {
-            request.who: self._take(request, self._free(request))
-            for request in requests
-            if not request.named
-        }
+        """Gives devices to all requests. Named devices are given first, so that no other request
+        gets them. The other requests get the lowest that are free, in order, side by side where
+        possible. `ConfigError` where two would have one, or where too few are left.
+        """
+        given: dict[str, tuple[int, ...]] = {}
+        for request in requests:
+            if request.named:
+                given[request.who] = self._take(request, request.named)
+        for request in requests:
+            if not request.named:
+                given[request.who] = self._take(request, self._free(request))
+        return given
 
     def _take(self, request: DeviceRequest, devices: Iterable[int]) -> tuple[int, ...]:
         taken = tuple(devices)
         for device in taken:
             if self._number is not None and device >= self._number:
-                there = (
-                    "none"
-                    if not self._number
-                    else "GPU 0 alone"
-                    if self._number == 1
-                    else f"GPUs 0 to {self._number - 1}"
-                )
                 raise ConfigError(
                     f"{request.option} gives GPU {device} to {request.who}, and this machine has "
-                    f"{there}; name others."
+                    f"{_gpus_of_machine(self._number)}; name others."
                 )
             if taken.count(device) > 1:
                 raise ConfigError(
@@ -113,37 +109,42 @@ class DevicePool:
         return taken
 
     def _free(self, request: DeviceRequest) -> Sequence[int]:
-        if self._shared:
-            there = range(max([*self._owners, 0]) + 1 if self._number is None else self._number)
-            left = sorted(
-                sorted(there, key=lambda device: (len(self._owners[device]), device))[
-                    : request.number
-                ]
-            )
-        else:
-            end = (
-                max([*self._owners, -1]) + 1 + request.number
-                if self._number is None
-                else self._number
-            )
-            left = [device for device in range(end) if not self._owners[device]]
-        if len(left) < request.number:
-            shared = (
-                ""
-                if self._shared
-                else ", or set engine.share_devices = true where processes are to share them"
-            )
+        """The devices that a request gets."""
+        number = request.number
+        left = self._least_shared(number) if self._shared else self._unowned(number)
+        if len(left) < number:
+            remedy = "start fewer engines or trainer ranks"
+            if not self._shared:
+                remedy += ", or set engine.share_devices = true where processes are to share them"
+            verb = "is" if len(left) == 1 else "are"
             raise ConfigError(
-                f"{request.who} asks for {_count(request.number)} ({request.option}), and of this "
-                f"machine's {_count(self._number or 0)} {len(left)} "
-                f"{'is' if len(left) == 1 else 'are'} left; start fewer engines or trainer "
-                f"ranks{shared}."
+                f"{request.who} asks for {_count(number)} ({request.option}), and of this "
+                f"machine's {_count(self._number or 0)} {len(left)} {verb} left; {remedy}."
             )
-        beside = (left[i : i + request.number] for i in range(len(left) - request.number + 1))
-        return next(
-            (run for run in beside if run[-1] - run[0] == request.number - 1),
-            left[: request.number],
-        )
+        for start in range(len(left) - number + 1):
+            beside = left[start : start + number]
+            if beside[-1] - beside[0] == number - 1:
+                return beside
+        return left[:number]
+
+    def _least_shared(self, number: int) -> list[int]:
+        """The devices with the fewest owners, ascending."""
+        end = max([*self._owners, 0]) + 1 if self._number is None else self._number
+        fewest_first = sorted(range(end), key=lambda device: (len(self._owners[device]), device))
+        return sorted(fewest_first[:number])
+
+    def _unowned(self, number: int) -> list[int]:
+        """The devices without an owner, ascending; at least `number` where their count is not
+        known.
+        """
+        end = max([*self._owners, -1]) + 1 + number if self._number is None else self._number
+        return [device for device in range(end) if not self._owners[device]]
+
+
+def _gpus_of_machine(number: int) -> str:
+    if number == 0:
+        return "none"
+    return "GPU 0 alone" if number == 1 else f"GPUs 0 to {number - 1}"
 
 
 def _count(number: int) -> str:
@@ -151,20 +152,21 @@ def _count(number: int) -> str:
 
 
 def num_present(inherited: Mapping[str, str], *, folder: Path = Path("/dev")) -> int:
-    """GPUs of this machine that we may use, as far as that is known without torch; 0 where it is
-    not.
+    """The number of this machine's GPUs that we may use, as far as that is known without torch; 0
+    where it is not.
     """
     listed = inherited.get(VISIBLE)
-    return (
-        len(list(folder.glob(_FILES)))
-        if listed is None
-        else len([one for one in listed.split(",") if one])
-    )
+    if listed is None:
+        return len(list(folder.glob(_FILES)))
+    return len([one for one in listed.split(",") if one])
 
 
 def visible(devices: Sequence[int], inherited: Mapping[str, str]) -> str:
-    """What a process gets as `VISIBLE` that is to see these alone, which count those that we
-    see.
+    """The value of `VISIBLE` for a process that is to see only these devices. Their numbers count
+    the devices that we see.
     """
     ours = [one for one in inherited.get(VISIBLE, "").split(",") if one]
-    return ",".join(ours[device] if device < len(ours) else str(device) for device in devices)
+    names: list[str] = []
+    for device in devices:
+        names.append(ours[device] if device < len(ours) else str(device))
+    return ",".join(names)

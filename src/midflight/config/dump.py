@@ -11,29 +11,25 @@ from midflight.types import Json
 
 
 def as_toml(config: Config) -> str:
-    """What is unset is left out: whatever may be unset is so by default."""
+    """The configuration as text. Unset options are left out: an option that may be unset is so by
+    default.
+    """
+    sections = cast("dict[str, dict[str, Json]]", config.model_dump(mode="json"))
     lines: list[str] = []
-    for section, options in cast(
-        "dict[str, dict[str, Json]]", config.model_dump(mode="json")
-    ).items():
-        members = {name: value for name, value in options.items() if _is_list_of_tables(value)}
-        lines += [
-            f"[{section}]",
-            *_pairs({name: value for name, value in options.items() if name not in members}),
-            "",
-        ]
-        for name, tables in members.items():
+    for section, options in sections.items():
+        lists = {name: value for name, value in options.items() if _is_list_of_tables(value)}
+        plain = {name: value for name, value in options.items() if name not in lists}
+        lines += [f"[{section}]", *_pairs(plain), ""]
+        for name, tables in lists.items():
             for table in cast("list[dict[str, Json]]", tables):
                 lines += [f"[[{section}.{name}]]", *_pairs(table), ""]
     return "\n".join(lines)
 
 
 def _is_list_of_tables(value: Json) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(member, dict) for member in value)
-    )
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(member, dict) for member in value)
 
 
 def _pairs(table: Mapping[str, Json]) -> Iterator[str]:
@@ -47,15 +43,12 @@ def _value(value: Json) -> str:
     leaves as it is.
     """
     if isinstance(value, dict):
-        return (
-            "{ "
-            + ", ".join(
-                f"{json.dumps(name)} = {_value(member)}"
-                for name, member in value.items()
-                if member is not None
-            )
-            + " }"
-        )
+        pairs = [
+            f"{json.dumps(name)} = {_value(member)}"
+            for name, member in value.items()
+            if member is not None
+        ]
+        return f"{{ {', '.join(pairs)} }}"
     if isinstance(value, list):
-        return "[" + ", ".join(_value(member) for member in value) + "]"
+        return f"[{', '.join(map(_value, value))}]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

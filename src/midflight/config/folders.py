@@ -1,5 +1,6 @@
-"""What only the folders of models can say: whether a teacher can score what the student samples,
-and whether a run that goes on has the model that it began with."""
+"""Checks that read the folders of models: a teacher must be able to score the student's tokens, and
+a run that goes on must have the model that it began with.
+"""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,14 +28,15 @@ def check_teacher(config: Config) -> None:
         )
     theirs = sizes_of(teacher).vocab_size
     ours = model_sizes(config.model).vocab_size
-    if theirs < ours:  # more are padding: the tokenizers are compared below
+    if theirs < ours:  # further ones are padding: the tokenizers are compared below
         raise ConfigError(
             f"distillation.teacher has a vocabulary of {theirs} tokens, fewer than the student's "
             f"{ours}; choose a teacher of the student's family."
         )
     their_ids = _ids(teacher)
     our_ids = _ids(config.model.path)
-    if different := sorted(their_ids.items() ^ our_ids.items(), key=lambda item: item[1]):
+    different = sorted(their_ids.items() ^ our_ids.items(), key=lambda item: item[1])
+    if different:
         token, number = different[0]
         raise ConfigError(
             "distillation.teacher has another tokenizer: only one of teacher and student has "
@@ -58,7 +60,7 @@ def check_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _ids(folder: Path | None) -> dict[str, int]:
-    """Id by token, of a model folder or of made models."""
+    """Ids by token, for a model folder or for made models."""
     backend = byte_tokenizer() if folder is None else Tokenizer.load(folder).backend
     return backend.get_vocab(with_added_tokens=True)
 
@@ -70,20 +72,14 @@ def check_same_model(config: Config) -> None:
     start = Path(config.run.folder) / "start"
     if not (start / "config.json").is_file():
         return  # it had not begun: there is no checkpoint to go on from, either
-    # one may be made only now
-    began, asked = (
-        asdict(replace(sizes, stored=0)) for sizes in (sizes_of(start), model_sizes(config.model))
-    )
-    began["architecture"], asked["architecture"] = (
-        _architecture(start),
-        _architecture(config.model.path),
-    )
+    # A model that is made has no stored numbers yet, so they are not compared.
+    began = asdict(replace(sizes_of(start), stored=0))
+    asked = asdict(replace(model_sizes(config.model), stored=0))
+    began["architecture"] = _architecture(start)
+    asked["architecture"] = _architecture(config.model.path)
     adapter = adapter_of(start)
-    began |= (
-        {"lora.rank": None, "lora.alpha": None}
-        if adapter is None
-        else {"lora.rank": adapter.rank, "lora.alpha": adapter.alpha}
-    )
+    began["lora.rank"] = None if adapter is None else adapter.rank
+    began["lora.alpha"] = None if adapter is None else adapter.alpha
     asked["lora.rank"], asked["lora.alpha"] = _adapters_asked(config)
     if adapter is not None and config.lora.targets:
         began["lora.targets"] = sorted(adapter.targets)
@@ -101,7 +97,7 @@ def check_same_model(config: Config) -> None:
 
 
 def _architecture(folder: Path | None) -> str:
-    """The one that `transformers` would load; none is of a made model."""
+    """The architecture that `transformers` would load; without a folder, that of made models."""
     return MADE_ARCHITECTURE if folder is None else str(read_config(folder).get("model_type"))
 
 

@@ -23,13 +23,13 @@ class Formula:
     function: str
     text: str
     options: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What the function takes of the section, with defaults."""
+    """Options of the section that the function takes, with defaults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """An option of `[objective]` that must have one value, and why; unset, it has it where the row
-    says so.
+    """An option of `[objective]` that must have one value, and why. Where the option is unset, the
+    row gives it this value.
     """
 
     option: str
@@ -49,10 +49,10 @@ class ObjectiveFormula:
     """
     function: str
     text: str
-    """With the options in braces; `low` and `high` are 1 - clip_low and 1 + clip_high."""
+    """The formula with options in braces; `low` and `high` are 1 - clip_low and 1 + clip_high."""
     options: Mapping[str, float] = field(default_factory=dict[str, float])
     at_will: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Options that may be left out, each with what it adds to the text."""
+    """Options that may be left out, each with its addition to the text."""
     reduction: Reduction = "token_mean"
     clip: str | None = None
     """The function that says where a clip takes the gradient away."""
@@ -173,7 +173,7 @@ OBJECTIVES: Mapping[str, ObjectiveFormula] = {
 OBJECTIVE_OPTIONS = sorted({name for row in OBJECTIVES.values() for name in row.all_options})
 
 
-# Of `trainer.formulas.corrections`.
+# Weights and masks are functions of `trainer.formulas.corrections`.
 
 WEIGHTS: Mapping[str, Formula] = {
     "tis": Formula("truncated_weight", "min(ρ, {cap:g})", {"cap": 2.0}),
@@ -200,14 +200,14 @@ WEIGHT_OPTIONS = sorted({name for row in WEIGHTS.values() for name in row.option
 
 @dataclass(frozen=True, slots=True)
 class MaskFormula:
-    """What is kept. It is in force when one of its bounds is set; an end that is left open is 0 or
-    infinity.
+    """A mask; its text says what is kept. It is in force when one of its bounds is set, and an end
+    that is left open is 0 or infinity.
     """
 
     function: str
     text: str
     bounds: Mapping[str, str]
-    """The function's parameters, each with the option of `[correction]` that it is."""
+    """The function's parameters, each with its option of `[correction]`."""
 
 
 MASKS: Mapping[str, MaskFormula] = {

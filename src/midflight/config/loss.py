@@ -1,4 +1,4 @@
-"""The sections that say what a token's loss is (objective, correction, critic), and the loss that
+"""The sections of a token's loss (objective, correction, critic, distillation), and the loss that
 they ask for. Nothing here imports torch.
 """
 
@@ -36,8 +36,8 @@ ObjectiveKind = Annotated[
 
 
 class ObjectiveSection(Section):
-    """What a token's loss is, and how rewards become advantages. `midflight train CONFIG --dry-run`
-    prints the formula.
+    """The loss of a token, and the way from rewards to advantages. `midflight train CONFIG
+    --dry-run` prints the formula.
     """
 
     kind: ObjectiveKind = "decoupled_ppo"
@@ -170,8 +170,8 @@ class CorrectionSection(Section):
     opsm: Above0 | None = None
     """Masks rollouts of negative advantage whose mean log(behaviour / policy) is more."""
     routing_replay: bool = True
-    """Of a mixture of experts: engines that can record the experts that they send tokens to, and
-    the trainer sends them to the same ones. false lets each choose.
+    """With a mixture of experts, engines that can record the experts that they send tokens to do
+    so, and the trainer sends the tokens to the same ones. false lets each choose.
     """
 
     sampling_masks: bool | None = None
@@ -183,7 +183,7 @@ class CorrectionSection(Section):
 
 class CriticSection(Section):
     """The critic of `objective.advantage = "gae"`: a model of the policy's size that learns beside
-    it. What is not said here is as in `[trainer]`.
+    it. All other options are those of `[trainer]`.
     """
 
     learning_rate: Above0 = 3e-4
@@ -191,7 +191,7 @@ class CriticSection(Section):
     times `trainer.learning_rate`'s for whole weights, at most 0.0003.
     """
     discount: Fraction = 1.0
-    """What a reward one token later is worth; smaller looks less far ahead."""
+    """The worth of a reward one token later; smaller looks less far ahead."""
     trace_decay: Fraction = 1.0
     """λ of the advantages: 1 goes by the reward alone, smaller trusts the critic more and varies
     less.
@@ -225,17 +225,19 @@ class Loss:
 
 
 def loss_of(objective: ObjectiveSection, correction: CorrectionSection) -> Loss:
-    """What the two sections ask for. They are free of `loss_checks.loss_contradictions`."""
+    """The loss that the two sections ask for. They are free of
+    `loss_checks.loss_contradictions`.
+    """
     formula = formula_of(objective, correction)
     weight = weight_of(objective, correction)
-    given = {
-        name: value
-        for name in formula.all_options
-        if (value := getattr(objective, name)) is not None
-    }
+    options = dict(formula.options)
+    for name in formula.all_options:
+        value = getattr(objective, name)
+        if value is not None:
+            options[name] = value
     return Loss(
         formula=formula,
-        options={**formula.options, **given},
+        options=options,
         weight=weight,
         bounds=weight_bounds(weight, correction),
         masks=_masks(correction),
@@ -249,8 +251,9 @@ def formula_of(objective: ObjectiveSection, correction: CorrectionSection) -> Ob
     """
     if objective.kind in OBJECTIVES:
         return OBJECTIVES[objective.kind]
+    is_bypass = correction.weight in (None, "off")
     return ObjectiveFormula(
-        "bypass" if correction.weight in (None, "off") else "decoupled",
+        "bypass" if is_bypass else "decoupled",
         objective.kind,
         objective.kind,
         at_will={name: f", {name} = {{{name}:g}}" for name in OBJECTIVE_OPTIONS},
@@ -259,33 +262,36 @@ def formula_of(objective: ObjectiveSection, correction: CorrectionSection) -> Ob
 
 
 def weight_of(objective: ObjectiveSection, correction: CorrectionSection) -> str:
-    return correction.weight or (
-        "off" if formula_of(objective, correction).form == "bypass" else "tis"
-    )
+    """The weight that is in force, with its default."""
+    if correction.weight is not None:
+        return correction.weight
+    return "off" if formula_of(objective, correction).form == "bypass" else "tis"
 
 
 def weight_bounds(weight: str, correction: CorrectionSection) -> Mapping[str, float]:
-    return {
-        name: default if (given := getattr(correction, name)) is None else given
-        for name, default in WEIGHTS[weight].options.items()
-    }
+    """The bounds of a weight, with their defaults."""
+    bounds = dict(WEIGHTS[weight].options)
+    for name in bounds:
+        given = getattr(correction, name)
+        if given is not None:
+            bounds[name] = given
+    return bounds
 
 
 def _masks(correction: CorrectionSection) -> Mapping[str, Mapping[str, float]]:
+    """The bounds of each mask of which at least one bound is set. An open end is 0 or infinity."""
     found: dict[str, Mapping[str, float]] = {}
     for mask, row in MASKS.items():
-        given: dict[str, float | None] = {
-            name: getattr(correction, option) for name, option in row.bounds.items()
-        }
-        if any(value is not None for value in given.values()):
-            found[mask] = {
-                name: _open_end(name) if value is None else value for name, value in given.items()
-            }
+        bounds = {name: 0.0 if name == "low" else float("inf") for name in row.bounds}
+        is_in_force = False
+        for name, option in row.bounds.items():
+            given = getattr(correction, option)
+            if given is not None:
+                bounds[name] = given
+                is_in_force = True
+        if is_in_force:
+            found[mask] = bounds
     return found
-
-
-def _open_end(name: str) -> float:
-    return 0.0 if name == "low" else float("inf")
 
 
 class DistillationSection(Section):

@@ -1,8 +1,8 @@
-"""What memory a run takes, process by process, estimated before anything is started; the numbers
-that it follows from are measured by `benchmarks/memory.py`.
+"""The memory that a run takes, process by process, estimated before anything is started.
+`benchmarks/memory.py` measures the numbers that it follows from.
 
-An item is certain, or it is the worst case: every slot full, every rollout as long as it can be.
-What a process takes is the sum of its items.
+An item is certain, or it is the worst case: every slot full, every rollout as long as it can be. A
+process takes the sum of its items.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,8 +29,8 @@ from midflight.config.sources import num_draws
 from midflight.models.sizes import ModelSizes, element_bytes, sizes_of
 
 TORCH_PROCESS_BYTES = 320 * 2**20
-"""A process that has imported torch and transformers and run a model once, measured on Linux with
-the CPU build.
+"""The memory of a process that has imported torch and transformers and run a model once, measured
+on Linux with the CPU build.
 """
 SERVER_BYTES = 1900 * 2**20
 """A vLLM or SGLang server on a CPU before it has weights, keys and values: both measured at about
@@ -65,10 +65,11 @@ DRAWN_BYTES = 2800
 LOGIT_COPIES = 4
 """Logits, their log-softmax and the gradients of both."""
 LOGITS_AT_ONCE = 2**24
-"""The most of them that the trainer makes at a time (`trainer.model.scores.CHUNK`)."""
+"""The most logits that the trainer makes at a time (`trainer.model.scores.CHUNK`)."""
 SCORED_AT_ONCE = 2**26
 """The most logits that a teacher makes at a time (`engines.embedded.scoring.MAX_LOGITS`). They are
-there twice: also as their log-softmax; by another temperature than 1 three times."""
+there twice, also as their log-softmax, and three times at another temperature than 1.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,8 @@ class MemoryItem:
     options: tuple[str, ...] = ()
     """Options that make it larger, the one that matters most first."""
     is_certain: bool = True
-    """It is taken in any case. Else it is the worst case: every slot full, every rollout as long as
-    can be.
+    """Whether it is taken in any case. If not, it is the worst case: every slot full, every rollout
+    as long as can be.
     """
     on_gpu: bool = False
 
@@ -95,8 +96,8 @@ def total_bytes(items: Sequence[MemoryItem]) -> int:
 
 
 def longest_row(config: Config, longest_prompt: int | None) -> int:
-    """The most tokens that a rollout can have: with one turn as many as prompt and answer, where
-    prompts were measured; else the whole context.
+    """The most tokens that a rollout can have. With one turn these are prompt and answer, where
+    prompts were measured; else they are the whole context.
     """
     if longest_prompt is None or not _has_one_turn(config.environment):
         return config.model.max_context
@@ -116,25 +117,24 @@ def batch_tokens(config: Config, longest_prompt: int | None) -> int:
 
 
 def _has_one_turn(environment: EnvironmentSection) -> bool:
-    """The built-in loop ends with the first answer that calls no tool."""
-    return agent_of(environment) == SINGLE_TURN or (
-        is_built_in(environment) and not environment.tools and not environment.mcp
-    )
+    """Whether a rollout is one answer. The built-in loop ends with the first answer that calls no
+    tool.
+    """
+    if agent_of(environment) == SINGLE_TURN:
+        return True
+    return is_built_in(environment) and not environment.tools and not environment.mcp
 
 
 def memory_estimate(
     config: Config, sizes: ModelSizes, *, longest_prompt: int | None = None
 ) -> tuple[MemoryItem, ...]:
-    """Worst case of each part. `longest_prompt`: tokens of the longest one that was found, where
-    somebody has looked.
+    """The worst case of each part. `longest_prompt` is the number of tokens of the longest prompt,
+    where prompts were looked at.
     """
     longest = longest_row(config, longest_prompt)
+    tokens = min(config.trainer.micro_batch_tokens, batch_tokens(config, longest_prompt))
     return (
-        *_trainer_memory(
-            config,
-            sizes,
-            tokens=min(config.trainer.micro_batch_tokens, batch_tokens(config, longest_prompt)),
-        ),
+        *_trainer_memory(config, sizes, tokens=tokens),
         *_engines_memory(config, sizes, longest=longest, trains=longest_prompt is not None),
         *_teacher_memory(config, longest=longest),
         *_published_memory(config, sizes),
@@ -146,15 +146,15 @@ def memory_estimate(
 
 
 def _trainer_memory(config: Config, sizes: ModelSizes, *, tokens: int) -> Iterator[MemoryItem]:
-    """`tokens` of a micro-batch: a batch may have fewer than it can."""
+    """`tokens` are those of a micro-batch: a batch may have fewer than a micro-batch can."""
     t = config.trainer
     element = element_bytes(config.model.dtype)
-    ranks = config.trainer.ranks
+    ranks = t.ranks
     on_gpu = t.device != "cpu"
     model = model_options(config)
     weights = sizes.num_parameters * element
     trained = trained_parameters(config, sizes) * element
-    # adapters beside the weights; a warm start trains the weights first
+    # Adapters come beside the weights. A warm start trains the weights first.
     added = 0 if config.lora.rank is None else trained
     optimised = weights if config.warm_start.is_made else trained
     yield MemoryItem(
@@ -181,7 +181,7 @@ def _trainer_memory(config: Config, sizes: ModelSizes, *, tokens: int) -> Iterat
     activations = ranks * activation_bytes(config, sizes, tokens)
     copied = 3 * trained * (2 if has_critic else 1)
     if not 0 < t.checkpoint_every < config.run.steps:
-        # no step is made any more, or none yet that has moments, while it is written
+        # While it is written, no step is made any more, or none yet that has moments.
         copied = max(0, copied - activations)
     yield MemoryItem(
         "trainer", "a checkpoint on its way to the disk, beside the steps after it", copied, model
@@ -205,24 +205,24 @@ def _trainer_memory(config: Config, sizes: ModelSizes, *, tokens: int) -> Iterat
 
 
 def activation_bytes(config: Config, sizes: ModelSizes, tokens: int) -> int:
-    """The bytes that a micro-batch takes: what the backward pass needs of each layer, the logits
-    that are made at once, and what the largest matrix is multiplied into; by hand also the weights
-    with the norm's scale in them."""
+    """The bytes that a micro-batch takes: the numbers that the backward pass needs of each layer,
+    the logits that are made at once, and the product of the largest matrix. By hand the weights
+    with the norm's scale in them come on top.
+    """
     by_hand = trains_by_hand(config, sizes)
-    kept = tokens * sizes.num_layers * sizes.activations_per_layer(by_hand=by_hand)
+    per_layer = sizes.activations_per_layer(by_hand=by_hand)
+    kept = tokens * sizes.num_layers * per_layer
     if config.lora.rank is not None:
-        # What a product makes is free again when its adapter's is added, but what is kept lies
-        # between: malloc gives none of it back (measured).
+        # The output of a product is free again when its adapter's output is added, but kept numbers
+        # lie between: malloc gives none of it back (measured).
         kept += tokens * sizes.num_layers * sizes.outputs_per_layer
     if config.trainer.activation_checkpointing:
-        kept = tokens * (
-            sizes.num_layers * sizes.hidden_size + sizes.activations_per_layer(by_hand=by_hand)
-        )
+        kept = tokens * (sizes.num_layers * sizes.hidden_size + per_layer)
     joined = sizes.num_layers * sizes.num_joined_parameters if by_hand else 0
     logits = LOGIT_COPIES * min(sizes.vocab_size * tokens, LOGITS_AT_ONCE)
     table = sizes.vocab_size * sizes.hidden_size
     element = element_bytes(config.model.dtype)
-    # the last two are in float32 at least
+    # Logits and the table are in float32 at least.
     return element * (kept + joined) + max(4, element) * (logits + table)
 
 
@@ -232,7 +232,7 @@ def activation_bytes(config: Config, sizes: ModelSizes, tokens: int) -> int:
 def _engines_memory(
     config: Config, sizes: ModelSizes, *, longest: int, trains: bool
 ) -> Iterator[MemoryItem]:
-    """`trains`: versions come, and what was computed by older ones is forgotten."""
+    """`trains`: versions come, and keys and values that older ones computed are forgotten."""
     e = config.engine
     how_many = engines_option(config)
     number = num_engines(e)
@@ -242,7 +242,7 @@ def _engines_memory(
         each = COMPANION_BYTES
     else:
         each = COMPANION_BYTES + SERVER_BYTES
-    # servers that others started take their memory whether we run or not
+    # Servers that others started take their memory whether we run or not.
     started = 0 if e.urls else number
     on_gpu = e.device != "cpu"
     embedded = e.kind == "embedded"
@@ -250,10 +250,8 @@ def _engines_memory(
     slots = e.max_running * row
     kept = number * e.prefix_mb * 2**20
     if trains:
-        # all that end under one version
-        kept = min(
-            kept, (in_flight(config) + batch_rollouts(config.rollout)) * (1 + e.prefix_age) * row
-        )
+        of_one_version = in_flight(config) + batch_rollouts(config.rollout)
+        kept = min(kept, of_one_version * (1 + e.prefix_age) * row)
     yield MemoryItem("engines", f"{number} x the process", number * each, (how_many,))
     yield MemoryItem(
         "engines",
@@ -267,7 +265,7 @@ def _engines_memory(
         f"keys and values: {started} x {e.max_running} slots of {longest} tokens",
         slots * started,
         ("engine.max_running", "model.max_context", how_many),
-        is_certain=e.kind == "vllm" and not on_gpu,  # which takes all of it at its start
+        is_certain=e.kind == "vllm" and not on_gpu,  # vLLM takes all of it at its start
         on_gpu=on_gpu,
     )
     if embedded:
@@ -294,14 +292,10 @@ def step_bytes(config: Config, sizes: ModelSizes) -> int:
     for all tokens, and a row of logits for each request.
     """
     e = config.engine
-    layer = (
-        4 * sizes.hidden_size
-        + sizes.num_heads_of_product * sizes.head_dim
-        + 4 * sizes.intermediate_size
-    )
-    return element_bytes(served_dtype(config)) * (
-        e.max_batch_tokens * layer + e.max_running * sizes.vocab_size
-    )
+    heads = sizes.num_heads_of_product * sizes.head_dim
+    layer = 4 * sizes.hidden_size + heads + 4 * sizes.intermediate_size
+    numbers = e.max_batch_tokens * layer + e.max_running * sizes.vocab_size
+    return element_bytes(served_dtype(config)) * numbers
 
 
 def _weights_memory(config: Config, sizes: ModelSizes) -> int:
@@ -309,12 +303,10 @@ def _weights_memory(config: Config, sizes: ModelSizes) -> int:
     change.
     """
     handed = handed_bytes(config, sizes)
-    is_own = config.engine.kind == "embedded"
-    each = (
-        _own_weights(config, sizes, handed)
-        if is_own
-        else _weights_beside_server(config, sizes, handed)
-    )
+    if config.engine.kind == "embedded":
+        each = _own_weights(config, sizes, handed)
+    else:
+        each = _weights_beside_server(config, sizes, handed)
     return num_engines(config.engine) * (each + config.weights.delta * handed)
 
 
@@ -334,8 +326,10 @@ def _own_weights(config: Config, sizes: ModelSizes, handed: int) -> int:
 
 def _weights_beside_server(config: Config, sizes: ModelSizes, handed: int) -> int:
     """The weights of one vLLM or SGLang server; those of a server of `engine.urls` are not counted.
-    Beside it lie two folders that it loads from, and the version that is fetched or merged next; or
-    adapters, in files and in the server's memory."""
+
+    Beside it lie two folders that it loads from, and the version that is fetched or merged next.
+    With adapters they lie in files and in the server's memory instead.
+    """
     lora = config.lora
     served = sizes.weight_bytes(served_dtype(config))
     own = 0 if config.engine.urls else served
@@ -345,15 +339,16 @@ def _weights_beside_server(config: Config, sizes: ModelSizes, handed: int) -> in
 
 
 def _teacher_memory(config: Config, *, longest: int) -> Iterator[MemoryItem]:
-    """`longest`: tokens of the longest row. It multiplies by its modules, so it packs nothing."""
+    """`longest` is the number of tokens of the longest row. The teacher multiplies by its modules,
+    so it packs nothing.
+    """
     if config.distillation.teacher is None:
         return
     sizes = sizes_of(config.distillation.teacher)
     dtype = served_dtype(config)
     on_gpu = config.engine.device != "cpu"
-    tokens = min(
-        max(config.engine.max_batch_tokens, longest), batch_rollouts(config.rollout) * longest
-    )
+    whole_batch = batch_rollouts(config.rollout) * longest
+    tokens = min(max(config.engine.max_batch_tokens, longest), whole_batch)
     copies = 2 if config.environment.temperature == 1 else 3
     logits = copies * 4 * min(tokens * sizes.vocab_size, SCORED_AT_ONCE)
     layer = tokens * element_bytes(dtype) * (14 * sizes.hidden_size + 3 * sizes.intermediate_size)
@@ -424,19 +419,19 @@ def _rollout_memory(config: Config, sizes: ModelSizes, *, longest: int) -> Itera
 
 def _tasks_memory(config: Config) -> Iterator[MemoryItem]:
     """Tasks of datasets, which are drawn before the first is tried, in each rollout process and for
-    a warm start; those of rows are not.
+    a warm start. Tasks of rows are not drawn.
     """
-    sources = config.environment.sources
-    drawing = config.gateway.shards + (config.warm_start.is_made and config.warm_start.data is None)
-    for number, source in enumerate(sources):
+    drawing = config.gateway.shards
+    if config.warm_start.is_made and config.warm_start.data is None:
+        drawing += 1
+    for number, source in enumerate(config.environment.sources):
         if source.dataset is not None:
             at = f"environment.sources.{number}"
-            options = (f"{at}.size", f"{at}.heldout")
             yield MemoryItem(
                 "rollout",
                 f"drawn tasks of {source.dataset}",
                 drawing * num_draws(source) * DRAWN_BYTES,
-                options,
+                (f"{at}.size", f"{at}.heldout"),
             )
 
 

@@ -8,10 +8,11 @@ import json
 import operator
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 from midflight.config import agents, cluster, devices, loss, sections, sources
-from midflight.config.load import Option, options, tables
+from midflight.config.options import Option, options, tables
 from midflight.config.section import Section
 from midflight.config.sections import Config
 
@@ -34,31 +35,29 @@ def reference() -> str:
 
 
 def descriptions() -> Mapping[tuple[str, str], str]:
-    """The sentence under each option, by class and attribute, and the one of each class by class
-    and ``.
+    """The text under each option by class and attribute, and the text of each class by class and
+    an empty name.
     """
     found: dict[tuple[str, str], str] = {}
-    for node in (
-        node
-        for module in (sections, sources, agents, loss, cluster, devices)
-        for node in ast.parse(inspect.getsource(module)).body
-    ):
-        if isinstance(node, ast.ClassDef):
-            found[node.name, ""] = ast.get_docstring(node) or ""
-            found.update({(node.name, name): text for name, text in _attributes(node)})
+    for module in (sections, sources, agents, loss, cluster, devices):
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name, ""] = ast.get_docstring(node) or ""
+                for name, text in _attributes(node):
+                    found[node.name, name] = text
     return found
 
 
 def _attributes(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for statement, following in zip(node.body, node.body[1:], strict=False):
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(statement.target, ast.Name)
-            and isinstance(following, ast.Expr)
-        ):
-            text = following.value
-            if isinstance(text, ast.Constant) and isinstance(text.value, str):
-                yield statement.target.id, " ".join(text.value.split())
+    """The attributes of a class that have a docstring, each with its text on one line."""
+    for statement, following in pairwise(node.body):
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(following, ast.Expr):
+            continue
+        text = following.value
+        if not isinstance(text, ast.Constant) or not isinstance(text.value, str):
+            continue
+        if isinstance(statement.target, ast.Name):
+            yield statement.target.id, " ".join(text.value.split())
 
 
 def _section_keys() -> list[str]:
@@ -67,11 +66,11 @@ def _section_keys() -> list[str]:
     """
     owners = {option.key.rpartition(".")[0] for option in options().values()}
     inner = sorted(key for key in tables() if "." in key and key in owners)
-    return [
-        key
-        for name in Config.model_fields
-        for key in (name, *(k for k in inner if k.startswith(f"{name}.")))
-    ]
+    keys: list[str] = []
+    for name in Config.model_fields:
+        keys.append(name)
+        keys += [key for key in inner if key.startswith(f"{name}.")]
+    return keys
 
 
 def _section(key: str, described: Mapping[tuple[str, str], str]) -> str:
@@ -81,16 +80,17 @@ def _section(key: str, described: Mapping[tuple[str, str], str]) -> str:
     if described.get((owner, "")):
         lines += [described[owner, ""], ""]
     lines += ["| option | value | default | meaning |", "|---|---|---|---|"]
-    members = [option for option in options().values() if option.key.rpartition(".")[0] == key]
-    lines += [
-        _row(option, described.get((owner, option.key.rpartition(".")[2]), ""))
-        for option in members
-    ]
+    for option in options().values():
+        table, _, name = option.key.rpartition(".")
+        if table == key:
+            lines.append(_row(option, described.get((owner, name), "")))
     return "\n".join([*lines, ""])
 
 
 def section_class(key: str) -> type[Section]:
-    """The class of a section; that of a list's members for `environment.sources.*` and its like."""
+    """The class of a section; for `environment.sources.*` and the like, the class of the list's
+    members.
+    """
     of_lists = {
         "sources": sources.SourceSection,
         "rewards": agents.RewardSection,

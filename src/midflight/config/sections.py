@@ -1,7 +1,8 @@
-"""One frozen section per station. Every option has a type, a bound, a unit and a sentence saying
-what larger means.
+"""One frozen section for each station. Every option has a type, a bound, a unit and a sentence that
+says what larger means.
 
-Nothing here imports torch. Code receives the numbers it needs, not these objects."""
+Nothing here imports torch. Code receives the numbers that it needs, not these objects.
+"""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -37,7 +38,7 @@ class RunSection(Section):
     alike.
     """
     folder: Path = Path("runs/run")
-    """Where everything the run writes goes."""
+    """The folder for everything that the run writes."""
     store_folder: Path | None = None
     """Folder on a disk of the gateway's machine for the store, of which each checkpoint then gets a
     copy; an absolute path. Default: the run's folder, which may not lie on a network then.
@@ -52,13 +53,12 @@ class RunSection(Section):
     """
     restarts: Count = 2
     """How often each part may die and be started again without having worked in between, before the
-    run fails. What was spent also comes back after ten minutes, and an engine that is killed while
-    it starts spends nothing. Larger tolerates more crashes.
+    run fails. A restart also counts no more after ten minutes, and an engine that is killed while
+    it starts does not count. Larger tolerates more crashes.
     """
     stall_seconds: Above0 = 120.0
-    """A part that hangs is shown and started again after this, unless what it does has a longer
-    limit; a trial before the run that does nothing for so long is ended. Larger bears longer
-    standstills.
+    """A part that hangs is shown and started again after this, unless its task has a longer limit.
+    A trial before the run that does nothing for so long is ended. Larger bears longer standstills.
     """
     stop_seconds: Seconds = 5.0
     """Time a stopping run gives its parts before it kills them; larger waits longer for writes."""
@@ -87,9 +87,9 @@ class ModelSection(Section):
     """Its key/value heads; must divide `num_heads`."""
     max_context: Positive = 256
     """Longest prompt plus answer, in tokens; larger costs memory in every engine slot. Default with
-    `path`: what the model can (`max_position_embeddings`), as far as its keys and values, and the
-    trainer's activations for a row, each fit into an eighth of the machine's memory (on GPUs into a
-    quarter).
+    `path`: the model's own limit (`max_position_embeddings`), as far as its keys and values, and
+    the trainer's activations for a row, each fit into an eighth of the machine's memory (on GPUs
+    into a quarter).
     """
 
 
@@ -115,8 +115,8 @@ class EngineSection(Section):
     `--gpu-memory-utilization=0.5`.
     """
     start_seconds: Seconds = 180.0
-    """A server that comes up, and neither computes nor reads for so long, is given up, as is one of
-    `urls` that does not answer for so long; larger waits longer for one that hangs.
+    """A server that starts is given up if it neither computes nor reads for so long. A server of
+    `urls` is given up if it does not answer for so long. Larger waits longer for one that hangs.
     """
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Precision that engines serve in, and that weights travel in; `auto` is `model.dtype`. Smaller
@@ -131,42 +131,43 @@ class EngineSection(Section):
     threads: Positive = 1
     """CPU threads of one engine process; more than the free cores makes all slower."""
     device: str = "cpu"
-    """Where the engine computes: `cpu`, `cuda`, each then on GPUs of its own, or such as
-    `cuda:1`.
+    """The device that the engine computes on: `cpu`, `cuda`, which gives each engine GPUs of its
+    own, or such as `cuda:1`.
     """
     share_devices: bool = False
     """Engines may be on GPUs that a trainer rank or another engine has, as on a machine with one;
-    each then needs a part of its memory. Without it that is refused.
+    each then needs a part of its memory. Without this option that is refused.
     """
     lend: bool = False
     """One more embedded engine, in the place of the first trainer rank: it generates while that
-    waits for a batch, and hands its requests to the others when the batch is there. Pays where
-    training waits for generation and has cores or GPUs of its own.
+    rank waits for a batch, and hands its requests to the others when the batch is there. This pays
+    where training waits for generation and has cores or GPUs of its own.
     """
     servers: tuple[ServerSection, ...] = ()
-    """The engines one by one, in place of `count`: where each is, on which GPUs, and laid over how
-    many.
+    """The engines one by one, in place of `count`: the machine and the GPUs of each, and how many
+    GPUs it is laid over.
     """
     deterministic: bool = False
-    """An answer does not depend on what is generated beside it: vLLM's batch-invariant kernels,
-    SGLang's deterministic inference with a seed for each request. On GPUs alone, and slower.
+    """An answer does not depend on other requests in the batch: vLLM's batch-invariant kernels,
+    SGLang's deterministic inference with a seed for each request. It works on GPUs alone, and is
+    slower.
     """
     guesses: Count = 0
-    """Tokens that the embedded engine guesses ahead, at most, from what stands in a sequence, and
-    computes in one step; those that are what it samples stand, so that answers stay the same
-    (speculative decoding by n-grams). Larger is faster where answers repeat what was said before
-    and few requests run; where they do not, or many run, it costs.
+    """The most tokens that the embedded engine guesses ahead from the text of a sequence, and
+    computes in one step. It keeps those that it would have sampled, so that answers stay the same
+    (speculative decoding by n-grams). Larger is faster where answers repeat earlier text and few
+    requests run; where they do not, or many run, it costs time.
     """
     prefix_mb: Count = 256
     """Megabytes of keys and values that the embedded engine keeps of requests which have ended, for
-    those that begin alike: the next turn of a conversation, the other answers to a prompt. Larger:
-    more conversations go on without their prompts being computed again; 0: each request computes
-    its whole prompt.
+    requests that begin alike: the next turn of a conversation, the other answers to a prompt. With
+    more, more conversations go on without computing their prompts again; with 0 each request
+    computes its whole prompt.
     """
     prefix_age: Count = 0
-    """How many versions old the weights may be that they were computed by. 0 uses those of the
-    weights now served alone; larger computes less after each handover, with more mismatch between
-    engine and trainer, and tokens say so in their key versions.
+    """How many versions old the weights may be that computed these keys and values. 0 uses only
+    those of the weights now served. Larger computes less after each handover, with more mismatch
+    between engine and trainer, and tokens say so in their key versions.
     """
     pause_lease_seconds: Seconds = 30.0
     """An engine paused for longer without renewal resumes by itself, so that a dead controller
@@ -181,33 +182,33 @@ class GatewaySection(Section):
     """0 takes a free port."""
     hosts: tuple[str, ...] = ()
     """Names by which clients may ask an endpoint on loopback, beside loopback's own, such as that
-    of a proxy; `*` is any. By another name a web page could have its visitors' browsers ask (DNS
-    rebinding).
+    of a proxy; `*` is any. If any name were allowed, a web page could make its visitors' browsers
+    ask (DNS rebinding).
     """
     public_url: str = ""
-    """Begins the addresses of sessions given over HTTP, and `client.public_url`, for agents on
-    other machines, such as `https://proxy.example`; empty: the address of the connection that
-    asked. The endpoint answers to its name too.
+    """The beginning of the addresses of sessions given over HTTP, and of `client.public_url`, for
+    agents on other machines, such as `https://proxy.example`. If it is empty, they have the address
+    of the connection that asked. The endpoint answers to its name too.
     """
     private_metrics: bool = False
     """`/metrics` asks for the control token."""
     strict: bool = False
-    """Refuse by name what has no effect on the text, and limits above the room there is. Without it
-    such a field is passed over and named in the answer's head (`x-midflight-ignored`), and such a
-    limit is lowered (`x-midflight-clamped`).
+    """Refuse by name fields that have no effect on the text, and limits above the room there is.
+    Without this option such a field is ignored and named in a header of the answer
+    (`x-midflight-ignored`), and such a limit is lowered (`x-midflight-clamped`).
     """
     request_seconds: Seconds = 120.0
-    """How long an answer may stand still, without one new token, on an engine that serves it;
-    pauses, and waits for an engine that is full or away, do not count. Larger waits longer for one
-    that an engine has lost.
+    """How long an answer may go without one new token on an engine that serves it; pauses, and
+    waits for an engine that is full or away, do not count. Larger waits longer for an answer that
+    an engine has lost.
     """
     max_sessions: Positive = 10_000
     """Live sessions; further ones are answered 429."""
     max_requests: Positive = 4096
     """Requests under way; further ones are answered 429."""
     drain_seconds: NonNegative = 20.0
-    """An engine that leaves the run may end its requests for so long; the rest goes on elsewhere.
-    Larger moves fewer requests, and lets go of machines later.
+    """An engine that leaves the run may finish its requests for so long; the others go on on other
+    engines. Larger moves fewer requests, and lets go of machines later.
     """
     orphan_seconds: NonNegative = 30.0
     """A session's generation survives the loss of its client for this long, and so does its answer,
@@ -218,8 +219,8 @@ class GatewaySection(Section):
     else it is `hermes`; `none` reads no calls but forced ones, in Hermes form.
     """
     reasoning_format: Literal["auto", "none", "think", "mistral"] = "auto"
-    """Between which markers the model thinks before it answers; `auto` finds them as above, `none`
-    leaves thinking in the content.
+    """The markers between which the model thinks before it answers; `auto` finds them as above,
+    `none` leaves thinking in the content.
     """
     shards: Positive = 1
     """Rollout processes that `train` starts, each with a gateway, agents, buffer and store of its
@@ -232,11 +233,11 @@ class GatewaySection(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """To which the endpoint answers, beside those of loopback: `hosts`, and that of
+        """The names that the endpoint answers to, beside those of loopback: `hosts`, and that of
         `public_url`.
         """
         public = urlsplit(self.public_url).hostname
-        return (*self.hosts, *([public] if public else []))
+        return (*self.hosts, public) if public else self.hosts
 
 
 class EnvironmentSection(Section):
@@ -246,9 +247,7 @@ class EnvironmentSection(Section):
     tools; else one answer is compared with `answer`.
     """
     rewards: tuple[RewardSection, ...] = ()
-    """Functions that score a rollout. Beside an `entry` they get what its `Result` has in
-    `fields`.
-    """
+    """Functions that score a rollout. Beside an `entry` they get the `fields` of its `Result`."""
     tools: tuple[str, ...] = ()
     """`module:function` of each tool of the built-in loop, or `module:Class` of one with state."""
     mcp: tuple[McpSection, ...] = ()
@@ -256,11 +255,11 @@ class EnvironmentSection(Section):
     system: str = ""
     """A system message that the built-in loop begins with, where the task has none."""
     sandbox: SandboxSection = SandboxSection()
-    """Where code that the model wrote runs, for reward functions that have a parameter
+    """The sandbox of code that the model wrote, for reward functions that have a parameter
     `sandbox`.
     """
     untracked: UntrackedSection = UntrackedSection()
-    """What answers judges and simulated users of an `entry`."""
+    """The model behind judges and simulated users of an `entry`."""
     max_turns: Positive = 8
     """Answers of one rollout of the built-in loop: it goes on while tools are called; larger lets
     it call more.
@@ -270,27 +269,26 @@ class EnvironmentSection(Section):
     that hangs.
     """
     tool_concurrency: Positive = 64
-    """Calls under way at once in one worker; larger loads what the tools ask more."""
+    """Calls under way at once in one worker; larger puts more load on the services of the tools."""
     template_options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Variables of the chat template in the built-in loop, such as `{ enable_thinking = false }`;
-    that of models made here takes `list_tools`.
+    """Variables of the chat template in the built-in loop, such as `{ enable_thinking = false }`.
+    The template of models made here takes `list_tools`.
     """
     workers: Count | None = None
-    """Processes that run agents; larger runs more at once that block or compute. 0 runs them in the
-    rollout process, where one that blocks stops everything. Default: half the cores, from 2 to 8; 0
-    for Midflight's own environments.
+    """Processes that run agents; larger runs more agents at once that block or compute. 0 runs them
+    in the rollout process, where an agent that blocks stops everything. Default: half the cores,
+    from 2 to 8; 0 for Midflight's own environments.
     """
     worker_mb: Positive | None = None
-    """Memory of a worker's own data, in MB: what an agent takes beyond it raises `MemoryError`
-    there. A plain agent's thread counts for its stack, often 8. Larger bears more. None is no
-    limit.
+    """Memory of a worker's own data, in MB. An agent that takes more gets a `MemoryError`. A plain
+    agent's thread counts with the size of its stack, often 8. Larger bears more. None is no limit.
     """
     max_processes: Positive | None = None
     """Processes that one rollout in a worker may start; one more fails it as `TooManyProcesses`.
     Larger bears more. None is no limit.
     """
     sources: tuple[SourceSection, ...] = (SourceSection(dataset="spell_backward"),)
-    """Where tasks come from."""
+    """The sources of tasks."""
     max_tokens: Positive = 16
     """Output tokens of one request unless the agent asks otherwise; larger allows longer answers.
     Default with `model.path`: a quarter of the context, from 16 to 256.
@@ -299,32 +297,32 @@ class EnvironmentSection(Section):
     """Sampling temperature of the policy; larger explores more."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the likeliest tokens that have this much probability together; larger keeps more.
-    Below 1 the trainer normalises over what was kept too, where engines record it.
+    Below 1 the trainer normalises over the kept tokens too, where engines record them.
     """
     top_k: Positive | None = None
     """Sample from so many of the likeliest tokens; larger keeps more. None keeps all."""
     min_p: Fraction = 0.0
     """Sample from tokens at least this likely, relative to the likeliest; larger keeps fewer."""
     count_all_choices: bool = False
-    """Train on every choice of a request with n > 1; by default only on those the agent went on
-    from, if it went on from any.
+    """Train on every choice of a request with n > 1. By default only the choices that the agent
+    went on from are trained, if it went on from any.
     """
     rollout_seconds: Seconds = 60.0
-    """What the agent of one rollout may take by itself: time without a request under way at the
+    """Time that the agent of one rollout may take by itself: without a request under way at the
     gateway, without a tool that runs within its own limit, and with a place to run. Scoring a group
     has as much. A hung agent keeps its slot until then: larger waits longer for it, and so do
     steps.
     """
     max_rollout_seconds: Seconds | None = None
-    """What a whole rollout may take, its requests too; time without a place to run, and without any
-    engine that takes requests, does not count. It ends agents that ask for ever; larger lets
-    rollouts be longer. Default: four times what `max_tokens` in each turn takes at the rate that
-    was measured, and `rollout_seconds`; the dry run shows it.
+    """Time that a whole rollout may take, its requests included. Time without a place to run, and
+    without any engine that takes requests, does not count. It ends agents that ask for ever; larger
+    lets rollouts be longer. Default: four times `rollout_seconds` and the time of `max_tokens` in
+    each turn at the rate that was measured; the dry run shows it.
     """
 
     @property
     def sampling(self) -> SamplingParams:
-        """Of a request that says nothing else."""
+        """The sampling parameters of a request that gives none."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -342,13 +340,13 @@ class RolloutSection(Section):
     group_size: Positive = 8
     """n: rollouts of one task; larger estimates the advantage better."""
     max_in_flight: Positive | None = None
-    """Rollouts running at once; larger hides more latency and makes tokens older. Default: what the
-    engines hold just now, at most (S + 1) * B * n.
+    """Rollouts running at once; larger hides more latency and makes tokens older. Default: as many
+    as the engines hold just now, at most (S + 1) * B * n.
     """
     max_staleness: Count = 4
     """S: no trained token is older than this many versions. 0 is the synchronous loop."""
     stale_policy: StalePolicy = StalePolicy.WAIT
-    """What to do about groups that would grow too old."""
+    """How groups are treated that would grow too old."""
     pause_mode: PauseMode | Literal["auto"] = "auto"
     """How engines pause for a commit: keep, recompute, abort, drain, or `auto` by the engine's
     capabilities.
@@ -385,17 +383,17 @@ class SuiteSection(Section):
     """
 
     name: str
-    """What journal and metrics call it: `NAME/SOURCE`."""
+    """Its name in journal and metrics: `NAME/SOURCE`."""
     samples: Positive = 1
     """Answers to each task; larger measures better and takes as many times as long."""
     temperature: NonNegative | None = None
-    """At which they are sampled; 0 is greedy. Default: `environment.temperature`."""
+    """The temperature of these answers; 0 is greedy. Default: `environment.temperature`."""
     pass_at: tuple[Positive, ...] = ()
     """The k of pass@k and best@k, at most `samples`. Default: 1 and `samples`."""
     passes: float = 1.0
     """The reward from which an answer has passed; larger asks more."""
     sources: tuple[str, ...] = ()
-    """The names of those whose held-out tasks it asks. Empty is all."""
+    """The names of the sources whose held-out tasks it asks. Empty is all."""
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -406,8 +404,8 @@ class EvaluationSection(Section):
     eval_every: Count = 0
     """Steps between evaluations on held-out tasks; 0 evaluates before and after only."""
     max_in_flight: Positive | None = None
-    """Evaluation rollouts at once; larger than what engines hold lets them wait inside. Default:
-    what the engines hold just now.
+    """Evaluation rollouts at once; if there are more than engines hold, the others wait inside.
+    Default: as many as the engines hold just now.
     """
     pin_seconds: Seconds = 60.0
     """How long a new version waits for an evaluation where no other engine could take it; larger
@@ -416,16 +414,16 @@ class EvaluationSection(Section):
     suites: tuple[SuiteSection, ...] = ()
     """Further evaluations, made whenever the usual one is."""
     keep: Count = 32
-    """Rollouts of each source whose conversations are kept of an evaluation, of the first and the
-    newest 19; larger lets more be read and takes more disk.
+    """Rollouts of each source whose conversations an evaluation keeps; the first evaluation and the
+    newest 19 stay. Larger lets more be read and takes more disk.
     """
 
 
 class TrainerSection(Section):
     learning_rate: Above0 = 3e-4
-    """Peak step size of AdamW; larger learns faster, until it forgets what it could. Default with
-    `model.path`, by the number of parameters: 0.0003 up to 3 million, 2e-05 at 135 million, 1e-06
-    from 7 billion; ten times that with `[lora]`.
+    """Peak step size of AdamW; larger learns faster, until the model forgets its skills. Default
+    with `model.path`, by the number of parameters: 0.0003 up to 3 million, 2e-05 at 135 million,
+    1e-06 from 7 billion; ten times that with `[lora]`.
     """
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls from its peak to zero over the run."""
@@ -443,8 +441,8 @@ class TrainerSection(Section):
     updates_per_step: Positive = 1
     """Mini-batch updates in a step; above 1 the proximal policy is computed at the step's start."""
     on_alarm: Literal["warn", "skip", "stop"] = "warn"
-    """What a reading that says training is off its distribution does: warn, skip the step, or stop
-    the run.
+    """The effect of a reading that says that training is off its distribution: warn, skip the step,
+    or stop the run.
     """
     max_missing_share: Fraction = 0.1
     """Share of a batch's tokens that may come without a log-probability; they are masked and
@@ -470,11 +468,11 @@ class TrainerSection(Section):
     threads: Positive = 1
     """CPU threads of one trainer process."""
     device: str = "cpu"
-    """Where the trainer computes: `cpu`, `cuda`, each rank then on a GPU of its own, or such as
-    `cuda:1`.
+    """The device that the trainer computes on: `cpu`, `cuda`, which gives each rank a GPU of its
+    own, or such as `cuda:1`.
     """
     devices: tuple[Count, ...] = ()
-    """Numbers of the ranks' GPUs on this machine, one for each rank. Default: what is free, the
+    """Numbers of the ranks' GPUs on this machine, one for each rank. Default: the free ones, the
     lowest first. On a cluster Ray chooses.
     """
     checkpoint_every: Count = 50
@@ -501,15 +499,16 @@ class LoraSection(Section):
     """
     merged: bool = False
     """Whether servers get whole weights, the adapters merged into them, in a pause for each
-    version; else they keep versions side by side. For models that a server's own LoRA does not
-    take.
+    version; else they keep versions side by side. This is for models that a server's own LoRA does
+    not take.
     """
 
 
 class WarmStartSection(Section):
     """Supervised fine-tuning before reinforcement learning, on the answers of the sources' tasks or
-    on conversations. Stops on accuracy, not on steps. Neither `target_accuracy` nor `data`: there
-    is none."""
+    on conversations. It stops on accuracy, not on steps. There is none without `target_accuracy`
+    and `data`.
+    """
 
     data: Path | None = None
     """Conversations to learn from, such as one of a tool's use, as JSON lines with `messages`
@@ -522,7 +521,7 @@ class WarmStartSection(Section):
     larger trains longer. Without it `data` is learnt for `max_steps`.
     """
     learning_rate: Above0 = 2e-3
-    """Peak step size; larger learns faster, until it forgets what it could. Default with
+    """Peak step size; larger learns faster, until the model forgets its skills. Default with
     `model.path`: ten times `trainer.learning_rate`'s for whole weights, at most 0.002.
     """
     max_steps: Positive = 2000
@@ -541,8 +540,8 @@ class WeightsSection(Section):
     transport: Literal["auto", "shared_memory", "file", "collective", "direct", "pull"] = "auto"
     """How bytes reach the engines: shared_memory on one machine, file through a common folder,
     collective by broadcast, direct by broadcast into the workers of vLLM and SGLang, which only
-    swap in their pause, pull from whoever has them. auto chooses by size and place, and `--dry-run`
-    says what and why.
+    swap in their pause, pull from any process that has them. auto chooses by size and place, and
+    `--dry-run` says which one it takes, and why.
     """
     every: Positive = 1
     """Steps from one version that is published to the next, at most `rollout.max_staleness` + 1.
@@ -558,27 +557,27 @@ class WeightsSection(Section):
     that no two versions are ever served together.
     """
     max_paused: Positive = 1
-    """With `commit = "rolling"`: engines that are committed at once. Larger brings a version to
-    many engines sooner, and takes more of them out of generation meanwhile.
+    """Engines that are committed at once with `commit = "rolling"`. Larger brings a version to many
+    engines sooner, and takes more of them out of generation meanwhile.
     """
     delta: bool = False
-    """Send what has changed since the version before: fewer bytes where steps are small and the
-    served precision is coarse.
+    """Send only the changes since the version before. These are fewer bytes where steps are small
+    and the served precision is coarse.
     """
     full_every: Annotated[int, Field(ge=2, le=65)] = 16
-    """With `delta`: versions from one that is sent whole to the next; larger sends less, and makes
-    an engine that rejoins read more.
+    """Versions from one that is sent whole to the next one with `delta`; larger sends less, and
+    makes an engine that rejoins read more.
     """
 
 
 class ObserveSection(Section):
     trackers: tuple[str, ...] = ()
-    """Where numbers, histograms, samples and plots of a run go too, beside its folder:
+    """Trackers that get numbers, histograms, samples and plots of a run, beside its folder:
     `tensorboard`, `wandb`, `mlflow`, `trackio`, `otel` (traces of rollouts), each an extra of that
     name, or `module:Class` of one's own (metrics.md).
     """
     project: str = "midflight"
-    """Under which trackers list the run, beside others of the same project."""
+    """The project under which trackers list the run, beside other runs."""
     samples: bool = False
     """The terminal shows the last rollout, as `--samples` does."""
     view: Literal["auto", "off"] = "auto"
@@ -587,7 +586,7 @@ class ObserveSection(Section):
     first visitor.
     """
     view_port: int = Field(default=0, ge=0, le=65535)
-    """Where the viewer of a run listens, on loopback; 0 takes a free port."""
+    """The port on loopback that the viewer of a run listens on; 0 takes a free one."""
     log_format: Literal["plain", "json"] = "plain"
     """How logs and a terminal that cannot be redrawn are written: as text, or as one JSON object a
     line, as by `--log-format json`.

@@ -1,7 +1,8 @@
-"""What one of several rollout processes is told: an equal part of everything that is counted in
+"""The configuration of one of several rollout processes: an equal part of all numbers that count
 groups or rollouts, and a folder of its own.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,19 +11,19 @@ from midflight.config.derived import buffer_bytes, num_workers
 from midflight.config.sections import Config
 
 MOST_SHARDS = 11
-"""Whose stores are read as one: SQLite attaches ten databases to the first."""
+"""The most shards whose stores can be read as one: SQLite attaches ten databases to the first."""
 
 
 def shard_folder(folder: Path, shard: int) -> Path:
-    """Where its store and journal lie; those of the first are where a run with one process has
-    them.
+    """The folder of a shard's store and journal. The first shard has them where a run with one
+    process does.
     """
     return folder / "shards" / str(shard) if shard else folder
 
 
 def shard_of(config: Config, shard: int) -> Config:
-    """With one process it is the run's own configuration. What engines hold is shared too
-    (`run.rollout.capacity`).
+    """The configuration of a shard; with one process it is the run's own. Shards also share the
+    slots of engines (`run.rollout.capacity`).
     """
     shards = config.gateway.shards
     r = config.rollout
@@ -34,12 +35,11 @@ def shard_of(config: Config, shard: int) -> Config:
         "buffer_groups": r.buffer_groups and r.buffer_groups // shards,
         "buffer_bytes": buffer_bytes(r) // shards,
     }
-    workers = -(-num_workers(config.environment) // shards)
+    workers = math.ceil(num_workers(config.environment) / shards)
+    folder = shard_folder(Path(config.run.folder), shard)
     return config.model_copy(
         update={
-            "run": config.run.model_copy(
-                update={"folder": shard_folder(Path(config.run.folder), shard)}
-            ),
+            "run": config.run.model_copy(update={"folder": folder}),
             "rollout": r.model_copy(update=part),
             "environment": config.environment.model_copy(update={"workers": workers}),
         }
@@ -47,8 +47,9 @@ def shard_of(config: Config, shard: int) -> Config:
 
 
 def unsharded(config: Config) -> Config:
-    """For what has one rollout process: all but training."""
-    return config.model_copy(update={"gateway": config.gateway.model_copy(update={"shards": 1})})
+    """The configuration with one rollout process, which everything but training has."""
+    gateway = config.gateway.model_copy(update={"shards": 1})
+    return config.model_copy(update={"gateway": gateway})
 
 
 def shard_contradictions(config: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Where tasks come from: the options of a source, and what follows from them without reading
+"""Sources of tasks: their options, and the numbers and names that follow without reading
 anything.
 """
 
@@ -14,7 +14,7 @@ from midflight.entries import ENTRY
 
 DATASET_SIZE = 2000
 DATASET_HELDOUT = 256
-"""Of a dataset of reasoning-gym, which is as large as one likes."""
+"""Sizes of a dataset of reasoning-gym, which can be as large as one likes."""
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -84,19 +84,15 @@ class SourceSection(Section):
 
     @property
     def origin(self) -> str:
-        """What the rows are from, as it was written."""
+        """The origin of the rows, as it was written."""
         return str(self.dataset or self.path or self.entry or "posted")
 
     @property
     def num_heldout(self) -> int | float | Path:
         """`heldout` with its default."""
-        return (
-            self.heldout
-            if self.heldout is not None
-            else DATASET_HELDOUT
-            if self.dataset is not None
-            else 0
-        )
+        if self.heldout is not None:
+            return self.heldout
+        return 0 if self.dataset is None else DATASET_HELDOUT
 
     @property
     def has_heldout(self) -> bool:
@@ -104,22 +100,23 @@ class SourceSection(Section):
 
     @property
     def described(self) -> str:
-        """For people: where from, how many, and what is held out."""
+        """For people: the origin of tasks, their number, and the tasks that are held out."""
         if self.posted:
             return "what is posted"
-        size = DATASET_SIZE if self.size is None and self.dataset is not None else self.size
+        size = self.size
+        if size is None and self.dataset is not None:
+            size = DATASET_SIZE
+        trained = "all rows" if size is None else size
+        return f"{self.origin}, {trained} for training and {self._described_heldout} held out"
+
+    @property
+    def _described_heldout(self) -> str:
         held = self.num_heldout
-        kept = (
-            f"{held:g} of the rows"
-            if isinstance(held, float)
-            else f"those of {held}"
-            if isinstance(held, Path)
-            else held or "none"
-        )
-        return (
-            f"{self.origin}, {'all rows' if size is None else size} for training and {kept} "
-            "held out"
-        )
+        if isinstance(held, float):
+            return f"{held:g} of the rows"
+        if isinstance(held, Path):
+            return f"those of {held}"
+        return str(held or "none")
 
 
 class CurriculumSection(Section):
@@ -159,14 +156,15 @@ class CurriculumSection(Section):
 
 
 def source_names(sources: Sequence[SourceSection]) -> tuple[str, ...]:
-    """The name of each. A dataset that stands there again is `name-2`."""
+    """The name of each source. A dataset that occurs a second time is `name-2`."""
     seen: Counter[str] = Counter()
     names: list[str] = []
     for source in sources:
         name = source.name or _own_name(source)
         if source.dataset is not None and not source.name:
             seen[name] += 1
-            name = name if seen[name] == 1 else f"{name}-{seen[name]}"
+            if seen[name] > 1:
+                name = f"{name}-{seen[name]}"
         names.append(name)
     return tuple(names)
 
@@ -181,7 +179,7 @@ def source_contradictions(
     sources: Sequence[SourceSection], curriculum: CurriculumSection, *, learns_to_accuracy: bool
 ) -> Iterator[str]:
     """One sentence for each thing that is wrong with the sources as they are written.
-    `learns_to_accuracy`: a warm start goes by the first one.
+    `learns_to_accuracy`: a warm start stops by the accuracy on the first one.
     """
     yield from _of_curriculum(sources, curriculum)
     if learns_to_accuracy and not any(source.has_heldout for source in sources[:1]):
@@ -242,39 +240,44 @@ def _of_one(source: SourceSection) -> Iterator[str]:
     kind = given[0]
     if source.entry is not None and not ENTRY.fullmatch(source.entry):
         yield f".entry must be 'module:function', got {source.entry!r}"
-    idle = {
-        "dataset": {
-            "id": source.id,
-            "answer": source.answer,
-            "heldout": isinstance(source.heldout, float | Path),
-        },
-        "path": {"options": source.options},
-        "entry": {},
-        "posted": {
-            name: name in source.model_fields_set
-            for name in ("size", "heldout", "weight", "shuffle", "only", "options")
-        },
-    }[kind]
-    for name, is_given in idle.items():
-        if is_given:
-            remedy = (
-                "give a number of tasks" if name == "heldout" and kind == "dataset" else "remove it"
-            )
-            yield (
-                f".{name} ({getattr(source, name)}) has no meaning for a source with {kind}; "
-                f"{remedy}"
-            )
+    for name in _idle_options(source, kind):
+        remedy = "remove it"
+        if name == "heldout" and kind == "dataset":
+            remedy = "give a number of tasks"
+        yield (
+            f".{name} ({getattr(source, name)}) has no meaning for a source with {kind}; {remedy}"
+        )
     if not source.prompt:
         yield (
-            ".prompt is empty, so nothing would be asked; give a format such as '{question}', "
-            "or "
+            ".prompt is empty, so nothing would be asked; give a format such as '{question}', or "
             "the name of a column"
         )
 
 
+def _idle_options(source: SourceSection, kind: str) -> Iterator[str]:
+    """The options that are given and mean nothing for a source of this kind."""
+    match kind:
+        case "dataset":
+            if source.id:
+                yield "id"
+            if source.answer:
+                yield "answer"
+            if isinstance(source.heldout, float | Path):
+                yield "heldout"
+        case "path":
+            if source.options:
+                yield "options"
+        case "posted":
+            for name in ("size", "heldout", "weight", "shuffle", "only", "options"):
+                if name in source.model_fields_set:
+                    yield name
+        case _:
+            pass
+
+
 def num_draws(source: SourceSection) -> int:
-    """Entries of a dataset that are drawn for its tasks, about: every eighth content is held
-    out.
+    """Entries of a dataset that are drawn for its tasks. It is about this many, since every eighth
+    content is held out.
     """
     assert isinstance(source.num_heldout, int), "a dataset holds out a number"
     return max(source.size or DATASET_SIZE, 8 * source.num_heldout, 1)

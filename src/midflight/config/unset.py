@@ -1,13 +1,12 @@
-"""Options that follow from the model where they are unset and the model comes from a folder
-(`model.path`).
+"""Defaults of options that follow from the model, where it comes from a folder (`model.path`).
 
 The defaults that the sections state are for small models which are made with random weights. A
-model that was trained before talks in longer answers, is spoilt by steps as large as those, and
-takes memory of another order.
+model that was trained before gives longer answers, is spoilt by steps as large as those, and takes
+memory of another order.
 
 | option | follows from |
 |---|---|
-| `model.max_context` | what the model can, and memory (`context.default_context`) |
+| `model.max_context` | the model's own limit, and memory (`context.default_context`) |
 | `environment.max_tokens` | the context |
 | `trainer.learning_rate` | the number of parameters, and whether adapters are trained |
 | `warm_start.learning_rate`, `critic.learning_rate` | `trainer.learning_rate` as it would be by itself |
@@ -40,26 +39,27 @@ more.
 KNOWN_PARAMETERS = 135e6
 """Parameters of SmolLM2-135M-Instruct."""
 KNOWN_RATE = 2e-5
-"""The step size with which that model learns sums in thirty steps. With 3e-4 it forgets in three
-what it could.
+"""The step size with which that model learns sums in thirty steps. With 3e-4 it forgets its skills
+in three.
 """
 RATE_FALLS = 0.75
-"""Power by which the step falls with the number of parameters. It meets what is usual at both ends:
-3e-4 for the 3 million of a model made here, 1e-6 for 7 billion, which TRL's and verl's GRPO
-have."""
+"""Power by which the step falls with the number of parameters. It gives the usual sizes at both
+ends: 3e-4 for the 3 million of a model made here, and 1e-6 for 7 billion, as in TRL's and verl's
+GRPO.
+"""
 LEAST_RATE = 1e-6
 ADAPTER_FACTOR = 10
 """Adapters take steps ten times as large as whole weights (Schulman et al., LoRA Without Regret,
 2025).
 """
 COPYING_FACTOR = 10
-"""So much larger are steps that learn from given answers, or values: their gradient is far less
-noisy. 2e-4 at 135 million, 1e-5 at 7 billion.
+"""Steps that learn from given answers, or values, are larger by this factor, because their gradient
+is far less noisy: 2e-4 at 135 million, 1e-5 at 7 billion.
 """
 MICRO_STEP = 256
-"""A micro-batch that memory bounds has a multiple of so many tokens."""
+"""The tokens of a micro-batch that memory bounds are a multiple of this."""
 LEAST_MICRO = 512
-"""A micro-batch has at least so many tokens, because smaller ones leave processors idle."""
+"""A micro-batch has at least this many tokens, because smaller ones leave processors idle."""
 ACTIVATIONS_SHARE = 8
 """The activations of a micro-batch may take one part in eight of the memory."""
 
@@ -81,8 +81,8 @@ class Derived:
 def learning_rate(num_parameters: int, *, adapters: bool = False) -> float:
     """Peak step size of AdamW in reinforcement learning, one digit:
 
-    KNOWN_RATE * (KNOWN_PARAMETERS / num_parameters) ** RATE_FALLS, from LEAST_RATE to what a made
-    model has; ten times that for adapters
+    KNOWN_RATE * (KNOWN_PARAMETERS / num_parameters) ** RATE_FALLS, at least LEAST_RATE and at most
+    the rate of a made model; for adapters ten times that.
     """
     rate = KNOWN_RATE * (KNOWN_PARAMETERS / max(1, num_parameters)) ** RATE_FALLS
     whole = _one_digit(min(TrainerSection().learning_rate, max(LEAST_RATE, rate)))
@@ -99,15 +99,15 @@ def usual_rate(config: Config) -> float:
 
 
 def copying_rate(num_parameters: int, most: float) -> float:
-    """Peak step size for what learns from given answers or values; `most` is that of a made
+    """Peak step size for learning from given answers or values. `most` is the one of a made
     model.
     """
     return _one_digit(min(most, COPYING_FACTOR * learning_rate(num_parameters)))
 
 
 def max_tokens(max_context: int) -> int:
-    """Tokens of an answer: a part of the context, not less than for a made model where the context
-    has so many, and not more than MOST_ANSWER.
+    """Tokens of an answer: a part of the context, at most MOST_ANSWER, and not less than for a made
+    model where the context has room for that.
     """
     part = max(1, min(MOST_ANSWER, max_context // ANSWER_SHARE))
     least = EnvironmentSection().max_tokens
@@ -122,12 +122,10 @@ def micro_batch_tokens(config: Config, sizes: ModelSizes) -> int:
     if config.trainer.device != "cpu":
         return most
     room = machine_bytes() // ACTIVATIONS_SHARE
-    fitting = (
-        tokens
-        for tokens in range(most, LEAST_MICRO, -MICRO_STEP)
-        if config.trainer.ranks * activation_bytes(config, sizes, tokens) <= room
-    )
-    return next(fitting, LEAST_MICRO)
+    for tokens in range(most, LEAST_MICRO, -MICRO_STEP):
+        if config.trainer.ranks * activation_bytes(config, sizes, tokens) <= room:
+            return tokens
+    return LEAST_MICRO
 
 
 def with_derived(config: Config) -> Config:
@@ -136,23 +134,24 @@ def with_derived(config: Config) -> Config:
     """
     if config.model.path is None:
         return config
-    if (found := default_context(config)) is not None:
-        config = _filled(config, "model.max_context", found[0])
+    found = default_context(config)
+    if found is not None:
+        context, _ = found
+        config = _filled(config, "model.max_context", context)
     for derived in model_derived(config):
         config = _filled(config, derived.option, derived.value)
     return config
 
 
 def model_derived(config: Config) -> Iterator[Derived]:
-    """The values that options which mean something here would have if they were unset. The context
-    is taken as it stands. Nothing without a model.
+    """The values that options would have if they were unset, of those that mean something in this
+    run. The context is taken as it stands. There are none without a model.
     """
-    path = config.model.path
-    try:
-        sizes = None if path is None else sizes_of(path)
-    except ModelNotFound:  # said where the model is looked for
+    if config.model.path is None:
         return
-    if path is None or sizes is None:
+    try:
+        sizes = sizes_of(config.model.path)
+    except ModelNotFound:  # said where the model is looked for
         return
     adapters = _trains_adapters(config)
     number = sizes.num_parameters
@@ -185,8 +184,8 @@ def model_derived(config: Config) -> Iterator[Derived]:
 
 
 def shown_derived(config: Config) -> Iterator[Derived]:
-    """Those that are in force, for the dry run. Whoever sets an option to its derived value sees it
-    too.
+    """The derived values that are in force, for the dry run. An option that the user sets to its
+    derived value is among them.
     """
     for derived in model_derived(config):
         section, _, name = derived.option.partition(".")
@@ -196,8 +195,10 @@ def shown_derived(config: Config) -> Iterator[Derived]:
 
 def _trains_adapters(config: Config) -> bool:
     """Whether the run makes adapters, or the model's folder brings some."""
+    if config.lora.rank is not None:
+        return True
     path = config.model.path
-    return config.lora.rank is not None or (path is not None and adapter_of(path) is not None)
+    return path is not None and adapter_of(path) is not None
 
 
 def _filled(config: Config, option: str, value: float) -> Config:
@@ -211,5 +212,6 @@ def _filled(config: Config, option: str, value: float) -> Config:
 
 
 def _one_digit(rate: float) -> float:
+    """The rate rounded to its first digit."""
     exponent = math.floor(math.log10(rate))
     return float(f"{round(rate / 10**exponent)}e{exponent}")

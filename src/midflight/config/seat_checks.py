@@ -1,0 +1,181 @@
+"""Options of places that contradict each other: clusters, servers and their GPUs, adapters, and the
+engine that is lent.
+"""
+
+from collections.abc import Iterator
+
+from midflight.config.derived import num_engines
+from midflight.config.devices import VLLM_RANKS, ServerSection
+from midflight.config.seats import device_map, engines_min, server_size
+from midflight.config.sections import Config, EngineSection
+from midflight.config.shards import shard_contradictions
+from midflight.errors import ConfigError
+
+
+def server_contradictions(config: Config) -> Iterator[str]:
+    """Contradictions of `[[engine.servers]]`, `trainer.devices`, adapters and lending, and every
+    GPU that two processes would have, however many there are.
+    """
+    engine = config.engine
+    trainer = config.trainer
+    local = config.cluster.kind == "local"
+    for index, server in enumerate(engine.servers):
+        yield from _server_contradictions(engine, f"engine.servers.{index}", server, local=local)
+    for name, given in (
+        ("engine.urls", len(engine.urls)),
+        ("engine.count", engine.count if engine.count > 1 else 0),
+    ):
+        if engine.servers and given not in (0, len(engine.servers)):
+            yield (
+                f"{name} says that there are {given} engines, and engine.servers that there are "
+                f"{len(engine.servers)}; mend one"
+            )
+    if trainer.devices and trainer.device != "cuda":
+        yield (
+            f'trainer.devices ({list(trainer.devices)}) are of trainer.device = "cuda", which is '
+            f"{trainer.device!r}; remove them, or set it"
+        )
+    elif trainer.devices and len(trainer.devices) != trainer.ranks:
+        yield (
+            f"trainer.devices ({list(trainer.devices)}) are one for each of trainer.ranks "
+            f"({trainer.ranks}); name as many"
+        )
+    if trainer.devices and not local:
+        yield (
+            f"trainer.devices ({list(trainer.devices)}) are chosen by Ray on a cluster; remove them"
+        )
+    yield from _adapter_contradictions(config)
+    if engine.lend:
+        yield from _lending_contradictions(config)
+    if local:
+        try:
+            device_map(config)
+        except ConfigError as error:
+            yield str(error).rstrip(".")
+
+
+def _adapter_contradictions(config: Config) -> Iterator[str]:
+    lora = config.lora
+    engine = config.engine
+    if lora.merged and (lora.rank is None or engine.kind == "embedded"):
+        yield (
+            "lora.merged is for adapters that vLLM or SGLang serve, and there are none: remove "
+            "it, or set lora.rank and engine.kind"
+        )
+    if lora.rank is None or lora.merged or engine.kind == "embedded":
+        return
+    if config.weights.commit == "barrier":
+        yield (
+            'weights.commit = "barrier" is for weights that replace each other, and servers keep '
+            "versions of adapters side by side; remove it, or set lora.merged"
+        )
+    if engine.kind == "vllm" and lora.rank > VLLM_RANKS[-1]:
+        yield (
+            f"lora.rank ({lora.rank}) is more than vLLM's own LoRA takes ({VLLM_RANKS[-1]}); "
+            "lower it, or set lora.merged"
+        )
+
+
+def _server_contradictions(
+    engine: EngineSection, at: str, server: ServerSection, *, local: bool
+) -> Iterator[str]:
+    size = server_size(engine, server)
+    given = list(server.devices)
+    if server.host and local:
+        yield (
+            f'{at}.host ({server.host}) is a machine of a cluster, and cluster.kind is "local"; '
+            "remove it, or set cluster.kind"
+        )
+    if engine.kind == "embedded" and (server.world_size > 1 or server.arguments):
+        yield (
+            f'{at} has sizes or arguments of a server, and engine.kind is "embedded", which is '
+            "on one device; remove them"
+        )
+    if engine.urls and (given or server.arguments or server.host):
+        yield (
+            f"{at} has a host, devices or arguments, and engine.urls are of a server that runs "
+            "already; remove them"
+        )
+    if given and not local:
+        yield (
+            f"{at}.devices ({given}) are chosen by Ray on a cluster; remove them: it is given as "
+            "many as the sizes ask for"
+        )
+    elif given and engine.device != "cuda":
+        yield (
+            f'{at}.devices ({given}) are of engine.device = "cuda", which is {engine.device!r}; '
+            "remove them, or set it"
+        )
+    if size != server.world_size and server.world_size > 1:
+        yield (
+            f"{at} and the server's arguments both say over how many GPUs it is laid "
+            f"({server.world_size} and {size}); remove it from the arguments"
+        )
+    elif given and len(given) != size:
+        yield (
+            f"{at}.devices ({given}) are {len(given)}, and the server is laid over {size} "
+            "(tensor x pipeline x data parallel); name as many"
+        )
+
+
+def _lending_contradictions(config: Config) -> Iterator[str]:
+    engine = config.engine
+    needs = "engine.lend is one more embedded engine in the trainer's place"
+    if engine.kind != "embedded" or engine.servers:
+        given = "engine.servers are given" if engine.servers else f'engine.kind is "{engine.kind}"'
+        yield f"{needs}, and {given}; remove one"
+    if config.cluster.kind != "local":
+        yield (
+            f'{needs}, and cluster.kind is "{config.cluster.kind}", where the trainer may be on '
+            "another machine; remove one"
+        )
+    if engine.device.partition(":")[0] != config.trainer.device.partition(":")[0]:
+        yield (
+            f"{needs}, and engine.device ({engine.device}) is another kind than trainer.device "
+            f"({config.trainer.device}); give both the same"
+        )
+    if config.gateway.shards > 1:
+        yield (
+            f"{needs}, of which one gateway decides, and gateway.shards is "
+            f"{config.gateway.shards}; remove one"
+        )
+    if config.environment.untracked.engines:
+        yield (
+            f"{needs}, and environment.untracked.engines "
+            f"({config.environment.untracked.engines}) sets the last engines apart; remove one"
+        )
+
+
+def cluster_contradictions(config: Config) -> Iterator[str]:
+    cluster = config.cluster
+    yield from shard_contradictions(config)
+    if cluster.kind == "local":  # the rest then waits for the day when it is not
+        return
+    least = engines_min(config)
+    most = num_engines(config.engine)
+    if least > most:
+        yield (
+            f"cluster.engines_min ({least}) is more than the engines that the run asks for "
+            f"({most}); lower it, or raise cluster.engines_max"
+        )
+    apart = config.environment.untracked.engines
+    if cluster.engines_min is not None and apart >= least:
+        yield (
+            f"cluster.engines_min ({least}) leaves none for the policy beside "
+            f"environment.untracked.engines ({apart}); raise it"
+        )
+    if (config.engine.urls or config.engine.servers) and cluster.engines_max is not None:
+        which = "engine.urls" if config.engine.urls else "engine.servers"
+        yield (
+            f"cluster.engines_max ({cluster.engines_max}) does nothing beside {which}, which say "
+            "how many there are; remove it"
+        )
+    for key, device in (
+        ("engine.device", config.engine.device),
+        ("trainer.device", config.trainer.device),
+    ):
+        if ":" in device:
+            yield (
+                f"{key} is {device!r}, and on a cluster a seat has GPUs of its own, numbered "
+                'from 0; set it to "cuda"'
+            )

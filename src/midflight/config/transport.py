@@ -1,0 +1,66 @@
+"""The transport of weights that a run gets where none is named."""
+
+from typing import Literal
+
+from midflight.config.derived import handed_bytes, model_sizes, num_engines
+from midflight.config.sections import Config
+from midflight.errors import ModelNotFound
+
+Transport = Literal["shared_memory", "file", "collective", "direct", "pull"]
+
+LARGE_BYTES = 2**30
+"""A version of this size takes a server's own loader a second or more, in a pause. To swap it takes
+milliseconds.
+"""
+MANY_ENGINES = 8
+"""The number of engines over machines from which `pull` pays: it saves every engine's link and the
+trainer's CPU, for two and a half times the CPU of an engine.
+"""
+
+
+def chosen_transport(config: Config) -> tuple[Transport, str]:
+    """The transport that `weights.transport = "auto"` stands for in this run, and why, in words."""
+    return way_of_weights(
+        num_bytes=version_bytes(config),
+        num_engines=num_engines(config.engine),
+        swaps=config.engine.kind != "embedded" and config.lora.rank is None,
+        over_machines=config.cluster.kind != "local",
+        from_ranks=config.trainer.ranks > 1 and not config.weights.delta,
+    )
+
+
+def version_bytes(config: Config) -> int:
+    """The size of one version on its way; 0 where there is no such model, which is said where the
+    model is looked for.
+    """
+    try:
+        return handed_bytes(config, model_sizes(config.model))
+    except ModelNotFound:
+        return 0
+
+
+def way_of_weights(
+    *, num_bytes: int, num_engines: int, swaps: bool, over_machines: bool, from_ranks: bool
+) -> tuple[Transport, str]:
+    """The transport for a version of `num_bytes`, and why. `swaps`: engines are servers that take
+    whole versions. `from_ranks`: each of several trainer ranks may give away its own part.
+
+    | engines | a version has | on one machine | over machines, fewer than `MANY_ENGINES` | over machines, more |
+    |---|---|---|---|---|
+    | servers | `LARGE_BYTES` or more | direct | direct | pull |
+    | servers | less, or is adapters | shared_memory | collective; pull from several ranks | pull |
+    | embedded | any size | shared_memory | collective; pull from several ranks | pull |
+    """
+    if over_machines and num_engines >= MANY_ENGINES:
+        return "pull", f"{num_engines} engines over machines give it to each other"
+    if swaps and num_bytes >= LARGE_BYTES:
+        why = (
+            "a server would pause long to load so much, and only swaps what came straight to its "
+            "workers"
+        )
+        return "direct", why
+    if not over_machines:
+        return "shared_memory", "engines on the trainer's machine map what it has written"
+    if from_ranks:
+        return "pull", "each rank of the trainer gives away its own part"
+    return "collective", f"one broadcast for {num_engines} engines over machines"
