@@ -86,8 +86,11 @@ def without_stale_trajectories(group: Group, floor: Version) -> Trimmed:
     baseline.
     """
     stale = {t.key: t.num_trainable for t in group.trajectories if _is_stale(t, floor)}
-    kept = tuple(replace(t, rows=()) if t.key in stale else t for t in group.trajectories)
-    return Trimmed(replace(group, trajectories=kept), masked={}, dropped=stale)
+    kept: list[Trajectory] = []
+    for trajectory in group.trajectories:
+        is_stale = trajectory.key in stale
+        kept.append(replace(trajectory, rows=()) if is_stale else trajectory)
+    return Trimmed(replace(group, trajectories=tuple(kept)), masked={}, dropped=stale)
 
 
 def with_stale_tokens_masked(group: Group, floor: Version) -> Trimmed:

@@ -112,9 +112,10 @@ class Lineage:
         """The group with the versions of its tokens renumbered."""
         if not self.forks:
             return group
-        trajectories = (
-            replace(t, rows=tuple(self._row(row) for row in t.rows)) for t in group.trajectories
-        )
+        trajectories: list[Trajectory] = []
+        for trajectory in group.trajectories:
+            rows = tuple(self._row(row) for row in trajectory.rows)
+            trajectories.append(replace(trajectory, rows=rows))
         return replace(group, trajectories=tuple(trajectories))
 
     def _row(self, row: Row) -> Row:

@@ -123,7 +123,7 @@ def num_engines(engine: EngineSection) -> int:
 
 
 MAX_WORKERS = 8
-"""By default: more would rarely be busy, and each takes memory."""
+"""The most processes by default: more would rarely be busy, and each takes memory."""
 
 
 def num_workers(environment: EnvironmentSection) -> int:

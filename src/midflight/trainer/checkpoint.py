@@ -48,8 +48,8 @@ def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedCheckpoint:
-    """A trainer's state at one instant, in memory of its own. With several ranks, this rank's
-    shards of it.
+    """A trainer's state at one instant, in memory of its own. With several ranks it has this rank's
+    shards of the state.
     """
 
     state: CheckpointState

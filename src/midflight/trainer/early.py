@@ -87,7 +87,7 @@ class EarlyWork:
 
     @property
     def where(self) -> Index:
-        """Where in the batch the tokens are, part after part."""
+        """The places of the tokens in the batch, part after part."""
         found = [there for _, _, there in self.parts]
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
@@ -149,8 +149,8 @@ def found_in(tokens: LossTokens, parts: Sequence[Part], ahead: Ahead) -> EarlyWo
 
 
 def _groups(tokens: LossTokens, *, with_advantage: bool) -> Iterator[tuple[bytes, Index]]:
-    """A hash for each group that has tokens, of all that its part of a step depends on; and where
-    its tokens are.
+    """The groups that have tokens: for each a hash of all that its part of a step depends on, and
+    the places of its tokens.
     """
     predictions = tokens.predictions
     row = tokens.predictions.row

@@ -1,20 +1,21 @@
-"""Checkpoints: folders that are whole or absent. Safetensors and JSON, hashed in a manifest of
-ours; nothing is unpickled.
+"""Checkpoints: folders that are whole or absent. They hold safetensors and JSON, hashed in a
+manifest of ours; nothing is unpickled.
 
-root/version-00000012/store-12.sqlite          a copy of the rollouts' store, where that lies
-elsewhere (`trajectories.pairs`)
-                      rank-00000.safetensors   what rank 0 holds of weights and optimiser, and its
-                      generators rank-00001.safetensors   and rank 1, ...; any number of ranks can
-                      read them state.json               version, steps, lineage, the store's
-                      cursor, format, number of ranks manifest.json            hashes of all these
-root/latest                                    name of the newest whole folder, written last
+root/
+  version-00000012/
+    store-12.sqlite          a copy of the rollouts' store, if it lies elsewhere
+    (`trajectories.pairs`) rank-00000.safetensors   rank 0's part of weights and optimiser, and its
+    generators rank-00001.safetensors   and rank 1's, ...; any number of ranks can read them
+    state.json               version, steps, lineage, the store's cursor, format, number of ranks
+    manifest.json            hashes of all these
+  latest                     the name of the newest whole folder, written last
 
 Tensors lie in the safetensors layout of torch.distributed.checkpoint (DCP): one file for each rank,
 read by any number of ranks. DCP's planners know which part of a tensor is here and which parts of
-which files make up another layout. Its collectives are left out: they pickle on sockets, and each
-rank knows its own parts without asking. So is its writer: that copies everything twice, and holds
-the interpreter's lock for seconds per GB, so that a write in the background would stop the training
-it should not.
+which files make up another layout. Its collectives are not used: they pickle on sockets, and each
+rank knows its own parts without asking. Its writer is not used either: it copies everything twice,
+and holds the interpreter's lock for seconds per GB, so that a write in the background would stop
+the training.
 """
 
 import hashlib
@@ -44,20 +45,20 @@ Stored = TypeVar("Stored", bound=msgspec.Struct)
 
 
 FORMAT = 2
-"""1 was one file each for weights, optimiser and generators, whole on one rank."""
+"""Format 1 had one file each for weights, optimiser and generators, whole on one rank."""
 
 
 class CheckpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `state.json` holds."""
+    """The content of `state.json`."""
 
     version: Version
     num_steps: int
     num_skipped: int
     lineage: tuple[Fork, ...]
     cursor: str
-    """Opaque to the trainer: where the store was when these weights were final."""
+    """The store's position when these weights were final. It is opaque to the trainer."""
     num_ranks: int
-    """How many wrote it. Any number may read it."""
+    """The number of ranks that wrote it. Any number may read it."""
     format: int = FORMAT
 
 
@@ -85,20 +86,25 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Those of the run as it is, newest first."""
+    """The checkpoints of the run as it is, newest first."""
     return sorted(root.glob("version-*"), reverse=True)
 
 
 def newest_whole(root: Path, say: Callable[[str], None]) -> Path | None:
     """The checkpoint to go on from, verified: the one that `latest` names, else the newest that is
-    whole, which is said. `None` before the first. `CheckpointCorrupt` when none is whole.
+    whole, and then `say` gets a sentence. `None` before the first. `CheckpointCorrupt` when none is
+    whole.
 
     It is the newest afterwards: see `set_newest`.
     """
     found = checkpoints(root)
     named = latest_checkpoint(root)
-    wrong = [] if named is not None or not found else [f"{root / 'latest'} names no checkpoint."]
-    for folder in found if named is None else [one for one in found if one <= named]:
+    wrong: list[str] = []
+    if found and named is None:
+        wrong.append(f"{root / 'latest'} names no checkpoint.")
+    for folder in found:
+        if named is not None and folder > named:
+            continue
         try:
             verified(folder)
         except CheckpointCorrupt as error:
@@ -120,13 +126,12 @@ def newest_whole(root: Path, say: Callable[[str], None]) -> Path | None:
 
 
 def set_newest(root: Path, folder: Path) -> None:
-    """Goes back to a checkpoint. Newer ones get other names: what is trained from here on is not
-    based on them.
-    """
+    """Goes back to a checkpoint. Newer ones get other names: later steps are not based on them."""
     if latest_checkpoint(root) != folder:
         _name_latest(root, folder)
-    for newer in (one for one in checkpoints(root) if one > folder):
-        newer.rename(_free_name(root, f"abandoned-{newer.name}"))
+    for one in checkpoints(root):
+        if one > folder:
+            one.rename(_free_name(root, f"abandoned-{one.name}"))
     sync(root)
 
 
@@ -139,12 +144,13 @@ def version_of(folder: Path) -> int:
     """The version in the folder's name, which may end in the number of a repetition
     (`_free_name`).
     """
-    return int(folder.name.split("version-")[1].split("-")[0])
+    number, _, _ = folder.name.split("version-")[1].partition("-")
+    return int(number)
 
 
 def begin(root: Path, version: int) -> None:
-    """Makes an empty draft for `version`. What others left half written is removed: one process at
-    a time writes here.
+    """Makes an empty draft for `version`. Drafts that other processes left half written are
+    removed: one process at a time writes here.
     """
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(".writing-*"):
@@ -153,7 +159,7 @@ def begin(root: Path, version: int) -> None:
 
 
 def draft_of(root: Path, version: int) -> Path:
-    """Known to every rank without a word."""
+    """The draft of a version, which every rank knows without being told."""
     return root / f".writing-version-{version:08d}"
 
 
@@ -163,18 +169,16 @@ def finish(
     """Makes the draft, whose shards are all on disk, the newest checkpoint; a crash at any instant
     leaves `latest` on a whole one (I8).
 
-    `beside` puts what belongs to it into the draft. Where that says that it could not, there is no
-    checkpoint, and those before stay.
+    `beside` puts files that belong to the checkpoint into the draft. If it returns false, there is
+    no checkpoint, and the earlier ones stay.
     """
     draft = draft_of(root, state.version)
     if beside is not None and not beside(draft):
         shutil.rmtree(draft)
         return False
     _write(draft / "state.json", msgspec.json.encode(state))
-    _write(
-        draft / "manifest.json",
-        msgspec.json.encode(Manifest({name: _hash(draft / name) for name in _files(state)})),
-    )
+    manifest = Manifest({name: _hash(draft / name) for name in _files(state)})
+    _write(draft / "manifest.json", msgspec.json.encode(manifest))
     sync(draft)
     final = _free_name(root, f"version-{state.version:08d}")
     draft.rename(final)
@@ -203,12 +207,11 @@ def verified(folder: Path) -> CheckpointState:
             "Go on with the version that wrote it, or start anew with --overwrite."
         )
     state = _decode(folder / "state.json", CheckpointState)
-    there = {"state.json", *manifest.files, *(path.name for path in folder.glob("*.safetensors"))}
+    there = {"state.json", *manifest.files}
+    there.update(path.name for path in folder.glob("*.safetensors"))
     for name in sorted(there ^ _files(state)):
-        raise corrupt(
-            folder / name,
-            "is not of this checkpoint" if name in there else "is not in manifest.json",
-        )
+        what = "is not of this checkpoint" if name in there else "is not in manifest.json"
+        raise corrupt(folder / name, what)
     return state
 
 
@@ -250,15 +253,19 @@ def _free_name(root: Path, name: str) -> Path:
     """A version saved a second time goes beside the first: `latest` may still point there, so that
     one must not vanish before it moves.
     """
-    names = itertools.chain([name], (f"{name}-{again:03d}" for again in itertools.count(1)))
-    return next(root / free for free in names if not (root / free).exists())
+    free = root / name
+    for again in itertools.count(1):
+        if not free.exists():
+            break
+        free = root / f"{name}-{again:03d}"
+    return free
 
 
 def _remove_old(root: Path, newest: Path, *, keep: int) -> None:
-    """Keeps `newest` and the `keep - 1` of the highest versions beside it. Others lose their name
-    first: none is ever half a checkpoint.
+    """Keeps `newest`, and of the others the `keep - 1` of the highest versions. A folder loses its
+    name before it is removed: none is ever half a checkpoint.
     """
-    others = sorted((folder for folder in root.glob("version-*") if folder != newest), reverse=True)
+    others = [folder for folder in checkpoints(root) if folder != newest]
     for old in others[max(0, keep - 1) :]:
         shutil.rmtree(old.rename(root / f".writing-{old.name}"))
 
@@ -268,21 +275,19 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def write_shards(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """What this rank holds of each tensor (of a DTensor its shard), with its place in the whole."""
+    """Writes this rank's part of each tensor (its shard of a DTensor), with its place in the
+    whole.
+    """
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tensors))
-    items = planner.create_local_plan().items
-    parts: dict[str, Any] = {item.index.fqn: planner.resolve_data(item) for item in items}
-    places = {
-        item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)}
-        for item in items
-        if item.tensor_data
-    }
-    save_file(
-        {name: part.contiguous() for name, part in parts.items()},
-        path,
-        metadata={"DCP_SHARDING_INFO": json.dumps(places)},
-    )
+    parts: dict[str, Tensor] = {}
+    places: dict[str, dict[str, list[int]]] = {}
+    for item in planner.create_local_plan().items:
+        part: Any = planner.resolve_data(item)
+        parts[item.index.fqn] = part.contiguous()
+        if item.tensor_data:
+            places[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+    save_file(parts, path, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
     open_to_others(path)
 
 
@@ -290,8 +295,8 @@ class Shards:
     """The tensors in the files of a folder. Opening it reads headers only."""
 
     def __init__(self, folder: Path) -> None:
-        """`ValueError` if parts of a tensor are missing; what safetensors raises, if a file is
-        none.
+        """`ValueError` if parts of a tensor are missing. If a file is none of safetensors, its own
+        error is raised.
         """
         self._reader = HuggingFaceStorageReader(str(folder))
         self._metadata = self._reader.read_metadata()
@@ -314,8 +319,8 @@ class Shards:
         }
 
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """Overwrites each tensor (of a DTensor the shard that is here) with the one of its name.
-        Reads no more than that takes.
+        """Overwrites each tensor (this rank's shard of a DTensor) with the one of its name. It
+        reads no more than that takes.
         """
         planner = DefaultLoadPlanner()
         planner.set_up_planner(dict(into), self._metadata, is_coordinator=True)

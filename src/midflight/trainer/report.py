@@ -41,7 +41,7 @@ class StepReport:
 
     version: Version
     loss: float
-    """Mean over the updates that were made. Of a skipped step the loss that was found, NaN if none
+    """Mean over the updates that were made. A skipped step has the loss that was found, NaN if none
     was.
     """
     num_tokens: int

@@ -68,7 +68,7 @@ class Update:
         return torch.from_numpy(self.chosen).to(self.tokens.age.device)
 
     def position(self, at: Tensor) -> Tensor:
-        """Where these of the step's tokens are among the chosen ones."""
+        """The places of the tokens `at` among the chosen ones."""
         return torch.searchsorted(self.where, at)
 
     def known(self, now: Tensor, proximal: Tensor, at: Tensor) -> Known:

@@ -34,8 +34,8 @@ from midflight.types import PackedBatch, Version
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Where a run was taken up again: weights of `parent` go on under the number `version`, so that
-    no number is used twice.
+    """A point where a run was taken up again: the weights of `parent` go on under the number
+    `version`, so that no number is used twice.
     """
 
     parent: Version

@@ -93,7 +93,7 @@ def remove(store: Path) -> None:
 
 
 def older(store: Path) -> Path:
-    """Where a store is kept after another one has taken its place."""
+    """The place of a store after another one has taken its own."""
     return store.with_name(f"{store.stem}.older.sqlite")
 
 

@@ -484,9 +484,10 @@ class Store:
             f"SELECT fate, reason, SUM(num_tokens) FROM fates WHERE {where} GROUP BY fate, reason",
             *values,
         )
-        return {
-            (Fate(fate), Reason(reason) if reason else None): total for fate, reason, total in found
-        }
+        fates: dict[tuple[Fate, Reason | None], int] = {}
+        for fate, reason, total in found:
+            fates[Fate(fate), Reason(reason) if reason else None] = total
+        return fates
 
     # --- Reading ---
 

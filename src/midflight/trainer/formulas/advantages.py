@@ -190,11 +190,11 @@ def gae(
 def overlong_penalty(
     room: Int[Tensor, " M"], *, buffer: int, penalty: float
 ) -> Float[Tensor, " M"]:
-    """What DAPO adds to the reward of an answer that comes close to its limit L, in tokens; all of
-    it at the limit.
+    """The term that DAPO adds to the reward of an answer that comes close to its limit L, in
+    tokens. At the limit it is the whole penalty.
 
-        -clip((len - (L - buffer)) / buffer, 0, 1) * penalty = -clip(1 - room / buffer, 0, 1) *
-        penalty,   room = L - len
+        -clip((len - (L - buffer)) / buffer, 0, 1) * penalty
+            = -clip(1 - room / buffer, 0, 1) * penalty,   room = L - len
 
     Yu et al. 2025 (2503.14476), eq. 13, where a rollout is one answer. With several turns `room` is
     that of the answer that came nearest to its own limit, so that many short answers cost nothing.
@@ -247,7 +247,7 @@ def _extremes(
 
 
 def _means(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> Float[Tensor, " G"]:
-    """Of the scored rollouts of each group; 0 where none is."""
+    """Means over the scored rollouts of each group; 0 where there are none."""
     return _sums(rewards.where(rewards.isfinite(), 0), groups) / _counts(rewards, groups)
 
 

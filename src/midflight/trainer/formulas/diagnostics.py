@@ -26,15 +26,15 @@ class Observed:
 
     log_rho: Float[Tensor, " T"]
     weight: Float[Tensor, " T"]
-    """By which the objective weighted it: its effective sample size is reported. Of a bypass
-    objective rho itself.
+    """The weight that the objective gave the token, whose effective sample size is reported. For a
+    bypass objective it is rho itself.
     """
     sequence: Int[Tensor, " T"]
     below: Bool[Tensor, " T"]
     above: Bool[Tensor, " T"]
-    """Where a clip took the gradient away."""
+    """True where a clip took the gradient away."""
     masked: Mapping[str, Bool[Tensor, " T"]]
-    """Where a rejection mask did, by its name. One token may be under several."""
+    """True where a rejection mask took it away, by its name. One token may be under several."""
 
     def at(self, where: Bool[Tensor, " T"]) -> Observed:
         """Only these tokens."""
@@ -163,16 +163,20 @@ def entropy_metrics(policy: Float[Tensor, " T"]) -> dict[str, float]:
 
 def alarms(metrics: dict[str, float]) -> tuple[str, ...]:
     """Sentences about readings that say training is off its distribution; none if all is well."""
-    found = (
-        (
-            not 0.5 <= metrics["rho/mean"] <= 2,
-            f"mean rho is {metrics['rho/mean']:.3g}, outside [0.5, 2]",
-        ),
-        (metrics["rho/ess"] < 0.3, f"effective sample size is {metrics['rho/ess']:.3g}, below 0.3"),
-        (abs(metrics["rho/k1"]) > 0.1, f"k1 is {metrics['rho/k1']:.3g}, beyond 0.1"),
-        (metrics["rho/std"] > 1, f"standard deviation of rho is {metrics['rho/std']:.3g}, above 1"),
-    )
-    return tuple(sentence for alarmed, sentence in found if alarmed)
+    mean = metrics["rho/mean"]
+    ess = metrics["rho/ess"]
+    divergence = metrics["rho/k1"]
+    deviation = metrics["rho/std"]
+    found: list[str] = []
+    if not 0.5 <= mean <= 2:
+        found.append(f"mean rho is {mean:.3g}, outside [0.5, 2]")
+    if ess < 0.3:
+        found.append(f"effective sample size is {ess:.3g}, below 0.3")
+    if abs(divergence) > 0.1:
+        found.append(f"k1 is {divergence:.3g}, beyond 0.1")
+    if deviation > 1:
+        found.append(f"standard deviation of rho is {deviation:.3g}, above 1")
+    return tuple(found)
 
 
 def _mismatch(log_rho: Float[Tensor, " T"]) -> dict[str, float]:
@@ -191,8 +195,7 @@ _OF_RHO = frozenset({"rho/mean", "rho/min", "rho/max", "rho/std"})
 
 
 def _within_age(name: str) -> str:
-    return (
-        name.replace("/", "_")
-        if name in _OF_RHO or not name.startswith("rho/")
-        else name.removeprefix("rho/")
-    )
+    """The name of a metric in the row of an age."""
+    if name in _OF_RHO or not name.startswith("rho/"):
+        return name.replace("/", "_")
+    return name.removeprefix("rho/")

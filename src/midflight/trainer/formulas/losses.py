@@ -130,8 +130,8 @@ def sapo(
 ) -> Float[Tensor, " T"]:
     """A soft gate in place of the clip.
 
-        L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t,  tau = tau_positive where A_t > 0, else
-        tau_negative
+        L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t
+        tau = tau_positive where A_t > 0, else tau_negative
 
     SAPO (2511.20347). At r = 1 the gradient is that of r A; a larger tau lets it fade sooner.
     Usual: 1.0 and 1.05.
@@ -220,8 +220,8 @@ def gmpo(
     """Geometric-mean policy optimization, for a mean over the tokens of a rollout, then over
     rollouts.
 
-        L_t = -A g c_t / sg(c_t),  g = mean_ratio, c_t = clip(r_t, e^-clip_low, e^clip_high) on the
-        pessimistic side
+        L_t = -A g c_t / sg(c_t),  g = mean_ratio
+        c_t = clip(r_t, e^-clip_low, e^clip_high) on the pessimistic side
 
     GMPO (2507.20673): the mean over a rollout is -A prod_t c_t^(1/n), in value and gradient.
     `mean_ratio` comes from `geometric_mean_ratio`. Clips are in logarithms, usual 0.4 and 0.4.

@@ -1,1 +1,1 @@
-"""Where the trainer meets the architecture: log-probabilities, attention, head, ranks."""
+"""The trainer's side of the architecture: log-probabilities, attention, head, ranks."""

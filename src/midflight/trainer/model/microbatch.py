@@ -139,7 +139,10 @@ def fill(found: Sequence[Family], lengths: Sequence[int], *, budget: int) -> Ite
 
 
 def _whole(rows: Sequence[int], shared: int) -> list[Family]:
-    return [Family(tuple(rows), shared if len(rows) > 1 else 0)] if rows else []
+    """The family of these rows; none if there are no rows."""
+    if not rows:
+        return []
+    return [Family(tuple(rows), shared if len(rows) > 1 else 0)]
 
 
 def _common(a: Tokens, b: Tokens) -> int:
