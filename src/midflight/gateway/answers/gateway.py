@@ -28,8 +28,9 @@ from midflight.gateway.answers.readers import Ongoing, Requests
 from midflight.gateway.sessions.history import RecordedTurns
 from midflight.gateway.sessions.kept import KeptResponses
 from midflight.gateway.sessions.registry import OpenSession, SessionRegistry
+from midflight.gateway.sessions.request import CompletionCall, Messages, Source, Text
 from midflight.gateway.sessions.request_clock import RequestClock
-from midflight.gateway.sessions.session import CompletionCall, Messages, Session, Source, Text
+from midflight.gateway.sessions.session import Session
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
 from midflight.types import RolloutKey, SamplingParams, SessionRecord, Turn, TurnTimes, Version

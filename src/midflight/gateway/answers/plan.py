@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from midflight.errors import ContextExceeded, RequestRejected, UnknownModel, nearest
 from midflight.gateway.answers.answer import Answer, ChatReading
 from midflight.gateway.sessions.history import Prompt
-from midflight.gateway.sessions.session import CompletionCall, Messages, Session, ToolChoice
+from midflight.gateway.sessions.request import CompletionCall, Messages, ToolChoice
+from midflight.gateway.sessions.session import Session
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat, Tool
 from midflight.types import (

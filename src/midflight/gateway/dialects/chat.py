@@ -25,7 +25,7 @@ from midflight.gateway.dialects.fields import (
     tool_result,
 )
 from midflight.gateway.dialects.policy import Unread
-from midflight.gateway.sessions.session import CompletionCall, Messages
+from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.text import Ending, Message, Tokenizer
 from midflight.text.formats import (
     ArgumentsPiece,

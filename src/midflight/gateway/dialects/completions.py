@@ -21,7 +21,7 @@ from midflight.gateway.dialects.exchange import (
 )
 from midflight.gateway.dialects.fields import PromptTop, TopLogprobs, parse
 from midflight.gateway.dialects.policy import Unread
-from midflight.gateway.sessions.session import CompletionCall, Source, Text, TokenIds
+from midflight.gateway.sessions.request import CompletionCall, Source, Text, TokenIds
 from midflight.text import Tokenizer
 from midflight.types import Json
 

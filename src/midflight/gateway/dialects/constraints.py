@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from midflight.errors import RequestRejected, nearest
 from midflight.gateway.dialects.fields import Body, RequestBody, SamplingFields, filled, typed
-from midflight.gateway.sessions.session import Asked
+from midflight.gateway.sessions.request import Asked
 from midflight.types import Grammar, GrammarKind
 from midflight.types.generation import Api
 

@@ -14,7 +14,7 @@ from midflight.gateway.answers.answer import Answer, Event
 from midflight.gateway.answers.plan import Job
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.kept import KeptResponses
-from midflight.gateway.sessions.session import CompletionCall
+from midflight.gateway.sessions.request import CompletionCall
 from midflight.text import Tokenizer
 from midflight.types import Json, Likely, Turn
 from midflight.wire.edge import Fault, fault_of

@@ -15,7 +15,7 @@ from pydantic_core import from_json, to_json
 from midflight.errors import RequestRejected
 from midflight.gateway.dialects import policy
 from midflight.gateway.dialects.policy import Unread
-from midflight.gateway.sessions.session import Asked
+from midflight.gateway.sessions.request import Asked
 from midflight.text import Ending, Message
 from midflight.types import Json
 from midflight.types.generation import (

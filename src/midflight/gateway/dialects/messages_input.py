@@ -21,7 +21,7 @@ from midflight.gateway.dialects.tool_bodies import (
     placed,
     tools_of,
 )
-from midflight.gateway.sessions.session import Asked, CompletionCall, Messages, ToolChoice
+from midflight.gateway.sessions.request import Asked, CompletionCall, Messages, ToolChoice
 from midflight.text import Message
 from midflight.text.formats import Tool
 from midflight.types import Grammar, Json

@@ -18,7 +18,7 @@ from midflight.gateway.dialects.exchange import (
 )
 from midflight.gateway.dialects.fields import RequestBody, SamplingFields, TopLogprobs, parse
 from midflight.gateway.dialects.policy import Unread
-from midflight.gateway.sessions.session import Asked, CompletionCall
+from midflight.gateway.sessions.request import Asked, CompletionCall
 from midflight.text import Tokenizer
 from midflight.types import Finish, FinishReason, Json
 from midflight.types.generation import Api

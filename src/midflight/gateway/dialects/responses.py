@@ -27,7 +27,7 @@ from midflight.gateway.dialects.tool_bodies import (
     custom_input,
 )
 from midflight.gateway.sessions.kept import KeptResponses
-from midflight.gateway.sessions.session import ToolChoice
+from midflight.gateway.sessions.request import ToolChoice
 from midflight.text import Message, Tokenizer
 from midflight.text.formats import ArgumentsPiece, CallPiece, ContentPiece, Piece, ReasoningPiece
 from midflight.types import FinishReason, Json

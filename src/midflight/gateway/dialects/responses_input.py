@@ -27,7 +27,7 @@ from midflight.gateway.dialects.fields import (
 from midflight.gateway.dialects.options import ReasoningEffort, template_options
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.kept import KeptResponses
-from midflight.gateway.sessions.session import CompletionCall, Messages
+from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.text import Message
 from midflight.types import Grammar, Json
 

@@ -27,7 +27,7 @@ from midflight.gateway.dialects.fields import (
     parse,
 )
 from midflight.gateway.dialects.policy import HARMLESS, Unread
-from midflight.gateway.sessions.session import CompletionCall
+from midflight.gateway.sessions.request import CompletionCall
 from midflight.types import Json
 from midflight.types.generation import Api
 

@@ -18,7 +18,7 @@ from midflight.errors import RequestRejected
 from midflight.gateway.dialects import policy
 from midflight.gateway.dialects.constraints import check_schema
 from midflight.gateway.dialects.fields import Body, filled, text_of, tool_call, typed
-from midflight.gateway.sessions.session import ToolChoice
+from midflight.gateway.sessions.request import ToolChoice
 from midflight.text.formats import Tool
 from midflight.types import Json
 

@@ -32,8 +32,9 @@ from midflight.gateway.dialects.tokens import TokensExchange
 from midflight.gateway.http.control import Control, ControlRoutes
 from midflight.gateway.http.lookups import Lookups
 from midflight.gateway.http.servers import ServerRoutes
+from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.gateway.sessions.request_clock import OpenRequest
-from midflight.gateway.sessions.session import CompletionCall, Messages, Session
+from midflight.gateway.sessions.session import Session
 from midflight.text import Message
 from midflight.types import Json
 from midflight.wire import edge

@@ -26,7 +26,8 @@ from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.dialects.responses_input import ResponsesBody, conversation, input_items
 from midflight.gateway.dialects.tokens import TokensBody
 from midflight.gateway.sessions.kept import Conversation, KeptResponses
-from midflight.gateway.sessions.session import CompletionCall, Session
+from midflight.gateway.sessions.request import CompletionCall
+from midflight.gateway.sessions.session import Session
 from midflight.types import Json
 from midflight.version import __version__
 from midflight.wire.edge import headers_of, json_answer, key_in, read_body, route

@@ -18,7 +18,8 @@ from midflight.gateway.dialects.completions import PROMPT_IDS, sources, token_id
 from midflight.gateway.dialects.exchange import token_text
 from midflight.gateway.dialects.fields import RequestBody, parse
 from midflight.gateway.dialects.policy import Unread
-from midflight.gateway.sessions.session import CompletionCall, Messages, Session
+from midflight.gateway.sessions.request import CompletionCall, Messages
+from midflight.gateway.sessions.session import Session
 from midflight.types import Json, Version
 from midflight.version import __version__
 from midflight.wire.edge import (
