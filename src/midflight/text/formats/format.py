@@ -24,7 +24,7 @@ _TOOLS: Mapping[str, Callable[[bool], assistant.ToolFormat]] = {
     "mistral": Mistral,
     "qwen_coder": lambda named: QwenCoder(),
 }
-"""Made with whether the model knows `[ARGS]`."""
+"""The makers of the formats. Their argument says whether the model knows `[ARGS]`."""
 
 _REASONING: Mapping[str, Thinking] = {"think": THINK, "mistral": MISTRAL_THINK}
 
@@ -37,8 +37,8 @@ _TOOL_SIGNS = (
     (Mistral.opening, "mistral"),
     (Llama3.opening, "llama3"),
 )
-"""What a template or a vocabulary that has the first is taken to write; the first that is found
-counts.
+"""The sign of each format: a template or vocabulary that holds the text uses the format. The first
+sign that is found counts.
 """
 
 _REASONING_SIGNS = tuple(
@@ -47,26 +47,27 @@ _REASONING_SIGNS = tuple(
 
 
 def tool_format(name: str, tokenizer: Tokenizer) -> assistant.ToolFormat | None:
-    """`None`: the model has no format of its own. An unknown name: `ConfigError`."""
+    """The format of the model's calls. `None`: the model has no format of its own. Raises
+    `ConfigError` for an unknown name.
+    """
     chosen = _chosen("tool_format", name, TOOL_FORMATS, _TOOL_SIGNS, tokenizer)
-    return (
-        None
-        if chosen == NONE
-        else _TOOLS[chosen](
-            ARGUMENTS in _source(tokenizer) or ARGUMENTS in _special_tokens(tokenizer)
-        )
-    )
+    if chosen == NONE:
+        return None
+    named = ARGUMENTS in _source(tokenizer) or ARGUMENTS in _special_tokens(tokenizer)
+    return _TOOLS[chosen](named)
 
 
 def reasoning_format(name: str, tokenizer: Tokenizer) -> Thinking | None:
-    """`None`: the model does not think. An unknown name: `ConfigError`."""
+    """The form of the model's thinking. `None`: the model does not think. Raises `ConfigError` for
+    an unknown name.
+    """
     chosen = _chosen("reasoning_format", name, REASONING_FORMATS, _REASONING_SIGNS, tokenizer)
     return None if chosen == NONE else _REASONING[chosen]
 
 
 def added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Texts of the tokens that are never part of a longer text (special ones, and others), and
-    their ids.
+    """The ids of the added tokens by their texts. Special tokens are among them. An added token is
+    never part of a longer text token.
     """
     return {token.content: i for i, token in tokenizer.backend.get_added_tokens_decoder().items()}
 
@@ -86,8 +87,11 @@ def _chosen(
         raise ConfigError(f"{option} is {name!r}: no such format.{nearest(name, known)}")
     if name != AUTO:
         return name
-    places = (_source(tokenizer), _special_tokens(tokenizer))
-    return next((named for place in places for sign, named in signs if sign in place), NONE)
+    for place in (_source(tokenizer), _special_tokens(tokenizer)):
+        for sign, named in signs:
+            if sign in place:
+                return named
+    return NONE
 
 
 def _source(tokenizer: Tokenizer) -> str:
@@ -95,22 +99,24 @@ def _source(tokenizer: Tokenizer) -> str:
 
 
 class MessageFormat:
-    """Which markers the model writes tool calls and thinking between. Stateless."""
+    """The format of one model's messages: the markers of its tool calls and of its thinking.
+    Stateless.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, tools: str = AUTO, reasoning: str = AUTO) -> None:
         """`auto` chooses from the chat template, else from the special tokens. A model without
-        markers for calls writes them as Hermes does; `tools` = `none` reads no call but one that
-        was forced. An unknown name: `ConfigError`."""
+        markers for calls writes them in the form of Hermes. With `tools` = `none` only forced calls
+        are read. Raises `ConfigError` for an unknown name.
+        """
         self._reads_free_calls = tools != NONE
         self._tools = tool_format(tools, tokenizer) or Hermes()
         self._thinking = reasoning_format(reasoning, tokenizer)
         markers = self._tools.markers + (self._thinking.markers if self._thinking else ())
         added = added_tokens(tokenizer)
         self._lark = Lark({marker: added[marker] for marker in markers if marker in added})
-        self.kept_token_ids: frozenset[int] = tokenizer.special_token_ids & set(
-            self._lark.tokens.values()
-        )
-        """Special tokens that are markers: their text must reach the parser."""
+        marker_ids = set(self._lark.tokens.values())
+        self.kept_token_ids: frozenset[int] = tokenizer.special_token_ids & marker_ids
+        """Special tokens that are markers. Their text must reach the parser."""
 
     def parser(
         self,
@@ -121,10 +127,11 @@ class MessageFormat:
         tools: Sequence[assistant.Tool] = (),
         partly: bool = False,
     ) -> assistant.MessageParser:
-        """A parser for one message. `prompt_text` says whether thinking was opened by the prompt;
-        `calls`: whether tool calls are looked for, `forced`: even where free text is not searched
-        for them. `tools`, where they are known, give types to arguments that the format writes
-        without. `partly` tells a call as it comes."""
+        """A parser for one message. `prompt_text` shows whether the prompt opened the thinking.
+        `calls`: whether tool calls are looked for. `forced`: they are looked for even if free text
+        is not searched for them. `tools`, if they are known, give types to arguments that the
+        format writes without types. `partly`: calls are given out while they grow.
+        """
         reads = calls and (forced or self._reads_free_calls)
         if self._thinking is None and not reads:
             return PlainParser()
@@ -152,8 +159,9 @@ class MessageFormat:
     def calls_grammar(
         self, tools: Sequence[assistant.Tool], *, parallel: bool, prompt_text: str | None
     ) -> Grammar:
-        """What a message matches that calls one of these tools (`parallel`: one or more calls) and
-        says nothing else; thinking may come first. Arguments match the tool's schema."""
+        """The grammar of a message that calls one of these tools (`parallel`: one or more calls)
+        and holds nothing else. Thinking may come first. Arguments match the tool's schema.
+        """
         if not tools:
             raise RequestRejected(
                 "tool_choice asks for a call, but there is no tool: send tools.",
@@ -165,22 +173,22 @@ class MessageFormat:
 
     @property
     def announces_calls(self) -> bool:
-        """Whether a grammar can tell calls from the text around them."""
+        """Whether a grammar can distinguish calls from the text around them."""
         return self._reads_free_calls and self._tools.announces
 
     def calls_amid_text(
         self, tools: Sequence[assistant.Tool], *, parallel: bool, prompt_text: str | None
     ) -> Grammar:
-        """What a message matches that is free to say anything and to call these tools: each call
-        has a known name, and arguments that match the tool's schema. Without `parallel` it ends
-        with its one call. Only where the format `announces_calls`."""
+        """The grammar of a message with any text and any calls of these tools. Each call has a
+        known name, and arguments that match the tool's schema. Without `parallel` the message ends
+        with its one call. Only for a format that `announces_calls`.
+        """
         marker = self._tools.opening
         rules = self._tools.rules(replace(self._lark, announcing=marker), tools, parallel=parallel)
         start = self._thinking_before("amid", prompt_text) or "start: amid"
         amid = "calls* FREE?" if parallel else "calls | FREE?"
-        return Grammar(
-            GrammarKind.LARK, f"{start}\namid: {amid}\n{self._lark.announced(marker)}\n{rules}\n"
-        )
+        announced = self._lark.announced(marker)
+        return Grammar(GrammarKind.LARK, f"{start}\namid: {amid}\n{announced}\n{rules}\n")
 
     def calls_or(
         self,
@@ -190,28 +198,26 @@ class MessageFormat:
         parallel: bool,
         prompt_text: str | None,
     ) -> Grammar:
-        """What a message matches that is free to call one of these tools: `calls_grammar`, or
-        content that matches `grammar`; never both. Content alone where free text is not searched
-        for calls."""
+        """The grammar of a message that either calls one of these tools (`calls_grammar`) or has
+        content that matches `grammar`, but never both. If free text is not searched for calls, only
+        content is possible.
+        """
         if not tools or not self._reads_free_calls:
             return self.after_thinking(grammar, prompt_text=prompt_text)
         rules = self._tools.rules(self._lark, tools, parallel=parallel)
         start = self._thinking_before("answer", prompt_text) or "start: answer"
-        return Grammar(
-            GrammarKind.LARK,
-            f"{start}\nanswer: calls | content\n{rules}\n{embedded('content', grammar)}\n",
-        )
+        content = embedded("content", grammar)
+        text = f"{start}\nanswer: calls | content\n{rules}\n{content}\n"
+        return Grammar(GrammarKind.LARK, text)
 
     def after_thinking(self, grammar: Grammar, *, prompt_text: str | None) -> Grammar:
-        """The same grammar for the content of a message that may think first."""
+        """The grammar of a message whose content matches `grammar` and which may think first."""
         start = self._thinking_before("content", prompt_text)
-        return (
-            grammar
-            if start is None
-            else Grammar(GrammarKind.LARK, f"{start}\n{embedded('content', grammar)}\n")
-        )
+        if start is None:
+            return grammar
+        return Grammar(GrammarKind.LARK, f"{start}\n{embedded('content', grammar)}\n")
 
     def _thinking_before(self, rule: str, prompt_text: str | None) -> str | None:
-        return (
-            None if self._thinking is None else self._thinking.before(self._lark, rule, prompt_text)
-        )
+        if self._thinking is None:
+            return None
+        return self._thinking.before(self._lark, rule, prompt_text)

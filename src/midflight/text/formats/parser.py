@@ -13,7 +13,7 @@ _ANY = re.compile(r"(?s:.)+")
 
 
 class PlainParser:
-    """A `MessageParser` where nothing is looked for: all is content."""
+    """A `MessageParser` that looks for nothing: the whole text is content."""
 
     num_calls = 0
 
@@ -25,17 +25,18 @@ class PlainParser:
 
 
 class FormatParser:
-    """A `MessageParser`. Linear in the text, and cut anywhere the text gives the same message: the
-    next letter alone decides.
+    """A `MessageParser` for thinking and calls. Its time is linear in the text. The text gives the
+    same message wherever it is cut, because only the next letter decides.
 
-    Whitespace: inside a thinking block its ends are dropped, and so is what stands before and after
-    the block. Whitespace beside calls is dropped where the content would begin or end with it, and
-    kept between two texts. All other is content.
+    Whitespace at the ends of a thinking block, and before and after the block, is dropped.
+    Whitespace beside calls is dropped if the content would begin or end with it, and kept between
+    two texts. All other whitespace is content.
 
-    Held back are: half a marker; a call until it is whole; and, while calls are looked for,
-    whitespace at the end. With `partly` the call of a known tool is told from the first letter of
-    its arguments on. If it then breaks off or proves to be none, it stays a call with the arguments
-    that were told: always the beginning of a JSON object. A whole text would be content there.
+    The parser holds back half a marker, an incomplete call, and, while it looks for calls,
+    whitespace at the end. With `partly` the call of a known tool is given out from the first letter
+    of its arguments on. If it then breaks off or proves to be no call, it stays a call with the
+    arguments that were given out, which are always the beginning of a JSON object. Without `partly`
+    that text would be content.
     """
 
     def __init__(
@@ -47,23 +48,25 @@ class FormatParser:
         known: Sequence[assistant.Tool] = (),
         partly: bool = False,
     ) -> None:
-        """`None` looks for none. `opened`: the text begins inside the thinking block. `known`: the
-        tools that may be called.
+        """`tools` and `thinking`: `None` looks for no calls or for no thinking. `opened`: the text
+        begins inside the thinking block. `known`: the tools that may be called.
         """
         self._tools = tools
         self._thinking = thinking
         self._opened = opened
         self._known = known
-        self._early = {tool.name for tool in known if not tool.told_whole} if partly else set[str]()
+        self._early: set[str] = set()
+        if partly:
+            self._early = {tool.name for tool in known if not tool.told_whole}
         self._cursor = Cursor()
         self._pieces: list[assistant.Piece] = []
         self.num_calls = 0
         self._told: int | None = None
-        """A mark of the cursor: up to there the arguments of a call that began were told. None: no
-        call has begun.
+        """A mark of the cursor. The arguments of the open call were given out up to there. None: no
+        call is open.
         """
         self._end: int | None = None
-        """A mark of the cursor: where these arguments end, once they do."""
+        """A mark of the cursor: the end of these arguments, once it is known."""
         self._content = TrimmedText()
         self._reading = self._message()
         self._ended = False
@@ -89,12 +92,12 @@ class FormatParser:
         return pieces
 
     def _message(self) -> Reading[None]:
-        if self._thinking is not None and (
-            self._opened or (yield from self._opens(self._thinking))
-        ):
-            self._cursor.drop()
-            yield from self._think(self._thinking)
-            self._content.touch()
+        if self._thinking is not None:
+            thinks = self._opened or (yield from self._opens(self._thinking))
+            if thinks:
+                self._cursor.drop()
+                yield from self._think(self._thinking)
+                self._content.touch()
         if self._tools is None:
             yield from self._plain()
         else:
@@ -105,7 +108,7 @@ class FormatParser:
         return (yield from self._cursor.literal(thinking.opening))
 
     def _think(self, thinking: Thinking) -> Reading[None]:
-        """Up to the closing marker, or the end of the text."""
+        """Reads reasoning up to the closing marker, or to the end of the text."""
         reasoning = TrimmedText()
         reasoning.touch()
         inside = outside(thinking.closing)
@@ -115,11 +118,12 @@ class FormatParser:
                     self._cursor.drop()
                     return
                 yield from self._cursor.letter()
-            if text := reasoning.add(self._cursor.drop()):
+            text = reasoning.add(self._cursor.drop())
+            if text:
                 self._pieces.append(assistant.ReasoningPiece(text))
 
     def _plain(self) -> Reading[None]:
-        """Content to the end, without delay."""
+        """Reads content up to the end, without delay."""
         if self._content.touched:
             yield from self._cursor.run(SPACES)
             self._cursor.drop()
@@ -142,7 +146,7 @@ class FormatParser:
         self._give(self._content.end())
 
     def _bare(self, tools: assistant.ToolFormat) -> Reading[None]:
-        """Calls without a marker, if the message begins so."""
+        """Reads calls without a marker, if the message begins with them."""
         yield from self._cursor.run(SPACES)
         reading = tools.read_bare(self._cursor, self)
         if reading is not None and (yield from self._cursor.peek()) == "{":
@@ -176,7 +180,9 @@ class FormatParser:
         self._over()
 
     def _tell(self, told: int, *, last: bool = False) -> None:
-        """Arguments that have become certain. `told`: up to where they were told before."""
+        """Gives out arguments that have become certain. `told`: the mark up to which they were
+        given out before.
+        """
         sure = self._cursor.sure if self._end is None else self._end
         if sure > told or last:
             self._pieces.append(
@@ -185,8 +191,8 @@ class FormatParser:
             self._told = sure
 
     def _break_off(self, told: int) -> None:
-        """The call that began is none. Where the text has ended, a half word is the beginning of
-        one; else it is content.
+        """Ends an open call that is not complete. If the text has ended, an incomplete word belongs
+        to the arguments; otherwise it is content.
         """
         if self._ended:
             self._cursor.trust()
@@ -196,10 +202,10 @@ class FormatParser:
         self._give(self._content.add(rest))
 
     def _over(self) -> None:
-        """A call stands before this place."""
+        """A call has ended here."""
         self._cursor.drop()
         self._content.touch()
-        self.num_calls = self.num_calls + 1
+        self.num_calls += 1
         self._told = None
 
     def _write(self) -> None:
@@ -211,18 +217,17 @@ class FormatParser:
 
 
 def _merged(pieces: Iterable[assistant.Piece]) -> Iterator[assistant.Piece]:
-    """Neighbouring texts of one kind as one piece."""
+    """Joins neighbouring texts of one kind into one piece."""
     for kind, group in groupby(pieces, type):
         pieces = list(group)
         if kind is assistant.CallPiece:
             yield from pieces
             continue
         text = "".join(piece.text for piece in pieces if not isinstance(piece, assistant.CallPiece))
-        if isinstance(last := pieces[-1], assistant.ArgumentsPiece):
+        last = pieces[-1]
+        if isinstance(last, assistant.ArgumentsPiece):
             yield assistant.ArgumentsPiece(last.index, text, last.last)
+        elif kind is assistant.ContentPiece:
+            yield assistant.ContentPiece(text)
         else:
-            yield (
-                assistant.ContentPiece(text)
-                if kind is assistant.ContentPiece
-                else assistant.ReasoningPiece(text)
-            )
+            yield assistant.ReasoningPiece(text)

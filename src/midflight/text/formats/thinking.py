@@ -7,19 +7,19 @@ from midflight.text.formats.lark import Lark
 
 
 class Begun(Enum):
-    """How far the prompt has taken the thinking block."""
+    """How much of the thinking block the prompt already holds."""
 
     NOT = auto()
     OPENED = auto()
-    """The message begins inside it."""
+    """The prompt opens the block, so the message begins inside it."""
     CLOSED = auto()
-    """The model was told not to think."""
+    """The prompt closes the block, so the model does not think."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """A block at the beginning of a message. Whitespace just inside and just outside the markers
-    belongs to no text.
+    """A block at the beginning of a message, between two markers. Whitespace just inside and just
+    outside the markers belongs to no text.
     """
 
     opening: str
@@ -30,15 +30,18 @@ class Thinking:
         return (self.opening, self.closing)
 
     def begun(self, prompt_text: str | None) -> Begun:
-        """How far the prompt has taken the block. A prompt of ids (`None`) has not opened it."""
+        """How much of the block the prompt holds. A prompt of ids (`None`) holds nothing of it."""
         end = (prompt_text or "").rstrip()
         if end.endswith(self.opening):
             return Begun.OPENED
-        return Begun.CLOSED if end.endswith(self.closing) else Begun.NOT
+        if end.endswith(self.closing):
+            return Begun.CLOSED
+        return Begun.NOT
 
     def before(self, lark: Lark, rule: str, prompt_text: str | None) -> str | None:
-        """Rules in which `start` is `rule` after a block: one that ends if the prompt opened it,
-        else one that may come. `None` where no thinking can come."""
+        """Grammar rules in which `start` is `rule` after a block. If the prompt opened the block,
+        it must end first; otherwise a block is optional. `None` if no thinking can come.
+        """
         match self.begun(prompt_text):
             case Begun.OPENED:
                 start = f"start: thought GAP? {rule}"
