@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import Final
 
 DRIFT: Final = 1e-4
-"""Seconds a second that two machines' clocks may run apart: several times what quartz does."""
+"""The seconds per second by which two machines' clocks may diverge. This is several times the drift
+of quartz.
+"""
 
 
 class SenderClock:
-    """One sender's CLOCK_MONOTONIC, which began when its machine did: on two machines it differs by
-    days.
+    """The CLOCK_MONOTONIC of one sender. It began when its machine started, so the clocks of two
+    machines differ by days.
 
         our time = its time + shift,   shift = the least (arrival - sending) of its messages so far,
-        and DRIFT a second more
+        growing by DRIFT each second
 
-    So the error is the way of the quickest message: microseconds on one machine, where what is told
-    stays what it was. A message that was late, because either side was busy, moves nothing.
+    So the error is the travel time of the quickest message. On one machine that is some
+    microseconds, so its times stay as they are. A message that was late, because either side was
+    busy, changes nothing.
     """
 
     def __init__(self) -> None:
@@ -24,12 +27,12 @@ class SenderClock:
         self._heard = 0.0
 
     def shift(self, sent: float, *, now: float) -> float:
-        """Seconds to be added to the sender's times, after a message that it sent at `sent`, by its
-        clock, and that is here `now`.
+        """The seconds to add to the sender's times. The message was sent at `sent`, by the sender's
+        clock, and arrived at `now`.
         """
-        way = now - sent
-        self._shift = (
-            way if self._shift is None else min(way, self._shift + DRIFT * (now - self._heard))
-        )
+        shift = now - sent
+        if self._shift is not None:
+            shift = min(shift, self._shift + DRIFT * (now - self._heard))
+        self._shift = shift
         self._heard = now
-        return self._shift
+        return shift

@@ -6,7 +6,7 @@ import asyncio
 
 
 class Stopwatch:
-    """How long something lasted, all its times together. Both verbs are idempotent."""
+    """The total time for which something lasted. `start` and `stop` are idempotent."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -26,14 +26,14 @@ class Stopwatch:
         return self._since is not None
 
     def seconds(self) -> float:
-        return self._seconds + (
-            0.0 if self._since is None else asyncio.get_running_loop().time() - self._since
-        )
+        if self._since is None:
+            return self._seconds
+        return self._seconds + (asyncio.get_running_loop().time() - self._since)
 
 
 class LoopDelay:
-    """How late a loop came to the turns that it should have had at an interval, all together: it
-    was blocked, or had no processor.
+    """The total delay of a loop that should have a turn at every interval. It is late if it was
+    blocked or had no processor.
     """
 
     def __init__(self, interval: float) -> None:
@@ -48,10 +48,8 @@ class LoopDelay:
         self._turned = now
 
     def seconds(self) -> float:
-        """A turn that is due now counts already."""
-        late = (
-            0.0
-            if self._turned is None
-            else asyncio.get_running_loop().time() - self._turned - self._interval
-        )
+        """The delay so far, including that of a turn that is overdue now."""
+        if self._turned is None:
+            return self._seconds
+        late = asyncio.get_running_loop().time() - self._turned - self._interval
         return self._seconds + max(0.0, late)
