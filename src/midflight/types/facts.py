@@ -18,7 +18,7 @@ from midflight.types.rollouts import Accounts, Batch, Group, GroupKey, RolloutKe
 
 
 class EngineStepped(msgspec.Struct, frozen=True, gc=False):
-    """One decode step."""
+    """An engine made one decode step."""
 
     engine: str
     started: float
@@ -93,7 +93,7 @@ class RolloutEnded(msgspec.Struct, frozen=True):
 
 
 class Waited(msgspec.Struct, frozen=True):
-    """`who` (trainer, admission, handover) was idle because of `for_whom`."""
+    """The part `who` (trainer, admission, handover) was idle because of the part `for_whom`."""
 
     who: str
     for_whom: str

@@ -127,7 +127,9 @@ class Answer:
         self.kept: list[bytes] = []
         self.clock: Callable[[], float] = time.monotonic
         self.placed: list[tuple[str, float]] = []
-        """Where and when it was placed, as in `TurnTimes`. `sampled` is as there too."""
+        """The engines that were asked and the times, as `TurnTimes` has them. `sampled` is as there
+        too.
+        """
         self.sampled: list[tuple[Version, float]] = []
         self._policy_sampled = policy_sampled
         self._tokenizer = tokenizer

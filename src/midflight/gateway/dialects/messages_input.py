@@ -14,6 +14,7 @@ from midflight.errors import RequestRejected
 from midflight.gateway.dialects import chat_messages, fields, policy
 from midflight.gateway.dialects.constraints import schema_grammar
 from midflight.gateway.dialects.policy import Unread
+from midflight.gateway.dialects.sampling_fields import SamplingFields
 from midflight.gateway.dialects.schemas import check_schema
 from midflight.gateway.dialects.tool_bodies import (
     MAX_TOOLS,
@@ -26,7 +27,7 @@ from midflight.gateway.sessions.request import Asked, CompletionCall, Messages, 
 from midflight.text import Message
 from midflight.text.formats import Tool
 from midflight.types import Grammar, Json
-from midflight.types.generation import Api
+from midflight.types.generation import MAX_STOPS, Api
 
 Block: TypeAlias = Mapping[str, JsonValue]
 
@@ -326,14 +327,13 @@ class PromptBody(fields.RequestBody):
         return options
 
 
-_ANTHROPIC = fields.SamplingFields(Api.ANTHROPIC)
+_ANTHROPIC = SamplingFields(Api.ANTHROPIC)
 
 
 class MessagesBody(_ANTHROPIC.on(PromptBody)):
     max_tokens: fields.Tokens
     stop_sequences: (
-        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=fields.MAX_STOPS)]
-        | None
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)] | None
     ) = None
     stream: bool | None = None
     return_token_ids: bool | None = None

@@ -16,8 +16,9 @@ from midflight.gateway.dialects.exchange import (
     token_text,
     weight_versions,
 )
-from midflight.gateway.dialects.fields import RequestBody, SamplingFields, TopLogprobs, parse
+from midflight.gateway.dialects.fields import RequestBody, TopLogprobs, parse
 from midflight.gateway.dialects.policy import Unread
+from midflight.gateway.dialects.sampling_fields import SamplingFields
 from midflight.gateway.sessions.request import Asked, CompletionCall
 from midflight.text import Tokenizer
 from midflight.types import Finish, FinishReason, Json, Likely

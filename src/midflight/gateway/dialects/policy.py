@@ -316,7 +316,9 @@ _MAX_HEADER = 2048
 
 @dataclass(slots=True)
 class Unread:
-    """The fields of one request that are not read, each once and without the numbers of its place."""
+    """The fields of one request that are not read, each once and without the numbers of its
+    place.
+    """
 
     fields: dict[str, bool] = field(default_factory=dict[str, bool])
     """The names. The value says whether a name is in a table; only then it may be a label of a
@@ -390,8 +392,10 @@ class Unread:
         """The names as labels of a metric. All names that are in no table share one label, so there
         are few labels.
         """
-        names = [name if known else "other" for name, known in self.fields.items()]
-        return tuple(dict.fromkeys(names))
+        found: dict[str, None] = {}
+        for name, known in self.fields.items():
+            found[name if known else "other"] = None
+        return tuple(found)
 
 
 _PRINTABLE = bytes(letter if 32 <= letter < 127 else ord("?") for letter in range(256))

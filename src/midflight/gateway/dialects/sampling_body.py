@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import Field, JsonValue
 
 from midflight.gateway.dialects.constraints import grammar_of
-from midflight.gateway.dialects.fields import Body, RequestBody, SamplingFields
+from midflight.gateway.dialects.fields import Body, RequestBody
+from midflight.gateway.dialects.sampling_fields import SamplingFields
 from midflight.gateway.sessions.request import Asked
 from midflight.types import Grammar
 from midflight.types.generation import Api

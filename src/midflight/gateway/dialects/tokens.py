@@ -19,15 +19,10 @@ from midflight.gateway.dialects.exchange import (
     usage,
     weight_versions,
 )
-from midflight.gateway.dialects.fields import (
-    PromptTop,
-    RequestBody,
-    SamplingFields,
-    TopLogprobs,
-    parse,
-)
+from midflight.gateway.dialects.fields import PromptTop, RequestBody, TopLogprobs, parse
 from midflight.gateway.dialects.policy import HARMLESS, Unread
 from midflight.gateway.dialects.sampling_body import StreamOptions
+from midflight.gateway.dialects.sampling_fields import SamplingFields
 from midflight.gateway.sessions.request import CompletionCall
 from midflight.types import Json
 from midflight.types.generation import Api

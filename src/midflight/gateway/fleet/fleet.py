@@ -1,4 +1,6 @@
-"""The fleet: all engines behind the gateway, with their versions, holds, quarantines and requests."""
+"""The fleet: all engines behind the gateway, with their versions, holds, quarantines and
+requests.
+"""
 
 from __future__ import annotations
 
@@ -286,8 +288,8 @@ class Fleet:
         return self._last_served
 
     def current_version(self) -> Version:
-        """The newest version that an engine out of quarantine and not reserved serves. Without such
-        an engine, the newest one that any engine served.
+        """The newest version that an engine out of quarantine and not reserved serves. If there is
+        no such engine, it is the newest version that any engine served.
         """
         if self._serving:
             return max(self._serving)

@@ -67,7 +67,7 @@ class ControlRoutes:
         return found
 
     async def _pause(self, request: Request) -> Response:
-        """Pauses. The mode is in the body or, from vLLM's clients, in the query. Without a mode
+        """Pauses. The mode is in the body or, from vLLM's clients, in the query. If there is none,
         each engine pauses in the mode that costs it least.
         """
         name = (await body_of(request, OperatorPause)).mode or request.query_params.get("mode")

@@ -97,7 +97,7 @@ class Lookups:
             "created": self._created,
             "owned_by": "midflight",
             "max_model_len": limits.max_context,
-            # The same in Anthropic's words.
+            # Anthropic's names for the same.
             "type": "model",
             "display_name": name,
             "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),

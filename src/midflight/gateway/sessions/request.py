@@ -104,7 +104,7 @@ class CompletionCall(msgspec.Struct, frozen=True):
     """The client's names for fields of `Asked`, where they differ."""
     tool_choice: ToolChoice = ToolChoice.NONE
     forced_tool: str | None = None
-    """With `REQUIRED`: the only tool that may be called. `None`: any tool."""
+    """The only tool that may be called with `REQUIRED`; `None` for any tool."""
     parallel_tool_calls: bool = True
     """If false, the answer ends with its first call."""
 
