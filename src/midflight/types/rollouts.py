@@ -195,7 +195,7 @@ class Row:
 
     def _arrays(self) -> Sequence[Int32 | Bool | Float32 | UInt8]:
         """The arrays that have an entry for each token."""
-        arrays = [
+        arrays: list[Int32 | Bool | Float32 | UInt8] = [
             self.token_ids,
             self.generated,
             self.loss_mask,
