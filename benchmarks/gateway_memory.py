@@ -19,7 +19,7 @@ from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
 from midflight.gateway.answers.plan import EngineLimits
-from midflight.gateway.sessions.session import Asked, CompletionCall, Messages
+from midflight.gateway.sessions.request import Asked, CompletionCall, Messages
 from midflight.observe.prometheus import Metrics
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer

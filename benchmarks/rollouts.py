@@ -27,7 +27,7 @@ from midflight.config import Config, load_config
 from midflight.engines.remote import RemoteEngine
 from midflight.environments.single_turn import AnswersHere
 from midflight.environments.tasks import load_sources
-from midflight.gateway.http.http import ChatsHere
+from midflight.gateway.http.chats import ChatsHere
 from midflight.observe.journal import Journal, Observers
 from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics

@@ -32,8 +32,9 @@ from midflight.environments.single_turn import AnswersHere, answer
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.plan import EngineLimits
-from midflight.gateway.http.http import ChatsHere, build_app
-from midflight.gateway.sessions.session import CompletionCall, Messages
+from midflight.gateway.http.chats import ChatsHere
+from midflight.gateway.http.http import build_app
+from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.ports import SessionHandle
 from midflight.run.rollout.rollouts import Fates
 from midflight.testing.script import scripted_tokenizer

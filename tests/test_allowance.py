@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from midflight.allowance import DRIFT, Allowance, Cut, Expired, SenderClock
+from midflight.allowance import Allowance, Cut, Expired
+from midflight.sender_clock import DRIFT, SenderClock
 from midflight.testing.virtual_time import run_virtual
 
 

@@ -23,7 +23,7 @@ from midflight.gateway.dialects.messages_input import ClientTool, OutputConfig, 
 from midflight.gateway.dialects.native import NativeSampling
 from midflight.gateway.dialects.responses_input import ReasoningBody
 from midflight.gateway.dialects.tool_bodies import FunctionTool
-from midflight.gateway.http.lookups import DESCRIBED
+from midflight.gateway.http.openapi import DESCRIBED
 from midflight.types.generation import PARAMETERS, Api, Parameter
 
 INTRODUCTION = """# Fields of requests

@@ -1,7 +1,5 @@
-"""The seconds that a piece of work may take. They stand still while others hold the work up, and a
-wait under them can be cut.
-
-And times that another process tells, as times of this one's clock.
+"""The seconds that a piece of work may take. The clock stops while others hold the work up, and a
+wait under it can be cut.
 """
 
 from __future__ import annotations
@@ -14,31 +12,33 @@ from types import TracebackType
 from typing import Final
 
 _LOOK_SHARE = 0.01
-"""Part of the seconds between two looks at `excused` while it grows. The block may end late by this
-part at most.
+"""The share of the seconds between two readings of `excused` while it grows. The block may end late
+by this share at most.
 """
 
 
 _ROUNDING = 1e-9
-"""Part of the seconds that is no time any more, but what adding up leaves."""
+"""The share of the seconds that counts as a rounding error and not as time."""
 LOOKS: Final = 10
-"""Whether work moves is looked at so many times in its seconds: it may stand for a tenth longer."""
+"""How often `moved` is called within the seconds. So work may stall for a tenth longer."""
 
 
 class Expired(Exception):
-    """The seconds are spent. No `TimeoutError`, which may come from the work itself."""
+    """The seconds are spent. It is no `TimeoutError`, because that may come from the work
+    itself.
+    """
 
 
 class Cut(Exception):
-    """Somebody ended the block on purpose, and knows why."""
+    """The block was ended on purpose. The caller of `cut` knows why."""
 
 
 class Allowance:
     """`async with allowance:` ends its block with `Expired` when the seconds are spent, and with
     `Cut` after `cut`.
 
-    One block at a time, any number one after another. The loop's clock runs from the making on,
-    between blocks too; it stands still from `stop` to `start`, both of which are idempotent.
+    There may be any number of blocks, one after another. The clock runs from the creation on,
+    between blocks too. It stops from `stop` to `start`, which are both idempotent.
     """
 
     def __init__(
@@ -49,33 +49,34 @@ class Allowance:
         left: Callable[[], float] | None = None,
         moved: Callable[[], bool] | None = None,
     ) -> None:
-        """All three are read whenever the time seems to be up. `excused`: seconds since some fixed
-        instant that do not count. `left`: what is left, in place of this clock's own count;
-        infinite while nothing is spent, and `look` says that it is spent again.
+        """All three functions are called whenever the time seems to be up. `excused`: seconds since
+        some fixed instant that do not count. `left`: the seconds left, instead of this clock's own
+        count. It is infinite while no time is spent; `look` must be called when time is spent
+        again.
 
-        `moved`: whether the work has moved since that was asked last. Then the seconds begin anew;
-        it is asked `LOOKS` times in them.
+        `moved`: whether the work has made progress since the last call. Then the seconds begin
+        anew. It is called `LOOKS` times within the seconds.
         """
         self.seconds = seconds
         self._counted = left
         self._moved = moved
         self.expired = False
-        """Whether the end of the seconds has ended a block. True also where the block caught its
+        """Whether the end of the seconds has ended a block. Also true if the block caught its
         cancellation and went on.
         """
         self._loop = asyncio.get_running_loop()
         self._made = self._loop.time()
         self._begun = self._made
-        """When the seconds began, which may begin anew."""
+        """The time when the seconds began. They may begin anew."""
         self._excused = excused
         self._excused_before = 0.0 if excused is None else excused()
         self._stood = 0.0
-        """Seconds it stood still, without those of the stop in force."""
+        """Seconds for which the clock was stopped, without the present stop."""
         self._stopped: float | None = None
-        """Since when it stands still."""
+        """The time when the present stop began; `None` while the clock runs."""
         self._is_cut = False
         self._scope: asyncio.Timeout | None = None
-        """Of the block under way."""
+        """The scope of the block under way."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -88,12 +89,12 @@ class Allowance:
 
     @property
     def age(self) -> float:
-        """Seconds since it was made, also those in which it stood still."""
+        """Seconds since it was created, including those in which the clock was stopped."""
         return self._loop.time() - self._made
 
     def look(self) -> None:
-        """To be called when `left` has become finite, or larger. A look that is planned already is
-        early enough for both.
+        """Must be called when `left` has become finite, or larger. If a reading is already
+        scheduled, it is early enough for both.
         """
         if self._timer is None:
             self._set_timer()
@@ -111,7 +112,7 @@ class Allowance:
 
     @contextmanager
     def standing(self) -> Generator[None]:
-        """It stands still within."""
+        """A context manager that stops the clock."""
         self.stop()
         try:
             yield
@@ -119,7 +120,7 @@ class Allowance:
             self.start()
 
     def cut(self) -> None:
-        """Ends the block under way with `Cut`, or the next one before it begins. Not to be called
+        """Ends the block under way with `Cut`, or the next one before it begins. Must not be called
         from inside the block.
         """
         self._is_cut = True
@@ -158,13 +159,14 @@ class Allowance:
             raise Expired from None
 
     def _set_timer(self) -> None:
-        """It runs while a block is under way and the clock is not stopped."""
+        """Sets the timer. It runs while a block is under way and the clock is not stopped."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._scope is None or self._stopped is not None:
             return
-        if (left := self.left) < math.inf:
+        left = self.left
+        if left < math.inf:
             self._timer = self._loop.call_later(min(max(0.0, left), self._longest), self._ring)
 
     def _ring(self) -> None:
@@ -175,9 +177,8 @@ class Allowance:
         if left == math.inf:
             return
         if left > _ROUNDING * self.seconds:
-            self._timer = self._loop.call_later(
-                min(max(left, _LOOK_SHARE * self.seconds), self._longest), self._ring
-            )
+            wait = max(left, _LOOK_SHARE * self.seconds)
+            self._timer = self._loop.call_later(min(wait, self._longest), self._ring)
         else:
             self.expired = True
             self._end_block()
@@ -189,99 +190,16 @@ class Allowance:
 
     @property
     def _is_asked(self) -> bool:
-        """Whether somebody else may say that time is left where the clock says that it is up."""
+        """Whether one of the functions may say that time is left when the clock says that it is
+        up.
+        """
         return not (self._excused is None and self._counted is None and self._moved is None)
 
     @property
     def _longest(self) -> float:
-        """Between two looks."""
+        """The longest wait between two readings."""
         return math.inf if self._moved is None else self.seconds / LOOKS
 
     def _end_block(self) -> None:
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(self._loop.time())
-
-
-class Stopwatch:
-    """How long something lasted, all its times together. Both verbs are idempotent."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._since: float | None = None
-
-    def start(self) -> None:
-        if self._since is None:
-            self._since = asyncio.get_running_loop().time()
-
-    def stop(self) -> None:
-        if self._since is not None:
-            self._seconds += asyncio.get_running_loop().time() - self._since
-            self._since = None
-
-    @property
-    def is_running(self) -> bool:
-        return self._since is not None
-
-    def seconds(self) -> float:
-        return self._seconds + (
-            0.0 if self._since is None else asyncio.get_running_loop().time() - self._since
-        )
-
-
-class LoopDelay:
-    """How late a loop came to the turns that it should have had at an interval, all together: it
-    was blocked, or had no processor.
-    """
-
-    def __init__(self, interval: float) -> None:
-        self._interval = interval
-        self._seconds = 0.0
-        self._turned: float | None = None
-
-    def turn(self) -> None:
-        now = asyncio.get_running_loop().time()
-        if self._turned is not None:
-            self._seconds += max(0.0, now - self._turned - self._interval)
-        self._turned = now
-
-    def seconds(self) -> float:
-        """A turn that is due now counts already."""
-        late = (
-            0.0
-            if self._turned is None
-            else asyncio.get_running_loop().time() - self._turned - self._interval
-        )
-        return self._seconds + max(0.0, late)
-
-
-# --- Times of others ------------------------------------------------------------------------------
-
-DRIFT: Final = 1e-4
-"""Seconds a second that two machines' clocks may run apart: several times what quartz does."""
-
-
-class SenderClock:
-    """One sender's CLOCK_MONOTONIC, which began when its machine did: on two machines it differs by
-    days.
-
-        our time = its time + shift,   shift = the least (arrival - sending) of its messages so far,
-        and DRIFT a second more
-
-    So the error is the way of the quickest message: microseconds on one machine, where what is told
-    stays what it was. A message that was late, because either side was busy, moves nothing.
-    """
-
-    def __init__(self) -> None:
-        self._shift: float | None = None
-        self._heard = 0.0
-
-    def shift(self, sent: float, *, now: float) -> float:
-        """Seconds to be added to the sender's times, after a message that it sent at `sent`, by its
-        clock, and that is here `now`.
-        """
-        way = now - sent
-        self._shift = (
-            way if self._shift is None else min(way, self._shift + DRIFT * (now - self._heard))
-        )
-        self._heard = now
-        return self._shift

@@ -1,5 +1,5 @@
-"""How late signs of life come: what a busy machine adds to every wait for one. A bound on silence
-is what is allowed and this delay together.
+"""The delay of heartbeats: the time that a busy machine adds to every wait for one. A limit on
+silence is the allowed time plus this delay.
 """
 
 from collections import deque
@@ -8,8 +8,8 @@ from statistics import median_low
 
 
 class Lateness:
-    """Of one series of events that should come at an interval, such as the beats of a process.
-    `now` is any clock that runs on.
+    """The lateness of one series of events that should come at an interval, such as the heartbeats
+    of a process. `now` is the time of any monotonic clock.
 
     late = max(0, time since the event before - interval)
     worst(now) = the largest `late` of the last `memory_seconds`
@@ -20,12 +20,14 @@ class Lateness:
         self._memory_seconds = memory_seconds
         self._last: float | None = None
         self._found = deque[tuple[float, float]]()
-        """When and how late, the largest first: what is followed by something larger is forgotten
-        at once.
+        """Pairs of a time and a lateness, the largest lateness first. An entry is forgotten as soon
+        as a larger one follows.
         """
 
     def came(self, now: float, *, counts: bool = True) -> None:
-        """One of the events. It does not count where its sender had a reason to be late."""
+        """An event has come. With `counts=False` its lateness does not count, because the sender
+        had a reason to be late.
+        """
         if self._last is not None and counts:
             late = max(0.0, now - self._last - self._interval)
             while self._found and self._found[-1][1] <= late:
@@ -40,7 +42,8 @@ class Lateness:
 
 
 def delay_of(own: Lateness, others: Iterable[Lateness], now: float) -> float:
-    """Of all that is heard here: how late the hearer itself is, or half of those that it hears,
-    whichever is more.
+    """The delay of all events that this process receives: its own lateness, or the median lateness
+    of the senders, whichever is more.
     """
-    return max(own.worst(now), median_low([0.0, *(other.worst(now) for other in others)]))
+    lateness = [other.worst(now) for other in others]
+    return max(own.worst(now), median_low([0.0, *lateness]))

@@ -1,5 +1,5 @@
-"""Finding what a configuration names as `module:name`: a user's environment, a user's loss; and
-packages that are extras.
+"""Imports of objects that a configuration names as `module:name`, such as a user's environment or
+loss, and of optional packages.
 """
 
 import importlib
@@ -15,8 +15,8 @@ ENTRY = re.compile(r"[\w.]+:\w+")
 
 
 def load_entry(entry: str, *, option: str, such_as: str) -> object:
-    """What is at `module:name`. The current folder is searched too. `ConfigError` names the option
-    and says how to mend it.
+    """The object at `module:name`. The current folder is searched too. Raises `ConfigError` that
+    names the option and says how to correct it.
     """
     module_name, separator, attribute = entry.partition(":")
     if not (module_name and separator and attribute):
@@ -66,7 +66,7 @@ def _import(module_name: str, said: str) -> ModuleType:
 
 
 def package(name: str, *, extra: str) -> Any:
-    """The package of that name. `ConfigError` names the extra that brings it."""
+    """The package of that name. Raises `ConfigError` that names the extra which installs it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

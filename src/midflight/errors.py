@@ -1,7 +1,7 @@
-"""What can go wrong, at what price, and whose fault it is.
+"""All errors that are meant for users, with their cost and their blame.
 
-An error is priced by what it costs (a request, a rollout, a step, the run) and blamed at the
-boundary where it is found. Messages name the deed and the value, and end with the remedy.
+The cost of an error is a request, a rollout, a step or the run. The boundary where an error is
+found sets the blame. Messages name the action and the value, and end with the remedy.
 `wire.edge.fault_of` turns an error into HTTP.
 """
 
@@ -13,6 +13,8 @@ from typing import ClassVar, cast
 
 
 class Cost(StrEnum):
+    """What an error costs."""
+
     REQUEST = "request"
     ROLLOUT = "rollout"
     STEP = "step"
@@ -20,6 +22,8 @@ class Cost(StrEnum):
 
 
 class Blame(StrEnum):
+    """The part that is at fault."""
+
     REQUEST = "request"
     AGENT = "agent"
     ENVIRONMENT = "environment"
@@ -29,7 +33,9 @@ class Blame(StrEnum):
 
 
 class MidflightError(Exception):
-    """Base of all errors meant for users. Subclasses fix price, blame and HTTP face."""
+    """The base of all errors that are meant for users. Subclasses set the cost, the blame and the
+    HTTP status and code.
+    """
 
     cost: ClassVar[Cost] = Cost.RUN
     blame: ClassVar[Blame] = Blame.INFRASTRUCTURE
@@ -42,9 +48,7 @@ class MidflightError(Exception):
 
 
 class RequestRejected(MidflightError):
-    """The request can never succeed as it is. `param` names the offending field, in the client's
-    words.
-    """
+    """The request can never succeed as it is. `param` is the client's name of the field at fault."""
 
     cost = Cost.REQUEST
     blame = Blame.REQUEST
@@ -66,7 +70,7 @@ class UnknownModel(RequestRejected):
 
 
 class UnknownResponse(RequestRejected):
-    """A response, an item or a conversation that the session does not keep."""
+    """The session does not keep this response, item or conversation."""
 
     status = 404
     code = "not_found"
@@ -83,7 +87,7 @@ class Unauthorized(RequestRejected):
 
 
 class Overloaded(MidflightError):
-    """Admission is closed for now; retry after the named time."""
+    """Admission is closed for now. The client may retry after `retry_after_seconds`."""
 
     cost = Cost.REQUEST
     status = 429
@@ -96,7 +100,7 @@ class Overloaded(MidflightError):
 
 
 class IdempotencyConflict(RequestRejected):
-    """An idempotency key that stands for another request already."""
+    """The idempotency key already belongs to another request."""
 
     status = 409
     code = "idempotency_conflict"
@@ -108,7 +112,7 @@ class SessionClosed(RequestRejected):
 
 
 class UnknownLease(RequestRejected):
-    """A lease that was never given, or has ended."""
+    """The lease was never given, or has ended."""
 
     status = 409
     code = "unknown_lease"
@@ -122,28 +126,28 @@ class OutOfTurn(RequestRejected):
 
 
 class NothingToClaim(RequestRejected):
-    """Claims were asked of a run whose rollouts are not claimed."""
+    """A worker wanted to claim a rollout, but the run's rollouts are not claimed."""
 
     status = 404
     code = "nothing_to_claim"
 
 
 class EngineRefused(RequestRejected):
-    """An engine that wants to join and could not serve the run, or is none."""
+    """The engine wants to join but cannot serve the run, or it is no engine."""
 
     status = 422
     code = "engine_refused"
 
 
 class MemberConflict(RequestRejected):
-    """What is asked of an engine's membership does not go with what it is now."""
+    """The request for an engine's membership does not fit its present state."""
 
     status = 409
     code = "member_conflict"
 
 
 class SentAway(MemberConflict):
-    """An engine that left this run wants to join it again."""
+    """The engine left this run and wants to join it again."""
 
     code = "engine_sent_away"
 
@@ -154,14 +158,16 @@ class UnknownEngine(RequestRejected):
 
 
 class RewardFixed(RequestRejected):
-    """Another reward was given before: a reward is given once, and again only as the same."""
+    """Another reward was given before. A reward is given once; only the same reward may be given
+    again.
+    """
 
     status = 409
     code = "reward_fixed"
 
 
 class BatchCorrupt(RequestRejected):
-    """Bytes that are not a packed batch, or one whose parts contradict each other."""
+    """The bytes are no packed batch, or the parts of the batch contradict each other."""
 
     code = "batch_corrupt"
 
@@ -177,8 +183,8 @@ class EngineError(MidflightError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine died, was cut off or answers nonsense. Its requests are resumed elsewhere from
-    their tokens.
+    """The engine died, is unreachable or sent a senseless answer. Its requests are resumed
+    elsewhere from their tokens.
     """
 
     code = "engine_unavailable"
@@ -186,7 +192,7 @@ class EngineUnavailable(EngineError):
 
 
 class PauseIgnored(EngineError):
-    """An engine said it was paused and kept producing tokens."""
+    """The engine reported a pause but kept producing tokens."""
 
     code = "pause_ignored"
 
@@ -199,14 +205,14 @@ class NotSupported(EngineError):
 
 
 class WeightsCorrupt(EngineError):
-    """Bytes of a version do not match its manifest: it is not served (I7)."""
+    """The bytes of a version do not match its manifest, so it is not served (I7)."""
 
     code = "weights_corrupt"
 
 
 class SlotBusy(MidflightError):
-    """Every slot holds a version that may still be fetched. Unblocked by its release, at the end of
-    a handover.
+    """Every slot holds a version that may still be fetched. A slot is released at the end of a
+    handover.
     """
 
     cost = Cost.STEP
@@ -223,7 +229,7 @@ class NoEngine(EngineError):
 
 
 class RequestTimeout(EngineError):
-    """An engine took the request, and the answer stood still for too long."""
+    """An engine took the request, but the answer made no progress for too long."""
 
     status = 504
     code = "request_timeout"
@@ -238,14 +244,15 @@ class EnvironmentFailed(MidflightError):
 
 
 class UntrackedUnavailable(EnvironmentFailed):
-    """A judge or simulated user, asked by `client.untracked()`, gave no answer: without it nothing
-    can be scored.
+    """A judge or simulated user that was asked by `client.untracked()` gave no answer. Without the
+    answer nothing can be scored.
     """
 
 
 class AgentFailed(EnvironmentFailed):
-    """An agent failed where its exception could not come from: another process, or a thread. The
-    message begins with the exception's class; `trace` is its traceback."""
+    """An agent failed in another process or in a thread, from where its exception cannot be raised
+    here. The message begins with the exception's class; `trace` is its traceback.
+    """
 
     def __init__(self, message: str, *, trace: str | None = None) -> None:
         super().__init__(message)
@@ -253,39 +260,35 @@ class AgentFailed(EnvironmentFailed):
 
 
 class SandboxLost(EnvironmentFailed):
-    """There is no sandbox, or none any more, through no fault of the program that was to run in
-    it.
-    """
+    """The sandbox could not be made or was lost, through no fault of the program in it."""
 
     blame = Blame.INFRASTRUCTURE
 
 
 class AgentLost(EnvironmentFailed):
-    """The process of an agent ended through no fault of the agent's, which begins again
+    """The process of an agent ended through no fault of the agent's. The agent starts over
     elsewhere.
     """
 
 
 class BadReward(EnvironmentFailed):
-    """A reward that is not a finite number or `None`."""
+    """The reward is neither a finite number nor `None`."""
 
 
 class TaskFieldMissing(EnvironmentFailed):
-    """A task lacks a field that its environment reads."""
+    """The task lacks a field that its environment reads."""
 
 
 class TooManyProcesses(EnvironmentFailed):
-    """An agent started more processes than a rollout may."""
+    """The agent started more processes than a rollout may have."""
 
 
 class RolloutTimeout(EnvironmentFailed):
-    """The agent of a rollout took too long by itself, or the whole rollout did, and it was
-    ended.
-    """
+    """The rollout was ended because its agent, or the whole rollout, took too long."""
 
 
 class RolloutAbandoned(RolloutTimeout):
-    """The agent of a rollout that was ended lives on: it did not end when it was cancelled."""
+    """The rollout was ended, but its agent still runs, because it ignored its cancellation."""
 
 
 # --- Blamed on the configuration or the data: ends the run before it starts -----------------------
@@ -298,36 +301,36 @@ class ConfigError(MidflightError):
 
 
 class SandboxUnavailable(ConfigError):
-    """Nothing here can isolate a program, or what could is down, before a run begins."""
+    """Before a run begins, no sandbox is installed here, or the sandbox service is down."""
 
 
 class ModelNotFound(ConfigError):
-    """No model at the given place, or not one that can be loaded."""
+    """There is no model at the given place, or it cannot be loaded."""
 
 
 class CheckpointCorrupt(ConfigError):
-    """A checkpoint is incomplete or its hashes do not match."""
+    """The checkpoint is incomplete, or its hashes do not match."""
 
 
 class StoreCorrupt(ConfigError):
-    """A store's file is damaged, or was written by another schema or another run."""
+    """The store's file is damaged, or was written by another schema or another run."""
 
 
 class NoRun(ConfigError):
-    """A folder that was given as a run, and is none."""
+    """The folder is not that of a run."""
 
     code = "no_run"
 
 
 class RunGone(ConfigError):
-    """The folder of a run was deleted or moved while it was looked at."""
+    """The folder of a run was deleted or moved while it was read."""
 
     status = 410
     code = "run_gone"
 
 
 class StoreNewer(StoreCorrupt):
-    """A store that a later version of Midflight wrote."""
+    """A later version of Midflight wrote the store."""
 
     code = "store_newer"
 
@@ -336,25 +339,27 @@ class StoreNewer(StoreCorrupt):
 
 
 class StepSkipped(MidflightError):
-    """Loss or gradient was not finite; the step is skipped and counted."""
+    """The loss or the gradient was not finite. The step is skipped and counted."""
 
     cost = Cost.STEP
 
 
 class RunFailed(MidflightError):
-    """Ends the run: the first error of a budget that is spent, or a part that could not be
-    restarted.
+    """The run ends, because a budget of failures is spent or a part could not be restarted. The
+    cause is the first error.
     """
 
 
 class StoreFailed(MidflightError):
-    """The store could not write: disk full, no permission, or slower than what is recorded."""
+    """The store could not write: the disk is full, permission is missing, or it is slower than the
+    records come.
+    """
 
     code = "store_failed"
 
 
 class Stopping(MidflightError):
-    """The run is ending, and with it a wait that would not have ended otherwise."""
+    """The run is ending. So a wait ends that would not have ended otherwise."""
 
     cost = Cost.REQUEST
     status = 503
@@ -362,25 +367,21 @@ class Stopping(MidflightError):
 
 
 class DiskFull(MidflightError):
-    """There was no room where something had to be written."""
+    """A file could not be written because the disk is full."""
 
     code = "disk_full"
 
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_ROOM_TEXTS = tuple(f"(os error {number})" for number in sorted(_NO_ROOM))
-"""Libraries that write by themselves say it so."""
+"""Texts of the same errors in libraries that write files themselves."""
 
 
 def disk_full(error: BaseException) -> DiskFull | None:
-    """What it means where it says that a disk is full, itself or by its causes; none where it does
-    not.
-    """
+    """The error as `DiskFull`, if it or one of its causes says that a disk is full; else `None`."""
     seen: BaseException | None = error
     while seen is not None:
-        if (isinstance(seen, OSError) and seen.errno in _NO_ROOM) or any(
-            text in str(seen) for text in _NO_ROOM_TEXTS
-        ):
+        if _says_full(seen):
             where = f" {seen.filename}" if isinstance(seen, OSError) and seen.filename else ""
             why = seen.strerror if isinstance(seen, OSError) and seen.strerror else str(seen)
             return DiskFull(f"Writing{where}: {why}; free some space and go on with --resume.")
@@ -388,15 +389,21 @@ def disk_full(error: BaseException) -> DiskFull | None:
     return None
 
 
+def _says_full(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return True
+    return any(text in str(error) for text in _NO_ROOM_TEXTS)
+
+
 def first_error(error: BaseException) -> BaseException:
-    """The first leaf of a tree of exception groups: the error that ended a task group."""
+    """The first leaf of a tree of exception groups. This is the error that ended a task group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def every_error(error: BaseException) -> Iterator[BaseException]:
-    """All leaves of such a tree."""
+    """All leaves of a tree of exception groups."""
     if isinstance(error, BaseExceptionGroup):
         for inner in cast("tuple[BaseException, ...]", error.exceptions):
             yield from every_error(inner)
@@ -408,4 +415,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown word: ` Did you mean 'x'?`, or the known words if none is near."""
     options = sorted(known)
     close = difflib.get_close_matches(word, options, n=1)
-    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(options)}."
+    if close:
+        return f" Did you mean {close[0]!r}?"
+    return f" Known: {', '.join(options)}."

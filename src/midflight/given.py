@@ -1,11 +1,12 @@
-"""Objects that a Python program gives to its run: functions of a notebook's cell, classes of a
-script that nobody can import.
+"""Objects that a Python program passes to its run by pickling, such as functions of a notebook's
+cell or classes of a script that cannot be imported.
 
-A configuration names one as `midflight.given:NAME`. The program packs them (cloudpickle: what is in
-no module that can be imported goes by value); its launcher writes the bytes to the standard input
-of each of its children, before anything else, and a child unpacks them when one is first asked for.
-That pipe is between two processes of one user that the same program started, so nobody else can put
-anything into it: pickled bytes come from nowhere else, no socket and no file.
+A configuration names an object as `midflight.given:NAME`. The program pickles the objects with
+cloudpickle, which sends by value what no importable module holds. Its launcher writes the bytes to
+the standard input of each of its children, before anything else, and a child unpickles them when it
+first needs one. That pipe connects two processes of one user that the same program started, so no
+other process can write into it. Pickled bytes are accepted from nowhere else: no socket and no
+file.
 """
 
 import inspect
@@ -21,35 +22,37 @@ from midflight.errors import ConfigError, nearest
 
 MODULE = "midflight.given"
 _LENGTH = 8
-"""Bytes that say how many follow."""
+"""The number of bytes of the length that comes first."""
 
 
 class NotGiven(ConfigError, AttributeError):
-    """No program gave an object of that name. Also an `AttributeError`, because programs ask every
-    module for all kinds of names.
+    """No program passed an object of that name. It is also an `AttributeError`, because programs
+    look up all kinds of names in every module.
     """
 
 
 class Packed(msgspec.Struct, frozen=True):
     pickled: bytes
     path: list[str]
-    """Where the program finds its modules: what is in one of them goes by name."""
+    """The program's module search path. Objects in these modules are sent by name."""
 
 
 NOTHING = bytes(_LENGTH)
-"""What a run gets whose configuration says everything."""
+"""The bytes for a run that gets no objects."""
 
 _held: Packed | None = None
 _objects: dict[str, object] = {}
 
 
 def entry_of(name: str) -> str:
-    """How a configuration names the object."""
+    """The name of the object in a configuration."""
     return f"{MODULE}:{name}"
 
 
 def pack(objects: Mapping[str, object]) -> bytes:
-    """For the standard input of a child. `ConfigError` names the object that cannot travel."""
+    """The bytes for the standard input of a child. Raises `ConfigError` that names an object which
+    cannot be pickled.
+    """
     if not objects:
         return NOTHING
     import cloudpickle  # here: a run without given objects never needs it
@@ -67,16 +70,16 @@ def pack(objects: Mapping[str, object]) -> bytes:
 
 
 def _resolve_types(value: object) -> None:
-    """Types that are written as text, as after `from __future__ import annotations`, are looked up
-    here: what only they name does not travel.
+    """Replaces annotations that are text, as after `from __future__ import annotations`, by the
+    types. Objects that only such a text names would not be pickled.
     """
     methods = list(vars(value).values()) if inspect.isclass(value) else [value]
     for function in filter(inspect.isfunction, methods):
-        if any(isinstance(written, str) for written in function.__annotations__.values()):
-            with suppress(Exception):  # whoever needs the types says what is wrong with them
-                function.__annotations__.update(
-                    typing.get_type_hints(function, include_extras=True)
-                )
+        if not any(isinstance(written, str) for written in function.__annotations__.values()):
+            continue
+        with suppress(Exception):  # the code that needs the types reports what is wrong with them
+            types = typing.get_type_hints(function, include_extras=True)
+            function.__annotations__.update(types)
 
 
 def _check(name: str, value: object) -> None:
@@ -93,8 +96,8 @@ def _check(name: str, value: object) -> None:
 
 
 def read(pipe: BinaryIO) -> None:
-    """Takes what `pack` made from the beginning of standard input. Nothing is unpacked yet. Waits
-    for the launcher.
+    """Reads the bytes of `pack` from the beginning of standard input. Nothing is unpickled yet.
+    Waits for the launcher.
     """
     global _held
     length = int.from_bytes(pipe.read(_LENGTH), "big")
@@ -103,7 +106,7 @@ def read(pipe: BinaryIO) -> None:
 
 
 def __getattr__(name: str) -> object:
-    """The object of that name, so that it is found like one in any other module."""
+    """The object of that name. So it is found like an object in any other module."""
     if name.startswith("__"):
         raise AttributeError(name)
     if _held is None:

@@ -1,8 +1,8 @@
-"""The verbs: what one station asks of another, as Protocols. Implementations never import each
-other; `run/` connects them.
+"""The interfaces between stations, as Protocols. Implementations never import each other; `run/`
+connects them.
 
-And how an engine is paused, for an operator or for a commit: in which mode, and with proof that it
-really made no token.
+`pause_mode` and `verified_pause` pause an engine through its interface, for the operator and for a
+commit.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from midflight.errors import NotSupported, PauseIgnored
 
 
 class Engine(Protocol):
-    """An inference server, seen from the rollout process.
+    """An inference server, as the rollout process sees it.
 
     `generate` streams until a chunk with `finish`. An interruption is either a last chunk with
-    `FinishReason.ABORT` or an `EngineUnavailable`; in both cases the tokens received so far stand
-    and the caller may resume elsewhere. `RequestRejected` blames the request and is never retried.
-    Closing the iterator aborts the request.
+    `FinishReason.ABORT` or an `EngineUnavailable`. In both cases the tokens received so far are
+    valid and the caller may resume elsewhere. `RequestRejected` blames the request and is never
+    retried. Closing the iterator aborts the request.
     """
 
     @property
@@ -35,24 +35,24 @@ class Engine(Protocol):
         ...
 
     async def pause(self, mode: types.PauseMode) -> None:
-        """Returns when no token will be produced until `resume`. Idempotent; `drain` returns when
-        all have finished.
+        """Pauses; returns when no token will be produced until `resume`. Idempotent. In the mode
+        `drain` it returns when all requests have finished.
         """
         ...
 
     async def resume(self) -> None:
-        """Idempotent."""
+        """Ends the pause. Idempotent."""
         ...
 
     async def stage(self, manifest: types.WeightManifest) -> None:
-        """Brings a version into a second buffer while decoding goes on and verifies its
+        """Loads a version into a second buffer while decoding goes on, and verifies its
         fingerprint. May be repeated.
         """
         ...
 
     async def commit(self, version: types.Version) -> types.Attestation:
-        """Makes the staged version live between two decode steps. What is attested is what is
-        served.
+        """Makes the staged version live between two decode steps. The attested version is the one
+        that is served.
         """
         ...
 
@@ -60,16 +60,16 @@ class Engine(Protocol):
 
 
 class Scorer(Protocol):
-    """A model that is asked how likely given tokens are: a teacher."""
+    """A teacher: a model that scores how likely given tokens are."""
 
     async def score(
         self, token_ids: types.Int32, row_offsets: types.Int32, *, temperature: float
     ) -> types.Float32:
-        """Natural log of softmax(logits / temperature) of each token after those before it in its
-        row: [N], 0 at the first of a row.
+        """The natural log of softmax(logits / temperature) of each token after those before it in
+        its row: [N], 0 for the first token of a row.
 
         Row r has the tokens [row_offsets[r], row_offsets[r + 1]), at least one. `RequestRejected`
-        blames the rows; `EngineUnavailable` says that trying again may help.
+        blames the rows; `EngineUnavailable` means that trying again may help.
         """
         ...
 
@@ -80,56 +80,56 @@ class PromptScorer(Protocol):
     async def prompt_logprobs(
         self, token_ids: Sequence[int], *, top: int
     ) -> Sequence[types.Likely]:
-        """Of each token but the first: it, then the `top` likeliest at its place, at temperature 1
-        under the weights served. Waits for the engine. `RequestRejected` blames the tokens;
-        `EngineUnavailable` says that trying again may help.
+        """The scores of each token but the first, at temperature 1 under the served weights: the
+        token itself, then the `top` likeliest tokens at its place. Waits for the engine.
+        `RequestRejected` blames the tokens; `EngineUnavailable` means that trying again may help.
         """
         ...
 
 
 class WeightReceiver(Protocol):
-    """The engine process's end of a transport: reads a manifest's bytes. Blocking; called from a
+    """The engine process's end of a transport. It reads a manifest's bytes. Blocking; called from a
     worker thread.
     """
 
     def fetch(self, manifest: types.WeightManifest) -> Mapping[str, memoryview]:
-        """Bytes of each tensor by name, checked against the manifest's fingerprint, else
-        `WeightsCorrupt`.
+        """The bytes of each tensor by name. They match the manifest's fingerprint; otherwise
+        `WeightsCorrupt` is raised.
 
-        They are the caller's alone, aligned and writable: it serves from them without copying or
-        checking again.
+        The bytes belong to the caller alone, and are aligned and writable, so it serves from them
+        without copying or checking again.
         """
         ...
 
 
 class ServerWorkers(Protocol):
-    """The workers of one server, which receive a version by themselves. Each call waits for the
-    server's answer.
+    """The workers of one server, which receive versions directly. Each call waits for the server's
+    answer.
     """
 
     async def states(self) -> Sequence[types.WorkerState]:
-        """One for each worker, in order: so there are as many as the server has."""
+        """The state of each worker of the server, in order."""
         ...
 
     async def receive(self, order: types.TransferOrder) -> None:
-        """Returns when they have begun. `EngineError` where they refuse."""
+        """Sends an order; returns when the workers have begun. Raises `EngineError` if they
+        refuse.
+        """
         ...
 
 
 class WorkerFeed(Protocol):
-    """The way from a publisher into a server's workers."""
+    """The connection from a publisher to a server's workers."""
 
     async def bring(self, manifest: types.WeightManifest, workers: ServerWorkers) -> None:
-        """Returns when each worker holds just what was sent. `EngineUnavailable` when the publisher
-        or the way to it is gone.
+        """Sends a version; returns when each worker holds exactly what was sent. Raises
+        `EngineUnavailable` if the publisher or the connection to it is lost.
         """
         ...
 
 
 class SessionHandle(Protocol):
-    """An open session, as an environment's runner sees it. `base_url` and `api_key` are what the
-    agent gets.
-    """
+    """An open session, as an environment's runner sees it. The agent gets `base_url` and `api_key`."""
 
     @property
     def session_id(self) -> str: ...
@@ -140,19 +140,19 @@ class SessionHandle(Protocol):
 
 
 class RequestWatch(Protocol):
-    """The requests of one rollout, as its limit of time looks at them."""
+    """The requests of one rollout, as its time limit sees them."""
 
     on_change: Callable[[], None] | None
-    """Called whenever `waits` has changed, and when its agent begins again."""
+    """Called whenever `waits` has changed, and when the agent starts over."""
 
     @property
     def waits(self) -> bool:
-        """Whether a request is under way, or its agent waits before another try as it was told."""
+        """Whether a request is under way, or the agent waits before another try as it was told."""
         ...
 
     @property
     def num_restarts(self) -> int:
-        """How often its agent has begun again; requests and seconds before that do not count."""
+        """How often the agent has started over. Requests and seconds before that do not count."""
         ...
 
     def read(self) -> types.RequestTime: ...
@@ -164,66 +164,66 @@ class Sessions(Protocol):
     def open(
         self, key: types.RolloutKey, *, sampling: types.SamplingParams, tracked: bool
     ) -> SessionHandle:
-        """`sampling` gives the defaults of the session's requests. `tracked=False` is evaluation:
-        no fate but `evaluated`.
+        """Opens a session. `sampling` gives the defaults of its requests. `tracked=False` is for
+        evaluation, whose tokens have no fate but `evaluated`.
         """
         ...
 
     def close(self, session_id: str) -> types.SessionRecord:
-        """Ends the session: requests still running in it are cancelled and its tokens handed over.
+        """Ends the session. Its running requests are cancelled, and its tokens are handed over.
         Idempotent.
         """
         ...
 
     def oldest_version(self, session_id: str) -> types.Version | None:
-        """The oldest version among the session's generated tokens, `None` before the first."""
+        """The oldest version among the session's generated tokens; `None` before the first."""
         ...
 
     def request_watch(self, session_id: str) -> RequestWatch:
-        """Of an open session and all its parts. Who asks first keeps its `on_change`."""
+        """The watch of an open session and all its parts. The first caller owns its `on_change`."""
         ...
 
 
 class Chats(Protocol):
-    """The gateway, for an environment in its own process."""
+    """The gateway, for an environment in the same process."""
 
     async def reply(self, token: str, messages: Sequence[dict[str, types.Json]]) -> str:
-        """What the model says next, in the session that `token` names. Waits for the whole reply;
-        raises what a client would be told.
+        """The model's next message, in the session that `token` names. Waits for the whole reply.
+        Raises the error that a client would get.
         """
         ...
 
 
 class EngineFleet(Protocol):
-    """The engines behind the gateway, as the handover sees them. Synchronous but for `hold`."""
+    """The engines behind the gateway, as the handover sees them. Synchronous."""
 
     def engines(self) -> tuple[Engine, ...]:
-        """All attached engines, those in quarantine too."""
+        """All attached engines, including those in quarantine."""
         ...
 
     def hold(self, engine: str, owner: str) -> None:
-        """Dispatch no new request to the engine until `release`. Holds are named; the engine is
-        free when none is left.
+        """Dispatches no new request to the engine until `release`. Holds are named; the engine is
+        free when no hold is left.
         """
         ...
 
     def release(self, engine: str, owner: str) -> None: ...
     def served(self, engine: str, version: types.Version) -> None:
-        """The engine attested this version; it is routable (and out of quarantine) from now on."""
+        """The engine attested this version. It is routable (and out of quarantine) from now on."""
         ...
 
     def quarantine(self, engine: str, error: BaseException) -> None:
-        """Route nothing to the engine; its requests end there and are resumed elsewhere, or
+        """Routes no request to the engine. Its requests end there and are resumed elsewhere, or
         wait.
         """
         ...
 
     def served_version(self) -> types.Version:
-        """v_served: the oldest version a routable engine serves."""
+        """v_served: the oldest version that a routable engine serves."""
         ...
 
     def reserved(self) -> str | None:
-        """The engine that keeps its version for an evaluation: no version is brought to it
+        """The engine that keeps its version for an evaluation. It must get no other version
         meanwhile.
         """
         ...
@@ -235,7 +235,7 @@ BY_COST = (
     types.PauseMode.ABORT,
     types.PauseMode.DRAIN,
 )
-"""All modes, first the one that costs an engine least."""
+"""All modes. The one that costs an engine least comes first."""
 
 
 def pause_mode(
@@ -246,8 +246,8 @@ def pause_mode(
     otherwise: Iterable[types.PauseMode] = BY_COST,
     remedy: str,
 ) -> types.PauseMode:
-    """The mode wanted, else the first of `otherwise` that the engine has. `NotSupported` names what
-    it has, and ends with `remedy`.
+    """The wanted mode, else the first of `otherwise` that the engine has. Raises `NotSupported`,
+    which names the engine's modes and ends with `remedy`.
     """
     has = capabilities.pause_modes
     for mode in otherwise if wanted is None else (wanted,):
@@ -264,11 +264,11 @@ def pause_mode(
 async def verified_pause(
     engine: Engine, mode: types.PauseMode
 ) -> AsyncGenerator[types.EngineHealth]:
-    """Pauses the engine, and gives its reading; `PauseIgnored` after the block if it made tokens
-    during it.
+    """Pauses the engine and yields a reading of it. Raises `PauseIgnored` after the block if the
+    engine made tokens during it.
 
     `pause` returns when no token is on its way any more, so the first count is final and the second
-    must equal it. Waits for the engine; the caller has the deadline. The caller also ends the
+    must equal it. Waits for the engine; the caller sets the deadline. The caller also ends the
     pause, by `resume` or by quarantine (I7, I9).
     """
     await engine.pause(mode)

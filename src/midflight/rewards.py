@@ -1,8 +1,8 @@
-"""Reward functions to be named in `[[environment.rewards]]`, such as `entry =
+"""Reward functions for `[[environment.rewards]]`, such as `entry =
 "midflight.rewards:exact_match"`.
 
-Each compares the last answer as text. Further arguments come from `options`, or from columns of the
-task of the same name.
+Each compares the last answer as text. Further arguments come from `options`, or from the task's
+columns of the same name.
 """
 
 import json
@@ -17,18 +17,21 @@ _NUMBER = re.compile(r"[-+−]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:
 
 
 def exact_match(completion: str, answer: object, *, ignore_case: bool = False) -> float:
-    """1 if the completion is the answer, but for white space around either; else 0."""
+    """1 if the completion is the answer, ignoring whitespace around both; else 0."""
     said = completion.strip()
     expected = str(answer).strip()
-    return float(said.lower() == expected.lower() if ignore_case else said == expected)
+    if ignore_case:
+        said = said.lower()
+        expected = expected.lower()
+    return float(said == expected)
 
 
 def number_match(completion: str, answer: object, *, tolerance: float = 1e-6) -> float:
     """1 if the last number in the completion is the last one in the answer, within a relative and
     absolute tolerance; else 0.
 
-    `EnvironmentFailed` if the answer holds no number: that is the data's fault, and no completion
-    could be right.
+    Raises `EnvironmentFailed` if the answer holds no number. That is the data's fault, because no
+    completion could be right.
     """
     expected = _last_number(str(answer))
     if expected is None:
@@ -37,13 +40,13 @@ def number_match(completion: str, answer: object, *, tolerance: float = 1e-6) ->
             "another reward for it."
         )
     said = _last_number(completion)
-    return float(said is not None and abs(said - expected) <= tolerance * max(1.0, abs(expected)))
+    if said is None:
+        return 0.0
+    return float(abs(said - expected) <= tolerance * max(1.0, abs(expected)))
 
 
 def math_verify(completion: str, answer: object) -> float:
-    """1 if both mean the same as LaTeX or as expressions, as the package math-verify judges; else
-    0.
-    """
+    """1 if the package math-verify finds both equal, as LaTeX or as expressions; else 0."""
     try:
         from math_verify import parse, verify
 
@@ -54,47 +57,49 @@ def math_verify(completion: str, answer: object) -> float:
             "install 'midflight[math]'."
         ) from error
     text = str(answer)
-    expected = parse(
-        text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=deadline
-    )
+    if "$" not in text and "\\boxed" not in text:
+        text = f"${text}$"
+    expected = parse(text, parsing_timeout=deadline)
     if not expected:
         raise EnvironmentFailed(
             f"math_verify: the task's answer is {answer!r:.200}, which is no expression; use "
             "another reward for it."
         )
-    return float(
-        verify(expected, parse(completion, parsing_timeout=deadline), timeout_seconds=deadline)
-    )
+    said = parse(completion, parsing_timeout=deadline)
+    return float(verify(expected, said, timeout_seconds=deadline))
 
 
 def json_schema(completion: str, schema: Mapping[str, Any] | str) -> float:
-    """1 if the completion is JSON that the schema allows, which is an object or its text; else
-    0.
+    """1 if the completion is JSON that matches the schema; else 0. The schema is an object or its
+    JSON text.
     """
     try:
         found = json.loads(completion)
     except ValueError:
         return 0.0
-    return float(
-        _validator(schema if isinstance(schema, str) else json.dumps(schema)).is_valid(found)
-    )
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    return float(_validator(text).is_valid(found))
 
 
 def matches(completion: str, pattern: str, *, whole: bool = False) -> float:
-    """1 if the regular expression is found in the completion, or is all of it with `whole`; else
-    0.
+    """1 if the regular expression is found in the completion; else 0. With `whole` it must match
+    the whole completion, without the whitespace around it.
     """
     compiled = _compiled(pattern)
-    return float(
-        (compiled.fullmatch(completion.strip()) if whole else compiled.search(completion))
-        is not None
-    )
+    match = compiled.fullmatch(completion.strip()) if whole else compiled.search(completion)
+    return float(match is not None)
 
 
 def length(completion: str, *, most: int, buffer: int = 0) -> float:
-    """0 up to `most` words, then falling to -1 over the next `buffer` of them, as a penalty."""
+    """A penalty for length. It is 0 up to `most` words, and falls to -1 over the next `buffer`
+    words.
+    """
     over = len(completion.split()) - most
-    return 0.0 if over <= 0 else -min(1.0, over / buffer if buffer else 1.0)
+    if over <= 0:
+        return 0.0
+    if not buffer:
+        return -1.0
+    return -min(1.0, over / buffer)
 
 
 def _last_number(text: str) -> float | None:

@@ -1,5 +1,5 @@
-"""The version, written here only: the package, the command line and the OpenAPI document say this
-one. And the commit it was built from.
+"""The version of the package and the commit that it was built from. The version is written only
+here; the package, the command line and the OpenAPI document read it.
 """
 
 import subprocess
@@ -11,10 +11,10 @@ _PACKAGE = Path(__file__).parent
 
 
 def commit() -> str | None:
-    """That the package was built from: written beside it in a wheel, asked of git in a checkout,
-    with `+` where files were changed since.
+    """The commit that the package was built from. A wheel has it in a file; in a checkout git is
+    asked, and `+` means that files were changed since.
 
-    None where neither tells.
+    None if neither knows it.
     """
     baked = _PACKAGE / "commit"
     if baked.is_file():
@@ -35,9 +35,12 @@ def commit() -> str | None:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=5.0, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    if done.returncode != 0:
+        return None
+    return done.stdout.strip() or None
 
 
 def described() -> str:
-    """`0.2.0 (commit 0123456789ab)`."""
-    return f"{__version__} (commit {found})" if (found := commit()) is not None else __version__
+    """Version and commit, such as `0.2.0 (commit 0123456789ab)`."""
+    found = commit()
+    return __version__ if found is None else f"{__version__} (commit {found})"

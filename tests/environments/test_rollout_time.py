@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from midflight.allowance import Stopwatch
 from midflight.config.bounds import RolloutBound, rollout_bound
 from midflight.config.sections import EnvironmentSection
 from midflight.environments.claimed import Claimed
 from midflight.environments.scoring import Judging, Unjudged
 from midflight.errors import RolloutTimeout
 from midflight.gateway.sessions.request_clock import RequestClock
+from midflight.stopwatch import Stopwatch
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, RolloutKey, Task
 

@@ -8,7 +8,7 @@ from midflight.errors import RequestRejected
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.completions import CompletionExchange
 from midflight.gateway.dialects.native import NativeExchange
-from midflight.gateway.sessions.session import Asked, Messages, Text, TokenIds
+from midflight.gateway.sessions.request import Asked, Messages, Text, TokenIds
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "policy", "prompt": "hi"}

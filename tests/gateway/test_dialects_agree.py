@@ -15,7 +15,8 @@ from midflight.errors import RequestRejected
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.messages import MessagesExchange
 from midflight.gateway.dialects.responses import ResponsesExchange
-from midflight.gateway.sessions.session import CompletionCall, Session
+from midflight.gateway.sessions.request import CompletionCall
+from midflight.gateway.sessions.session import Session
 
 EVERYTHING = "{{ messages | tojson(sort_keys=true) }}{{ tools | tojson }}{{ reasoning_effort }}"
 """A template that shows all that a template could read."""

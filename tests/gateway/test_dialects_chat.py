@@ -15,7 +15,7 @@ from midflight.gateway.answers.answer import News
 from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.exchange import Recent, Reply, call_id
-from midflight.gateway.sessions.session import Asked, CompletionCall, Messages, ToolChoice
+from midflight.gateway.sessions.request import Asked, CompletionCall, Messages, ToolChoice
 from midflight.testing.virtual_time import run_virtual
 from midflight.text.formats import AssistantMessage, CallPiece, ContentPiece, Piece, ReasoningPiece, Tool, ToolCall
 from midflight.types import Feature, Finish, FinishReason, Grammar, GrammarKind, SamplingParams, Segment, Turn

@@ -14,7 +14,7 @@ from midflight.gateway.answers.answer import News
 from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.dialects.completions import CompletionExchange
 from midflight.gateway.dialects.exchange import Reply
-from midflight.gateway.sessions.session import Asked, CompletionCall
+from midflight.gateway.sessions.request import Asked, CompletionCall
 from midflight.testing.virtual_time import run_virtual
 from midflight.text.formats import AssistantMessage
 from midflight.types import Feature, Finish, FinishReason, Grammar, GrammarKind, Segment, Turn

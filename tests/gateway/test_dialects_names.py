@@ -17,7 +17,7 @@ from midflight.gateway.dialects.exchange import Exchange
 from midflight.gateway.dialects.messages import MessagesExchange
 from midflight.gateway.dialects.native import NativeExchange
 from midflight.gateway.dialects.responses import ResponsesExchange
-from midflight.gateway.sessions.session import CompletionCall
+from midflight.gateway.sessions.request import CompletionCall
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Feature, Grammar, GrammarKind
 

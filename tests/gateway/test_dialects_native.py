@@ -12,7 +12,7 @@ from midflight.errors import RequestRejected
 from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.dialects.exchange import Reply
 from midflight.gateway.dialects.native import NativeExchange
-from midflight.gateway.sessions.session import Asked, CompletionCall, Text, TokenIds
+from midflight.gateway.sessions.request import Asked, CompletionCall, Text, TokenIds
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Chunk, Feature, Finish, FinishReason, Grammar, GrammarKind, Segment, Turn
 

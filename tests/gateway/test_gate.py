@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from midflight.allowance import Allowance
-from midflight.gateway.fleet.routing import Holds, WaitingLine
+from midflight.gateway.fleet.holds import Holds
+from midflight.gateway.fleet.waiting_line import WaitingLine
 from midflight.testing.virtual_time import run_virtual
 
 

@@ -13,7 +13,9 @@ from prometheus_client import CollectorRegistry, Counter
 from tests.gateway.offered import DEFAULTS, KEY, RecordingControl, ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import EngineUnavailable, NoEngine, RequestRejected
-from midflight.gateway.http.http import KEEP_ALIVE_SECONDS, ChatsHere, build_app
+from midflight.gateway.http.answer_stream import KEEP_ALIVE_SECONDS
+from midflight.gateway.http.chats import ChatsHere
+from midflight.gateway.http.http import build_app
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import PauseMode, Reason
 from midflight.types.facts import RequestFailed

@@ -13,7 +13,7 @@ from midflight.errors import Overloaded, SessionClosed
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.plan import EngineLimits
-from midflight.gateway.sessions.session import CompletionCall, Messages
+from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, RolloutKey, SamplingParams

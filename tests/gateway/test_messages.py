@@ -19,7 +19,7 @@ from midflight.gateway.answers.answer import Answer, News
 from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.dialects.exchange import Reply
 from midflight.gateway.dialects.messages import MessagesExchange, messages_fault
-from midflight.gateway.sessions.session import Asked, Messages, ToolChoice
+from midflight.gateway.sessions.request import Asked, Messages, ToolChoice
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.virtual_time import run_virtual
 from midflight.text import Tokenizer

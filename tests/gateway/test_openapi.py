@@ -15,7 +15,7 @@ from midflight.gateway.dialects.fields import Body
 from midflight.gateway.dialects.native import NativeBody, NativeSampling
 from midflight.gateway.dialects.policy import HARMLESS, IGNORED, NEUTRAL, REFUSED, TOOLS
 from midflight.gateway.http.http import DIALECTS
-from midflight.gateway.http.lookups import DESCRIBED, openapi_document
+from midflight.gateway.http.openapi import DESCRIBED, openapi_document
 from midflight.testing.virtual_time import run_virtual
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "fields.md").read_text()

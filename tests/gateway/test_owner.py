@@ -12,7 +12,7 @@ from midflight.errors import Overloaded, RewardFixed, SessionClosed, Unauthorize
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import MAX_AT_ONCE, OwnedSessions, SessionExpiry
 from midflight.gateway.sessions.registry import OpenSession
-from midflight.gateway.sessions.session import CompletionCall, Messages
+from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.run.parts import serve_while
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Result

@@ -16,7 +16,7 @@ from midflight.gateway.dialects.messages import MessagesExchange
 from midflight.gateway.dialects.native import NativeExchange
 from midflight.gateway.dialects.policy import MAX_UNREAD
 from midflight.gateway.dialects.responses import ResponsesExchange
-from midflight.gateway.sessions.session import Messages, ToolChoice
+from midflight.gateway.sessions.request import Messages, ToolChoice
 from midflight.observe.prometheus import Metrics
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Feature

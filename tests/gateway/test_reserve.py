@@ -11,7 +11,7 @@ from midflight.allowance import Expired
 from midflight.errors import EngineUnavailable
 from midflight.gateway.answers.generation import Generator
 from midflight.gateway.fleet.fleet import Fleet
-from midflight.gateway.fleet.routing import Reservation
+from midflight.gateway.fleet.reservation import Reservation
 from midflight.testing.script import Script
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual

@@ -13,7 +13,7 @@ from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, off
 from midflight.errors import EngineUnavailable, RequestRejected
 from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.dialects.responses import ResponsesExchange
-from midflight.gateway.sessions.session import Asked, Messages, ToolChoice
+from midflight.gateway.sessions.request import Asked, Messages, ToolChoice
 from midflight.testing.virtual_time import run_virtual
 from midflight.text.formats import CallPiece, ContentPiece, MessageFormat, Piece, ReasoningPiece, Tool, ToolCall
 from midflight.types import Feature, Grammar, GrammarKind, Json

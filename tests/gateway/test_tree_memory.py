@@ -8,7 +8,8 @@ import tracemalloc
 from tests.gateway.generating import begun, receive
 from tests.gateway.offered import DEFAULTS, KEY
 
-from midflight.gateway.sessions.session import Messages, Session
+from midflight.gateway.sessions.request import Messages
+from midflight.gateway.sessions.session import Session
 from midflight.gateway.sessions.tree import Matcher
 from midflight.testing.script import scripted_tokenizer
 from midflight.text import Message

@@ -16,7 +16,7 @@ from midflight.archive.stored import reading
 from midflight.environments.clients import PlainClient
 from midflight.environments.registry import Environment
 from midflight.errors import ConfigError, RequestRejected
-from midflight.gateway.sessions.session import CompletionCall, Messages
+from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.testing.script import Script
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual

@@ -20,7 +20,7 @@ from midflight.environments.agents import AgentsHere, SharedClients
 from midflight.environments.clients import PlainClient
 from midflight.environments.registry import Environment
 from midflight.errors import ConfigError, UntrackedUnavailable
-from midflight.gateway.sessions.session import CompletionCall, Messages
+from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.testing.script import Script
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual

@@ -25,7 +25,7 @@ from midflight.config import load_config
 from midflight.config.options import options
 from midflight.environments.registry import environment_name, load_environment
 from midflight.gateway.http.http import DIALECTS
-from midflight.gateway.http.lookups import DESCRIBED
+from midflight.gateway.http.openapi import DESCRIBED
 from midflight.observe.summary import Summary
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Task

@@ -10,9 +10,10 @@ from midflight.errors import ConfigError
 from midflight.testing.script import scripted_tokenizer
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
-from midflight.text.formats.format import MISTRAL_THINK, REASONING_FORMATS, THINK, TOOL_FORMATS, reasoning_format, tool_format
+from midflight.text.formats.format import REASONING_FORMATS, TOOL_FORMATS, reasoning_format, tool_format
 from midflight.text.formats.json_formats import Hermes, Llama3, Mistral
 from midflight.text.formats.qwen_coder import QwenCoder
+from midflight.text.formats.thinking import MISTRAL_THINK, THINK
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
 from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.fleet.fleet import Fleet
-from midflight.gateway.sessions.session import CompletionCall, Messages
+from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.testing.script import scripted_tokenizer
 from midflight.trainer.model.microbatch import Layout, predictions_of, split
 from midflight.trainer.model.policy import Policy

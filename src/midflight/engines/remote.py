@@ -13,10 +13,10 @@ import aiohttp
 import msgspec
 
 from midflight import types
-from midflight.allowance import SenderClock
 from midflight.engines import wire
 from midflight.engines.streams import ChunkStream, ChunkStreams
 from midflight.errors import EngineError, EngineUnavailable, MidflightError, Stopping
+from midflight.sender_clock import SenderClock
 from midflight.types.facts import EngineStepped, Record
 from midflight.wire.client import LOSSES, Answered, HttpClient
 

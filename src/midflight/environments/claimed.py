@@ -10,9 +10,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from midflight.allowance import Stopwatch
 from midflight.environments.crew import HERE, Whereabouts
 from midflight.errors import RewardFixed, SessionClosed, UnknownSession
+from midflight.stopwatch import Stopwatch
 from midflight.types import Result, Task, Unclaimed
 
 if TYPE_CHECKING:

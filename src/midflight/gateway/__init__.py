@@ -1,3 +1,3 @@
-"""Station 2: requests of any wire format become token ids, find an engine, and get one unbroken
-answer.
+"""Station 2: turns requests of any wire format into token ids, finds an engine for them, and gives
+each one unbroken answer.
 """

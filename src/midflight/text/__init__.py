@@ -1,5 +1,5 @@
-"""Between text and tokens: tokenizer, chat template, incremental detokenisation, stop strings.
-Knows no station and no torch.
+"""The conversion between text and tokens: tokenizer, chat template, incremental detokenisation,
+stop strings. It imports no station and no torch.
 """
 
 from midflight.text.detokenizer import IncrementalDetokenizer, StopMatch, StopMatcher

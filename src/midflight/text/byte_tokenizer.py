@@ -1,7 +1,7 @@
 """The tokenizer of models that Midflight makes: one token per byte, and six special tokens.
 
-Ids 0..255 are the bytes; `SPECIAL_TOKENS` follow. It is written as a normal Hugging Face folder, so
-every loader reads it.
+Ids 0..255 are the bytes; `SPECIAL_TOKENS` follow. It is saved as a normal Hugging Face folder, so
+every loader can read it.
 """
 
 import json
@@ -38,17 +38,16 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""Tools and their calls are written in Hermes form; with `list_tools = false` the calls only.
-Without them a conversation is its messages and nothing else.
+"""Tools and their calls are written in the form of Hermes; with `list_tools = false` only the
+calls. Without them the text holds only the messages.
 """
 
 
 def byte_tokenizer() -> Tokenizer:
     """The `tokenizers` object: a byte-level BPE without merges."""
     letters = _byte_letters()
-    tokenizer = Tokenizer(
-        models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[])
-    )
+    vocabulary = {letter: byte for byte, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
@@ -81,8 +80,10 @@ def byte_letters_to_bytes() -> dict[str, int]:
 
 
 def _byte_letters() -> list[str]:
-    """The printable letter for each byte, as byte-level BPE writes them (GPT-2): printable Latin-1
-    stands for itself, the other bytes for the letters from U+0100 on, in order."""
+    """The printable letter for each byte, as byte-level BPE (GPT-2) writes them. Printable Latin-1
+    letters stand for themselves; the other bytes are written as the letters from U+0100 on, in
+    order.
+    """
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -91,6 +92,9 @@ def _byte_letters() -> list[str]:
     letters: list[str] = []
     shifted = 0
     for byte in range(256):
-        letters.append(chr(byte) if byte in printable else chr(256 + shifted))
-        shifted += byte not in printable
+        if byte in printable:
+            letters.append(chr(byte))
+        else:
+            letters.append(chr(256 + shifted))
+            shifted += 1
     return letters

@@ -1,10 +1,9 @@
-"""The tokenizer of a Hugging Face model folder, over the `tokenizers` library alone, and its chat
-template.
+"""The tokenizer of a Hugging Face model folder, with its chat template. It uses only the
+`tokenizers` library.
 
-A template is the Jinja program of the folder that writes a conversation as one text. Its
-environment offers what `transformers` offers its templates (the same filters, globals and block
-handling), so the text is the same; templates come from strangers and run in Jinja's immutable
-sandbox.
+A template is a Jinja program in the folder that writes a conversation as one text. Its environment
+has the same filters, globals and block handling as that of `transformers`, so the text is the same.
+Templates come from strangers, so they run in Jinja's immutable sandbox.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from midflight.text.tool_texts import (
 from midflight.types import Json
 
 _ANCHOR = "\ue000"
-"""A letter of no script, which no vocabulary joins with others."""
+"""A private-use letter, which no vocabulary joins with others."""
 
 _NAMED_SPECIALS = (
     "bos_token",
@@ -51,23 +50,23 @@ _NAMED_SPECIALS = (
 
 
 _OPEN = "\ue001"
-"""Another one: stands where a message is to be continued."""
+"""Another private-use letter. It marks the place where a message is to be continued."""
 
 
 class Ending(StrEnum):
     """How the prompt of a chat ends."""
 
     TURN = "turn"
-    """With what the template writes before the model speaks: the generation prompt."""
+    """It ends with the generation prompt, which the template writes before the model speaks."""
     PLAIN = "plain"
-    """With the last message."""
+    """It ends with the last message."""
     OPEN = "open"
-    """With the text of the last message, which the model goes on with."""
+    """It ends with the text of the last message, which the model continues."""
 
 
 class Tokenizer:
-    """Text to ids and back, and conversations to text. Adds no special token that the text does not
-    hold.
+    """Turns text into ids and back, and conversations into text. It adds no special token that the
+    text does not hold.
     """
 
     def __init__(
@@ -88,8 +87,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Reads `tokenizer.json`, `tokenizer_config.json`, and the ends of text that the model's
-        configs name.
+        """Reads `tokenizer.json`, `tokenizer_config.json`, and the end-of-text ids from the model's
+        configs.
         """
         backend = _read_backend(folder)
         config = _read_json(folder / "tokenizer_config.json")
@@ -102,7 +101,7 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> dict[int, bytes] | None:
-        """The bytes of every token of a byte-level vocabulary; `None` for vocabularies of another
+        """The bytes of every token of a byte-level vocabulary. `None` for vocabularies of another
         kind.
         """
         if type(self.backend.decoder).__name__ != "ByteLevel":
@@ -110,19 +109,20 @@ class Tokenizer:
         letters = byte_letters_to_bytes()
         table: dict[int, bytes] = {}
         for token, index in self.backend.get_vocab(with_added_tokens=True).items():
-            known = [letters.get(letter) for letter in token]
-            # The library's decoder writes a token with any foreign letter (some special tokens) as
-            # its own UTF-8.
-            table[index] = (
-                token.encode("utf-8") if None in known else bytes(b for b in known if b is not None)
-            )
+            known = [letters[letter] for letter in token if letter in letters]
+            if len(known) == len(token):
+                table[index] = bytes(known)
+            else:
+                # The library's decoder writes a token with any foreign letter (some special tokens)
+                # as its own UTF-8.
+                table[index] = token.encode("utf-8")
         return table
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_after(self, token_id: int, text: str) -> tuple[int, ...]:
-        """Ids of a text that goes on from this token: without the blank that some tokenizers
+        """The ids of a text that follows this token. They lack the blank that some tokenizers
         (SentencePiece) put before a text.
         """
         if not (text and self._adds_a_blank):
@@ -135,12 +135,14 @@ class Tokenizer:
         return self._encode_behind(_ANCHOR, "x") != self.encode("x")
 
     def _encode_behind(self, anchor: str, text: str) -> tuple[int, ...]:
-        """Ids of the text alone, tokenised behind the anchor; as a text of its own where the two do
-        not come apart.
+        """The ids of the text alone, tokenised after the anchor. If the ids of the two cannot be
+        separated, the text is tokenised by itself.
         """
         lead = self.encode(anchor)
         whole = self.encode(anchor + text)
-        return whole[len(lead) :] if whole[: len(lead)] == lead else self.encode(text)
+        if whole[: len(lead)] != lead:
+            return self.encode(text)
+        return whole[len(lead) :]
 
     def decode(
         self,
@@ -149,12 +151,13 @@ class Tokenizer:
         skip_special: bool = False,
         keep: frozenset[int] = frozenset(),
     ) -> str:
-        """`keep`: special tokens that are written all the same."""
+        """The text of these ids. `keep`: special tokens that are written even with
+        `skip_special`.
+        """
         if keep and skip_special:
             hidden = self.special_token_ids - keep
-            return self.backend.decode(
-                [i for i in token_ids if i not in hidden], skip_special_tokens=False
-            )
+            shown = [i for i in token_ids if i not in hidden]
+            return self.backend.decode(shown, skip_special_tokens=False)
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special)
 
     def render(
@@ -165,7 +168,7 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         options: Mapping[str, Json] | None = None,
     ) -> str:
-        """The conversation as the model's chat template writes it; `RequestRejected` where the
+        """The conversation as the model's chat template writes it. Raises `RequestRejected` if the
         template refuses it.
         """
         if self.template is None:
@@ -185,8 +188,8 @@ class Tokenizer:
         options: Mapping[str, Json] | None = None,
         ending: Ending = Ending.TURN,
     ) -> str:
-        """The conversation as the model shall go on from it; `RequestRejected` where the template
-        refuses that.
+        """The conversation as a prompt that the model continues. Raises `RequestRejected` if the
+        template refuses it.
         """
         if ending is not Ending.OPEN:
             return self.render(
@@ -194,15 +197,13 @@ class Tokenizer:
             )
         last = messages[-1]
         marked = {**last, "content": f"{last.get('content') or ''}{_OPEN}"}
-        text, mark, _ = self.render(
-            [*messages[:-1], marked], tools=tools, options=options
-        ).rpartition(_OPEN)
+        written = self.render([*messages[:-1], marked], tools=tools, options=options)
+        text, mark, _ = written.rpartition(_OPEN)
         if not mark:
             raise RequestRejected(
                 (
                     "the model's chat template leaves out the last message, so it cannot be "
-                    "continued: "
-                    "end with a message of the user."
+                    "continued: end with a message of the user."
                 ),
                 param="messages",
             )
@@ -230,7 +231,7 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Json]:
-    """The object in a file, empty when there is no such file."""
+    """The object in a file. Empty if there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -248,8 +249,8 @@ def _read_json(path: Path) -> dict[str, Json]:
 
 
 def _special_tokens(*sources: Mapping[str, Json]) -> dict[str, str]:
-    """Text of each named special token; the first source that names one wins. Tokens are written
-    plain or as an object.
+    """The text of each named special token. The first source that names one wins. Files hold tokens
+    as texts or as objects.
     """
     found: dict[str, str] = {}
     for source in sources:
@@ -262,19 +263,16 @@ def _special_tokens(*sources: Mapping[str, Json]) -> dict[str, str]:
 
 
 def _template_source(folder: Path, config: Mapping[str, Json]) -> str | None:
-    """`chat_template.jinja` beside the tokenizer, else the (default) one in
-    `tokenizer_config.json`.
-    """
+    """The template in `chat_template.jinja`, else the (default) one in `tokenizer_config.json`."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
     value = config.get("chat_template")
     if isinstance(value, list):
-        named = {
-            str(item["name"]): item["template"]
-            for item in value
-            if isinstance(item, dict) and {"name", "template"} <= item.keys()
-        }
+        named: dict[str, Json] = {}
+        for item in value:
+            if isinstance(item, dict) and {"name", "template"} <= item.keys():
+                named[str(item["name"])] = item["template"]
         value = named.get("default")
     return value if isinstance(value, str) else None
 
@@ -282,32 +280,33 @@ def _template_source(folder: Path, config: Mapping[str, Json]) -> str | None:
 def _eos_token_ids(
     folder: Path, backend: tokenizers.Tokenizer, specials: Mapping[str, str]
 ) -> frozenset[int]:
-    """Every id that the tokenizer, `config.json` or `generation_config.json` calls an end of
+    """Every id that the tokenizer, `config.json` or `generation_config.json` names as an end of
     text.
     """
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
-        ids.update(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
-    if (text := specials.get("eos_token")) is not None and (
-        token := backend.token_to_id(text)
-    ) is not None:
+        named = value if isinstance(value, list) else [value]
+        ids.update(i for i in named if isinstance(i, int))
+    text = specials.get("eos_token")
+    token = None if text is None else backend.token_to_id(text)
+    if token is not None:
         ids.add(token)
     return frozenset(ids)
 
 
 Message: TypeAlias = Mapping[str, Json]
-"""One message of a conversation: `role`, `content` and whatever else the template reads."""
+"""One message of a conversation: `role`, `content` and other fields that the template reads."""
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 _MAX_SAID = 500
-"""Letters of a template's message that are passed on: it may quote the conversation."""
+"""The most letters of a template's error that are passed on. It may quote the conversation."""
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's part for training tools; here it renders its body
-    and nothing else.
+    """The block `{% generation %}`. It marks the assistant's part for training tools; here it only
+    renders its body.
     """
 
     tags = {"generation"}  # noqa: RUF012  (the class attribute Jinja reads)
@@ -365,7 +364,8 @@ class ChatTemplate:
             )
             text.encode("utf-8")
         except Exception as error:
-            # a stranger's program: it may fail in any way, and that costs one request
+            # The template is a stranger's program: it may fail in any way, at the cost of one
+            # request.
             raise RequestRejected(
                 (
                     f"the model's chat template refused the messages: {_told(error)}. Change them "
@@ -379,9 +379,9 @@ class ChatTemplate:
 def as_templates_read(message: Message) -> dict[str, Json]:
     """A message in the form that templates expect, from the form that clients send.
 
-    Arguments of tool calls are objects where their text is one (templates write them with
-    `tojson`); reasoning stands under each name that templates know; an assistant's content is a
-    text, never `None`. All else is as sent.
+    Arguments of tool calls become objects if their text is one, because templates write them with
+    `tojson`. Reasoning is there under each name that templates know. An assistant's content is a
+    text, never `None`. All other fields stay as they were sent.
     """
     read = _with_reasoning_names(message)
     if read.get("role") == "assistant" and read.get("content") is None:
@@ -393,43 +393,41 @@ def as_templates_read(message: Message) -> dict[str, Json]:
 
 
 def _with_parsed_arguments(call: Json) -> Json:
-    function = call.get("function") if isinstance(call, dict) else None
-    if (
-        not isinstance(call, dict)
-        or not isinstance(function, dict)
-        or not isinstance(function.get("arguments"), str)
-    ):
+    if not isinstance(call, dict):
+        return call
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return call
+    text = function.get("arguments")
+    if not isinstance(text, str):
         return call
     try:
-        arguments = cast(Json, json.loads(cast(str, function["arguments"])))
+        arguments = cast(Json, json.loads(text))
     except (ValueError, RecursionError):
         return call
-    return (
-        {**call, "function": {**function, "arguments": arguments}}
-        if isinstance(arguments, dict)
-        else call
-    )
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _with_reasoning_names(message: Message) -> dict[str, Json]:
     """The message with its reasoning under each name that templates read (`reasoning_content`, and
     gpt-oss's `thinking`).
     """
-    reasoning = next(
-        (message[name] for name in _REASONING_NAMES if message.get(name) is not None), None
-    )
-    if reasoning is None:
-        return dict(message)
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    for name in _REASONING_NAMES:
+        reasoning = message.get(name)
+        if reasoning is not None:
+            return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return dict(message)
 
 
 def _told(error: Exception) -> str:
-    """What the template says, as it can be written; the name of what went wrong inside it."""
-    said = (
-        str(error)
-        if isinstance(error, jinja2.TemplateError)
-        else f"{type(error).__name__}: {error}"
-    )
+    """The template's own message, or the name and text of an error inside it, cut and writable as
+    UTF-8.
+    """
+    said = str(error)
+    if not isinstance(error, jinja2.TemplateError):
+        said = f"{type(error).__name__}: {said}"
     return said[:_MAX_SAID].encode("utf-8", "replace").decode()
 
 
@@ -444,14 +442,14 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which a model never saw."""
+    """The filter `tojson`. Jinja's own filter escapes HTML, which a model never saw."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def _strftime_now(form: str) -> str:
-    """The calendar date some templates print in their system message."""
+    """The calendar date, which some templates print in their system message."""
     return datetime.now().strftime(form)
 
 

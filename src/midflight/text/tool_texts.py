@@ -1,5 +1,5 @@
-"""Tools and calls as text, for chat templates that leave both out: in the form of Hermes, in which
-the calls of such models are read.
+"""Tools and calls as text, for chat templates that leave both out. They have the form of Hermes,
+because the calls of such models are read in that form.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import cast
 from midflight.types import Json
 
 LIST_TOOLS = "list_tools"
-"""The option of a template that is `False` where tools shall not be listed, as in the template of
-models made here.
+"""The option of a template that is `False` if tools shall not be listed. The template of models
+that Midflight makes has it.
 """
 
 _WHOLE = r"\bmessages?\b(\[\w+\])?\s*\|\s*tojson"
-"""Finds templates that write messages whole, with all their fields."""
+"""A pattern that finds templates which write whole messages, with all their fields."""
 _KNOWS_TOOLS = re.compile(rf"\b(tools|tool_calls)\b|{_WHOLE}")
 _KNOWS_CALLS = re.compile(rf"\btool_calls\b|{_WHOLE}")
 
 
 def knows_tools(template: str) -> bool:
-    """True where a chat template writes tools, or at least their calls, in a form of its own."""
+    """Whether a chat template writes tools, or at least their calls, in a form of its own."""
     return _KNOWS_TOOLS.search(template) is not None
 
 
 def knows_calls(template: str) -> bool:
-    """True where a chat template writes the calls of a message."""
+    """Whether a chat template writes the calls of a message."""
     return _KNOWS_CALLS.search(template) is not None
 
 
@@ -39,13 +39,16 @@ def with_calls_as_text(message: Mapping[str, Json]) -> dict[str, Json]:
         return dict(message)
     content = message.get("content") or ""
     texts = [content] if isinstance(content, str) and content else []
-    return {**message, "content": "\n".join([*texts, *(_call(call) for call in calls)])}
+    texts += [_call(call) for call in calls]
+    return {**message, "content": "\n".join(texts)}
 
 
 def with_tools_as_text(
     messages: Sequence[dict[str, Json]], tools: Sequence[Mapping[str, Json]]
 ) -> list[dict[str, Json]]:
-    """The conversation with the tools at the end of its system message, or in one of their own."""
+    """The conversation with the tools at the end of its system message, or in a system message of
+    their own.
+    """
     listed = _list(tools)
     first = messages[0] if messages else {}
     content = first.get("content")
@@ -63,7 +66,7 @@ def _list(tools: Sequence[Mapping[str, Json]]) -> str:
 
 
 def _call(call: Json) -> str:
-    """A call as the model writes it; one of another shape than clients send as it is."""
+    """A call as the model writes it. A call of an unknown shape is written as it is."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return f"<tool_call>\n{_written(call)}\n</tool_call>"

@@ -1,5 +1,5 @@
-"""The nouns that cross from one station to another: frozen, slotted, without behaviour beyond what
-they can derive.
+"""The values that cross from one station to another. They are frozen and slotted, and have no
+behaviour except derived values.
 """
 
 from midflight.types.engines import (

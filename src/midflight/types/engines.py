@@ -1,4 +1,4 @@
-"""Engines and the weights they serve."""
+"""Engines and the weights that they serve."""
 
 from dataclasses import dataclass
 
@@ -7,44 +7,44 @@ from midflight.types.names import Feature, LogprobKind, PauseMode, Version
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do; the gateway and the handover ask here and never by the engine's
-    name.
+    """The capabilities of an engine. The gateway and the handover decide by them, and never by the
+    engine's name.
     """
 
     pause_modes: frozenset[PauseMode]
     logprob_kind: LogprobKind
     honours_seed: bool
-    """The same seed gives the same tokens, whatever the batch and the interruptions."""
+    """Whether the same seed gives the same tokens, whatever the batch and the interruptions."""
     versions_per_token: bool
     stops_on_strings: bool
     aborts_single_requests: bool
     stages_weights: bool
-    """Weights can be brought in while decoding goes on, and committed later."""
+    """Whether weights can be brought in while decoding goes on, and committed later."""
     max_context: int
     vocab_size: int
     max_running: int
-    """Requests decoded together; more wait inside the engine."""
+    """The most requests that are decoded together. More requests wait inside the engine."""
     max_keys: int | None = None
-    """Tokens that it has room to keep keys and values of, all requests together; none where every
-    one of `max_running` may fill the context.
+    """The most tokens, over all requests, whose keys and values it can keep. None if each of
+    `max_running` requests may fill the context.
     """
     features: frozenset[Feature] = frozenset()
     side_by_side: bool = False
-    """It keeps several versions, and a request goes on with the one that it began with: a commit is
-    of new requests alone, and pauses nothing.
+    """Whether it keeps several versions, and a request goes on with the version that it began with.
+    Then a commit affects only new requests, and pauses nothing.
     """
     commit_mode: PauseMode | None = None
-    """What a commit is to requests in flight where nobody paused the engine, if that is not `keep`.
-    It is how it changes weights best.
+    """The effect of a commit on requests in flight if the engine is not paused. It is the engine's
+    best way to change weights; `None` means `keep`.
 
-    A server that names `keep` swaps between two steps what came straight to its workers, without a
-    pause."""
+    A server that names `keep` swaps the weights that its workers received directly between two
+    steps, without a pause."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """A reading of an engine. Progress, not liveness: two readings with work and equal `num_tokens`
-    show a stall.
+    """A reading of an engine. It measures progress, not liveness: two readings with work and equal
+    `num_tokens` show a stall.
     """
 
     version: Version
@@ -54,16 +54,18 @@ class EngineHealth:
     num_running: int
     num_waiting: int
     num_computed: int = 0
-    """Tokens that went through the model, prompts and answers; of the embedded engine."""
+    """Tokens of prompts and answers that went through the model. Only the embedded engine reports
+    it.
+    """
     num_reused: int = 0
-    """Tokens of prompts that did not, because they had in another request; of the embedded
-    engine.
+    """Tokens of prompts that did not go through the model, because another request had computed
+    them. Only the embedded engine reports it.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Where one tensor lies in a packed buffer. `dtype` is a safetensors name (F32, BF16, ...);
+    """The place of one tensor in a packed buffer. `dtype` is a safetensors name (F32, BF16, ...);
     offsets are in bytes.
     """
 
@@ -76,34 +78,36 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A difference: bytes that turn the weights it names into those of the next difference's base,
-    or of the manifest itself.
+    """A difference between two versions. Its bytes turn the weights of `base` into those of the
+    next difference's base, or of the manifest itself.
     """
 
     base: Version
     base_fingerprint: str
-    """Of the whole weights that it is applied to, as `WeightManifest.fingerprint`."""
+    """The fingerprint of the whole weights that it is applied to, as
+    `WeightManifest.fingerprint`.
+    """
     location: str
-    """Of the payload, in the manifest's transport."""
+    """The location of the payload, in the manifest's transport."""
     payload: TensorSpec
-    """One tensor of bytes (U8): differences of all tensors, in the manifest's order."""
+    """One tensor of bytes (U8) with the differences of all tensors, in the manifest's order."""
     payload_fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """A published version: where its bytes are and what they must hash to. Names are checkpoint
+    """A published version: the location of its bytes, and their fingerprint. Names are checkpoint
     names.
 
-    Without `deltas` the bytes at `location` are the version's. With them they are those of
+    Without `deltas` the bytes at `location` are those of this version. With them they are those of
     `deltas[0].base`, and the differences, applied one after the other, lead from there to this
-    version: so an engine that has any version on the way, or none, gets to it.
+    version. So an engine that has any version on the way, or none, can get to it.
     """
 
     version: Version
     fingerprint: str
-    """Of names, dtypes, shapes and bytes: `models.sizes`. What an engine serves is compared with it
-    (I7).
+    """The fingerprint of names, dtypes, shapes and bytes (`models.sizes`). The weights that an
+    engine serves are compared with it (I7).
     """
     transport: str
     """`shared_memory` (location: path of a mapped file), `file` (path of a safetensors file),
@@ -113,14 +117,14 @@ class WeightManifest:
     tensors: tuple[TensorSpec, ...]
     deltas: tuple[Delta, ...] = ()
     receivers: int | None = None
-    """How many engines are told to take it in at this moment, where whoever tells them knows: a
-    broadcast need not wait for more.
+    """The number of engines that are told to receive it at this moment, if it is known. A broadcast
+    need not wait for more.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Attestation:
-    """What an engine says it serves after a commit."""
+    """An engine's statement of what it serves after a commit."""
 
     version: Version
     fingerprint: str
@@ -128,54 +132,56 @@ class Attestation:
 
 @dataclass(frozen=True, slots=True)
 class TransferOrder:
-    """What a server's workers are told of a version that comes straight to them. They meet in
-    `group`, through the store at `host` and `port`.
+    """An order to a server's workers to receive a version directly. They meet in `group`, through
+    the store at `host` and `port`.
     """
 
     version: Version
     group: str
     again: bool
-    """They are in that group already."""
+    """Whether the workers are in that group already."""
     host: str
     port: int
     rank: int
-    """Of the first worker; the others follow."""
+    """The rank of the first worker; the others follow."""
     workers: int
     world: int
-    """Members of the group: the trainer, and the workers of all servers."""
+    """The number of members of the group: the trainer, and the workers of all servers."""
     backend: str
     bucket_bytes: int
     deadline_seconds: float
-    """For making the group, and for each bucket."""
+    """The deadline for making the group, and for each bucket."""
     num_bytes: int
     tensors: tuple[tuple[str, str, tuple[int, ...], int, int], ...]
-    """Name, safetensors dtype, shape, offset, bytes: of the version, also where a difference
-    comes.
+    """Name, safetensors dtype, shape, offset and bytes of each tensor of the version, even if only
+    a difference is sent.
     """
     fingerprint: str
-    """Of what the worker then has."""
+    """The fingerprint of the weights that the worker then has."""
     base: str = ""
-    """Where a difference comes: the fingerprint of what it changes."""
+    """If a difference is sent: the fingerprint of the weights that it changes."""
     keeps: bool = False
-    """The worker is to keep the bytes, because differences will change them."""
+    """Whether the worker must keep the bytes, because differences will change them."""
     serves: bool = True
-    """It is laid out to be served; a version on the way to one is not."""
+    """Whether the weights are loaded to be served. A version that is only a step to another one is
+    not.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """What one worker of a server says of itself."""
+    """The state of one worker of a server."""
 
     version: Version | None
-    """Ordered last; of a worker that was never given an order, none."""
+    """The version of its last order; None if it never got one."""
     done: bool
-    """It has received it whole and laid it out, or has given up."""
+    """Whether it has received and loaded the whole version, or has given up."""
     digests: tuple[str, ...]
-    """Of the buckets that came."""
+    """The digests of the buckets that it has received."""
     error: str
     live: Version | None
-    """What it serves, where that came straight to it."""
+    """The version that it serves, if it received that version directly."""
     held: str | None = ""
-    """Fingerprint of the bytes that a difference may change, if it has any; none where it cannot
-    check what comes of it.
+    """The fingerprint of the bytes that a difference may change; empty if it holds none. None if it
+    cannot check the result of a difference.
     """

@@ -1,8 +1,9 @@
-"""What happened, as values in the past tense: one frozen struct per fact, recorded after the deed.
+"""The facts of a run, as values in the past tense: one frozen struct for each fact, recorded after
+it has happened.
 
-Whoever does something tells it once, by `record(fact)`. Books, store, journal, metrics and status
-each apply the facts that they know and pass over the others, so all of them tell the same story.
-Times are CLOCK_MONOTONIC seconds, comparable between the processes of one machine; tokens and
+The part that does something records it once, by `record(fact)`. Books, store, journal, metrics and
+status each apply the facts that they know and ignore the others, so all of them agree. Times are
+CLOCK_MONOTONIC seconds, which are comparable between the processes of one machine. Tokens and
 groups are counts.
 """
 
@@ -17,7 +18,7 @@ from midflight.types.rollouts import Accounts, Batch, Group, GroupKey, RolloutKe
 
 
 class EngineStepped(msgspec.Struct, frozen=True, gc=False):
-    """One decode step."""
+    """An engine made one decode step."""
 
     engine: str
     started: float
@@ -38,7 +39,7 @@ class TurnFinished(msgspec.Struct, frozen=True):
 
 
 class SessionEnded(msgspec.Struct, frozen=True):
-    """The counts are those of its `SessionRecord`."""
+    """A session ended. The counts are those of its `SessionRecord`."""
 
     num_turns: int
     num_branches: int
@@ -47,9 +48,7 @@ class SessionEnded(msgspec.Struct, frozen=True):
 
 
 class RequestFailed(msgspec.Struct, frozen=True):
-    """A request of an agent ended in an error at the agent's edge. Requests without a session have
-    no id.
-    """
+    """A request of an agent was answered with an error. Requests without a session have no id."""
 
     session_id: str | None
     status: int
@@ -57,8 +56,8 @@ class RequestFailed(msgspec.Struct, frozen=True):
 
 
 class FieldsIgnored(msgspec.Struct, frozen=True):
-    """A request had fields that have no effect here: its route, and their names. Names in no table
-    are `other`, so there are few.
+    """A request had fields that have no effect here. `path` is its route. Names that are in no
+    table are `other`, so there are few names.
     """
 
     path: str
@@ -66,8 +65,8 @@ class FieldsIgnored(msgspec.Struct, frozen=True):
 
 
 class RolloutEnded(msgspec.Struct, frozen=True):
-    """One try of a rollout ended; one without a reward may be tried again. Rollouts of evaluations
-    are told too.
+    """One try of a rollout ended. A rollout without a reward may be tried again. Rollouts of
+    evaluations are recorded too.
     """
 
     key: RolloutKey
@@ -78,22 +77,23 @@ class RolloutEnded(msgspec.Struct, frozen=True):
     seconds: float
     error: str | None
     trace: str | None = None
-    """The traceback of the error, where an exception ended the try; its end, where it is very
-    long.
+    """The traceback of the exception that ended the try. Only its end, if it is very long.
     """
     num_turns: int = 0
-    """Answers that the agent got. A try that was scored without one did not use the model."""
+    """The number of answers that the agent got. A try that was scored without an answer did not use
+    the model.
+    """
     truncated: bool = False
-    """Some turn ended by `length`."""
+    """Whether some turn ended by `length`."""
     started: float = 0.0
-    """By the same clock as the times of its turns."""
+    """The time by the same clock as the times of its turns."""
     times: tuple[TurnTimes, ...] = ()
     components: Mapping[str, float] = {}
     metrics: Mapping[str, float] = {}
 
 
 class Waited(msgspec.Struct, frozen=True):
-    """`who` (trainer, admission, handover) was idle because of `for_whom`."""
+    """The part `who` (trainer, admission, handover) was idle because of the part `for_whom`."""
 
     who: str
     for_whom: str
@@ -104,15 +104,15 @@ class Waited(msgspec.Struct, frozen=True):
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """A group started: the next of the stream, or one that was in line."""
+    """A group started. It is the next of the stream, or one that was in line."""
 
     key: GroupKey
     task: Task
 
 
 class TaskDrawn(msgspec.Struct, frozen=True):
-    """A curriculum's task was begun, from a pool of so many, all sources together. `pass_rate` is
-    of the rollouts that pass rates look back on.
+    """A curriculum's task was begun. `pool` is its pool, and `sizes` are the sizes of the pools,
+    over all sources. `pass_rate` covers the rollouts that pass rates look back on.
     """
 
     key: GroupKey
@@ -122,7 +122,7 @@ class TaskDrawn(msgspec.Struct, frozen=True):
 
 
 class SlotFreed(msgspec.Struct, frozen=True):
-    """A rollout of a running group makes no more tokens. Slots are the process's own and not
+    """A rollout of a running group makes no more tokens. Slots belong to the process and are not
     stored.
     """
 
@@ -130,7 +130,7 @@ class SlotFreed(msgspec.Struct, frozen=True):
 
 
 class TurnKept(msgspec.Struct, frozen=True):
-    """The `number`-th turn of a rollout that goes on was completed; number 0 begins a try anew."""
+    """The `number`-th turn of a rollout that goes on was completed. Number 0 begins a new try."""
 
     key: RolloutKey
     number: int
@@ -139,10 +139,10 @@ class TurnKept(msgspec.Struct, frozen=True):
 
 class TrajectoryKept(msgspec.Struct, frozen=True):
     """A rollout ended and is not tried again. Every token that was generated for it is in one of
-    the three.
+    the three fields.
 
-    `masked` and `dropped` count tokens that are not trainable, those of tries without a reward
-    among them.
+    `masked` and `dropped` count tokens that are not trainable, including those of tries without a
+    reward.
     """
 
     trajectory: Trajectory
@@ -158,8 +158,8 @@ class GroupFinished(msgspec.Struct, frozen=True):
 
 
 class GroupClosed(msgspec.Struct, frozen=True):
-    """A group ended untrained, and with it the `num_tokens` that could have been trained on. A
-    `successor` puts its task in line.
+    """A group ended untrained, with `num_tokens` that could have been trained on. A `successor`
+    puts its task in line again.
     """
 
     key: GroupKey
@@ -167,7 +167,7 @@ class GroupClosed(msgspec.Struct, frozen=True):
     num_tokens: int
     successor: GroupKey | None = None
     alike: str | None = None
-    """Of a group without spread: whether all its rollouts `passed` or `failed`."""
+    """For a group without spread: whether all its rollouts `passed` or `failed`."""
 
 
 class Leased(msgspec.Struct, frozen=True):
@@ -176,16 +176,16 @@ class Leased(msgspec.Struct, frozen=True):
     batch: Batch
     staleness: Mapping[int, int]
     masked: Mapping[RolloutKey, int]
-    """Tokens that the stale policy took out and left in their row as context."""
+    """Tokens that the stale policy masked and left in their row as context."""
     dropped: Mapping[RolloutKey, int]
-    """Tokens that left with their row."""
+    """Tokens that were dropped with their row."""
 
 
 class Stepped(msgspec.Struct, frozen=True):
-    """One step of the trainer, which made `version`. What was left in its lease is trained, and
-    final with a checkpoint of it.
+    """One step of the trainer, which made `version`. The groups left in its lease are trained. A
+    checkpoint of the version makes that final.
 
-    A skipped step left the weights as they were; its groups were closed before.
+    A skipped step left the weights as they were. Its groups were closed before.
     """
 
     lease: int
@@ -196,20 +196,21 @@ class Stepped(msgspec.Struct, frozen=True):
     metrics: Mapping[str, float]
     skipped: bool = False
     alarms: tuple[str, ...] = ()
-    """What the trainer found out of its bounds, a sentence each."""
+    """One sentence for each value that the trainer found out of its bounds."""
 
 
 class TakenBack(msgspec.Struct, frozen=True):
-    """The step of a lease will not be made: its groups wait again, in their old places."""
+    """The step of a lease will not be made. Its groups wait again, in their old places."""
 
     lease: int
 
 
 class WentBack(msgspec.Struct, frozen=True):
-    """A trainer goes on from its checkpoint, under a number that no other weights have had.
+    """A trainer went back to its checkpoint and goes on under a number that no other weights have
+    had.
 
-    Steps up to the checkpoint are final. Open leases are taken back, and `groups`, those of later
-    steps, wait again.
+    Steps up to the checkpoint are final. Open leases are taken back, and `groups`, the groups of
+    later steps, wait again.
     """
 
     checkpoint: Version
@@ -218,18 +219,18 @@ class WentBack(msgspec.Struct, frozen=True):
 
 
 class Checkpointed(msgspec.Struct, frozen=True):
-    """A checkpoint of `version` exists: the steps up to it are final."""
+    """A checkpoint of `version` was made. The steps up to it are final."""
 
     version: Version
 
 
 class Interrupted(msgspec.Struct, frozen=True):
-    """The process that ran the rollouts died: what was running is in line again."""
+    """The process that ran the rollouts died. The running groups are in line again."""
 
 
 class CarriedOver(msgspec.Struct, frozen=True):
-    """What a store says of groups that are trained or dropped for good, of those in line, and of
-    its numbers.
+    """Counts were carried over from a store: the groups that are trained or dropped for good, the
+    groups in line, and the store's numbers.
     """
 
     trained: int
@@ -237,28 +238,30 @@ class CarriedOver(msgspec.Struct, frozen=True):
     tokens: Mapping[tuple[Fate, Reason | None], int]
     in_line: tuple[GroupKey, ...]
     next_version: Version | None
-    """That the next batch is for; none before the first."""
+    """The version that the next batch is for. None before the first."""
     highest_version: Version | None
-    """That any lease was meant to make."""
+    """The highest version that any lease was meant to make."""
     num_leases: int
     num_finished: int
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """A run goes on from its store, whose processes had died. Counts of rollouts are by source."""
+    """A run was resumed from its store after its processes had died. Counts of rollouts are by
+    source.
+    """
 
     accounts: Accounts
     unfinished_tokens: int
-    """Of recorded turns of rollouts that had not ended: they are not generated again."""
+    """The tokens of recorded turns of rollouts that had not ended. They are not generated again."""
     scored: Mapping[str, int]
     failed: Mapping[str, int]
     rewards: Mapping[str, float]
-    """Their sum over those scored."""
+    """The sum of the rewards of the scored rollouts."""
 
 
 class VersionServed(msgspec.Struct, frozen=True):
-    """Every routable engine serves `version` or a newer one. Engines say it anew after a crash, so
-    it is not stored.
+    """Every routable engine serves `version` or a newer one. It is not stored, because engines
+    report it again after a crash.
     """
 
     version: Version
@@ -291,8 +294,8 @@ class Rejoined(msgspec.Struct, frozen=True):
 
 
 class EngineJoined(msgspec.Struct, frozen=True):
-    """An engine came while the run went on. It is in quarantine until it has `Rejoined` with the
-    current weights.
+    """An engine joined during the run. It is in quarantine until it has `Rejoined` with the current
+    weights.
     """
 
     engine: str
@@ -300,8 +303,9 @@ class EngineJoined(msgspec.Struct, frozen=True):
 
 
 class EngineLeft(msgspec.Struct, frozen=True):
-    """An engine is no member any more, because it `why` (left, moved to ..., was out of reach). Its
-    last `num_resumed` requests go on elsewhere."""
+    """An engine is no longer a member. `why` completes the sentence "because it ..." (left, moved
+    to ..., was out of reach). Its last `num_resumed` requests go on elsewhere.
+    """
 
     engine: str
     why: str
@@ -309,10 +313,10 @@ class EngineLeft(msgspec.Struct, frozen=True):
 
 
 class Evaluated(msgspec.Struct, frozen=True):
-    """One source of held-out tasks: `num_tasks` were scored, every token of theirs by `version`.
-    `mean_reward` is None if none was.
+    """One source of held-out tasks was evaluated. `num_tasks` tasks were scored, and every token of
+    their answers was sampled by `version`. `mean_reward` is None if no task was scored.
 
-    `error` is that of one of the `num_failed` others.
+    `error` is the error of one of the `num_failed` other tasks.
     """
 
     version: Version
@@ -322,7 +326,7 @@ class Evaluated(msgspec.Struct, frozen=True):
     num_failed: int = 0
     error: str | None = None
     at: dict[str, float] | None = None
-    """Of a suite: `pass@k` and `best@k` of its answers to each task, and how they were sampled
+    """For a suite: `pass@k` and `best@k` of its answers to each task, and how they were sampled
     (`samples`, `temperature`).
     """
 
@@ -338,8 +342,8 @@ class EvaluationKept(msgspec.Struct, frozen=True):
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """A rollout that a step was made on, as text with the marks of the template; long ones are cut
-    in the middle.
+    """A rollout that a step was made on, as text with the template's markers. A long one is cut in
+    the middle.
     """
 
     source: str
@@ -347,23 +351,23 @@ class Shown(msgspec.Struct, frozen=True):
     reward: float | None
     prompt: str
     completion: str
-    """All that came after the prompt, what tools said too."""
+    """Everything after the prompt, including the results of tools."""
 
 
 class CompletionsShown(msgspec.Struct, frozen=True):
-    """Some rollouts of the step that made `version` are shown to people."""
+    """Some rollouts of the step that made `version` were shown to people."""
 
     version: Version
     rollouts: tuple[Shown, ...]
 
 
 class Alarmed(msgspec.Struct, frozen=True):
-    """Something is wrong that people should look at, though the run goes on."""
+    """An alarm was raised. People should look at it, though the run goes on."""
 
     name: str
-    """Which of the alarms; docs/metrics.md has them all."""
+    """The name of the alarm; docs/metrics.md lists them all."""
     text: str
-    """A few lines: what was seen, and what to do."""
+    """A few lines that say what was observed and what to do."""
 
 
 Stored: TypeAlias = (
@@ -379,7 +383,7 @@ Stored: TypeAlias = (
     | Checkpointed
     | Interrupted
 )
-"""What the store applies."""
+"""The facts that the store applies."""
 
 Booked: TypeAlias = (
     Admitted
@@ -396,7 +400,7 @@ Booked: TypeAlias = (
     | CarriedOver
     | VersionServed
 )
-"""What the books apply."""
+"""The facts that the books apply."""
 
 Fact: TypeAlias = (
     Stored
@@ -426,5 +430,5 @@ Record: TypeAlias = Callable[[Fact], None]
 
 
 def unheard(fact: Fact) -> None:
-    """Records nothing: for parts that run where nobody watches."""
+    """Records nothing. It is for parts that run without observers."""
     del fact

@@ -1,9 +1,9 @@
-"""One generation: the list of sampling parameters, what is asked of an engine, what it streams
-back, and the turn that comes of it.
+"""One generation: its sampling parameters, its request to an engine, the chunks that the engine
+streams, and the resulting turn.
 
 The gateway's bodies, checks and defaults, the engines' checks and the dictionaries for other
-servers are made from the list. A new parameter is one line in `SamplingParams`, and the place in
-the embedded sampler that carries it out.
+servers are made from the list of parameters. A new parameter is one line in `SamplingParams`, and
+its implementation in the embedded sampler.
 """
 
 from __future__ import annotations
@@ -22,47 +22,50 @@ from midflight.types.names import Feature, FinishReason, GrammarKind, Version
 T = TypeVar("T")
 
 MAX_BIASES = 300
-"""Tokens of one `logit_bias`, as many as OpenAI's endpoint takes: they travel with the request, and
-each changes a row of logits at every step.
+"""The most tokens of one `logit_bias`, as many as OpenAI's endpoint takes. They travel with the
+request, and each changes a row of logits at every step.
 """
 LEAST_TEMPERATURE = 1e-4
-"""The least that clients may ask for above 0: logits divided by less leave single precision."""
+"""The least temperature above 0 that clients may set. Logits divided by less leave single
+precision.
+"""
 MAX_TOP_LOGPROBS = 20
-"""Alternatives of a token, OpenAI's bound."""
+"""The most alternatives of a token, which is OpenAI's bound."""
 MAX_STOPS = 16
-"""Stop strings of one request: each token is compared with all of them."""
+"""The most stop strings of one request. Each token is compared with all of them."""
 _MOST = 2**31 - 1
-"""Of what is counted: engines keep 32 bits of it."""
+"""The largest count, because engines keep counts in 32 bits."""
 
 
 class Api(StrEnum):
-    """Who writes sampling parameters, each under its own names."""
+    """The interfaces over which sampling parameters are sent. Each has names of its own."""
 
     OPENAI = "openai"
     """Clients of OpenAI's routes, with the extra fields that vLLM's clients send."""
     ANTHROPIC = "anthropic"
     """Clients of the messages route."""
     NATIVE = "native"
-    """Clients of `/generate`, in SGLang's words."""
+    """Clients of `/generate`, under SGLang's names."""
     VLLM = "vllm"
-    """We, to a vLLM server."""
+    """Requests of ours to a vLLM server."""
     SGLANG = "sglang"
-    """We, to an SGLang server."""
+    """Requests of ours to an SGLang server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `least` to `most`, both included; `above`: without `least` itself."""
+    """Numbers from `least` to `most`, both included. With `above` `least` itself is excluded."""
 
     least: float
     most: float | None = None
     above: bool = False
 
     def holds(self, value: float) -> bool:
-        """False for NaN. Infinity only passes a range without `most`, which whole numbers have."""
-        return (self.least < value if self.above else self.least <= value) and (
-            self.most is None or value <= self.most
-        )
+        """Whether the value is in the range. False for NaN. Infinity passes only a range without
+        `most`, which whole numbers have.
+        """
+        is_enough = self.least < value if self.above else self.least <= value
+        return is_enough and (self.most is None or value <= self.most)
 
     def __str__(self) -> str:
         first = f"above {self.least}" if self.above else f"from {self.least}"
@@ -74,27 +77,27 @@ class Range:
 _SAME: Final = "="
 """Stands for the parameter's own name."""
 _declared: list[dict[str, Any]] = []
-"""What `parameter` was told, in the order of the fields."""
+"""The arguments of the calls of `parameter`, in the order of the fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What is known of a sampling parameter besides its meaning."""
+    """The description of a sampling parameter."""
 
     name: str
     kind: type | UnionType
     default: object
     range: Range | None
-    """Of a number."""
+    """The range of a number; `None` for other kinds."""
     feature: Feature | None
-    """What an engine must be able to do for any value but the default."""
+    """The feature that an engine must have for any value but the default."""
     reshapes: bool
     """Whether any value but the default samples from another distribution than the policy's."""
     truncates: bool
-    """Whether it does so by leaving ids out alone."""
+    """Whether it reshapes the distribution only by leaving ids out."""
     names: Mapping[Api, str]
-    """Its name for those who write it as it is. A wire that is missing does not have it, or its own
-    code writes it in another form.
+    """Its name in each interface that sends its value as it is. An interface that is missing does
+    not have the parameter, or has code of its own that writes it in another form.
     """
 
 
@@ -112,8 +115,8 @@ def parameter(
     vllm: str = _SAME,
     sglang: str = _SAME,
 ) -> T:
-    """A field of `SamplingParams`. `copied=False`: servers are not sent the value as it is; their
-    own code makes something of it.
+    """A field of `SamplingParams`. `copied=False`: the value is not sent to servers as it is; the
+    code for each server translates it.
     """
     clients = {Api.OPENAI: openai, Api.ANTHROPIC: anthropic, Api.NATIVE: native}
     servers = {Api.VLLM: vllm, Api.SGLANG: sglang} if copied else {}
@@ -131,7 +134,7 @@ def parameter(
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What every answer must match, from its first output token to its last (the end of turn
+    """A grammar that an answer must match, from its first output token to its last (the end of turn
     excluded).
     """
 
@@ -140,8 +143,8 @@ class Grammar:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How to choose tokens. Limits count output tokens from `GenerateRequest.num_prompt_tokens`,
-    also after a resume.
+    """The sampling parameters of a request. Limits count output tokens from
+    `GenerateRequest.num_prompt_tokens`, also after a resume.
     """
 
     max_tokens: int = parameter(
@@ -164,18 +167,19 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     frequency_penalty: float = parameter(0.0, Range(-2, 2), Feature.PENALTIES, anthropic=None)
-    """Subtracted from a token's logit for each of its occurrences in the output so far; larger
+    """Subtracted from a token's logit for each of its occurrences in the output so far. Larger
     repeats less.
     """
     presence_penalty: float = parameter(0.0, Range(-2, 2), Feature.PENALTIES, anthropic=None)
     """Subtracted once from the logit of each token that the output so far holds."""
     repetition_penalty: float = parameter(1.0, Range(0.01, 100), Feature.PENALTIES, anthropic=None)
-    """Logits of tokens in prompt or output are divided by it where positive, multiplied where
-    negative; 1 is none. Far outside its range a logit becomes infinite."""
+    """Positive logits of tokens in prompt or output are divided by it, negative ones multiplied. 1
+    changes nothing. Far outside its range a logit becomes infinite.
+    """
     logit_bias: tuple[tuple[int, float], ...] = parameter(
         (), None, Feature.LOGIT_BIAS, anthropic=None, copied=False
     )
-    """(token id, what is added to its logit)."""
+    """Pairs of a token id and the number that is added to its logit."""
     grammar: Grammar | None = parameter(
         None, None, Feature.GRAMMARS, openai=None, anthropic=None, native=None, copied=False
     )
@@ -189,33 +193,32 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         native=None,
         copied=False,
     )
-    """How many of the likeliest tokens to report at each position. The sampled one is among them
-    only where it is that likely; fewer are reported where fewer are possible (truncation, a
-    grammar). At temperature 0 they are those of temperature 1."""
+    """How many of the likeliest tokens are reported at each position. The sampled token is among
+    them only if it is that likely. Fewer are reported if fewer are possible (truncation, a
+    grammar). At temperature 0 they are those of temperature 1.
+    """
 
     def changed(self, **values: object) -> SamplingParams:
-        """The same but for these."""
+        """A copy with these values changed."""
         return msgspec.structs.replace(self, **values)
 
     @property
     def samples_the_policy(self) -> bool:
-        """Whether the distribution sampled is the policy's own, up to its temperature."""
+        """Whether the sampled distribution is the policy's own, except for its temperature."""
         return self.temperature > 0 and _reshaping(self) == _RESHAPES_NOT
 
     @property
     def truncates_the_policy(self) -> bool:
-        """Whether it is the policy's own over a part of the vocabulary, which top-p, top-k or min-p
-        left.
+        """Whether the sampled distribution is the policy's own over the part of the vocabulary that
+        top-p, top-k or min-p left.
         """
-        return (
-            self.temperature > 0
-            and _truncating(self) != _TRUNCATES_NOT
-            and _distorting(self) == _DISTORTS_NOT
-        )
+        if self.temperature <= 0 or _distorting(self) != _DISTORTS_NOT:
+            return False
+        return _truncating(self) != _TRUNCATES_NOT
 
     @property
     def features(self) -> frozenset[Feature]:
-        """What an engine must be able to do for this."""
+        """The features that an engine must have for these parameters."""
         if _featured(self) == _FEATURELESS:
             return frozenset()
         return frozenset(
@@ -227,42 +230,42 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def _parameters() -> Mapping[str, Parameter]:
     kinds = get_type_hints(SamplingParams)
-
-    def named(name: str, names: Mapping[Api, str | None]) -> dict[Api, str]:
-        return {
-            wire: name if own == _SAME else own for wire, own in names.items() if own is not None
-        }
-
-    defaults = zip(
-        SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, _declared, strict=True
-    )
-    return {
-        name: Parameter(
-            *(
-                name,
-                kinds[name],
-                default,
-                about["range"],
-                about["feature"],
-                about["reshapes"],
-                about["truncates"],
-            ),
-            named(name, about["names"]),
+    fields = SamplingParams.__struct_fields__
+    defaults = SamplingParams.__struct_defaults__
+    found: dict[str, Parameter] = {}
+    for name, default, about in zip(fields, defaults, _declared, strict=True):
+        found[name] = Parameter(
+            name=name,
+            kind=kinds[name],
+            default=default,
+            range=about["range"],
+            feature=about["feature"],
+            reshapes=about["reshapes"],
+            truncates=about["truncates"],
+            names=_names(name, about["names"]),
         )
-        for name, default, about in defaults
-    }
+    return found
+
+
+def _names(parameter: str, names: Mapping[Api, str | None]) -> dict[Api, str]:
+    """The names of a parameter in the interfaces that have it."""
+    found: dict[Api, str] = {}
+    for api, own in names.items():
+        if own is not None:
+            found[api] = parameter if own == _SAME else own
+    return found
 
 
 PARAMETERS: Final = _parameters()
-"""The list, by name and in the order of the fields."""
+"""The parameters by name, in the order of the fields."""
 RANGED: Final = tuple((p, p.range) for p in PARAMETERS.values() if p.range is not None)
-"""Those that are numbers."""
+"""The parameters that are numbers, with their ranges."""
 FEATURED: Final = tuple(p for p in PARAMETERS.values() if p.feature is not None)
-"""Those that not every engine can do."""
+"""The parameters that not every engine can honour."""
 
 
 ranged_values = attrgetter(*(p.name for p, _ in RANGED))
-"""Their values, in the same order."""
+"""Reads the values of `RANGED`, in the same order."""
 _reshaping = attrgetter(*(p.name for p in PARAMETERS.values() if p.reshapes))
 _RESHAPES_NOT: Final = tuple(p.default for p in PARAMETERS.values() if p.reshapes)
 _truncating = attrgetter(*(p.name for p in PARAMETERS.values() if p.truncates))
@@ -275,22 +278,32 @@ _featured = attrgetter(*(p.name for p in FEATURED))
 _FEATURELESS: Final = tuple(p.default for p in FEATURED)
 
 
-_COPIED: Final = {
-    wire: [p for p in PARAMETERS.values() if wire in p.names] for wire in (Api.VLLM, Api.SGLANG)
-}
-_names_for = {wire: tuple(p.names[wire] for p in copied) for wire, copied in _COPIED.items()}
-_values_for = {wire: attrgetter(*(p.name for p in copied)) for wire, copied in _COPIED.items()}
+def _copied_by(server: Api) -> list[Parameter]:
+    return [p for p in PARAMETERS.values() if server in p.names]
+
+
+def _names_in(server: Api) -> tuple[str, ...]:
+    return tuple(p.names[server] for p in _copied_by(server))
+
+
+def _values_of(server: Api) -> attrgetter[tuple[object, ...]]:
+    return attrgetter(*(p.name for p in _copied_by(server)))
+
+
+_SERVERS = (Api.VLLM, Api.SGLANG)
+_names_for = {server: _names_in(server) for server in _SERVERS}
+_values_for = {server: _values_of(server) for server in _SERVERS}
 
 
 def copied(params: SamplingParams, server: Api) -> dict[str, object]:
-    """What a server is sent as it is, by its names."""
+    """The parameters that are sent to a server as they are, under its names."""
     return dict(zip(_names_for[server], _values_for[server](params), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One generation. To resume it, send it again with the tokens so far appended to `input_ids`;
-    all else is unchanged.
+    """The request of one generation. To resume it, send it again with the tokens so far appended to
+    `input_ids` and everything else unchanged.
     """
 
     request_id: str
@@ -298,13 +311,13 @@ class GenerateRequest:
     num_prompt_tokens: int
     sampling: SamplingParams
     eager: bool = True
-    """Whether each token is wanted as it comes; otherwise they may come several at a time, which
-    costs less.
+    """Whether each token is wanted as soon as it is there. Otherwise several may come at a time,
+    which costs less.
     """
     wants_kept: bool = False
-    """Whether each token is wanted with what truncation kept of the vocabulary."""
+    """Whether each token is wanted with a record of the ids that truncation kept."""
     seeded: bool = False
-    """Whether the client asked for its seed: to servers seeds are an effort, made only then."""
+    """Whether the client set its seed. Seeds cost servers time, so they are sent only then."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -317,14 +330,16 @@ class GenerateRequest:
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """How a generation ended; `matched` is the stop string or stop id that ended it."""
+    """How a generation ended. `matched` is the stop string or stop id that ended it."""
 
     reason: FinishReason
     matched: str | int | None = None
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) of a turn, or of one attempt at it, sampled under one version."""
+    """The output tokens [start, end) of a turn, or of one attempt at it, that were sampled under
+    one version.
+    """
 
     version: Version
     kv_version: Version
@@ -333,41 +348,43 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Consecutive output tokens, all sampled under one version. The last chunk of a generation
-    carries `finish`.
+    """Consecutive output tokens, all sampled under one version. The last chunk of a generation has
+    a `finish`.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     version: Version
     kv_version: Version
-    """The oldest version whose keys these tokens attended to; below `version` only after a pause in
-    `keep` mode.
+    """The oldest version whose keys these tokens attended to. It is below `version` only after a
+    pause in `keep` mode.
     """
     finish: Finish | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """For each token the likeliest (id, log-probability) at its position, likeliest first; empty
-    unless asked for.
+    """For each token the likeliest (id, log-probability) pairs at its position, likeliest first.
+    Empty unless asked for.
     """
     attested: tuple[Segment, ...] = ()
-    """On the last chunk of an engine that says its tokens' versions only at the end: segments over
-    all tokens of this attempt, which take the place of the labels given before."""
+    """Segments over all tokens of this attempt. An engine that knows its tokens' versions only at
+    the end sends them with the last chunk. They replace the versions of the earlier chunks.
+    """
     kept: tuple[bytes, ...] = ()
-    """For each token what truncation kept of the vocabulary, a record of `types.kept`; empty unless
-    asked for, or where an engine has none.
+    """For each token a record of `types.kept`: the ids that truncation kept. Empty unless asked
+    for, or if the engine has none.
     """
     experts: bytes = b""
-    """On the last chunk of an engine that records them: the experts that each position of this
-    attempt was sent to, from the first of `input_ids` on, in as many bytes each; 255 in all of them
-    where there is no record, as for the last token."""
+    """The experts that each position of this attempt was sent to, from the first of `input_ids` on.
+    An engine that records them sends them with the last chunk. Every position has the same number
+    of bytes; all of them are 255 if there is no record, as for the last token.
+    """
 
     def changed(self, **values: object) -> Chunk:
-        """The same but for these."""
+        """A copy with these values changed."""
         return msgspec.structs.replace(self, **values)
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One call of the model inside a session, complete. All per-token tuples have the length of
+    """One complete call of the model in a session. All per-token tuples have the length of
     `output_ids`.
     """
 
@@ -377,43 +394,45 @@ class Turn(msgspec.Struct, frozen=True):
     segments: tuple[Segment, ...]
     finish: Finish
     policy_sampled: bool = True
-    """False where the sampled support differs from the policy's: the turn is masked
+    """False if the sampled support differs from the policy's. Then the turn is masked
     (`not_policy_sampled`).
     """
     num_overshoot: int = 0
-    """Tokens received after a stop string and cut from `output_ids`: dropped(overshoot)."""
+    """Tokens that were received after a stop string and cut from `output_ids`. They count as
+    dropped(overshoot).
+    """
     num_resumes: int = 0
     kept: tuple[bytes, ...] = ()
-    """Of a turn that was sampled with truncation and can be trained: what was kept for each output
+    """For a turn that was sampled with truncation and can be trained: the record of each output
     token, as in `Chunk`.
     """
     experts: bytes = b""
-    """Of each token of prompt and output the experts it was sent to, as in `Chunk`; empty where no
+    """The experts that each token of prompt and output was sent to, as in `Chunk`. Empty if no
     engine recorded any.
     """
     role: str = ""
-    """Of its rollout's sessions the one that it is of, where that has several."""
+    """The role of its session, if the rollout has several."""
 
     @property
     def num_expert_bytes(self) -> int:
-        """Of each token's record."""
-        return (
-            len(self.experts) // (len(self.prompt_ids) + len(self.output_ids))
-            if self.experts
-            else 0
-        )
+        """The number of bytes of each token's record of experts."""
+        if not self.experts:
+            return 0
+        return len(self.experts) // (len(self.prompt_ids) + len(self.output_ids))
 
 
 class TurnTimes(msgspec.Struct, frozen=True):
-    """When a turn was made, in seconds of CLOCK_MONOTONIC."""
+    """The times of a turn, in seconds of CLOCK_MONOTONIC."""
 
     began: float
-    """It was asked for."""
+    """The time of the request."""
     ended: float
     placed: tuple[tuple[str, float], ...]
-    """Engines that were asked, and when: more than one where it went on after an interruption."""
+    """The engines that were asked, and the times. There are several if the turn was resumed after
+    an interruption.
+    """
     sampled: tuple[tuple[Version, float], ...]
-    """Versions that its tokens came from, and when the first of each arrived. An engine that
-    attests versions at the end may correct them.
+    """The versions of its tokens, and the arrival time of the first token of each. An engine that
+    attests versions at the end may correct the versions.
     """
     num_tokens: int

@@ -1,14 +1,15 @@
-"""What truncation left of the vocabulary for each token: its record, as an engine packs it and a
-trainer reads it.
+"""Records of the ids that truncation kept for each token. An engine packs them and a trainer reads
+them.
 
 A token sampled with top-p, top-k or min-p was drawn from the ids that these kept, renormalised. Its
 probability under any other weights is comparable only over the same ids. So the ids travel with the
 token.
 
-A record is a byte that says in which of two forms the ids follow, and then those in ascending
-order: the first id and the gaps between neighbours, seven bits to a byte, lowest first, the high
-bit set where another byte follows; or one bit for each id of the vocabulary, where an eighth of it
-or more was kept. So it has at most 1 + V / 8 bytes. An empty record says that nothing was cut off.
+A record begins with a byte that names one of two forms. The ids follow in ascending order. In the
+first form they are the first id and the gaps between neighbours, seven bits to a byte, lowest
+first, with the high bit set if another byte follows. In the second form, which is used if an eighth
+of the vocabulary or more was kept, they are one bit for each id of the vocabulary. So a record has
+at most 1 + V / 8 bytes. An empty record means that nothing was cut off.
 """
 
 from itertools import pairwise
@@ -22,7 +23,7 @@ from midflight.types.names import Bool, UInt8
 _GAPS: Final = 0
 _BITS: Final = 1
 _LONGEST: Final = 5
-"""Bytes of a gap: 35 bits."""
+"""The most bytes of a gap, which have 35 bits."""
 
 Ints = NDArray[np.int64]
 
@@ -34,19 +35,21 @@ def pack_kept(kept: Bool) -> list[bytes]:
     records = {row: _bits(kept[row]) for row in np.flatnonzero(is_wide).tolist()}
     narrow = np.flatnonzero(~is_wide)
     flat = np.flatnonzero(kept if len(narrow) == len(kept) else kept[narrow])
-    packed = _packed(
-        flat % kept.shape[1], np.searchsorted(flat, np.arange(len(narrow) + 1) * kept.shape[1])
-    )
+    offsets = np.searchsorted(flat, np.arange(len(narrow) + 1) * kept.shape[1])
+    packed = _packed(flat % kept.shape[1], offsets)
     records |= dict(zip(narrow.tolist(), packed, strict=True))
     return [records[row] for row in range(len(kept))]
 
 
 def _bits(kept: Bool) -> bytes:
-    return b"" if kept.all() else bytes([_BITS]) + np.packbits(kept, bitorder="little").tobytes()
+    """The record of one row with a bit for each id."""
+    if kept.all():
+        return b""
+    return bytes([_BITS]) + np.packbits(kept, bitorder="little").tobytes()
 
 
 def _packed(ids: Ints, offsets: Ints) -> list[bytes]:
-    """Of each row's ids, [offsets[r], offsets[r + 1]), in ascending order."""
+    """The records of gaps. Row r has `ids[offsets[r] : offsets[r + 1]]`, in ascending order."""
     first = offsets[:-1][np.diff(offsets) > 0]
     gaps = np.diff(ids, prepend=0)
     gaps[first] = ids[first]
@@ -63,10 +66,10 @@ def _packed(ids: Ints, offsets: Ints) -> list[bytes]:
 
 
 def unpack_kept(data: UInt8, lengths: Ints) -> tuple[Ints, Ints]:
-    """The ids of all records, which lie end to end in `data`, and where each begins among them: [n]
-    ascending within a record, [R + 1].
+    """The ids of all records, which lie end to end in `data`, and the offsets of the records among
+    them. The ids have shape [n] and ascend within a record; the offsets have shape [R + 1].
 
-    `ValueError` where the bytes are no such records.
+    Raises `ValueError` if the bytes are no such records.
     """
     ends = np.cumsum(lengths)
     if int(ends[-1] if len(ends) else 0) != len(data):
@@ -97,9 +100,11 @@ def unpack_kept(data: UInt8, lengths: Ints) -> tuple[Ints, Ints]:
 
 
 def kept_ids(data: UInt8, lengths: NDArray[np.integer[Any]]) -> list[list[int]]:
-    """The ids of each record; none where nothing was cut off."""
+    """The ids of each record. The list is empty if nothing was cut off."""
     ids, offsets = unpack_kept(data, lengths.astype(np.int64))
-    return [part.tolist() for part in np.split(ids, offsets[1:-1])] if len(lengths) else []
+    if not len(lengths):
+        return []
+    return [part.tolist() for part in np.split(ids, offsets[1:-1])]
 
 
 def _set_bits(data: UInt8) -> Ints:
@@ -107,7 +112,7 @@ def _set_bits(data: UInt8) -> Ints:
 
 
 def _unpacked(data: UInt8, record: Ints) -> tuple[Ints, Ints]:
-    """The record that each id is of, and the ids, from gaps in their bytes."""
+    """The record of each id, and the ids, from the bytes of their gaps."""
     last = np.flatnonzero(data < 128)
     if len(data) and (not len(last) or last[-1] != len(data) - 1):
         raise ValueError("a gap that does not end")
@@ -115,11 +120,9 @@ def _unpacked(data: UInt8, record: Ints) -> tuple[Ints, Ints]:
     if (last - first >= _LONGEST).any() or (record[first] != record[last]).any():
         raise ValueError("a gap that does not end")
     place = np.arange(len(data)) - np.repeat(first, last - first + 1)
-    gaps = (
-        np.add.reduceat((data & 127).astype(np.int64) << 7 * place, first)
-        if len(first)
-        else np.zeros(0, np.int64)
-    )
+    gaps = np.zeros(0, np.int64)
+    if len(first):
+        gaps = np.add.reduceat((data & 127).astype(np.int64) << 7 * place, first)
     owner = record[last]
     total = np.cumsum(gaps)
     begins = np.flatnonzero(np.diff(owner, prepend=-1))

@@ -1,4 +1,4 @@
-"""Names of kinds of values that every station uses, and the closed sets."""
+"""The vocabulary of all stations: names of types, and the enumerations."""
 
 from enum import StrEnum
 from typing import TypeAlias
@@ -11,7 +11,7 @@ Version: TypeAlias = int
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Likely: TypeAlias = tuple[tuple[int, float], ...]
-"""Token ids that may stand at one place, each with its log-probability."""
+"""The token ids that may stand at one place, each with its log-probability."""
 Int32: TypeAlias = NDArray[np.int32]
 UInt8: TypeAlias = NDArray[np.uint8]
 Float32: TypeAlias = NDArray[np.float32]
@@ -21,24 +21,26 @@ Bool: TypeAlias = NDArray[np.bool_]
 UNTRACKED = "untracked"
 """The part of a rollout whose tokens are neither recorded nor trained: judges, simulated users."""
 PART = "~"
-"""Between the token of a rollout's session and the name of another part of the same rollout."""
+"""The separator between the token of a rollout's session and the name of another part of the same
+rollout.
+"""
 
 
 def part_of(token: str, name: str) -> str:
-    """The token of another part of the rollout that a session's token is of."""
+    """The token of another part of the same rollout, from the token of its session."""
     return f"{token.partition(PART)[0]}{PART}{name}"
 
 
 def parted(token: str) -> tuple[str, str]:
-    """A token and the part that it names; the part is empty where it names none."""
+    """Splits a token into the session's token and the name of the part. The name is empty if the
+    token names no part.
+    """
     plain, _, name = token.partition(PART)
     return plain, name
 
 
 class PauseMode(StrEnum):
-    """What happens to requests in flight, and to their keys and values, while an engine is
-    paused.
-    """
+    """The effect of a pause on requests in flight, and on their keys and values."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -57,7 +59,7 @@ class FinishReason(StrEnum):
 
 
 class StalePolicy(StrEnum):
-    """What is done with a group that is, or would become, older than `max_staleness`."""
+    """The treatment of a group that is, or would become, older than `max_staleness`."""
 
     WAIT = "wait"
     DROP = "drop"
@@ -66,13 +68,13 @@ class StalePolicy(StrEnum):
 
 
 class LogprobKind(StrEnum):
-    """Of which distribution an engine gives the log-probability of a sampled token. At temperature
-    0 all give that of temperature 1.
+    """The distribution from which an engine takes the log-probability of a sampled token. At
+    temperature 0 all engines give that of temperature 1.
     """
 
     SAMPLED = "sampled"
-    """After temperature and every truncation, renormalised: exactly the distribution sampled
-    from.
+    """The distribution after temperature and every truncation, renormalised. It is exactly the one
+    that was sampled from.
     """
     TEMPERATURE = "temperature"
     """softmax(logits / temperature), before truncation."""
@@ -81,8 +83,8 @@ class LogprobKind(StrEnum):
 
 
 class Feature(StrEnum):
-    """Ways of sampling that not every engine has; the gateway refuses by name what no engine can
-    do.
+    """Features of sampling that not every engine has. The gateway refuses parameters by name if no
+    engine has the feature.
     """
 
     PENALTIES = "penalties"
@@ -91,15 +93,15 @@ class Feature(StrEnum):
     TOP_LOGPROBS = "top_logprobs"
     GRAMMARS = "grammars"
     PROMPT_LOGPROBS = "prompt_logprobs"
-    """It says how likely the tokens of a prompt are; see `ports.PromptScorer`."""
+    """The engine reports how likely the tokens of a prompt are; see `ports.PromptScorer`."""
     SAMPLING_MASKS = "sampling_masks"
-    """It says of each token what top-p, top-k and min-p kept, where it is asked to; see
+    """On request the engine reports for each token the ids that top-p, top-k and min-p kept; see
     `types.kept`.
     """
 
 
 class GrammarKind(StrEnum):
-    """In which language a grammar is written."""
+    """The language of a grammar."""
 
     JSON_SCHEMA = "json_schema"
     """A JSON schema as JSON text; `{"type": "object"}` is any object."""
@@ -111,17 +113,19 @@ class GrammarKind(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a rollout is for."""
+    """The purpose of a rollout."""
 
     TRAINING = "training"
     EVALUATION = "evaluation"
-    """On a held-out task: no part of rewards and totals."""
+    """The rollout of a held-out task. It is no part of rewards and totals."""
     OUTSIDE = "outside"
-    """Of a client with sessions of its own. The run neither stores it nor trains on it."""
+    """The rollout of a client with sessions of its own. The run neither stores it nor trains on
+    it.
+    """
 
 
 class Fate(StrEnum):
-    """What became of a token of an ended rollout (invariant I3): exactly one of these."""
+    """The fate of a token of an ended rollout. Every token has exactly one (I3)."""
 
     WAITING = "waiting"
     TRAINED = "trained"
@@ -137,15 +141,15 @@ class Reason(StrEnum):
     UNCHOSEN = "unchosen"
     NOT_POLICY_SAMPLED = "not_policy_sampled"
     TRUNCATED = "truncated"
-    """The rollout was cut short by a limit, and such are not trained on."""
+    """The rollout was cut short by a limit, and the run does not train on such rollouts."""
     NO_REWARD = "no_reward"
     TOO_FEW = "too_few"
     ZERO_SPREAD = "zero_spread"
     REQUEUED = "requeued"
     NOT_FINITE = "not_finite"
     SKIPPED = "skipped"
-    """The trainer made no update with it: its loss or gradient was not finite, or an alarm held the
-    step back.
+    """The trainer made no update with it, because its loss or gradient was not finite or an alarm
+    stopped the step.
     """
     SHUTDOWN = "shutdown"
     ABANDONED = "abandoned"
@@ -153,8 +157,8 @@ class Reason(StrEnum):
 
 
 def fill_unknown(record: UInt8, later: UInt8) -> None:
-    """Of two records of experts [N, B] of the same tokens, the second one's where the first has
-    none (255 in all bytes). In place.
+    """Fills gaps in a record of experts [N, B], in place. Tokens without a record (255 in all
+    bytes) get that of `later`, a second record of the same tokens.
     """
     unknown = (record == 255).all(1)
     record[unknown] = later[unknown]

@@ -1,6 +1,6 @@
-"""Tasks, rollouts, and what a step of the trainer eats.
+"""Tasks, rollouts, and the batches of the trainer's steps.
 
-Shapes: `T` is the number of tokens of a row. Times are seconds, on the clock of the running event
+Shapes: `T` is the number of tokens of a row. Times are seconds on the clock of the running event
 loop.
 """
 
@@ -22,20 +22,20 @@ from midflight.types.names import Bool, Float32, Int32, Json, Kind, Reason, UInt
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem. `data` is whatever the environment and its reward need; `id` is unique within
-    `source`.
+    """One problem. `data` holds the fields that the environment and its reward need. `id` is unique
+    within `source`.
     """
 
     id: str
     source: str
     data: Mapping[str, Json] = field(default_factory=dict[str, Json])
     place: int | None = field(default=None, compare=False)
-    """Among the training tasks of its source, where `[curriculum]` chose it."""
+    """Its place among the training tasks of its source, if `[curriculum]` chose it."""
 
     @property
     def prompt(self) -> str | list[dict[str, Json]]:
-        """What its source asks: the conversation `data["messages"]`, else the text
-        `data["question"]`. `TaskFieldMissing` without either.
+        """The prompt of its source: the conversation `data["messages"]`, else the text
+        `data["question"]`. Raises `TaskFieldMissing` if it has neither.
         """
         messages = self.data.get("messages")
         if isinstance(messages, list):
@@ -44,23 +44,23 @@ class Task:
 
     @property
     def messages(self) -> list[dict[str, Json]]:
-        """The conversation that a rollout begins with: `prompt`, or a user's message of it."""
+        """The conversation that a rollout begins with: `prompt`, or a user's message with that
+        text.
+        """
         prompt = self.prompt
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
     def text(self, name: str) -> str:
-        """A field that must be there and hold text; `TaskFieldMissing` names the field, the task
-        and what the task has.
+        """A field that must exist and hold text. Otherwise `TaskFieldMissing` names the field, the
+        task and the task's fields.
         """
         value = self.data.get(name)
         if isinstance(value, str):
             return value
         has = ", ".join(sorted(self.data)) or "no field at all"
-        what = (
-            f"holds {value!r} in field {name!r}, which is not text"
-            if name in self.data
-            else f"has no field {name!r}"
-        )
+        what = f"has no field {name!r}"
+        if name in self.data:
+            what = f"holds {value!r} in field {name!r}, which is not text"
         raise TaskFieldMissing(
             f"task {self.id} of {self.source} {what} (it has: {has}); add the field to the task or "
             "use another environment."
@@ -69,29 +69,32 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What an environment may return in place of a number. Everything but `reward` may be left
-    out.
+    """The result that an environment may return instead of a number. Everything but `reward` may be
+    left out.
     """
 
     reward: float | Awaitable[float | None] | None
-    """Of the whole rollout: a finite number, or `None` if it cannot be scored (I10). A late one is
-    an awaitable, which is waited for until the rollout's deadline."""
+    """The reward of the whole rollout: a finite number, or `None` if it cannot be scored (I10). A
+    late reward is an awaitable, which is awaited until the rollout's deadline.
+    """
     components: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
-    """What the reward is made of, by name, before weights. None says that a component does not
-    apply here: it is left out.
+    """The components of the reward, by name, before weights. A component that is None does not
+    apply here and is left out.
     """
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Numbers to be shown, which nothing is trained on."""
+    """Numbers that are shown, but not trained on."""
     turns: Sequence[float] = ()
-    """How much of `reward` each answer of the model earned, in the order of the requests; what they
-    leave of it, the whole rollout earned. At most as many as there were answers."""
+    """How much of `reward` each answer of the model earned, in the order of the requests. The whole
+    rollout earned the rest. At most as many as there were answers.
+    """
     fields: Mapping[str, Json] = field(default_factory=dict[str, Json])
-    """What reward functions get by name, as if the task had it. Numbers among them are shown
-    too.
+    """Values that reward functions get by name, as if the task had them. Numbers among them are
+    shown too.
     """
     roles: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
-    """The reward of each role that asked the model (`client.role(name)`); `reward` is that of the
-    client itself. None where a role cannot be scored: it is not trained."""
+    """The reward of each role that asked the model (`client.role(name)`). `reward` is that of the
+    client itself. A role whose reward is None cannot be scored, and is not trained.
+    """
 
 
 class GroupKey(msgspec.Struct, frozen=True, order=True):
@@ -99,24 +102,24 @@ class GroupKey(msgspec.Struct, frozen=True, order=True):
 
     epoch: int
     index: int
-    """Position in the epoch's order."""
+    """The position in the epoch's order."""
     attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GroupScores:
-    """A group of a run that goes on, and what became of those of its rollouts that have ended."""
+    """The scores of a group's rollouts that have ended, in a run that goes on."""
 
     key: GroupKey
     task: Task
     is_over: bool
-    """It neither runs nor stands in line."""
+    """Whether the group neither runs nor waits in line."""
     num_scored: int
     num_failed: int
     num_passed: int
-    """Those whose reward is one of a pass."""
+    """The number of rollouts whose reward counts as a pass."""
     rewards: float
-    """Their sum."""
+    """The sum of the rewards."""
 
 
 class RolloutKey(msgspec.Struct, frozen=True, order=True):
@@ -132,23 +135,23 @@ class RolloutKey(msgspec.Struct, frozen=True, order=True):
 
 
 def spans(generated: Bool) -> list[tuple[int, int, bool]]:
-    """[begin, end) of what the model read and what it wrote, in turn, and whether it wrote it."""
-    edges = [
-        0,
-        *(at for at in range(1, len(generated)) if generated[at] != generated[at - 1]),
-        len(generated),
-    ]
+    """The spans [begin, end) of tokens that the model read or wrote, in order, and whether it wrote
+    them.
+    """
+    edges = [0]
+    edges += [at for at in range(1, len(generated)) if generated[at] != generated[at - 1]]
+    edges.append(len(generated))
     return [(begin, end, bool(generated[begin])) for begin, end in pairwise(edges) if begin < end]
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A packed-ready token record. Every array has shape [T]; entries where `loss_mask` is False
-    are context.
+    """A token record that is ready for packing. Every array has shape [T]. Tokens whose `loss_mask`
+    is False are context.
 
-    `logprobs`, `versions` and `kv_versions` are meaningful only where the token was generated
-    (`generated`); `loss_mask` is True on the generated tokens that this row trains on: each
-    generated token in exactly one row (I3).
+    `logprobs`, `versions` and `kv_versions` are meaningful only for generated tokens (`generated`).
+    `loss_mask` is True for the generated tokens that this row trains on. Each generated token is
+    trained in exactly one row (I3).
     """
 
     token_ids: Int32
@@ -158,17 +161,19 @@ class Row:
     versions: Int32
     kv_versions: Int32
     turns: Int32 | None = None
-    """The answer that the token is of, counted from 0 in the order of the session's requests."""
+    """The number of the token's answer, from 0 in the order of the session's requests."""
     kept: UInt8 | None = None
-    """What truncation kept of the vocabulary for each token that this row trains on: records of
-    `types.kept`, end to end; None where no token has one."""
+    """The records of truncation (`types.kept`) of the tokens that this row trains on, end to end.
+    None if no token has one.
+    """
     kept_lengths: Int32 | None = None
-    """[T] bytes of each token's record in `kept`; 0 where nothing was cut off"""
+    """[T], the bytes of each token's record in `kept`; 0 if nothing was cut off."""
     experts: UInt8 | None = None
-    """[T, B], of each token the experts of a mixture that it was sent to, as an engine packs them;
-    255 in all B bytes where none recorded it. None where no token has a record."""
+    """[T, B], the experts of a mixture that each token was sent to, as an engine packs them. All B
+    bytes are 255 if no engine recorded the token. None if no token has a record.
+    """
     role: str = ""
-    """Of its rollout's sessions the one that it is of, where that has several."""
+    """The role of its session, if the rollout has several."""
 
     def __post_init__(self) -> None:
         lengths = {len(a) for a in self._arrays()}
@@ -184,98 +189,101 @@ class Row:
 
     @property
     def num_bytes(self) -> int:
-        """Of its arrays in memory."""
-        return sum(a.nbytes for a in self._arrays()) + (
-            0 if self.kept is None else self.kept.nbytes
-        )
+        """The size of its arrays in memory."""
+        num_kept = 0 if self.kept is None else self.kept.nbytes
+        return sum(a.nbytes for a in self._arrays()) + num_kept
 
     def _arrays(self) -> Sequence[Int32 | Bool | Float32 | UInt8]:
-        """Those per token."""
-        arrays = (
+        """The arrays that have an entry for each token."""
+        arrays: list[Int32 | Bool | Float32 | UInt8] = [
             self.token_ids,
             self.generated,
             self.loss_mask,
             self.logprobs,
             self.versions,
             self.kv_versions,
-        )
-        return (
-            *arrays,
-            *(a for a in (self.turns, self.kept_lengths, self.experts) if a is not None),
-        )
+        ]
+        for optional in (self.turns, self.kept_lengths, self.experts):
+            if optional is not None:
+                arrays.append(optional)
+        return arrays
 
     @cached_property
     def oldest_version(self) -> Version | None:
-        """The smallest version among trainable tokens, `None` if there is none. Books, groups and
-        steps all ask for it.
+        """The smallest version among trainable tokens; `None` if there is none. It is cached,
+        because books, groups and steps all read it.
         """
-        return int(np.minimum.reduce(self.versions[self.loss_mask])) if self.num_trainable else None
+        if not self.num_trainable:
+            return None
+        return int(np.minimum.reduce(self.versions[self.loss_mask]))
 
 
 @dataclass(frozen=True, slots=True)
 class RoleRecord:
-    """One of several sessions of a rollout, whose reward is compared with those of the same
-    role.
-    """
+    """The session of one role of a rollout. Its reward is compared with those of the same role."""
 
     reward: float | None = None
     truncated: bool = False
     room: int | None = None
-    """Both as in `SessionRecord`."""
+    """This and `truncated` are as in `SessionRecord`."""
 
 
 class SessionRecord(msgspec.Struct, frozen=True, eq=False):
-    """What the gateway hands over when a session closes."""
+    """The record that the gateway hands over when a session closes."""
 
     session_id: str
     rows: tuple[Row, ...]
     num_turns: int
     num_branches: int
     truncated: bool
-    """Some turn ended by `length`."""
+    """Whether some turn ended by `length`."""
     room: int | None = None
-    """Tokens that its answers left of their own limits, the one that came nearest. None without an
+    """The least number of tokens that one of its answers left of its own limit. None without an
     answer of the policy.
     """
     masked: Mapping[Reason, int] = {}
-    """Generated tokens kept as context but not trained, by reason."""
+    """The numbers of generated tokens that are kept as context but not trained, by reason."""
     dropped: Mapping[Reason, int] = {}
-    """Generated tokens that are in no row, by reason."""
+    """The numbers of generated tokens that are in no row, by reason."""
     failed_requests: int = 0
     num_rewritten: int = 0
-    """Answered chats that held a recorded reply, or another message in its place, and could not
+    """Answered chats that held a recorded reply, or another message in its place, but could not
     continue it token by token.
     """
     num_mismatches: int = 0
-    """Answered prompts whose text, tokenised anew, would have had other ids than the recorded ones
-    that were reused.
+    """Answered prompts whose text would have had other ids than the reused ones if it had been
+    tokenised anew.
     """
     versions: frozenset[Version] = frozenset()
-    """That sampled any token of the session, in a row or not."""
+    """The versions that sampled any token of the session, in a row or not."""
     num_answers: int = 0
-    """Requests that were answered. One that asked for several choices made several turns."""
+    """Requests that were answered. A request for several choices made several turns."""
     times: tuple[TurnTimes, ...] = ()
-    """Of its turns, in the order of their ends; those given again after a crash are left out."""
+    """The times of its turns, in the order of their ends. Turns that were given again after a crash
+    are left out.
+    """
     roles: Mapping[str, RoleRecord] = {}
-    """Where roles asked the model, those that did, by name; the session's own is empty. Rows and
-    counts are of all, `truncated`, `room` and `num_answers` of the session itself."""
+    """If roles asked the model: the records of those that did, by name. The session's own name is
+    empty. Rows and counts cover all roles; `truncated`, `room` and `num_answers` are those of the
+    session itself.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTime:
-    """How long a rollout has waited for answers."""
+    """The time that a rollout has waited for answers."""
 
     num_requests: int
     seconds: float
-    """In which at least one request was under way, or its agent waited before another try as it was
-    told.
+    """The time in which at least one request was under way, or its agent waited before another try
+    as it was told.
     """
     num_open: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """The token record of one rollout, with its reward. A reward of `None` says that the
+    """The token record of one rollout, with its reward. A reward of `None` means that the
     infrastructure failed (I10).
     """
 
@@ -290,23 +298,31 @@ class Trajectory:
     room: int | None = None
     """As in `SessionRecord`."""
     components: Mapping[str, float] = field(default_factory=dict[str, float])
-    """As in `Result`, and so are the next three."""
+    """This and the next three are as in `Result`."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     turn_rewards: tuple[float, ...] = ()
     fields: Mapping[str, Json] = field(default_factory=dict[str, Json])
     roles: Mapping[str, RoleRecord] = field(default_factory=dict[str, RoleRecord])
-    """Those that are trained, by name, where there are any but the session's own, whose name is
-    empty.
+    """The roles that are trained, by name. The session's own role has the empty name. Empty if
+    there is no other role.
     """
 
     def of_role(self, name: str) -> Trajectory:
-        """What a role said, with the role's reward."""
+        """The rows of one role, with the role's reward."""
         rows = tuple(row for row in self.rows if row.role == name)
         if not name:
             return replace(self, rows=rows, roles={})
-        of = self.roles[name]
-        scored = {"reward": of.reward, "truncated": of.truncated, "room": of.room}
-        return replace(self, rows=rows, roles={}, components={}, turn_rewards=(), **scored)
+        role = self.roles[name]
+        return replace(
+            self,
+            rows=rows,
+            reward=role.reward,
+            truncated=role.truncated,
+            room=role.room,
+            roles={},
+            components={},
+            turn_rewards=(),
+        )
 
     @property
     def num_trainable(self) -> int:
@@ -318,7 +334,8 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> Version | None:
-        return min((v for row in self.rows if (v := row.oldest_version) is not None), default=None)
+        versions = [row.oldest_version for row in self.rows]
+        return min((version for version in versions if version is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -332,62 +349,61 @@ class Group:
 
     @classmethod
     def of(cls, key: GroupKey, task: Task, trajectories: Iterable[Trajectory]) -> Group:
-        """The scored trajectories in the order of their samples.
+        """A group of the scored trajectories, in the order of their samples.
 
-        A reward of `None` says that the infrastructure failed: it leaves the group and never
-        becomes a number (I10).
+        A reward of `None` means that the infrastructure failed. Such a trajectory leaves the group,
+        and its reward never becomes a number (I10).
         """
-        scored = sorted(
-            (t for t in trajectories if t.reward is not None), key=lambda t: t.key.sample
-        )
+        scored = [trajectory for trajectory in trajectories if trajectory.reward is not None]
+        scored.sort(key=lambda trajectory: trajectory.key.sample)
         return cls(key, task.id, task.source, tuple(scored))
 
     @property
     def oldest_version(self) -> Version | None:
-        """Age of a group is that of its oldest trainable token; `None` when nothing in it is
-        trainable.
+        """The version of its oldest trainable token, which is the age of the group. `None` if
+        nothing in it is trainable.
         """
-        return min(
-            (v for t in self.trajectories if (v := t.oldest_version) is not None), default=None
-        )
+        versions = [trajectory.oldest_version for trajectory in self.trajectories]
+        return min((version for version in versions if version is not None), default=None)
 
     @property
     def num_trainable(self) -> int:
         return sum(t.num_trainable for t in self.trajectories)
 
     def by_role(self) -> Mapping[str, Group]:
-        """Whose rewards are compared with each other: those of one role, in the order of the names.
-        Without roles it is the group itself.
+        """One group for each role, in the order of the names, because rewards are compared within a
+        role. Without roles it is the group itself.
         """
         names = sorted({name for t in self.trajectories for name in t.roles})
         if not names:
             return {"": self}
-        of = {
-            name: [t.of_role(name) for t in self.trajectories if name in (t.roles or {"": None})]
-            for name in ["", *names]
-        }
-        return {
-            name: replace(self, trajectories=tuple(found)) for name, found in of.items() if found
-        }
+        groups: dict[str, Group] = {}
+        for name in ("", *names):
+            members = [t for t in self.trajectories if name in (t.roles or {"": None})]
+            if members:
+                found = tuple([trajectory.of_role(name) for trajectory in members])
+                groups[name] = replace(self, trajectories=found)
+        return groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What one step of the trainer eats: a lease on whole groups."""
+    """The groups of one step of the trainer: a lease on whole groups."""
 
     lease: int
     train_version: Version
-    """The version whose weights begin the step: ages are counted from here."""
+    """The version whose weights the step begins with. Ages are counted from it."""
     groups: tuple[Group, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """Where all groups are (I1), and all tokens of rollouts that have ended (I3): of the whole run,
-    whatever died meanwhile.
+    """The counts of all groups (I1), and of all tokens of rollouts that have ended (I3). They cover
+    the whole run, whichever processes died meanwhile.
 
-    Submitted are those running, waiting, leased, trained and dropped; received are those waiting
-    (of leased groups too), trained, masked and dropped. `dropped` and `masked` are by reason.
+    Submitted groups are those running, waiting, leased, trained and dropped. Received tokens are
+    those waiting (including those of leased groups), trained, masked and dropped. `dropped` and
+    `masked` are by reason.
     """
 
     submitted: int = 0
@@ -405,15 +421,15 @@ class Accounts:
 
 @dataclass(frozen=True, slots=True)
 class Unclaimed:
-    """Rollouts that wait for a worker outside to claim them."""
+    """Rollouts that wait until a worker outside claims them."""
 
     number: int
     seconds: float
-    """The oldest has waited for so long."""
+    """How long the oldest has waited."""
     idle_seconds: float
-    """For so long there was one to claim, and no worker claimed one or had one under way."""
+    """How long there has been a rollout to claim while no worker claimed one or ran one."""
     claimed_seconds: float | None
-    """A worker claimed one so long ago. None where none ever did."""
+    """The time since a worker last claimed one. None if no worker ever did."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -436,21 +452,20 @@ class PackedBatch:
     rewards: Float32  # [M]
     rollout_group: Int32  # [M], groups numbered from 0 in the batch
     truncated: Bool  # [M]
-    # [N], the answer that the token is of, from 0; None where no rollout says what its answers
-    # earned
+    # [N], the number of the token's answer, from 0; None if no rollout has rewards of answers
     turns: Int32 | None = None
-    # [M * K], what the first K answers of each rollout earned; there exactly if `turns` is
+    # [M * K], the rewards of the first K answers of each rollout; None exactly if `turns` is
     turn_rewards: Float32 | None = None
-    # [M * C], of each rollout's reward, NaN where one does not apply; None where there are none
+    # [M * C], the components of each rollout's reward, NaN if one does not apply; None without any
     components: Float32 | None = None
     component_names: tuple[str, ...] = ()  # [C]
-    # [M], tokens that the answer nearest to its own limit left of it; a number above all limits
-    # without answers
+    # [M], the least number of tokens that an answer left of its own limit; a number above all
+    # limits for a rollout without answers
     room: Int32 | None = None
-    # records of what truncation kept, end to end; None where no token has one
+    # records of truncation, end to end; None if no token has one
     kept: UInt8 | None = None
-    # [N], bytes of each token's record; 0 where nothing was cut off
+    # [N], bytes of each token's record; 0 if nothing was cut off
     kept_lengths: Int32 | None = None
-    experts: UInt8 | None = None  # [N, B], as in `Row`; None where no row has a record
-    # [N], of a teacher, for the token after those before it; None in a run without one
+    experts: UInt8 | None = None  # [N, B], as in `Row`; None if no row has a record
+    # [N], a teacher's log-probability of each token after those before it; None without a teacher
     teacher_logprobs: Float32 | None = None

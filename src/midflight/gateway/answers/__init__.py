@@ -1,1 +1,1 @@
-"""One answer: planned, generated over any number of attempts, read by its clients."""
+"""Answers: they are planned, generated over any number of attempts, and read by clients."""

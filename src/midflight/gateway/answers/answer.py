@@ -1,6 +1,4 @@
-"""One answer: all that is known of one choice, from its first chunk to the recorded turn.
-Synchronous.
-"""
+"""One answer: the state of one choice, from its first chunk to the recorded turn. Synchronous."""
 
 import math
 import time
@@ -12,7 +10,7 @@ import numpy as np
 
 from midflight.errors import EngineUnavailable
 from midflight.gateway.sessions.history import Prompt
-from midflight.text import StopMatcher, Tokenizer
+from midflight.text import StopMatch, StopMatcher, Tokenizer
 from midflight.text.formats import AssistantMessage, MessageParser, Piece
 from midflight.text.formats.assistant import joined
 from midflight.types import (
@@ -29,17 +27,19 @@ from midflight.types import (
 )
 
 _MAX_LOGPROB = 1e-3
-"""Rounding may lift the log-probability of a certain token a little above 0."""
+"""The largest accepted log-probability. Rounding may lift that of a certain token a little above
+0.
+"""
 
 Mark: TypeAlias = tuple[int, int, int]
-"""How much of an answer a reader has been told: tokens, texts, pieces."""
+"""How much of an answer a reader has received: the numbers of tokens, texts and pieces."""
 
 START: Mark = (0, 0, 0)
 
 
 class News(msgspec.Struct, frozen=True):
-    """New tokens of an answer, and the text that became certain with them (it may lag behind the
-    tokens).
+    """New tokens of an answer, and the text that became certain with them. The text may lag behind
+    the tokens.
     """
 
     index: int
@@ -47,13 +47,13 @@ class News(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     pieces: tuple[Piece, ...] = ()
-    """Of a chat: the text, parsed."""
+    """For a chat: the text, parsed."""
     top_logprobs: tuple[Likely, ...] = ()
-    """One for each token where they were asked for, else empty."""
+    """One entry for each token if the client asked for them, else empty."""
 
 
 class ChatReading(msgspec.Struct, frozen=True, eq=False):
-    """How the answer to a chat is taken apart."""
+    """How the answer to a chat is parsed."""
 
     parser: MessageParser
     keep: frozenset[int]
@@ -63,35 +63,41 @@ class ChatReading(msgspec.Struct, frozen=True, eq=False):
 
 
 class Answer:
-    """Grows by `accept`, over one attempt or several, until `finish` is set; `close` makes the turn
-    of it.
+    """One choice of a request. It grows by `accept`, over one attempt or several, until `finish` is
+    set. Then `close` makes the turn.
 
     Tokens never exceed the request's budget, and a seam between two attempts leaves no gap and no
-    duplicate (I5). Every token has a log-probability and the version that its engine attests, with
-    it or at the end of the attempt (I6). Text and stop strings come from one detokenisation. Told
-    in pieces or told whole, the agent gets the same message.
+    duplicate (I5). Every token has a log-probability and a version. Its engine attests the version
+    with the token or at the end of the attempt (I6). Text and stop strings come from one
+    detokenisation. The agent gets the same message whether it is streamed or sent whole.
     """
 
     finish: Finish | None = None
     num_overshoot = 0
-    """Tokens received past a stop string or past the budget: cut, dropped(overshoot)."""
+    """Tokens received past a stop string or past the budget. They are cut, and count as
+    dropped(overshoot).
+    """
     num_attempts = 0
     num_gained = 0
     """Output tokens of the current attempt."""
     prompt_logprobs: Sequence[Likely] = ()
-    """Where they were asked for, as `ports.PromptScorer` gives them."""
+    """The prompt's scores as `ports.PromptScorer` gives them. Empty unless the client asked for
+    them.
+    """
     ended = False
     """Whether the engine has said that the current attempt is over."""
     is_closed = False
     text = ""
-    """What the agent sees, without the stop string. This and the next three are set by `close`."""
+    """The text that the agent sees, without the stop string. `close` sets this and the next
+    three.
+    """
     message = AssistantMessage("")
-    """Of a chat: `text`, parsed."""
+    """For a chat: `text`, parsed."""
     tail = ""
-    """The text that no news has carried."""
+    """The text that no `News` has carried."""
     tail_pieces: tuple[Piece, ...] = ()
     _has_called = False
-    """Whether a call has been read, where the agent wants one."""
+    """Whether a call has been read. It is only set if the agent wants one call."""
     _floor: Version | None = None
     """The version of this attempt's last chunk."""
     _turn: Turn | None = None
@@ -107,8 +113,9 @@ class Answer:
         policy_sampled: bool = True,
         chat: ChatReading | None = None,
     ) -> None:
-        """`number`: of its request in the session, which the choices of n > 1 share. The text is
-        told as it comes if the request is `eager`."""
+        """`number`: the number of its request in the session, which the choices of n > 1 share. If
+        the request is `eager`, text becomes news as soon as it is certain.
+        """
         self.index = index
         self.number = number
         self.prompt = prompt
@@ -120,16 +127,18 @@ class Answer:
         self.kept: list[bytes] = []
         self.clock: Callable[[], float] = time.monotonic
         self.placed: list[tuple[str, float]] = []
-        """As in `TurnTimes`, and so is the next."""
+        """The engines that were asked and the times, as `TurnTimes` has them. `sampled` is as there
+        too.
+        """
         self.sampled: list[tuple[Version, float]] = []
         self._policy_sampled = policy_sampled
         self._tokenizer = tokenizer
         self._chat = chat
         self._keep = frozenset[int]() if chat is None else chat.keep
         self._labels: list[list[int]] = []
-        """Version, version of the oldest key, and end of each run of tokens."""
+        """For each run of tokens: its version, the version of its oldest key, and its end."""
         self._experts: UInt8 | None = None
-        """[T, B], of prompt and output; None where no engine recorded any."""
+        """[T, B], for prompt and output; None if no engine recorded any."""
         self._texts: list[str] = []
         self._pieces: list[Piece] = []
         sampling = request.sampling
@@ -144,14 +153,13 @@ class Answer:
 
     @property
     def load(self) -> int:
-        """Tokens that the answer will hold on an engine at most."""
-        return len(self.request.input_ids) + max(
-            len(self.output_ids), self.request.sampling.max_tokens
-        )
+        """The most tokens that the answer will hold on an engine."""
+        num_output = max(len(self.output_ids), self.request.sampling.max_tokens)
+        return len(self.request.input_ids) + num_output
 
     @property
     def room(self) -> int:
-        """Tokens left of its own limit."""
+        """Tokens that its own limit still allows."""
         return self.request.sampling.max_tokens - len(self.output_ids)
 
     @property
@@ -159,7 +167,7 @@ class Answer:
         return max(0, self.num_attempts - 1)
 
     def next_request(self, request_id: str) -> GenerateRequest:
-        """What a new attempt sends: the prompt and all tokens so far; seed, limits and
+        """The request of a new attempt. It sends the prompt and all tokens so far. Seed, limits and
         `num_prompt_tokens` do not change.
         """
         self._floor = None
@@ -179,20 +187,16 @@ class Answer:
         )
 
     def accept(self, chunk: Chunk, *, vocab_size: int) -> None:
-        """Adds what of an engine's chunk belongs to the answer. An abort ends the attempt and not
-        the answer.
+        """Adds the part of an engine's chunk that belongs to the answer. An abort ends the attempt
+        but not the answer.
 
-        Nonsense raises `EngineUnavailable` and changes nothing.
+        A chunk that makes no sense raises `EngineUnavailable` and changes nothing.
         """
         wrong = nonsense(
             chunk, vocab_size=vocab_size, floor=self._floor, num_before=self.num_gained
         )
         if wrong is None and chunk.experts:
-            num_tokens = len(self.prompt.ids) + len(self.output_ids) + len(chunk.token_ids)
-            if len(chunk.experts) % num_tokens:
-                wrong = (
-                    f"its record of experts has {len(chunk.experts)} bytes for {num_tokens} tokens"
-                )
+            wrong = self._wrong_experts(chunk)
         if wrong is not None:
             raise EngineUnavailable(
                 f"reading a chunk of {len(chunk.token_ids)} tokens: {wrong}. Check the engine and "
@@ -231,16 +235,13 @@ class Answer:
         self.finish = finish
 
     def end_at_seam(self) -> None:
-        """Finishes the answer between two attempts if no token may follow: after a stop id, or
-        without budget.
+        """Finishes the answer between two attempts if no token may follow: after a stop id, or when
+        the budget is spent.
         """
         sampling = self.request.sampling
         num_output = len(self.output_ids)
         last = self.output_ids[-1] if num_output > sampling.min_tokens else None
-        if last is not None and (
-            last in sampling.stop_token_ids
-            or (not sampling.ignore_eos and last in self._tokenizer.eos_token_ids)
-        ):
+        if last is not None and self._ends(last):
             self.finish = Finish(FinishReason.STOP, last)
         elif num_output >= sampling.max_tokens:
             self.finish = Finish(FinishReason.LENGTH)
@@ -265,7 +266,7 @@ class Answer:
         return len(self.output_ids), len(self._texts), len(self._pieces)
 
     def since(self, mark: Mark) -> News:
-        """All that came after `mark`, but for the tail."""
+        """Everything that came after `mark`, except the tail."""
         tokens, texts, pieces = mark
         return News(
             self.index,
@@ -278,7 +279,7 @@ class Answer:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """All of the message, after `close`."""
+        """All pieces of the message, after `close`."""
         return (*self._pieces, *self.tail_pieces)
 
     def close(self) -> Turn:
@@ -288,16 +289,15 @@ class Answer:
             self.tail = self._matcher.take() + self._matcher.finish()
         else:
             self.tail = self._tokenizer.decode(self.output_ids, skip_special=True, keep=self._keep)
-        self.text = "".join((*self._texts, self.tail)) if self._texts else self.tail
+        self.text = "".join(self._texts) + self.tail
         if self._chat is None:
             self.message = AssistantMessage(self.text)
         else:
-            self.tail_pieces = (
-                self._chat.parser.feed(self.tail) if self.tail else ()
-            ) + self._chat.parser.finish()
+            tail_pieces = self._chat.parser.feed(self.tail) if self.tail else ()
+            self.tail_pieces = tail_pieces + self._chat.parser.finish()
             self.message = joined(self.pieces)
-        # A record that an engine left out can't be made up: then the turn is context, as if it had
-        # never been asked for.
+        # A record of truncation that an engine left out cannot be made up. Without it the turn is
+        # not the policy's and becomes context.
         has_kept = len(self.kept) == len(self.output_ids)
         self._turn = Turn(
             prompt_ids=self.prompt.ids,
@@ -330,16 +330,30 @@ class Answer:
 
     @property
     def versions(self) -> set[Version]:
-        """Of its tokens so far. They may change where an engine says at the end what it was unsure
-        of before.
+        """The versions of its tokens so far. They may change, because an engine may correct them at
+        the end of an attempt.
         """
         return {version for version, _, _ in self._labels}
 
     # --- Inside -----------------------------------------------------------------------------------
 
+    def _wrong_experts(self, chunk: Chunk) -> str | None:
+        """Why the chunk's record of experts makes no sense; `None` if it does."""
+        num_tokens = len(self.prompt.ids) + len(self.output_ids) + len(chunk.token_ids)
+        if len(chunk.experts) % num_tokens == 0:
+            return None
+        return f"its record of experts has {len(chunk.experts)} bytes for {num_tokens} tokens"
+
+    def _ends(self, token_id: int) -> bool:
+        """Whether no token may follow this one."""
+        sampling = self.request.sampling
+        if token_id in sampling.stop_token_ids:
+            return True
+        return not sampling.ignore_eos and token_id in self._tokenizer.eos_token_ids
+
     def _cut(self, token_ids: tuple[int, ...]) -> tuple[int, Finish | None]:
-        """How many new tokens stand, and the finish that cuts them there, if any does. The matcher
-        has read them then.
+        """How many of the new tokens stay, and the finish if they are cut there. The matcher has
+        read them afterwards.
         """
         room = self.request.sampling.max_tokens - len(self.output_ids)
         if self._matcher is not None and self._chat is not None and self._chat.one_call:
@@ -349,38 +363,40 @@ class Answer:
         elif self._matcher is not None:
             match = self._matcher.feed(token_ids if len(token_ids) <= room else token_ids[:room])
             if match is not None:
-                return match.token_index + 1 - len(self.output_ids), Finish(
-                    FinishReason.STOP, match.stop
-                )
-        return (
-            (len(token_ids), None)
-            if len(token_ids) <= room
-            else (room, Finish(FinishReason.LENGTH))
-        )
+                return self._stopped(match)
+        if len(token_ids) <= room:
+            return len(token_ids), None
+        return room, Finish(FinishReason.LENGTH)
+
+    def _stopped(self, match: StopMatch) -> tuple[int, Finish]:
+        """How many of the new tokens stay up to a stop string, and the finish."""
+        return match.token_index + 1 - len(self.output_ids), Finish(FinishReason.STOP, match.stop)
 
     def _cut_after_call(
         self, matcher: StopMatcher, token_ids: tuple[int, ...]
     ) -> tuple[int, Finish] | None:
-        """The same where the agent wants one call: the answer ends with it, and with the end of
-        turn if that comes next. So what the agent sends back is all that was said."""
+        """`_cut` for an agent that wants one call. The answer ends with the call, or with an end of
+        turn right after it. So the message that the agent sends back is the whole answer.
+        """
         ends = self._tokenizer.eos_token_ids.union(self.request.sampling.stop_token_ids)
         for place, token_id in enumerate(token_ids):
             if self._has_called and token_id not in ends:
                 return place, Finish(FinishReason.STOP)
-            if (match := matcher.feed((token_id,))) is not None:
-                return match.token_index + 1 - len(self.output_ids), Finish(
-                    FinishReason.STOP, match.stop
-                )
+            match = matcher.feed((token_id,))
+            if match is not None:
+                return self._stopped(match)
             self._tell(matcher)
         return None
 
     def _tell(self, matcher: StopMatcher) -> None:
-        """Text that has become certain is news."""
-        if text := matcher.take():
-            self._texts.append(text)
-            if self._chat is not None:
-                self._pieces += self._chat.parser.feed(text)
-                self._has_called = self._chat.one_call and self._chat.parser.num_calls > 0
+        """Adds text that has become certain, so that readers get it as news."""
+        text = matcher.take()
+        if not text:
+            return
+        self._texts.append(text)
+        if self._chat is not None:
+            self._pieces += self._chat.parser.feed(text)
+            self._has_called = self._chat.one_call and self._chat.parser.num_calls > 0
 
     def _add(
         self,
@@ -397,7 +413,7 @@ class Answer:
             self._tell(self._matcher)
 
     def _label(self, version: Version, kv_version: Version, *, end: int) -> None:
-        """Tokens before `end` that have no label get this one."""
+        """Labels all tokens before `end` that have no label yet."""
         if self._labels:
             last = self._labels[-1]
             if last[2] == end:
@@ -408,15 +424,12 @@ class Answer:
             self._labels.append([version, kv_version, end])
 
     def _note_experts(self, record: bytes, *, num_overshoot: int) -> None:
-        """An attempt's record of all its tokens. It counts for those that no earlier attempt has
-        computed.
+        """Takes an attempt's record of all its tokens. It counts for the tokens that no earlier
+        attempt has computed.
         """
         num_tokens = len(self.prompt.ids) + len(self.output_ids)
-        found = (
-            np.frombuffer(record, np.uint8)
-            .reshape(num_tokens + num_overshoot, -1)[:num_tokens]
-            .copy()
-        )
+        rows = np.frombuffer(record, np.uint8).reshape(num_tokens + num_overshoot, -1)
+        found = rows[:num_tokens].copy()
         known = self._experts
         self._experts = found
         if known is not None and known.shape[1] == found.shape[1]:
@@ -426,7 +439,9 @@ class Answer:
             fill_unknown(earlier, later)
 
     def _relabel(self, attested: Sequence[Segment]) -> None:
-        """The tokens of the current attempt get the labels that its engine gave at the end."""
+        """Gives the tokens of the current attempt the labels that its engine attested at the
+        end.
+        """
         start = len(self.output_ids) - self.num_gained
         before = self._labels
         self._labels = []
@@ -443,13 +458,13 @@ class Answer:
 
 
 Event: TypeAlias = News | Answer
-"""What a reader is told: news of an answer, or the closed answer."""
+"""A reader receives the news of an answer, and finally the closed answer."""
 
 
 def nonsense(
     chunk: Chunk, *, vocab_size: int, floor: Version | None, num_before: int
 ) -> str | None:
-    """Why no engine in its senses sends such a chunk (I6); `None` if it makes sense.
+    """Why the chunk makes no sense (I6); `None` if it does.
 
     `floor`: the version of the chunk before it in its attempt. `num_before`: the attempt's output
     tokens before it.
@@ -462,7 +477,7 @@ def nonsense(
         and -math.inf < logprobs[0] <= _MAX_LOGPROB
         and not chunk.kept
     ):
-        pass  # as most are
+        pass  # most chunks have one token, and need no further check
     elif len(ids) != len(logprobs):
         return f"it has {len(logprobs)} log-probabilities"
     elif chunk.kept and len(chunk.kept) != len(ids):
@@ -471,19 +486,21 @@ def nonsense(
         strange = next(i for i in ids if not 0 <= i < vocab_size)
         return f"token id {strange} is outside the vocabulary of {vocab_size}"
     elif not all(map(math.isfinite, logprobs)) or (logprobs and max(logprobs) > _MAX_LOGPROB):
-        return (
-            "a log-probability is "
-            f"{next(p for p in logprobs if not (math.isfinite(p) and p <= _MAX_LOGPROB))}"
-        )
+        bad = next(p for p in logprobs if not (math.isfinite(p) and p <= _MAX_LOGPROB))
+        return f"a log-probability is {bad}"
     if floor is not None and chunk.version < floor:
         return f"its version went back from {floor} to {chunk.version}"
     if chunk.kv_version > chunk.version:
         return f"its keys are of version {chunk.kv_version}, its tokens of version {chunk.version}"
-    return _false_account(chunk, num_tokens=num_before + len(ids)) if chunk.attested else None
+    if chunk.attested:
+        return _false_account(chunk, num_tokens=num_before + len(ids))
+    return None
 
 
 def _false_account(chunk: Chunk, *, num_tokens: int) -> str | None:
-    """Why its segments cannot be an account of its attempt's `num_tokens` tokens."""
+    """Why the attested segments cannot describe the `num_tokens` tokens of the attempt; `None` if
+    they can.
+    """
     if chunk.finish is None:
         return "it attests versions before the end"
     end = 0

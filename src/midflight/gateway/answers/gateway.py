@@ -1,7 +1,7 @@
-"""The gateway without a wire: sessions, and calls that become answers. `http` puts it on the
-network.
+"""The gateway without HTTP: it opens sessions and answers calls. `http` puts it on the network.
 
-A call is `prepare`d synchronously (every fault of the client shows there) and then `run`.
+A call is first `prepare`d, which is synchronous and finds every fault of the client, and then
+`run`.
 """
 
 import asyncio
@@ -28,8 +28,9 @@ from midflight.gateway.answers.readers import Ongoing, Requests
 from midflight.gateway.sessions.history import RecordedTurns
 from midflight.gateway.sessions.kept import KeptResponses
 from midflight.gateway.sessions.registry import OpenSession, SessionRegistry
+from midflight.gateway.sessions.request import CompletionCall, Messages, Source, Text
 from midflight.gateway.sessions.request_clock import RequestClock
-from midflight.gateway.sessions.session import CompletionCall, Messages, Session, Source, Text
+from midflight.gateway.sessions.session import Session
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
 from midflight.types import RolloutKey, SamplingParams, SessionRecord, Turn, TurnTimes, Version
@@ -44,37 +45,37 @@ from midflight.types.facts import (
 from midflight.wire.edge import retry_seconds
 
 LONG_BODY = 2**17
-"""Bytes of a request from which its prompts are looked at first; shorter ones tokenise in some
-milliseconds.
+"""The size of a request, in bytes, from which its prompts are counted first. Shorter ones tokenise
+in some milliseconds.
 """
 
 _PIECE = 2**14
-"""Letters tokenised at a time, a few milliseconds each: between two, the event loop has its
-turn.
+"""How many letters are tokenised at a time. A piece takes a few milliseconds, and the event loop
+has its turn between two pieces.
 """
 
 _MAX_KEYS = 16
-"""Keys of clients outside sessions whose responses are kept."""
+"""The most API keys, outside sessions, whose clients' responses are kept."""
 
 _MARGIN = 2
-"""How many times the context a prompt may have here. A session's own tokens may be other ones than
-those of its text.
+"""How many contexts long a prompt may be in this check. It is more than 1 because a session's
+recorded tokens may differ from those of its text.
 """
 
 
 class PassedOver(Protocol):
-    """What of a request has no effect."""
+    """The fields of a request that have no effect."""
 
     @property
     def fields(self) -> Collection[str]: ...
     @property
     def labels(self) -> tuple[str, ...]:
-        """The fields as labels of a metric, of which there are few."""
+        """The fields as labels of a metric. There are few different ones."""
         ...
 
     @property
     def refusal(self) -> RequestRejected | None:
-        """What a strict gateway says to it."""
+        """The error of a strict gateway."""
         ...
 
 
@@ -103,24 +104,24 @@ class Gateway:
         apart: Generator | None = None,
         shard: int | None = None,
     ) -> None:
-        """`apart`: of the engines that answer what no run records nor trains, if there are any.
-        `anonymous`: requests without a session's token are answered, untracked. `strict`: what has
-        no effect is refused.
+        """`apart`: the generator of the engines that answer unrecorded requests, if there are any.
+        `anonymous`: requests without a session's token are answered, untracked. `strict`: fields
+        that have no effect are refused.
         """
         self.tokenizer = tokenizer
         self.message_format = message_format or MessageFormat(tokenizer)
         self.model = model
         self.limits = limits
         self.address = "http://127.0.0.1"
-        """Where agents reach it, without a path; set once the port is known."""
+        """The address that agents use, without a path. It is set once the port is known."""
         self.requests = Requests(max_requests=max_requests, orphan_seconds=orphan_seconds)
-        """Under way over any wire, and what their retries may ask for."""
+        """The requests under way over HTTP or in this process, and those that may be retried."""
         self.on_turn: Callable[[TurnKept], None] | None = None
-        """Told each completed turn of a tracked session, before the agent sees it."""
+        """Called with each completed turn of a tracked session, before the agent sees it."""
         self.num_running = 0
         """Answers under way."""
         self.pace = Pace()
-        """Of the answers that are trained or evaluated."""
+        """The speed of the answers that are trained or evaluated."""
         self._recorded: dict[RolloutKey, RecordedTurns] = {}
         self._generator = generator
         self._apart = apart
@@ -140,7 +141,7 @@ class Gateway:
             tokenizer, max_sessions=max_sessions, message_format=self.message_format, shard=shard
         )
         self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
-        """Cancellation of the calls running in each session."""
+        """For each session, the scopes whose deadlines cancel its running calls."""
         self._anonymous_kept: OrderedDict[str, KeptResponses] = OrderedDict()
 
     # --- Sessions, for their owner ----------------------------------------------------------------
@@ -153,11 +154,11 @@ class Gateway:
         tracked: bool,
         count_all_choices: bool | None = None,
     ) -> OpenSession:
-        """`sampling` gives defaults, and the temperature that counts as the policy's. Too many
-        sessions: `Overloaded`.
+        """Opens a session; raises `Overloaded` if there are too many. `sampling` gives the
+        defaults, and the temperature that counts as the policy's.
 
         `count_all_choices`: choices (n > 1) that the agent did not continue are trained too, not
-        dropped(unchosen); default: the gateway's."""
+        dropped(unchosen). `None`: the gateway's own setting."""
         counts_all = self._count_all_choices if count_all_choices is None else count_all_choices
         handle = self._sessions.open(
             key,
@@ -171,14 +172,14 @@ class Gateway:
         return handle
 
     def replay(self, key: RolloutKey, turns: Iterable[Turn]) -> None:
-        """The next tracked session of this rollout is given these turns again instead of new ones,
-        as far as its agent asks for them (I8).
+        """The next tracked session of this rollout gets these turns again instead of new ones, as
+        far as its agent asks for them (I8).
         """
         self._recorded[key] = RecordedTurns(turns)
 
     def close(self, session_id: str) -> SessionRecord:
-        """Ends the session; what runs in it is cancelled with `SessionClosed`. Closing again gives
-        the record without rows.
+        """Ends the session. Its running requests are cancelled with `SessionClosed`. Closing it
+        again returns the record without rows.
         """
         first = session_id in self._sessions
         record = self._sessions.close(session_id)
@@ -196,19 +197,20 @@ class Gateway:
         return record
 
     def reopen(self, session_id: str) -> OpenSession:
-        """The same session for an agent that begins again after the one before was lost: it is
-        given its completed turns again, as far as it asks for them (I8). What runs in it is
-        cancelled."""
+        """The same session for an agent that starts over after its predecessor was lost. It gets
+        its completed turns again, as far as it asks for them (I8). Running requests are
+        cancelled.
+        """
         handle = self._sessions.reopen(session_id, address=self.address)
         self._end_requests(session_id)
         return handle
 
     def awaits(self, session_id: str) -> bool:
-        """Whether the last request of the session's agent has had no answer."""
+        """Whether the last request of the session's agent has not been answered."""
         return self._sessions.get(session_id).awaits
 
     def request_watch(self, session_id: str) -> RequestClock:
-        """See the port."""
+        """Implements the port's method."""
         return self._sessions.get(session_id).clock
 
     def _end_requests(self, session_id: str) -> None:
@@ -218,19 +220,19 @@ class Gateway:
         self.requests.forget_session(session_id)
 
     def oldest_version(self, session_id: str) -> Version | None:
-        """Of the tokens received so far, those of running requests too."""
+        """The oldest version of the tokens received so far, running requests included."""
         return self._sessions.get(session_id).oldest_version
 
     @property
     def registry(self) -> SessionRegistry:
-        """All sessions, and their secrets."""
+        """All sessions with their secrets."""
         return self._sessions
 
     # --- Requests, for agents ---------------------------------------------------------------------
 
     def session_for(self, *, path_token: str | None, api_key: str | None) -> Session:
-        """The session a request belongs to: by its path, by its API key, else an anonymous one that
-        leaves no trace.
+        """The session that a request belongs to. Its path names it, or its API key; otherwise the
+        session is an anonymous one that is not recorded.
         """
         if path_token is not None:
             return self._sessions.authorised(path_token)
@@ -244,19 +246,20 @@ class Gateway:
         return Session("anonymous", self.tokenizer, key=None, sampling=None, tracked=False)
 
     def kept_for(self, session: Session, api_key: str | None) -> KeptResponses:
-        """The responses that a session's agent may name; outside sessions, those of the clients
-        with this key.
+        """The responses that a session's agent may refer to. Outside sessions, the clients with one
+        API key share them.
         """
         if session.key is not None:
             return session.kept
-        kept = self._anonymous_kept.pop(api_key or "", None) or KeptResponses()
-        self._anonymous_kept[api_key or ""] = kept
+        owner = api_key or ""
+        kept = self._anonymous_kept.pop(owner, None) or KeptResponses()
+        self._anonymous_kept[owner] = kept
         if len(self._anonymous_kept) > _MAX_KEYS:
             self._anonymous_kept.popitem(last=False)
         return kept
 
     def pass_over(self, unread: PassedOver, *, path: str) -> None:
-        """Counts the fields of a request that have no effect; raises what a strict gateway says to
+        """Counts the fields of a request that have no effect. A strict gateway raises an error for
         them.
         """
         if self._strict and unread.refusal is not None:
@@ -265,8 +268,8 @@ class Gateway:
             self._record(FieldsIgnored(path, unread.labels))
 
     def prepare(self, session: Session, call: CompletionCall) -> Job:
-        """Checks a call and plans its tokens. Raises `RequestRejected` and kin, and `Stopping`;
-        nothing has been generated then.
+        """Checks a call and plans its tokens. Raises `RequestRejected` and kin, and `Stopping`,
+        before anything is generated.
         """
         if self._stopping:
             raise _stopping()
@@ -279,10 +282,11 @@ class Gateway:
         return self._planner.plan(session, call)
 
     async def check_lengths(self, call: CompletionCall, *, num_bytes: int) -> None:
-        """Waits, if the request is long, until a thread has counted its prompts' tokens piece by
-        piece; `ContextExceeded` where one cannot fit. To be called before `prepare`: a tokenizer
-        keeps the interpreter to itself while it works, and what passes here is some contexts long
-        at most."""
+        """If the request is long, waits until a thread has counted the tokens of its prompts piece
+        by piece. Raises `ContextExceeded` if one cannot fit. This must come before `prepare`: a
+        tokenizer holds the interpreter's lock while it works, and a prompt that passes here is some
+        contexts long at most.
+        """
         if num_bytes >= LONG_BODY:
             for source in call.sources:
                 await asyncio.to_thread(
@@ -290,13 +294,13 @@ class Gateway:
                 )
 
     def count(self, session: Session, source: Source) -> int:
-        """Tokens of a prompt, as `prepare` would send it."""
+        """The number of tokens of a prompt, as `prepare` would send it."""
         return len(session.plan(source).ids)
 
     async def run(self, ongoing: Ongoing) -> None:
-        """Waits for the answers of a call that `requests` has begun; ended by them, by the deadline
-        of one, by the close of the session, when no client has read them for too long, or by the
-        cancellation of the caller. Its failure is kept in `ongoing`.
+        """Waits for the answers of a call that `requests` has begun. The wait is ended by them, by
+        the deadline of one, by the close of the session, when no client has read them for too long,
+        or by the cancellation of the caller. A failure is kept in `ongoing`.
         """
         session = ongoing.job.session
         answers = ongoing.job.answers
@@ -331,15 +335,15 @@ class Gateway:
             self.requests.end(ongoing, error, now=asyncio.get_running_loop().time())
 
     def stop(self) -> None:
-        """Ends every request under way with `Stopping`, which its readers are told, and refuses
+        """Ends every request under way with `Stopping`, which its readers receive, and refuses
         further ones with it.
         """
         self._stopping = True
         now = asyncio.get_running_loop().time()
-        for scope in [
-            scope for scopes in self._scopes.values() for scope in scopes if not scope.expired()
-        ]:
-            scope.reschedule(now)
+        for scopes in self._scopes.values():
+            for scope in scopes:
+                if not scope.expired():
+                    scope.reschedule(now)
 
     async def answers(self, job: Job) -> Sequence[Answer]:
         """Runs a job and waits for all its answers."""
@@ -355,23 +359,28 @@ class Gateway:
         return job.answers
 
     def failed(self, session: Session | None, error: BaseException) -> None:
-        """A request ended in an error at the agent's edge: counted and shown, unless the session's
-        owner has ended the session meanwhile.
+        """Counts and records a request that ended in an error at the agent's side. `SessionClosed`
+        does not count, because the session's owner has ended the session.
         """
         if isinstance(error, SessionClosed):
             return
+        session_id = None
         if session is not None:
             session.failed_requests += 1
-            if session.key is not None and (seconds := retry_seconds(error)) is not None:
+        if session is not None and session.key is not None:
+            session_id = session.session_id
+            seconds = retry_seconds(error)
+            if seconds is not None:
                 session.clock.refused(seconds)
         status = error.status if isinstance(error, MidflightError) else 500
-        session_id = session.session_id if session is not None and session.key is not None else None
         self._record(RequestFailed(session_id, status, f"{type(error).__name__}: {error}"))
 
     # --- Inside -----------------------------------------------------------------------------------
 
     async def _score_prompts(self, job: Job, *, top: int) -> None:
-        """Waits for the engines. The choices of a prompt share what is known of it."""
+        """Waits until the engines have scored the prompts. The choices of a prompt share its
+        scores.
+        """
         affinity = job.session.session_id if job.session.key is not None else ""
         for first in job.answers[:: job.call.n]:
             scores = await self._generator_of(job.session).prompt_logprobs(
@@ -381,7 +390,7 @@ class Gateway:
                 answer.prompt_logprobs = scores
 
     async def _answer_all(self, ongoing: Ongoing) -> None:
-        """Waits for all answers; the first failure ends the others and is raised as it is."""
+        """Waits for all answers. The first failure ends the others and is raised as it is."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for answer in ongoing.job.answers:
@@ -413,50 +422,54 @@ class Gateway:
             if session.finished(answer, turn, reply=answer.text, message=answer.message):
                 self._tell(session, turn)
         except RequestRejected as refused:
-            # by an engine, which names fields as `SamplingParams` does
+            # An engine refused it, and names fields as `SamplingParams` does.
             refused.param = refused.param and job.call.name_of(refused.param)
             raise
         finally:
             self.num_running -= 1
             session.abandoned(answer)
-        # else it was counted when it was generated
+        # A turn that is given again was counted when it was generated.
         if recorded is None or not session.recorded.in_session:
-            ended = answer.clock()
-            num_versions = len({segment.version for segment in turn.segments})
-            if answer.placed and not session.is_apart:
-                self.pace.answered(len(turn.output_ids), ended - answer.placed[0][1])
-            length = len(turn.output_ids)
-            num_resumes = turn.num_resumes
-            seconds = ended - started
-            if session.key is not None:
-                session.times.append(
-                    TurnTimes(started, ended, tuple(answer.placed), tuple(answer.sampled), length)
-                )
-            self._record(
-                TurnFinished(
-                    session.session_id,
-                    len(turn.prompt_ids),
-                    length,
-                    num_versions,
-                    num_resumes,
-                    seconds,
-                )
-            )
+            self._count(session, answer, turn, started=started)
         ongoing.hear()
 
+    def _count(self, session: Session, answer: Answer, turn: Turn, *, started: float) -> None:
+        """Measures and records a finished turn."""
+        ended = answer.clock()
+        length = len(turn.output_ids)
+        num_versions = len({segment.version for segment in turn.segments})
+        if answer.placed and not session.is_apart:
+            self.pace.answered(length, ended - answer.placed[0][1])
+        if session.key is not None:
+            session.times.append(
+                TurnTimes(started, ended, tuple(answer.placed), tuple(answer.sampled), length)
+            )
+        self._record(
+            TurnFinished(
+                session.session_id,
+                len(turn.prompt_ids),
+                length,
+                num_versions,
+                turn.num_resumes,
+                ended - started,
+            )
+        )
+
     def _generator_of(self, session: Session) -> Generator:
-        return self._apart if session.is_apart and self._apart is not None else self._generator
+        if session.is_apart and self._apart is not None:
+            return self._apart
+        return self._generator
 
     def _tell(self, session: Session, turn: Turn) -> None:
-        """Nothing of a session that has ended meanwhile: its rows are handed over already."""
-        if (
-            self.on_turn is not None
-            and session.tracked
-            and session.key is not None
-            and not session.closed
-        ):
-            of_role = replace(turn, role=session.role_name) if session.role_name else turn
-            self.on_turn(TurnKept(session.key, session.num_recorded - 1, of_role))
+        """Reports a completed turn to `on_turn`. If the session has ended meanwhile, its rows are
+        handed over already and nothing is reported.
+        """
+        if self.on_turn is None or session.key is None:
+            return
+        if not session.tracked or session.closed:
+            return
+        of_role = replace(turn, role=session.role_name) if session.role_name else turn
+        self.on_turn(TurnKept(session.key, session.num_recorded - 1, of_role))
 
     def _forget_scope(self, session: Session, scope: asyncio.Timeout) -> None:
         scopes = self._scopes.get(session.session_id)
@@ -471,7 +484,7 @@ def _stopping() -> Stopping:
 
 
 def _told_whole() -> None:
-    """For an answer that is told whole: no reader waits for its parts."""
+    """Does nothing: no reader waits for the parts of an answer that is sent whole."""
 
 
 def _check_length(tokenizer: Tokenizer, source: Source, limits: EngineLimits, param: str) -> None:
@@ -493,7 +506,9 @@ def _check_length(tokenizer: Tokenizer, source: Source, limits: EngineLimits, pa
 
 
 def _check_count(count: int, limits: EngineLimits, param: str) -> None:
-    """`count`: tokens at least. A message is one token or more."""
+    """Raises `ContextExceeded` for a prompt that has at least `count` tokens, if that is too many.
+    A message counts as one token or more.
+    """
     if count > _MARGIN * limits.max_context:
         raise ContextExceeded(
             f"This model's maximum context length is {limits.max_context} tokens, but the {param} "

@@ -1,5 +1,5 @@
-"""Generation that no interruption shows: aborts, pauses, dead engines and nonsense are resumed from
-the tokens so far (I5).
+"""Generation without visible interruptions. After an abort, a pause, a dead engine or a senseless
+chunk an answer is resumed from its tokens so far (I5).
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from midflight.ports import PromptScorer
 from midflight.types import Chunk, Finish, FinishReason, Likely
 
 _MAX_FRUITLESS = 16
-"""Attempts in a row without one new token. More than a fleet's usual deaths and aborts at once;
-each is on another engine or after a pause, so reaching it means that the request itself kills
-engines or that all of them are sick."""
+"""The most attempts in a row without one new token. This is more than the usual deaths and aborts
+of a fleet at once. Each attempt is on another engine or after a pause, so reaching the limit means
+that the request itself kills engines or that all engines are broken.
+"""
 
 _CLOSE_SECONDS = 5.0
-"""For telling an engine that its answer is not read any more; a dead one must not delay the resume
-for longer.
+"""How long telling an engine that its answer is no longer read may take. A dead engine must not
+delay the resume for longer.
 """
 
 
 class Generator:
-    """Generates answers and finds those under way. Synchronous; bounded by the requests that the
-    gateway admits.
+    """Generates answers and finds the answers under way. Synchronous; bounded by the requests that
+    the gateway admits.
     """
 
     def __init__(self, fleet: Fleet, *, request_seconds: float) -> None:
-        """`request_seconds`: how long an answer may stand still on an engine that serves it, holds
-        excluded.
+        """`request_seconds`: how long an answer may make no progress on an engine that serves it,
+        holds excluded.
         """
         self.fleet = fleet
         self.request_seconds = request_seconds
         self.forsaken = ""
-        """Why no engine will take requests any more, so that none waits for one; empty where one
-        may come.
+        """Why no engine will ever take requests again. Requests then do not wait for one. Empty
+        while an engine may come.
         """
         self._active: dict[_Attempts, None] = {}
         self._prefix = secrets.token_hex(8)
@@ -57,20 +58,20 @@ class Generator:
         may_abort: bool = False,
         told: Callable[[], None] = lambda: None,
     ) -> Coroutine[object, object, None]:
-        """Waits until the answer is finished; ended by that, by the deadline of the request or by
-        cancellation, which aborts it at its engine. Its place in the order of arrival is taken by
-        the call, before the wait.
+        """Waits until the answer is finished. The wait is ended by that, by the deadline of the
+        request, or by cancellation, which aborts the answer at its engine. The call itself, before
+        the wait, takes a place in the order of arrival.
 
         `affinity` names the session whose prefix the engines may hold (empty: none). `told` is
-        called after every chunk but the last. `may_abort`: `cancel` ends it with
+        called after every chunk but the last. `may_abort`: `cancel` ends the answer with
         `FinishReason.ABORT`, as clients of native `/generate` expect; no other client ever sees an
         abort. Raises `RequestRejected`, `NoEngine` and `RequestTimeout`.
         """
         return _Attempts(self, answer, affinity=affinity, may_abort=may_abort, told=told).run()
 
     def cancel(self, request_id: str | None) -> int:
-        """Aborts one request (all: `None`) at its engine; says how many it found. See `generate`
-        for what its caller sees.
+        """Aborts one request (all: `None`) at its engine; returns how many it found. `generate`
+        says what the caller sees.
         """
         found = [
             attempts
@@ -84,8 +85,10 @@ class Generator:
     async def prompt_logprobs(
         self, token_ids: Sequence[int], *, top: int, affinity: str
     ) -> Sequence[Likely]:
-        """As the port's `PromptScorer`, of an engine that takes requests. Waits for one and for its
-        answer, `request_seconds` at most; where it dies another is asked."""
+        """Scores a prompt as `ports.PromptScorer` does, on any engine that takes requests. Waits
+        for such an engine and for its answer, `request_seconds` at most. If the engine dies,
+        another one is asked.
+        """
         ticket = self.fleet.ticket()
         allowance = Allowance(self.request_seconds)
         trouble = None
@@ -117,12 +120,12 @@ class Generator:
         ) from trouble
 
     def forget(self, affinity: str) -> None:
-        """The session is over: its engine is remembered no longer."""
+        """Forgets the engine of a session that is over."""
         self.fleet.forget(affinity)
 
     def forsake(self, why: str) -> None:
-        """From now on, and until `forsaken` is empty again, requests fail at once with `NoEngine`;
-        those under way too.
+        """Fails all requests at once with `NoEngine`, those under way too, until `forsaken` is
+        empty again.
         """
         self.forsaken = why
         for attempts in self._active:
@@ -133,8 +136,8 @@ class Generator:
         return len(self._active)
 
     def attempt_id(self) -> str:
-        """32 hex digits, never the same again: engines match ids by prefix, and an old attempt may
-        still be dying.
+        """A new id of 32 hex digits that is never used again. Engines match ids by prefix, and an
+        old attempt may still be ending.
         """
         return f"{self._prefix}{next(self._numbers):016x}"
 
@@ -169,47 +172,48 @@ class _Attempts:
         self._allowance = Allowance(generator.request_seconds, moved=self._has_moved)
         self._lease: Lease | None = None
         self._num_seen = 0
-        """Tokens at the last look."""
+        """Tokens of the answer when `_has_moved` was called last."""
         self._is_cancelled = False
         self._num_fruitless = 0
         self._rest_seconds: int | None = None
-        """For which a full engine wants to be left alone."""
+        """How long a full engine asked to get no request."""
         self._trouble: BaseException | None = None
-        """What ended the last attempt."""
+        """The error that ended the last attempt."""
 
     def cancel(self) -> None:
-        """Aborts it at the engine. It ends with `FinishReason.ABORT` if it may, else it is
-        resumed.
+        """Aborts the answer at the engine. It ends with `FinishReason.ABORT` if `may_abort` is set,
+        else it is resumed.
         """
         self._is_cancelled = self._may_abort
         self.cut()
 
     def cut(self) -> None:
-        """Ends the attempt under way, or the wait for one; another follows if it may."""
+        """Ends the attempt under way, or the wait for one. Another attempt may follow."""
         self._allowance.cut()
 
     async def run(self) -> None:
-        """Attempts until the answer is finished. When it returns or raises, engine and registry
-        have been left.
+        """Makes attempts until the answer is finished. When it returns or raises, it has left the
+        engine and the generator's list.
         """
         self._generator.began(self)
         try:
             while not self._is_over():
                 lease = await self._place()
-                if lease is not None:
-                    await self._attempt(lease)
-                    in_vain = not lease.moved and self._rest_seconds is None
-                    self._num_fruitless = (
-                        0 if self.answer.num_gained else self._num_fruitless + in_vain
-                    )
-                    if self._rest_seconds is not None:
-                        await self._rest(self._rest_seconds)
+                if lease is None:
+                    continue
+                await self._attempt(lease)
+                if self.answer.num_gained:
+                    self._num_fruitless = 0
+                elif not lease.moved and self._rest_seconds is None:
+                    self._num_fruitless += 1
+                if self._rest_seconds is not None:
+                    await self._rest(self._rest_seconds)
         finally:
             self._generator.ended(self)
 
     def _is_over(self) -> bool:
-        """Whether no attempt follows: the answer is finished, or cannot go on. Raises `NoEngine`
-        after too many in vain, or where no engine will come.
+        """Whether no attempt follows because the answer is finished. Raises `NoEngine` after too
+        many fruitless attempts, or if no engine will come.
         """
         answer = self.answer
         if answer.finish is None and self._is_cancelled:
@@ -227,7 +231,7 @@ class _Attempts:
         return answer.finish is not None
 
     async def _place(self) -> Lease | None:
-        """Waits at the gate for a routable engine; `None` when the wait was cut. `NoEngine` when
+        """Waits for a routable engine; returns `None` when the wait was cut. Raises `NoEngine` when
         the seconds are spent.
         """
         try:
@@ -243,8 +247,9 @@ class _Attempts:
             raise self._not_taken() from self._trouble
 
     async def _attempt(self, lease: Lease) -> None:
-        """One request to one engine, until the answer is finished or the attempt is over. Whatever
-        ends it, the engine is told to stop and the place there is left."""
+        """Sends one request to one engine and reads until the answer is finished or the attempt is
+        over. Whatever ends it, the engine is told to stop and the lease ends.
+        """
         answer = self.answer
         vocab_size = lease.engine.capabilities.vocab_size
         self._lease = lease
@@ -280,8 +285,9 @@ class _Attempts:
                 self._fleet.leave(lease)
 
     def _take(self, lease: Lease, vocab_size: int, chunk: Chunk) -> bool:
-        """Adds a chunk to the answer. Says whether the attempt is over."""
-        # it came with the cut, and admission counts already on no token from there (I2)
+        """Adds a chunk to the answer. Returns whether the attempt is over."""
+        # The chunk came together with the cut. Admission already counts on no token from this
+        # engine (I2).
         if lease.lost is not None:
             return True
         answer = self.answer
@@ -294,8 +300,8 @@ class _Attempts:
         return answer.ended
 
     async def _rest(self, seconds: int) -> None:
-        """Waits for as long as a full engine asked, which costs the request none of its seconds;
-        ended by a cut too.
+        """Waits for as long as a full engine asked. This costs the request none of its seconds. A
+        cut ends the wait too.
         """
         self._rest_seconds = None
         if self.answer.finish is None:
@@ -304,8 +310,8 @@ class _Attempts:
                     await asyncio.sleep(seconds)
 
     def _has_moved(self) -> bool:
-        """Whether the answer has grown since the last look, or may wait inside a full engine, which
-        answers others meanwhile.
+        """Whether the answer has grown since the last call. Also true if it may wait inside a full
+        engine, which answers other requests meanwhile.
         """
         before = self._num_seen
         self._num_seen = len(self.answer.output_ids)
@@ -330,10 +336,13 @@ class _Attempts:
 
 
 def _check_version(chunk: Chunk, lease: Lease) -> None:
-    """An engine that came back from a restart unnoticed samples from its old weights: to take its
-    tokens would break admission's count (I2).
+    """Raises `EngineUnavailable` if the chunk has an older version than its lease. An engine that
+    restarted unnoticed samples from its old weights, and its tokens would break admission's count
+    (I2).
     """
-    oldest = min((chunk.version, *(segment.version for segment in chunk.attested)))
+    versions = [segment.version for segment in chunk.attested]
+    versions.append(chunk.version)
+    oldest = min(versions)
     if oldest < lease.version:
         raise EngineUnavailable(
             f"it answers with version {oldest} after attesting {lease.version}; it rejoins at the "
@@ -342,8 +351,9 @@ def _check_version(chunk: Chunk, lease: Lease) -> None:
 
 
 async def _each(stream: AsyncIterator[Chunk], take: Callable[[Chunk], bool]) -> None:
-    """Waits until `take` has said of a chunk that it is enough, or the stream has ended. One that
-    brings its chunks itself spares a switch of tasks for each."""
+    """Waits until `take` has returned true for a chunk, or the stream has ended. A stream with a
+    method `each` calls `take` itself, which saves a switch of tasks for each chunk.
+    """
     each: Callable[[Callable[[Chunk], bool]], Awaitable[None]] | None = getattr(
         stream, "each", None
     )
@@ -356,10 +366,11 @@ async def _each(stream: AsyncIterator[Chunk], take: Callable[[Chunk], bool]) -> 
 
 
 async def _close(stream: AsyncIterator[Chunk], *, ended: bool) -> None:
-    """Tells the engine to stop. Waits for that, `_CLOSE_SECONDS` at most; an engine that cannot be
-    told is no concern here.
+    """Tells the engine to stop. Waits for that, `_CLOSE_SECONDS` at most. Errors of the engine are
+    ignored.
 
-    There is nothing to tell it where it has `ended` the attempt itself.
+    If the engine has `ended` the attempt itself, there is nothing to tell it, and no limit is
+    needed.
     """
     aclose: Callable[[], Awaitable[None]] | None = getattr(stream, "aclose", None)
     if aclose is None:

@@ -1,5 +1,5 @@
-"""Sessions that were opened from outside this process: how they are scored and ended, and when they
-end by themselves.
+"""Sessions that owners outside this process open, score and end. A session without requests ends by
+itself.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -25,12 +25,12 @@ from midflight.wire.edge import same_token
 log = logging.getLogger(__name__)
 
 MAX_ENDED = 10_000
-"""Ended sessions whose records are kept for their owners: some kilobytes each while the rows have
-not been fetched.
+"""The most ended sessions whose records are kept for their owners. Each takes some kilobytes until
+its rows have been fetched.
 """
 MAX_AT_ONCE = 64
-"""Sessions ended between two turns of the event loop: making rows takes about a millisecond each,
-and answers must not wait long.
+"""The most sessions that are ended between two turns of the event loop. Making the rows of one
+takes about a millisecond, and answers must not wait long.
 """
 
 
@@ -42,9 +42,9 @@ class OwnedRecord:
     record: SessionRecord
     task: Json
     said: Result
-    """The reward, None where none was given, and what was said beside it."""
+    """The reward (None if none was given), and the details that came with it."""
     rows_given: bool
-    """The rows were handed over before: they are not here (I3)."""
+    """Whether the rows were handed over before. Then they are not here (I3)."""
 
     @property
     def reward(self) -> float | None:
@@ -59,21 +59,22 @@ class _Owned:
     task: Json
     due: float
     num_seen: int | None = 0
-    """Requests at the last look; None where one was running."""
+    """The number of requests at the last look; None if one was running."""
     record: SessionRecord | None = None
     rows_given: bool = False
     said: Result | None = None
 
 
 class OwnedSessions:
-    """Synchronous; times are those of the running event loop.
+    """The open and ended sessions of outside owners. Synchronous; times are those of the running
+    event loop.
 
     A session is looked at every `session_seconds`. It ends at the first look that finds nothing
-    running and no request since the look before: after at least that long without one, and less
-    than twice as long. Its record is then kept for `session_seconds`, for an owner that comes late;
-    after that the reward stays None. All have the same time to live, so the order of dues is the
-    order of insertion and every move costs O(1). Bounded: open ones by the gateway, ended ones by
-    `max_ended`.
+    running and no request since the look before. So it ends after at least that long without a
+    request, and less than twice as long. Its record is then kept for `session_seconds`, for an
+    owner that comes late; after that the reward stays None. All sessions have the same time to
+    live, so the order in which they fall due is the order of insertion, and every move costs O(1).
+    The gateway bounds the open sessions, `max_ended` the ended ones.
     """
 
     def __init__(
@@ -88,12 +89,12 @@ class OwnedSessions:
         """Set when the earliest due may have come nearer."""
 
     def __len__(self) -> int:
-        """Open sessions."""
+        """The number of open sessions."""
         return len(self._live)
 
     @property
     def num_ended(self) -> int:
-        """Records kept."""
+        """The number of records that are kept."""
         return len(self._ended)
 
     def __contains__(self, session_id: str) -> bool:
@@ -107,11 +108,11 @@ class OwnedSessions:
         task: Json = None,
         count_all_choices: bool = False,
     ) -> OpenSession:
-        """`Overloaded` when too many are open. The run neither stores nor trains on it: its tokens
-        are the owner's.
+        """Opens a session, or raises `Overloaded` when too many are open. The run neither stores
+        the session nor trains on it: its tokens belong to the owner.
 
-        The key is drawn at random, so that two sessions never sample alike; a client that wants the
-        same again sends seeds.
+        The key is drawn at random, so that two sessions never sample alike. A client that wants the
+        same answers again sends seeds.
         """
         key = RolloutKey(GroupKey(0, secrets.randbelow(2**31)), 0, Kind.OUTSIDE)
         handle = self._gateway.open(
@@ -125,7 +126,7 @@ class OwnedSessions:
         return handle
 
     def check_owner(self, session_id: str, token: str) -> None:
-        """`Unauthorized` unless it is the owner's token of this session."""
+        """Raises `Unauthorized` unless the token is the owner's token of this session."""
         known = self._find(session_id).handle.owner_token
         if not same_token(token, known):
             raise Unauthorized(
@@ -134,8 +135,8 @@ class OwnedSessions:
             )
 
     def score(self, session_id: str, said: Result) -> None:
-        """Before the end or after it. Giving the same again changes nothing; another one is
-        `RewardFixed`.
+        """Sets the result, before the session's end or after it. The same result again changes
+        nothing; another one raises `RewardFixed`.
         """
         owned = self._find(session_id)
         if owned.said is not None and owned.said != said:
@@ -146,8 +147,8 @@ class OwnedSessions:
         owned.said = said
 
     def end(self, session_id: str) -> OwnedRecord:
-        """Ends it, if it has not ended, and hands its rows over once (I3): asked again, the record
-        comes without them.
+        """Ends the session if it has not ended, and hands its rows over once (I3). A second call
+        returns the record without rows.
         """
         owned = self._find(session_id)
         record = owned.record or self._close(session_id)
@@ -159,13 +160,13 @@ class OwnedSessions:
         return given
 
     def has_reward(self, session_id: str) -> bool:
-        """Whether a number was given; None is none."""
+        """Whether a reward was given that is a number. A reward of None does not count."""
         said = self._find(session_id).said
         return said is not None and said.reward is not None
 
     def expire(self) -> float | None:
-        """Does what is due, a bounded part of it; returns when to come again, None while there is
-        nothing.
+        """Looks at the sessions and forgets the records that are due, a bounded number of them.
+        Returns the time of the next due, None if there is nothing to wait for.
         """
         now = self._now()
         for owned in list(islice(self._live.values(), MAX_AT_ONCE)):
@@ -173,10 +174,8 @@ class OwnedSessions:
                 self._look(owned, now)
         while self._ended and next(iter(self._ended.values())).due <= now:
             self._ended.popitem(last=False)
-        return min(
-            (next(iter(kept.values())).due for kept in (self._live, self._ended) if kept),
-            default=None,
-        )
+        earliest = [next(iter(kept.values())).due for kept in (self._live, self._ended) if kept]
+        return min(earliest, default=None)
 
     def _look(self, owned: _Owned, now: float) -> None:
         session_id = owned.handle.session_id

@@ -1,16 +1,19 @@
-"""How quickly answers come: what one request gets of the engines, as measured. Synchronous."""
+"""The measured speed of answers, per request. Synchronous."""
 
 MEMORY = 0.98
-"""Of what answers took: the last fifty count."""
+"""The weight of all earlier answers at each new one. About the last fifty answers count."""
 
 
 class Pace:
-    """tokens a second = tokens of the last answers / the seconds from when an engine took each
-    until it was whole
+    """The tokens per second that one request gets.
+
+    tokens per second = tokens of the last answers / seconds from an engine's taking each until
+    its end
     """
 
     def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0
+        self._tokens = 0.0
+        self._seconds = 0.0
         self.longest = 0
         """Tokens of the longest answer."""
 
@@ -22,4 +25,6 @@ class Pace:
     @property
     def tokens_per_second(self) -> float | None:
         """None before anything was measured."""
-        return self._tokens / self._seconds if self._tokens > 0 and self._seconds > 0 else None
+        if self._tokens <= 0 or self._seconds <= 0:
+            return None
+        return self._tokens / self._seconds

@@ -1,5 +1,5 @@
-"""From a checked call to the answers that are to be generated: their tokens, their sampling and
-their seeds. Synchronous: every fault of the client shows here.
+"""Plans the answers of a call: their tokens, their sampling and their seeds. Synchronous. Every
+fault of the client is found here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from midflight.errors import ContextExceeded, RequestRejected, UnknownModel, nearest
 from midflight.gateway.answers.answer import Answer, ChatReading
 from midflight.gateway.sessions.history import Prompt
-from midflight.gateway.sessions.session import CompletionCall, Messages, Session, ToolChoice
+from midflight.gateway.sessions.request import CompletionCall, Messages, ToolChoice
+from midflight.gateway.sessions.session import Session
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat, Tool
 from midflight.types import (
@@ -30,23 +31,23 @@ from midflight.types.generation import FEATURED
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the engines can take."""
+    """The limits of the engines behind the gateway."""
 
     max_context: int
-    """Prompt plus answer, in tokens."""
+    """The most tokens of prompt plus answer."""
     vocab_size: int
     features: frozenset[Feature] = frozenset()
-    """What every engine can do."""
+    """The features that every engine has."""
     honours_seed: bool = True
-    """Whether every engine does."""
+    """Whether every engine honours seeds."""
     logprob_kinds: frozenset[LogprobKind] = frozenset({LogprobKind.SAMPLED})
-    """Those of all engines."""
+    """The kinds of log-probabilities of all engines."""
 
     @classmethod
     def of(
         cls, engines: Sequence[Capabilities], *, without: frozenset[Feature] = frozenset()
     ) -> EngineLimits:
-        """What all of them can take, less what is not wanted."""
+        """The limits that all of these engines meet, without the features that are not wanted."""
         smallest = min(engines, key=lambda engine: engine.max_context)
         return cls(
             max_context=smallest.max_context,
@@ -57,9 +58,7 @@ class EngineLimits:
         )
 
     def lacking(self, engine: Capabilities) -> str:
-        """What keeps an engine that comes later from taking what these do; empty where nothing
-        does.
-        """
+        """Why an engine that joins later does not meet these limits. Empty if it does."""
         if engine.vocab_size != self.vocab_size:
             return f"its vocabulary has {engine.vocab_size} ids, that of the run {self.vocab_size}"
         if engine.max_context < self.max_context:
@@ -67,7 +66,8 @@ class EngineLimits:
                 f"it takes {engine.max_context} tokens of prompt and answer, the run needs "
                 f"{self.max_context}"
             )
-        if missing := sorted(self.features - engine.features):
+        missing = sorted(self.features - engine.features)
+        if missing:
             return f"it cannot do {', '.join(missing)}, which agents of the run are offered"
         if self.honours_seed and not engine.honours_seed:
             return "it does not honour seeds, which the engines of the run do"
@@ -81,8 +81,8 @@ class EngineLimits:
 
 
 def check_prompt(ids: tuple[int, ...], limits: EngineLimits, *, param: str) -> None:
-    """Refuses a prompt that no engine could take: empty, with unknown ids, or without room for one
-    token of answer.
+    """Refuses a prompt that no engine could take, because it is empty, has unknown ids, or leaves
+    no room for one token of answer.
     """
     if not ids:
         raise RequestRejected(f"{param} is empty: send at least one token.", param=param)
@@ -108,8 +108,10 @@ def params_for(
     limits: EngineLimits,
     strict: bool = False,
 ) -> SamplingParams:
-    """The client's wishes over the session's defaults over the dialect's. `max_tokens` shrinks to
-    the room there is; with `strict` an explicit one must fit."""
+    """The sampling parameters of a call. The client's values come first, then the session's
+    defaults, then the dialect's. `max_tokens` shrinks to the room there is; with `strict` an
+    explicit limit must fit.
+    """
     asked = call.asked
     own = defaults or SamplingParams()
     _check_features(call, limits)
@@ -124,12 +126,10 @@ def params_for(
             f"{call.prompt_param}, {explicit} in the answer). Shorten one of them.",
             param=call.name_of("max_tokens"),
         )
-    merged = {
-        **asked.given,
-        "max_tokens": max_tokens,
-        "min_tokens": _min_tokens(call, own, max_tokens),
-    }
-    params = own.changed(**{"top_logprobs": 0, **merged})
+    merged: dict[str, object] = {"top_logprobs": 0, **asked.given}
+    merged["max_tokens"] = max_tokens
+    merged["min_tokens"] = _min_tokens(call, own, max_tokens)
+    params = own.changed(**merged)
     _check_ids("stop_token_ids", "holds", params.stop_token_ids, call, limits)
     _check_ids("logit_bias", "names token", [i for i, _ in params.logit_bias], call, limits)
     return params
@@ -138,19 +138,18 @@ def params_for(
 def samples_the_policy(
     params: SamplingParams, defaults: SamplingParams | None, *, limits: EngineLimits
 ) -> bool:
-    """Whether the trainer's distribution is the one sampled: at the session's temperature, and
-    truncated only where engines say of each token what was kept.
+    """Whether the sampled distribution is the trainer's. It must have the session's temperature,
+    and may be truncated only if engines record for each token what was kept.
 
     If an engine leaves the temperature out of its log-probabilities, they belong to another
-    distribution, unless it is 1.
+    distribution, unless the temperature is 1.
     """
-    told = params.temperature == 1 or LogprobKind.RAW not in limits.logprob_kinds
+    if params.temperature != 1 and LogprobKind.RAW in limits.logprob_kinds:
+        return False
+    if defaults is not None and params.temperature != defaults.temperature:
+        return False
     recorded = params.truncates_the_policy and Feature.SAMPLING_MASKS in limits.features
-    return (
-        told
-        and (params.samples_the_policy or recorded)
-        and (defaults is None or params.temperature == defaults.temperature)
-    )
+    return params.samples_the_policy or recorded
 
 
 def _min_tokens(call: CompletionCall, own: SamplingParams, max_tokens: int) -> int:
@@ -167,14 +166,15 @@ def _min_tokens(call: CompletionCall, own: SamplingParams, max_tokens: int) -> i
 
 
 def _check_features(call: CompletionCall, limits: EngineLimits) -> None:
-    """Refuses what the engines cannot do, by the client's own name for it."""
+    """Refuses parameters that the engines cannot honour, by the client's own names for them."""
     given = call.asked.given
-    for lacking in (
-        p
-        for p in FEATURED
-        if p.name in given and given[p.name] != p.default and p.feature not in limits.features
-    ):
-        param = call.name_of(lacking.name)
+    for parameter in FEATURED:
+        name = parameter.name
+        if name not in given or given[name] == parameter.default:
+            continue
+        if parameter.feature in limits.features:
+            continue
+        param = call.name_of(name)
         raise RequestRejected(
             f"{param} is not supported by the engines behind this endpoint: leave it out.",
             param=param,
@@ -193,7 +193,7 @@ def _check_features(call: CompletionCall, limits: EngineLimits) -> None:
 def _check_ids(
     name: str, verb: str, ids: Sequence[int], call: CompletionCall, limits: EngineLimits
 ) -> None:
-    """Refuses ids that the vocabulary does not have."""
+    """Refuses ids that are not in the vocabulary."""
     if not ids:
         return
     bad = next((i for i in ids if not 0 <= i < limits.vocab_size), None)
@@ -210,8 +210,8 @@ def tools_of(call: CompletionCall) -> Sequence[Tool]:
 
 
 MAX_CHOICES = 1024
-"""Choices of one call, over all its prompts, at most. Each is a generation of its own, and a batch
-must not get round admission.
+"""The most choices of one call, over all its prompts. Each is a generation of its own, and a batch
+must not bypass admission.
 """
 
 
@@ -221,20 +221,22 @@ class Job(msgspec.Struct, frozen=True, eq=False):
     session: Session
     call: CompletionCall
     answers: tuple[Answer, ...]
-    """One for each choice, to be generated."""
+    """The answers to be generated, one for each choice."""
 
     request_id: str
-    """The id of the first answer, by which the client knows the request."""
+    """The id of the first answer. The client knows the request by it."""
     clamped: str = ""
-    """The client's limit that was above the room there is, and what it is now; empty where it
+    """The client's limit that was above the room there is, with its new value. Empty if the limit
     fits.
     """
     loose: bool = False
-    """Whether tools were to be strict, and calls of them are sampled without their schemas."""
+    """Whether the client asked for strict tools, but their calls are sampled without their
+    schemas.
+    """
 
 
 class _Planned(msgspec.Struct, frozen=True, eq=False):
-    """How a prompt's answers are sampled, and of what that was made."""
+    """The sampling of a prompt's answers, together with the values that it was made from."""
 
     prompt: Prompt
     own: SamplingParams | None
@@ -244,7 +246,7 @@ class _Planned(msgspec.Struct, frozen=True, eq=False):
 
 
 class Planner:
-    """Numbers the requests of a run, and gives each its tokens, its sampling and its seed."""
+    """Numbers the requests of a run, and gives each one its tokens, its sampling and its seed."""
 
     def __init__(
         self,
@@ -256,21 +258,22 @@ class Planner:
         run: tuple[str, int],
         strict: bool = False,
     ) -> None:
-        """`run`: its name and seed. `strict`: a limit above the room there is is refused, not
-        lowered.
+        """`run`: its name and seed. `strict`: a limit above the room there is gets refused instead
+        of lowered.
         """
         self._tokenizer = tokenizer
         self._format = message_format
         self._model = model
         self._limits = limits
-        (self._run_name, self._run_seed), self._strict = run, strict
+        self._run_name, self._run_seed = run
+        self._strict = strict
         self._prefix = secrets.token_hex(4)
         self._serial = 0
         self._last: _Planned | None = None
 
     def plan(self, session: Session, call: CompletionCall) -> Job:
-        """Checks a call and plans its tokens. Raises `RequestRejected` and kin; nothing has been
-        generated then.
+        """Checks a call and plans its tokens. Raises `RequestRejected` and kin before anything is
+        generated.
         """
         if call.model is not None and call.model != self._model:
             raise UnknownModel(
@@ -311,40 +314,40 @@ class Planner:
             self._planned(each, prompt, session.sampling)
             for each, prompt in zip(calls, prompts, strict=True)
         ]
-        answers = [
-            self._answer(session, call, place * call.n + k, each, number)
-            for place, each in enumerate(planned)
-            for number in [session.next_request()]
-            for k in range(call.n)
-        ]
+        answers: list[Answer] = []
+        for each in planned:
+            number = session.next_request()
+            for _ in range(call.n):
+                answers.append(self._answer(session, call, len(answers), each, number))
         explicit = call.asked.number("max_tokens")
         least = min([each.sampling.max_tokens for each in planned])
-        clamped = (
-            "" if explicit is None or explicit <= least else f"{call.name_of('max_tokens')}={least}"
-        )
+        clamped = ""
+        if explicit is not None and explicit > least:
+            clamped = f"{call.name_of('max_tokens')}={least}"
         return Job(session, call, tuple(answers), answers[0].request_id, clamped, loose)
 
     def _planned(
         self, call: CompletionCall, prompt: Prompt, own: SamplingParams | None
     ) -> _Planned:
-        """Rollouts of a group ask the same of a prompt that they share, mostly one after the
-        other.
+        """The sampling of a prompt's answers. The last result is reused, because the rollouts of a
+        group send the same request for the prompt that they share, mostly one after the other.
         """
         last = self._last
         asked = (call.asked.given, call.default_max_tokens)
-        if last is None or last.prompt is not prompt or last.own is not own or last.asked != asked:
-            sampling = params_for(
-                call, len(prompt.ids), defaults=own, limits=self._limits, strict=self._strict
-            )
-            last = self._last = _Planned(
-                prompt, own, asked, sampling, samples_the_policy(sampling, own, limits=self._limits)
-            )
-        return last
+        if last is not None and last.prompt is prompt and last.own is own and last.asked == asked:
+            return last
+        sampling = params_for(
+            call, len(prompt.ids), defaults=own, limits=self._limits, strict=self._strict
+        )
+        policy_sampled = samples_the_policy(sampling, own, limits=self._limits)
+        self._last = _Planned(prompt, own, asked, sampling, policy_sampled)
+        return self._last
 
     def _strict_calls_lack(self, session: Session) -> bool:
-        """Whether calls amid free text are not sampled under their schemas: a turn under a grammar
-        is not the policy's, and would leave the training that its session is for. A strict gateway
-        refuses."""
+        """Whether calls amid free text are sampled without their schemas. In a training session
+        they are, because a turn under a grammar is not the policy's and could not be trained. A
+        strict gateway refuses the call instead.
+        """
         trains = session.key is not None and session.key.kind is Kind.TRAINING
         able = Feature.GRAMMARS in self._limits.features and self._format.announces_calls
         if able and not trains:
@@ -364,13 +367,15 @@ class Planner:
     def _constrained(
         self, call: CompletionCall, prompt: Prompt, *, amid_text: bool = False
     ) -> CompletionCall:
-        """A tool call that must come is sampled under a grammar; so is a response format after
-        thinking, or a call instead of it, and with `amid_text` a call that may come."""
+        """The call with the grammar that its answer is sampled under. There are four cases: a tool
+        call that must come, a response format or a call instead of it, a response format after
+        thinking, and, with `amid_text`, a call that may come.
+        """
         source = call.sources[0]
         grammar = call.asked.grammar
-        if not isinstance(source, Messages) or (
-            grammar is None and not amid_text and call.tool_choice is not ToolChoice.REQUIRED
-        ):
+        if not isinstance(source, Messages):
+            return call
+        if grammar is None and not amid_text and call.tool_choice is not ToolChoice.REQUIRED:
             return call
         if amid_text:
             grammar = self._format.calls_amid_text(
@@ -402,13 +407,16 @@ class Planner:
             self._run_name, self._run_seed, prompt, asked=own_seed, choice=index % call.n
         )
         single = len(call.sources) * call.n == 1
-        own = call.request_id if call.request_id is None or single else f"{call.request_id}-{index}"
+        own_id = call.request_id
+        if own_id is not None and not single:
+            own_id = f"{own_id}-{index}"
         truncated = policy_sampled and sampling.truncates_the_policy
-        # Rows that an owner reads have no records: there such a turn is context.
+        # Rows that an outside owner reads have no records of truncation, so there the turn is
+        # context.
         wants_kept = truncated and session.key is not None and session.key.kind is Kind.TRAINING
         chat = self._chat(call, prompt)
         request = GenerateRequest(
-            request_id=own or f"{session.session_id}.{self._prefix}{self._serial:08d}",
+            request_id=own_id or f"{session.session_id}.{self._prefix}{self._serial:08d}",
             input_ids=prompt.ids,
             num_prompt_tokens=len(prompt.ids),
             sampling=sampling.changed(seed=seed),
@@ -427,7 +435,7 @@ class Planner:
         )
 
     def _chat(self, call: CompletionCall, prompt: Prompt) -> ChatReading | None:
-        """`None` where the answer is not a message."""
+        """How the answer is parsed. `None` if it is not a message."""
         source = call.sources[0]
         chosen = call.tool_choice
         if not isinstance(source, Messages):

@@ -1,10 +1,11 @@
-"""The readers of an answer: the client that asked, and clients that ask the same again.
-Synchronous, but for a reader's waits.
+"""The readers of an answer: the client that made the request, and clients that retry it.
+Synchronous, except for a reader's waits.
 
-Usually an answer has one reader. A retry is another one, and begins at the first token. It has the
-idempotency key of the original; or its body and a header that says so, and the original has no
-reader any more. It is told the original's answer: one generation, one turn. Identical calls without
-either are distinct. Times are the loop's.
+Usually an answer has one reader. A retry adds another reader, which begins at the first token. A
+request is a retry if it has the idempotency key of the original. It is one too if it has the same
+body and a header that says so, and the original has lost its reader. The retry gets the original's
+answer: one generation, one turn. Identical calls without a key or a header are distinct. Times are
+the loop's.
 """
 
 from __future__ import annotations
@@ -23,22 +24,25 @@ from midflight.gateway.sessions.request_clock import OpenRequest
 from midflight.types.names import parted
 
 MAX_KEPT = 1024
-"""Finished answers kept for retries; each holds its tokens, some kilobytes. A retry comes within
-seconds of the loss.
+"""The most finished answers that are kept for retries. Each holds its tokens, some kilobytes. A
+retry comes within seconds of the loss.
 """
 MAX_KEY_CHARS = 256
-"""Of an idempotency key; SDKs send about 40."""
+"""The longest idempotency key; SDKs send about 40 characters."""
 MAX_RETRY_AFTER_SECONDS = 60
-"""The most that a refusal advises: long enough for any pause of a handover, short enough to notice
-that it is over.
+"""The longest wait that a refusal advises. It is long enough for any pause of a handover, and short
+enough to notice the pause's end soon.
 """
 
 _SMOOTHING = 0.1
-"""Weight of the newest interval in the mean time between two ends: about the last ten count."""
+"""The weight of the newest interval in the mean time between two ends. About the last ten intervals
+count.
+"""
 
 
 class Ongoing:
-    """A call that is being answered or has been. It ends once, with its answers or with an error.
+    """A call that is being answered or has been answered. It ends once, with its answers or with an
+    error.
 
     Without readers it goes on for `orphan_seconds`; 0 cancels it at once. A new reader keeps it
     alive again.
@@ -56,20 +60,20 @@ class Ongoing:
     )
 
     def __init__(self, job: Job, *, created: int = 0, orphan_seconds: float = 0.0) -> None:
-        """`created`: Unix seconds, as every reader is told."""
+        """`created`: Unix seconds, the same for every reader."""
         self.job = job
         self.created = created
         self.orphan_seconds = orphan_seconds
         self.ended = False
         self.error: Exception | None = None
         self.delivered = False
-        """Whether some reader was told all of it."""
+        """Whether some reader has received all of it."""
         self._readers: list[Reader] = []
         self._scope: asyncio.Timeout | None = None
 
     def runs_in(self, scope: asyncio.Timeout) -> None:
-        """Its generation is cancelled by the deadline of this scope, which the close of its session
-        uses too.
+        """Sets the scope whose deadline cancels the generation. The close of the session uses the
+        same deadline.
         """
         self._scope = scope
 
@@ -79,6 +83,7 @@ class Ongoing:
             reader.wake(news=True)
 
     def end(self, error: Exception | None = None) -> None:
+        """The answers are complete, or the call has failed. All readers are woken."""
         self.ended = True
         self.error = error
         self._scope = None
@@ -89,7 +94,7 @@ class Ongoing:
 
     @property
     def is_lost(self) -> bool:
-        """It has no reader, and no reader was told all of it."""
+        """Whether it has no reader, and no reader has received all of it."""
         return not self._readers and not self.delivered
 
     @property
@@ -98,12 +103,12 @@ class Ongoing:
 
     @property
     def is_cancelled(self) -> bool:
-        """It had no reader for too long. All that is left to do is to clear it up."""
+        """Whether it was without a reader for too long. It will only be cleaned up."""
         return self._scope is not None and self._scope.expired()
 
     def join(self, request: OpenRequest | None = None) -> Reader:
-        """A reader from the first token on. `request` ends with the answer, or when the reader has
-        gone.
+        """A new reader, which begins at the first token. `request` ends with the answer, or when
+        the reader has left.
         """
         reader = Reader(self, request)
         if self.ended:
@@ -113,21 +118,23 @@ class Ongoing:
         return reader
 
     def leave(self, reader: Reader) -> None:
-        """Leaving again does nothing."""
+        """Removes a reader. Leaving again does nothing."""
         if reader in self._readers:
             self._readers.remove(reader)
             if not self._readers:
                 self._hold_until(asyncio.get_running_loop().time() + self.orphan_seconds)
 
     def _hold_until(self, when: float | None) -> None:
-        """A session that has closed ends it by the same scope, and nothing holds that up."""
+        """Sets the deadline of the scope. A closed session has already set it to end the call, and
+        that must not be undone.
+        """
         if self._scope is not None and not self._scope.expired() and not self.job.session.closed:
             self._scope.reschedule(when)
 
 
 class Reader:
-    """One client's place in the answers of a call. What it has not taken yet is merged, so a slow
-    reader costs no memory of its own.
+    """One client's position in the answers of a call. News that it has not taken are merged, so a
+    slow reader costs no memory of its own.
     """
 
     __slots__ = ("_marks", "_request", "_waiter", "done", "gone", "has_news", "ongoing", "tell")
@@ -136,14 +143,14 @@ class Reader:
         self.ongoing = ongoing
         self._request = request
         self.gone = False
-        """Whether the client has left before it was told all."""
+        """Whether the client left before it had received everything."""
         self.done = False
         """Whether the last byte was sent."""
         self.tell: Callable[[], None] | None = None
-        """Tells the client news at once, without a switch to the task that waits for them."""
+        """Sends news to the client at once, without a switch to the task that waits for them."""
         self.has_news = True
         self._marks: list[Mark] = [START] * len(ongoing.job.answers)
-        """What the client was told of each answer; emptied when that is all."""
+        """How much of each answer the client has received; `_TOLD` for all of it."""
         self._waiter: asyncio.Future[None] | None = None
 
     def wake(self, *, news: bool = False) -> None:
@@ -155,18 +162,19 @@ class Reader:
             return
         try:
             self.tell()
-        except Exception as error:  # it is the reader's, and not that of whoever has the news
+        except Exception as error:  # the error belongs to this reader, not to the caller
             self._waiter.set_exception(error)
 
     def take(self) -> list[Event]:
-        """What is new: one event for each answer, and the answer itself once it is closed."""
+        """The new events: the news of each answer, and the answer itself once it is closed."""
         self.has_news = False
         events: list[Event] = []
         for place, answer in enumerate(self.ongoing.job.answers):
             mark = self._marks[place]
             if mark is _TOLD:
                 continue
-            if (now := answer.mark) != mark:
+            now = answer.mark
+            if now != mark:
                 events.append(answer.since(mark))
             self._marks[place] = now
             if answer.is_closed:
@@ -175,8 +183,8 @@ class Reader:
         return events
 
     def news(self) -> asyncio.Future[None]:
-        """Done when there is news, at the end, when the client has left, or after a `wake`. One
-        waits for it at a time.
+        """A future that is done when there is news, at the end, when the client has left, or after
+        a `wake`. Only one task may wait for it at a time.
         """
         self._waiter = asyncio.get_running_loop().create_future()
         if self.has_news or self.ongoing.ended or self.gone:
@@ -190,12 +198,14 @@ class Reader:
             await self.news()
 
     def stop_waiting(self) -> None:
-        """The answer is there, or the client has left: it does not wait any more."""
+        """The client no longer waits, because the answer is complete or the client has left."""
         if self._request is not None:
             self._request.end()
 
     def go(self) -> None:
-        """The client has left and is told no more. After the last byte it means nothing."""
+        """The client has left, so nothing more is sent to it. After the last byte this does
+        nothing.
+        """
         if not self.done:
             self.gone = True
             self.stop_waiting()
@@ -209,21 +219,21 @@ class Reader:
 
 
 _TOLD: Mark = (-1, -1, -1)
-"""Mark of an answer of which the client was told all."""
+"""The mark of an answer that the client has received completely."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryTicket:
-    """The asker and what is asked: by this a retry finds its original."""
+    """The owner and the content of a request. A retry finds its original by them."""
 
     owner: str = field(repr=False)
     """The session; without one, the API key."""
     key: str | None
     """The client's idempotency key."""
     digest: bytes
-    """Of the route and the body."""
+    """The digest of the route and the body."""
     is_retry: bool
-    """Whether the client says that it has asked before."""
+    """Whether the client says that it has sent the request before."""
 
 
 def retry_ticket(
@@ -234,8 +244,8 @@ def retry_ticket(
     path: str,
     body: bytes,
 ) -> RetryTicket | None:
-    """`None` where nothing tells a retry from a second request: without session and without
-    idempotency key.
+    """The ticket of a request. `None` without a session and without an idempotency key, because
+    then a retry cannot be told from a second request.
     """
     key = headers.get(b"idempotency-key", b"").decode("latin-1") or None
     if key is not None and len(key) > MAX_KEY_CHARS:
@@ -251,8 +261,8 @@ def retry_ticket(
 
 
 class Requests:
-    """At most `max_requests` under way. One that has a ticket survives the loss of its client for
-    `orphan_seconds`.
+    """The requests under way, at most `max_requests`, and finished ones that may be retried. A
+    request with a ticket survives the loss of its client for `orphan_seconds`.
     """
 
     def __init__(
@@ -265,7 +275,7 @@ class Requests:
         self._by_digest: defaultdict[tuple[str, bytes], list[Ongoing]] = defaultdict(list)
         self._tickets: dict[Ongoing, RetryTicket] = {}
         self._kept: OrderedDict[Ongoing, float] = OrderedDict()
-        """Finished ones and when they are forgotten, soonest first."""
+        """Finished requests and the times when they are forgotten, soonest first."""
         self.num_running = 0
         self._last_end = -math.inf
         self._mean_interval = 0.0
@@ -275,7 +285,7 @@ class Requests:
         return self._orphan_seconds
 
     def find(self, asked: RetryTicket | None, *, now: float) -> Ongoing | None:
-        """The original of a retry. Another body under a known key is an `IdempotencyConflict`."""
+        """The original of a retry. Another body under a known key raises `IdempotencyConflict`."""
         self._expire(now)
         if asked is None:
             return None
@@ -283,13 +293,13 @@ class Requests:
             return self._original(asked, asked.key)
         if not asked.is_retry:
             return None
-        alike = self._by_digest.get((asked.owner, asked.digest), ())
-        return next(
-            (ongoing for ongoing in alike if ongoing.is_lost and not ongoing.is_cancelled), None
-        )
+        for ongoing in self._by_digest.get((asked.owner, asked.digest), ()):
+            if ongoing.is_lost and not ongoing.is_cancelled:
+                return ongoing
+        return None
 
     def check_room(self) -> None:
-        """`Overloaded` if there is no room for another request."""
+        """Raises `Overloaded` if there is no room for another request."""
         if self.num_running >= self._max_requests:
             seconds = min(max(1, math.ceil(self._mean_interval)), MAX_RETRY_AFTER_SECONDS)
             raise Overloaded(
@@ -301,7 +311,7 @@ class Requests:
             )
 
     def begin(self, ongoing: Ongoing, asked: RetryTicket | None) -> None:
-        """Its generation starts; `end` must follow."""
+        """The generation starts; `end` must follow."""
         self.num_running += 1
         if asked is None:
             return
@@ -311,7 +321,7 @@ class Requests:
             self._by_key[asked.owner, asked.key] = ongoing
 
     def end(self, ongoing: Ongoing, error: Exception | None, *, now: float) -> None:
-        """Its generation is over. A failure is not kept: the next try gets another generation."""
+        """The generation is over. A failure is not kept: the next try gets another generation."""
         self.num_running -= 1
         if self._last_end > -math.inf:
             self._mean_interval += _SMOOTHING * (now - self._last_end - self._mean_interval)
@@ -321,8 +331,8 @@ class Requests:
             self._forget(ongoing)
 
     def settle(self, ongoing: Ongoing, *, now: float) -> None:
-        """A reader has left. What was told whole can be asked for again by its key alone; nothing
-        can, once its session has ended.
+        """A reader has left. The request is kept for a retry if it has ended and its session has
+        not. If it was delivered completely, only its key can name it again.
         """
         asked = self._tickets.get(ongoing)
         if asked is None or not ongoing.ended or ongoing.is_read:
@@ -336,12 +346,10 @@ class Requests:
             self._forget(next(iter(self._kept)))
 
     def forget_session(self, session_id: str) -> None:
-        """Its finished answers; the running ones end by themselves."""
-        for ongoing in [
-            kept
-            for kept in self._kept
-            if parted(self._tickets[kept].owner)[0] == f"session {session_id}"
-        ]:
+        """Forgets the finished requests of a session. The running ones end by themselves."""
+        owner = f"session {session_id}"
+        finished = [kept for kept in self._kept if parted(self._tickets[kept].owner)[0] == owner]
+        for ongoing in finished:
             self._forget(ongoing)
 
     def _original(self, asked: RetryTicket, key: str) -> Ongoing | None:
@@ -379,5 +387,5 @@ class Requests:
 
 
 def _says_retry(count: bytes | None) -> bool:
-    """SDKs count their attempts from 0."""
+    """Whether the header names a retry. SDKs count their retries from 0."""
     return count is not None and count.isdigit() and count.strip(b"0") != b""

@@ -1,3 +1,3 @@
-"""Wire formats of agents: each turns a body into a call and an answer into JSON. Nothing here
+"""The wire formats of agents. Each turns a body into a call, and an answer into JSON. Nothing here
 waits.
 """

@@ -1,6 +1,4 @@
-"""OpenAI's chat completions, `POST /v1/chat/completions`: the body, the messages in it, and how
-answers are written.
-"""
+"""OpenAI's chat completions: `POST /v1/chat/completions`."""
 
 from collections.abc import Iterable, Sequence
 from typing import Annotated, cast
@@ -11,21 +9,17 @@ from pydantic import Field, JsonValue, WithJsonSchema
 from midflight.errors import RequestRejected
 from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.dialects import exchange, options, tool_bodies
-from midflight.gateway.dialects.constraints import SamplingBody
-from midflight.gateway.dialects.fields import (
-    PromptTop,
-    Tokens,
-    TopLogprobs,
+from midflight.gateway.dialects.chat_messages import (
     arguments_text,
     assistant,
     ending,
-    filled,
-    parse,
     tool_call,
     tool_result,
 )
+from midflight.gateway.dialects.fields import PromptTop, Tokens, TopLogprobs, filled, parse
 from midflight.gateway.dialects.policy import Unread
-from midflight.gateway.sessions.session import CompletionCall, Messages
+from midflight.gateway.dialects.sampling_body import SamplingBody
+from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.text import Ending, Message, Tokenizer
 from midflight.text.formats import (
     ArgumentsPiece,
@@ -48,7 +42,7 @@ ROLES = {
 """Roles, with the names that templates know."""
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names under which clients send thinking back. The first one that holds text counts."""
+"""Names under which clients send reasoning back. The first one that holds text counts."""
 
 _READ = {"role", "content", "tool_calls", "tool_call_id", "refusal", *_REASONING}
 _PART = frozenset({"type", "text", "refusal"})
@@ -96,9 +90,7 @@ class ChatBody(SamplingBody):
 
 
 def chat_call(body: ChatBody, unread: Unread) -> CompletionCall:
-    """The call that a chat means; raises `RequestRejected` where its fields contradict each
-    other.
-    """
+    """The call that a chat asks for. Raises `RequestRejected` if its fields contradict each other."""
     if body.top_logprobs and not body.logprobs:
         raise RequestRejected(
             f"top_logprobs is {body.top_logprobs} without logprobs: send logprobs true with it.",
@@ -106,14 +98,13 @@ def chat_call(body: ChatBody, unread: Unread) -> CompletionCall:
         )
     chosen = tool_bodies.NONE
     if body.tools or body.tool_choice is not None:
-        chosen = tool_bodies.choice_of(
-            body.tool_choice, tool_bodies.tools_of(tool_bodies.placed(body.tools))
-        )
+        tools = tool_bodies.tools_of(tool_bodies.placed(body.tools))
+        chosen = tool_bodies.choice_of(body.tool_choice, tools)
     messages = conversation(body.messages, unread)
+    template = _options(body, unread)
+    prompt = Messages(messages, chosen.tools, template, _ending(body, messages))
     return CompletionCall(
-        sources=(
-            Messages(messages, chosen.tools, _options(body, unread), _ending(body, messages)),
-        ),
+        sources=(prompt,),
         asked=body.asked(_max_tokens(body), top_logprobs=body.top_logprobs),
         n=body.n or 1,
         prompt_logprobs=body.prompt_logprobs,
@@ -175,21 +166,22 @@ def conversation(messages: Sequence[JsonObject], unread: Unread) -> tuple[Messag
 
 
 def _plain(message: JsonObject) -> Message | None:
-    """A message that is a role and a text, as most are: nothing in it is to be refused."""
+    """Reads a message that has only a role and a text, as most have. Such a message needs no
+    further check. `None` for any other message.
+    """
     role = message.get("role")
     content = message.get("content")
-    if (
-        len(message) != 2
-        or not isinstance(role, str)
-        or not isinstance(content, str)
-        or role == "tool"
-    ):
+    if len(message) != 2 or not isinstance(role, str) or not isinstance(content, str):
         return None
-    return {"role": ROLES[role], "content": content} if role in ROLES else None
+    if role == "tool" or role not in ROLES:
+        return None
+    return {"role": ROLES[role], "content": content}
 
 
 def _read_message(message: JsonObject, param: str, unread: Unread) -> Message:
-    """Drops fields without a value, and leaves unknown fields to the template."""
+    """Reads one message. Fields without a value are dropped; unknown fields are left to the
+    template.
+    """
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         remedy = "send role tool" if role == "function" else f"send one of {', '.join(ROLES)}"
@@ -215,7 +207,7 @@ def _read_message(message: JsonObject, param: str, unread: Unread) -> Message:
 
 
 def _check_fields(message: JsonObject, role: str, param: str) -> None:
-    """Refuses fields that no message may hold, or none of this role."""
+    """Refuses fields that no message, or no message of this role, may hold."""
     for name in ("function_call", "audio"):
         if message.get(name):
             remedy = (
@@ -244,7 +236,9 @@ def _check_fields(message: JsonObject, role: str, param: str) -> None:
 
 
 def _read_content(message: JsonObject, role: str, param: str, unread: Unread) -> str:
-    """The text of a message. Only an assistant's may be missing; a refusal is what it said then."""
+    """The text of a message. Only an assistant's text may be missing; then its refusal is the
+    text.
+    """
     content = message.get("content")
     if content is None and role != "assistant":
         raise RequestRejected(
@@ -266,11 +260,9 @@ def _read_content(message: JsonObject, role: str, param: str, unread: Unread) ->
 
 
 def _read_part(part: JsonValue, param: str, unread: Unread) -> str:
-    text = (
-        part.get(str(part["type"]))
-        if isinstance(part, dict) and part.get("type") in ("text", "refusal")
-        else None
-    )
+    text: JsonValue = None
+    if isinstance(part, dict) and part.get("type") in ("text", "refusal"):
+        text = part.get(str(part["type"]))
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, dict) else part
         raise RequestRejected(
@@ -282,7 +274,10 @@ def _read_part(part: JsonValue, param: str, unread: Unread) -> str:
 
 
 def _read_reasoning(message: JsonObject) -> str:
-    return str(next((message[name] for name in _REASONING if message.get(name)), ""))
+    for name in _REASONING:
+        if message.get(name):
+            return str(message[name])
+    return ""
 
 
 def _read_calls(message: JsonObject, param: str) -> list[Json]:
@@ -336,16 +331,16 @@ class ChatExchange:
         parsed = parse(ChatBody, body, unread=self.unread)
         self.call = chat_call(parsed, self.unread)
         self._custom = tool_bodies.custom_names(parsed.tools) if parsed.tools else frozenset[str]()
-        """Tools whose calls are told as a text."""
+        """Tools whose calls are sent as a text."""
         self._logprobs = bool(parsed.logprobs)
         self._token_ids = bool(parsed.return_token_ids)
         self._names_as_ids = bool(parsed.return_tokens_as_token_ids)
         self._include_usage = parsed.include_usage
         self._usage_so_far = parsed.continuous_usage
         self._num_streamed = 0
-        """Tokens of all choices."""
+        """Tokens streamed so far, of all choices."""
         self._is_plain = not (self._logprobs or self._token_ids or self._usage_so_far)
-        """Whether only the text of a frame differs from that of the one before."""
+        """Whether two frames with content differ only in their text."""
 
     def whole(self, reply: exchange.Reply, answers: Sequence[Answer]) -> Json:
         body = _envelope(
@@ -357,9 +352,9 @@ class ChatExchange:
     def opening(self, reply: exchange.Reply) -> Iterable[Json]:
         for answer in reply.job.answers:
             chunk = self._chunk(reply, answer.index, {"role": "assistant", "content": ""})
-            yield (
-                chunk | self._of_prompt(reply, answer) if answer is reply.job.answers[0] else chunk
-            )
+            if answer is reply.job.answers[0]:
+                chunk |= self._of_prompt(reply, answer)
+            yield chunk
 
     def frames(self, reply: exchange.Reply, event: Event) -> "Iterable[Json | bytes]":
         if (
@@ -370,17 +365,18 @@ class ChatExchange:
         ):
             before, after = reply.around.get(event.index) or self._template(reply, event.index)
             return (before + _encode(event.pieces[0].text) + after,)
+        frames: list[Json] = []
         if isinstance(event, Answer):
-            deltas = self._deltas(event.tail_pieces, event.request_id)
-            return [
-                *(self._chunk(reply, event.index, delta) for delta in deltas),
-                self._chunk(reply, event.index, {}, **self._finish(event)),
-            ]
+            for delta in self._deltas(event.tail_pieces, event.request_id):
+                frames.append(self._chunk(reply, event.index, delta))
+            frames.append(self._chunk(reply, event.index, {}, **self._finish(event)))
+            return frames
         self._num_streamed += len(event.token_ids)
         deltas = self._deltas(event.pieces, reply.job.answers[event.index].request_id)
-        told = self._of_tokens(reply.tokenizer, event) if self._logprobs or self._token_ids else {}
-        frames: list[Json] = []
-        for delta in deltas or ([{}] if told else ()):
+        told = self._of_tokens(reply.tokenizer, event)
+        if told and not deltas:
+            deltas = [{}]
+        for delta in deltas:
             frames.append(self._chunk(reply, event.index, delta, **told))
             told = {}
         return frames
@@ -392,8 +388,10 @@ class ChatExchange:
             yield body
 
     def _of_prompt(self, reply: exchange.Reply, answer: Answer) -> _Object:
-        """What is told of the prompt, once for all choices."""
-        told: _Object = {"prompt_token_ids": list(answer.prompt.ids)} if self._token_ids else {}
+        """The fields about the prompt, which are sent once for all choices."""
+        told: _Object = {}
+        if self._token_ids:
+            told["prompt_token_ids"] = list(answer.prompt.ids)
         if self.call.prompt_logprobs is not None:
             told["prompt_logprobs"] = exchange.prompt_logprobs(
                 reply.tokenizer, answer.prompt_logprobs
@@ -425,8 +423,8 @@ class ChatExchange:
         return ended
 
     def _of_tokens(self, tokenizer: Tokenizer, event: News) -> _Object:
-        """What is told about the tokens themselves. It comes with them, even while their text is
-        held back.
+        """The fields about the tokens themselves. They are sent with the tokens, even while the
+        text is held back.
         """
         told: _Object = {}
         if self._logprobs:
@@ -469,15 +467,14 @@ class ChatExchange:
         return chunk
 
     def _template(self, reply: exchange.Reply, index: int) -> tuple[bytes, bytes]:
-        """An event of content without its text."""
-        before, content, after = sse(self._chunk(reply, index, {"content": ""})).partition(
-            b'"content":""'
-        )
-        reply.around[index] = before + content[:-2], after
+        """The bytes before and after the text in an event of content."""
+        event = sse(self._chunk(reply, index, {"content": ""}))
+        before, content, after = event.partition(b'"content":""')
+        reply.around[index] = (before + content[:-2], after)
         return reply.around[index]
 
     def _message(self, message: AssistantMessage, request_id: str) -> Json:
-        """Content is null in a message that only calls tools."""
+        """A whole message. The content is null in a message that only calls tools."""
         written: _Object = {
             "role": "assistant",
             "content": message.content or (None if message.tool_calls else ""),
@@ -492,8 +489,8 @@ class ChatExchange:
         return written
 
     def _deltas(self, pieces: Sequence[Piece], request_id: str) -> list[_Object]:
-        """A call is announced without its arguments first, because clients that gather streams
-        expect that. They come as they are read.
+        """The deltas of some pieces. A call is first announced without its arguments, because
+        clients that collect streams expect that. The arguments follow as they are read.
         """
         deltas: list[_Object] = []
         for piece in pieces:
@@ -503,42 +500,20 @@ class ChatExchange:
                 deltas.append(_reasoning(piece.text))
             elif isinstance(piece, ArgumentsPiece):
                 if piece.text:
-                    deltas.append(
-                        {
-                            "tool_calls": [
-                                {"index": piece.index, "function": {"arguments": piece.text}}
-                            ]
-                        }
-                    )
+                    deltas.append(_of_call(piece.index, {"function": {"arguments": piece.text}}))
             else:
-                deltas.append(
-                    {
-                        "tool_calls": [
-                            {
-                                "index": piece.index,
-                                **self._call(piece.call, request_id, piece.index, told=False),
-                            }
-                        ]
-                    }
-                )
+                announced = self._call(piece.call, request_id, piece.index, told=False)
+                deltas.append(_of_call(piece.index, announced))
                 if not piece.begins:
                     written = self._call(piece.call, request_id, piece.index)
                     kind = str(written["type"])
                     part = "input" if kind == tool_bodies.CUSTOM else "arguments"
-                    deltas.append(
-                        {
-                            "tool_calls": [
-                                {
-                                    "index": piece.index,
-                                    kind: {part: cast(_Object, written[kind])[part]},
-                                }
-                            ]
-                        }
-                    )
+                    text = cast(_Object, written[kind])[part]
+                    deltas.append(_of_call(piece.index, {kind: {part: text}}))
         return deltas
 
     def _call(self, call: ToolCall, request_id: str, index: int, *, told: bool = True) -> _Object:
-        """`told`: with its arguments."""
+        """A call as JSON. `told`: with its arguments."""
         if call.name in self._custom:
             written: _Object = {
                 "name": call.name,
@@ -551,6 +526,11 @@ class ChatExchange:
             }
         function: _Object = {"name": call.name, "arguments": call.arguments if told else ""}
         return {"id": exchange.call_id(request_id, index), "type": "function", "function": function}
+
+
+def _of_call(index: int, news: _Object) -> _Object:
+    """A delta with news of one call."""
+    return {"tool_calls": [{"index": index, **news}]}
 
 
 def _reasoning(text: str) -> _Object:

@@ -8,7 +8,6 @@ from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
 from midflight.gateway.answers.answer import Answer, Event, News
-from midflight.gateway.dialects.constraints import SamplingBody
 from midflight.gateway.dialects.exchange import (
     Reply,
     alternatives,
@@ -21,7 +20,8 @@ from midflight.gateway.dialects.exchange import (
 )
 from midflight.gateway.dialects.fields import PromptTop, TopLogprobs, parse
 from midflight.gateway.dialects.policy import Unread
-from midflight.gateway.sessions.session import CompletionCall, Source, Text, TokenIds
+from midflight.gateway.dialects.sampling_body import SamplingBody
+from midflight.gateway.sessions.request import CompletionCall, Source, Text, TokenIds
 from midflight.text import Tokenizer
 from midflight.types import Json
 
@@ -29,7 +29,9 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
 
 MAX_TOKEN_ID = 2**31 - 1
-"""Ids are kept in 32 bits. Whether the vocabulary has an id is checked later."""
+"""The largest id, because ids are kept in 32 bits. Whether the vocabulary has an id is checked
+later.
+"""
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 PROMPT_SCHEMA = {
@@ -71,7 +73,7 @@ class CompletionExchange:
         self._include_usage = parsed.include_usage
         self._usage_so_far = parsed.continuous_usage
         self._num_streamed = 0
-        """Tokens of all choices."""
+        """Tokens streamed so far, of all choices."""
         self._offsets: dict[int, int] = {}
         """Letters streamed so far, by choice."""
         self.call = CompletionCall(
@@ -95,26 +97,19 @@ class CompletionExchange:
         }
 
     def opening(self, reply: Reply) -> Iterable[Json]:
-        for answer in (
-            reply.job.answers if self._token_ids or self._echo or self._prompt_logprobs else ()
-        ):
-            ids: _Object = (
-                {"prompt_token_ids": list(answer.prompt.ids), "token_ids": []}
-                if self._token_ids
-                else {}
-            )
+        if not (self._token_ids or self._echo or self._prompt_logprobs):
+            return
+        tokenizer = reply.tokenizer
+        for answer in reply.job.answers:
+            told: _Object = {}
+            if self._token_ids:
+                told = {"prompt_token_ids": list(answer.prompt.ids), "token_ids": []}
             if self._echo and self._logprobs:
-                ids["logprobs"] = self._spread_prompt(reply.tokenizer, answer)
-                self._offsets[answer.index] = sum(
-                    len(token_text(reply.tokenizer, i)) for i in answer.prompt.ids
-                )
-            yield self._chunk(
-                reply,
-                answer.index,
-                self._echoed(reply.tokenizer, answer),
-                **ids,
-                **self._of_prompt(reply.tokenizer, answer),
-            )
+                told["logprobs"] = self._spread_prompt(tokenizer, answer)
+                self._offsets[answer.index] = _num_letters(tokenizer, answer.prompt.ids)
+            text = self._echoed(tokenizer, answer)
+            told |= self._of_prompt(tokenizer, answer)
+            yield self._chunk(reply, answer.index, text, **told)
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
         if isinstance(event, Answer):
@@ -136,9 +131,7 @@ class CompletionExchange:
         if self._logprobs:
             start = self._offsets.get(event.index, 0)
             told["logprobs"] = self._spread(tokenizer, event, event.token_ids, start=start)
-            self._offsets[event.index] = start + sum(
-                len(token_text(tokenizer, i)) for i in event.token_ids
-            )
+            self._offsets[event.index] = start + _num_letters(tokenizer, event.token_ids)
         if self._token_ids:
             told["token_ids"] = list(event.token_ids)
         return told
@@ -167,55 +160,46 @@ class CompletionExchange:
         return ended
 
     def _echoed(self, tokenizer: Tokenizer, answer: Answer) -> str:
-        """The prompt as it was sent, where it is to be told again."""
+        """The prompt as it was sent, if the client wants it echoed; else nothing."""
         if not self._echo:
             return ""
-        return (
-            tokenizer.decode(answer.prompt.ids)
-            if answer.prompt.text is None
-            else answer.prompt.text
-        )
+        if answer.prompt.text is None:
+            return tokenizer.decode(answer.prompt.ids)
+        return answer.prompt.text
 
     def _of_prompt(self, tokenizer: Tokenizer, answer: Answer) -> _Object:
-        return (
-            {"prompt_logprobs": prompt_logprobs(tokenizer, answer.prompt_logprobs)}
-            if self._prompt_logprobs
-            else {}
-        )
+        if not self._prompt_logprobs:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(tokenizer, answer.prompt_logprobs)}
 
     def _all_logprobs(self, tokenizer: Tokenizer, answer: Answer) -> Json:
-        """Those of the answer, behind those of the prompt where it is told again."""
+        """The log-probabilities of the answer. If the prompt is echoed, those of the prompt come
+        first.
+        """
         ids = answer.turn.output_ids
         if not self._echo:
             return self._spread(tokenizer, answer, ids, start=0)
         first = self._spread_prompt(tokenizer, answer)
-        second = self._spread(
-            tokenizer,
-            answer,
-            ids,
-            start=sum(len(token_text(tokenizer, i)) for i in answer.prompt.ids),
-        )
-        return {
-            name: [*one, *_listed(second[name])] if isinstance(one, list) else None
-            for name, one in first.items()
-        }
+        start = _num_letters(tokenizer, answer.prompt.ids)
+        second = self._spread(tokenizer, answer, ids, start=start)
+        joined: _Object = {}
+        for name, one in first.items():
+            joined[name] = one + _listed(second[name]) if isinstance(one, list) else None
+        return joined
 
     def _spread_prompt(self, tokenizer: Tokenizer, answer: Answer) -> _Object:
-        """As `_spread`, of the prompt's tokens; nothing predicts the first."""
+        """The four lists of `_spread` for the prompt's tokens. Nothing predicts the first token."""
         ids = answer.prompt.ids
-        scored = answer.prompt_logprobs
-        top = self.call.asked.number("top_logprobs")
+        top = self.call.asked.number("top_logprobs") or 0
         lengths = [len(token_text(tokenizer, i)) for i in ids]
-        named: list[Json] = [
-            None,
-            *(
-                dict(self._named(tokenizer, (at[0], *reversed(at[1 : 1 + (top or 0)]))))
-                for at in scored
-            ),
-        ]
+        logprobs: list[Json] = [None]
+        named: list[Json] = [None]
+        for own, *others in answer.prompt_logprobs:
+            logprobs.append(own[1])
+            named.append(self._named(tokenizer, own, others[:top]))
         return {
             "tokens": [token_name(tokenizer, i, as_id=self._names_as_ids) for i in ids],
-            "token_logprobs": [None, *(at[0][1] for at in scored)],
+            "token_logprobs": logprobs,
             "top_logprobs": named if top else None,
             "text_offset": cast("list[Json]", list(accumulate(lengths[:-1], initial=0))),
         }
@@ -223,37 +207,40 @@ class CompletionExchange:
     def _spread(
         self, tokenizer: Tokenizer, event: Event, token_ids: Sequence[int], *, start: int
     ) -> _Object:
-        """OpenAI's four parallel lists. Offsets count letters of the tokens' own texts.
-        Alternatives also hold the sampled token.
+        """OpenAI's four parallel lists. Offsets count letters of the tokens' own texts. The
+        alternatives also hold the sampled token.
         """
         logprobs = event.logprobs if isinstance(event, News) else event.turn.logprobs
         lengths = [len(token_text(tokenizer, i)) for i in token_ids]
         pairs = list(zip(token_ids, logprobs, strict=True))
         rows = zip(pairs, alternatives(event.top_logprobs, len(pairs)), strict=True)
-        top: list[Json] = [
-            dict(self._named(tokenizer, (pair, *reversed(others)))) for pair, others in rows
-        ]
+        top: list[Json] = [self._named(tokenizer, own, others) for own, others in rows]
+        offsets = list(accumulate(lengths[:-1], initial=start)) if lengths else []
         return {
             "tokens": [token_name(tokenizer, i, as_id=self._names_as_ids) for i in token_ids],
             "token_logprobs": list(logprobs),
             "top_logprobs": top if event.top_logprobs else None,
-            "text_offset": cast(
-                "list[Json]", list(accumulate(lengths[:-1], initial=start)) if lengths else []
-            ),
+            "text_offset": cast("list[Json]", offsets),
         }
 
     def _named(
-        self, tokenizer: Tokenizer, pairs: Iterable[tuple[int, float]]
-    ) -> Iterable[tuple[str, Json]]:
-        """Pairs by name. If several tokens have the same text, the last pair counts, which is the
-        likeliest.
+        self,
+        tokenizer: Tokenizer,
+        own: tuple[int, float],
+        others: Sequence[tuple[int, float]],
+    ) -> _Object:
+        """The log-probabilities of a token and of its alternatives by their names. If several
+        alternatives have the same text, the likeliest counts.
         """
-        return ((token_name(tokenizer, i, as_id=self._names_as_ids), p) for i, p in pairs)
+        found: _Object = {}
+        for token_id, logprob in (own, *reversed(others)):
+            found[token_name(tokenizer, token_id, as_id=self._names_as_ids)] = logprob
+        return found
 
     def _chunk(self, reply: Reply, index: int, text: str, **more: Json) -> Json:
-        chunk = _envelope(
-            reply, [{"index": index, "text": text, "logprobs": None, "finish_reason": None, **more}]
-        )
+        choice: _Object = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        choice |= more
+        chunk = _envelope(reply, [choice])
         if self._usage_so_far:
             chunk["usage"] = usage_so_far(reply.job.answers, self._num_streamed)
         elif self._include_usage:
@@ -272,7 +259,7 @@ def _envelope(reply: Reply, choices: list[Json]) -> _Object:
 
 
 def _check(body: CompletionBody) -> None:
-    """Refuses fields that contradict each other or ask for what is not supported."""
+    """Refuses fields that contradict each other, and values that are not supported."""
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise RequestRejected(
             "max_tokens is 0: send 1 or more, or ask for the prompt by `echo`.", param="max_tokens"
@@ -287,12 +274,17 @@ def _check(body: CompletionBody) -> None:
         )
 
 
+def _num_letters(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
+    """The letters of the tokens' own texts."""
+    return sum([len(token_text(tokenizer, i)) for i in token_ids])
+
+
 def _listed(value: Json) -> list[Json]:
     return value if isinstance(value, list) else []
 
 
 def _scored(body: CompletionBody) -> int | None:
-    """How many alternatives are told of each token of a prompt; `None` where it is not scored."""
+    """The number of alternatives for each token of a prompt; `None` if prompts are not scored."""
     asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((top for top in asked if top is not None), default=None)
 
@@ -304,10 +296,13 @@ def sources(prompt: JsonValue, *, param: str = "prompt") -> tuple[Source, ...]:
     if isinstance(prompt, list) and prompt:
         if all(isinstance(item, int) for item in prompt):
             return (token_ids(prompt, param),)
-        return tuple(
-            Text(item) if isinstance(item, str) else token_ids(item, f"{param}.{k}")
-            for k, item in enumerate(prompt)
-        )
+        found: list[Source] = []
+        for place, item in enumerate(prompt):
+            if isinstance(item, str):
+                found.append(Text(item))
+            else:
+                found.append(token_ids(item, f"{param}.{place}"))
+        return tuple(found)
     raise RequestRejected(
         f"{param} is {prompt!r:.80}: send a text, token ids, or a list of either.", param=param
     )
@@ -319,7 +314,8 @@ def token_ids(value: JsonValue, param: str) -> TokenIds:
             f"{param} is {value!r:.80}: send a text or a list of token ids.", param=param
         )
     ids = tuple(cast("list[int]", value))
-    if bad := [i for i in ids if not 0 <= i <= MAX_TOKEN_ID]:
+    bad = [i for i in ids if not 0 <= i <= MAX_TOKEN_ID]
+    if bad:
         raise RequestRejected(
             f"{param} holds token id {bad[0]!r:.80}: send ids of the vocabulary.", param=param
         )

@@ -1,5 +1,5 @@
-"""What every dialect offers the HTTP shell, and the pieces of answers that several dialects
-write.
+"""The interface of a dialect: an exchange parses one request and writes its answer. Parts of
+answers that several dialects write are here too.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ from midflight.gateway.answers.answer import Answer, Event
 from midflight.gateway.answers.plan import Job
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.kept import KeptResponses
-from midflight.gateway.sessions.session import CompletionCall
+from midflight.gateway.sessions.request import CompletionCall
 from midflight.text import Tokenizer
 from midflight.types import Json, Likely, Turn
 from midflight.wire.edge import Fault, fault_of
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What a dialect needs to write the answers of a request."""
+    """The values that a dialect needs to write the answers of a request."""
 
     job: Job
     model: str
@@ -29,21 +29,21 @@ class Reply(msgspec.Struct, frozen=True):
     """Unix seconds."""
     tokenizer: Tokenizer
     headers: tuple[tuple[bytes, bytes], ...] = ()
-    """What the head of the answer says of the request."""
+    """Headers of the answer that report on the request."""
     around: dict[int, tuple[bytes, bytes]] = {}
-    """Of each choice what stands before and after the text in an event that holds nothing else
+    """For each choice, the bytes before and after the text in an event in which only the text is
     new.
     """
 
 
 class Exchange(Protocol):
-    """One parsed request: the call that it means, and how its answer is written."""
+    """One parsed request. It holds the call, and writes the answer."""
 
     @property
     def call(self) -> CompletionCall: ...
     @property
     def unread(self) -> Unread:
-        """What of the body has no effect."""
+        """The fields of the body that have no effect."""
         ...
 
     def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
@@ -59,12 +59,14 @@ class Exchange(Protocol):
         ...
 
     def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
-        """Frames after the last answer, before `[DONE]` where the dialect has it."""
+        """Frames after the last answer, before `[DONE]` if the dialect has it."""
         ...
 
 
 class Repeatable(Protocol):
-    """An exchange of which a shallow copy is another one, but for `unread`."""
+    """An exchange whose shallow copy can serve another request, if the copy gets its own
+    `unread`.
+    """
 
     unread: Unread
 
@@ -72,20 +74,20 @@ class Repeatable(Protocol):
 E = TypeVar("E", bound=Repeatable)
 _MAX_KEPT = 256
 _MAX_KEPT_BYTES = 16_384
-"""Bodies that are kept, and the length of each: those of some batches of groups, in 40 MB at most
-with what was read.
+"""The most bodies that are kept, and the most bytes of each. They suffice for some batches of
+groups and take 40 MB at most, together with the parsed requests.
 """
 
 
 class Recent(Generic[E]):
-    """Reads bodies as `read` does. The rollouts of a group begin with the same body, so it is
-    parsed and checked once for all of them.
+    """Reads bodies as `read` does, and remembers recent ones. The rollouts of a group begin with
+    the same body, so it is parsed and checked once for all of them.
     """
 
     def __init__(self, read: Callable[[bytes], E]) -> None:
         self._read = read
         self._kept: OrderedDict[bytes, E] = OrderedDict()
-        """The newest last."""
+        """The parsed bodies, the newest last."""
 
     def __call__(self, body: bytes) -> E:
         kept = self._kept.pop(body, None)
@@ -109,39 +111,35 @@ def told_alone(exchange: Exchange, fault: Fault) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """A wire format as a route: where it is, how a body is read, and how its errors and its stream
-    look.
+    """A wire format as a route: its path, the reader of its bodies, and the form of its errors and
+    its stream.
     """
 
     path: str
     exchange: Callable[[bytes], Exchange]
     """Parses a body; raises `RequestRejected`."""
     keeping: Callable[[bytes, KeptResponses], Exchange] | None = None
-    """The same, of a dialect whose requests name what was said before."""
+    """Parses a body in a dialect whose requests may name earlier responses."""
     fault: Callable[[BaseException], Fault] = fault_of
-    """An error as this dialect's clients read it."""
+    """Makes an error's answer as this dialect's clients read it."""
     broken: Callable[[Exchange, Fault], Json] = told_alone
     """The last frame of a stream that fails after it began."""
     named_events: bool = False
-    """Frames are preceded by an `event:` line with their `type`, and no `[DONE]` ends the
+    """Whether frames are preceded by an `event:` line with their `type`. No `[DONE]` ends such a
     stream.
     """
 
 
 Alternatives: TypeAlias = Sequence[Likely]
-"""For each token the likeliest ones at its place, with their log-probabilities."""
+"""For each token the likeliest tokens at its place, with their log-probabilities."""
 
 
 def call_id(request_id: str, index: int) -> str:
     """The id of a tool call. It is the same in a stream and in a whole answer, and differs between
     answers and calls.
     """
-    return (
-        "call_"
-        + hashlib.blake2b(
-            f"{index}.{request_id}".encode(errors="surrogatepass"), digest_size=12
-        ).hexdigest()
-    )
+    name = f"{index}.{request_id}".encode(errors="surrogatepass")
+    return "call_" + hashlib.blake2b(name, digest_size=12).hexdigest()
 
 
 def usage(answers: Sequence[Answer]) -> Json:
@@ -151,7 +149,7 @@ def usage(answers: Sequence[Answer]) -> Json:
 
 
 def usage_so_far(answers: Sequence[Answer], completion_tokens: int) -> Json:
-    """The same counts in mid-stream."""
+    """OpenAI's token counts in the middle of a stream."""
     prompts = {id(answer.prompt): len(answer.prompt.ids) for answer in answers}
     return _usage(sum(prompts.values()), completion_tokens)
 
@@ -188,27 +186,28 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> Json:
 
 
 def alternatives(top: Alternatives, num_tokens: int) -> Alternatives:
-    """One entry for each token, empty where no alternatives are known."""
-    return (*top[:num_tokens], *((),) * (num_tokens - len(top)))
+    """One entry for each token; it is empty if no alternatives are known."""
+    found = list(top[:num_tokens])
+    found += [()] * (num_tokens - len(top))
+    return found
 
 
 def prompt_logprobs(tokenizer: Tokenizer, scored: Sequence[Likely]) -> Json:
-    """vLLM's list: for each token of a prompt an object by id of what may stand there, itself
-    first; nothing for the first token.
+    """vLLM's list of scores. For each token of a prompt there is an object by token id, with the
+    token itself first and then its alternatives. The first token has no scores.
     """
-
-    def at(likely: Likely) -> Json:
+    found: list[Json] = [None]
+    for likely in scored:
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(likely[1:], 1)}
-        return {
-            str(token_id): {
+        at: dict[str, Json] = {}
+        for token_id, logprob in likely:
+            at[str(token_id)] = {
                 "logprob": logprob,
                 "rank": ranks.get(token_id),
                 "decoded_token": token_text(tokenizer, token_id),
             }
-            for token_id, logprob in likely
-        }
-
-    return [None, *map(at, scored)]
+        found.append(at)
+    return found
 
 
 def logprob_entries(
@@ -219,7 +218,7 @@ def logprob_entries(
     *,
     as_ids: bool = False,
 ) -> list[Json]:
-    """OpenAI's list of tokens with log-probabilities, each with its alternatives where they were
+    """OpenAI's list of tokens with log-probabilities. Each token has its alternatives if they were
     asked for.
     """
 
@@ -230,9 +229,10 @@ def logprob_entries(
             "bytes": token_bytes(tokenizer, token_id),
         }
 
-    return [
-        {**entry(i, p), "top_logprobs": [entry(*other) for other in others]}
-        for (i, p), others in zip(
-            zip(token_ids, logprobs, strict=True), alternatives(top, len(token_ids)), strict=True
-        )
-    ]
+    entries: list[Json] = []
+    rows = zip(token_ids, logprobs, alternatives(top, len(token_ids)), strict=True)
+    for token_id, logprob, others in rows:
+        own = entry(token_id, logprob)
+        own["top_logprobs"] = [entry(*other) for other in others]
+        entries.append(own)
+    return entries

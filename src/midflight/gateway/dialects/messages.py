@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, `POST /v1/messages`: how answers are written, whole and as events.
+"""The answers of Anthropic's Messages API, `POST /v1/messages`, whole or as events.
 `docs/messages.md` lists its fields.
 """
 
@@ -39,7 +39,9 @@ class MessagesExchange:
         yield {"type": "message_start", "message": self._message(reply, [])}
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
-        stream = self._stream = self._stream or BlockStream(reply.job.request_id)
+        if self._stream is None:
+            self._stream = BlockStream(reply.job.request_id)
+        stream = self._stream
         if isinstance(event, News):
             yield from stream.feed(event.pieces)
         else:
@@ -54,7 +56,7 @@ class MessagesExchange:
         yield {"type": "message_stop"}
 
     def _message(self, reply: Reply, blocks: list[Json]) -> dict[str, Json]:
-        """The message as it begins: nothing has ended it yet."""
+        """The message as it begins, without a reason why it ended."""
         prompt_ids = reply.job.answers[0].prompt.ids
         message: dict[str, Json] = {
             "id": f"msg_{reply.job.request_id}",
@@ -80,8 +82,8 @@ class MessagesExchange:
 
 
 def messages_fault(error: BaseException) -> Fault:
-    """An error as Anthropic's clients read it. The text of an unexpected error goes to the log
-    only.
+    """An error as Anthropic's clients read it. The text of an unexpected error only goes to the
+    log.
     """
     request_id = f"req_{secrets.token_hex(12)}"
     status = 500
@@ -117,7 +119,7 @@ def _other_type(status: int) -> str:
 
 
 def _ending(answer: Answer) -> dict[str, Json]:
-    """Why the message ended. If it calls tools, that is the reason given, whatever ended its
+    """The reason why the message ended. If it calls tools, that is the reason, whatever ended its
     text.
     """
     finish = answer.turn.finish
@@ -145,17 +147,18 @@ _THINKING = "thinking"
 
 
 def content(pieces: Sequence[Piece], request_id: str) -> list[Json]:
-    """The blocks of a whole message. Neighbouring pieces of a kind are one block. There is at least
-    one block, because agents read the first.
+    """The blocks of a whole message. Neighbouring pieces of one kind are one block. There is at
+    least one block, because agents read the first.
     """
     told = [piece for piece in pieces if isinstance(piece, CallPiece) or piece.text]
-    return [_block(list(group), request_id) for _, group in groupby(told, key=_place)] or [
-        _opened(_TEXT)
-    ]
+    blocks = [_block(list(group), request_id) for _, group in groupby(told, key=_place)]
+    return blocks or [_opened(_TEXT)]
 
 
 class BlockStream:
-    """The same blocks as stream events, piece by piece. At most one block is open."""
+    """Writes the blocks of a message as stream events, piece by piece. At most one block is
+    open.
+    """
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -196,7 +199,7 @@ class BlockStream:
 
     def _start(self, block: dict[str, Json], kind: str) -> Iterator[Json]:
         yield from self._stop()
-        self._index = self._index + 1
+        self._index += 1
         self._open = kind
         yield {"type": "content_block_start", "index": self._index, "content_block": block}
 
@@ -223,11 +226,9 @@ def tool_use(name: str, index: int, request_id: str) -> dict[str, Json]:
 
 def _opened(kind: str) -> dict[str, Json]:
     """A block without its text. The signature of thinking is empty."""
-    return (
-        {"type": _TEXT, "text": ""}
-        if kind == _TEXT
-        else {"type": _THINKING, "thinking": "", "signature": ""}
-    )
+    if kind == _TEXT:
+        return {"type": _TEXT, "text": ""}
+    return {"type": _THINKING, "thinking": "", "signature": ""}
 
 
 def _place(piece: Piece) -> str | int:
@@ -244,10 +245,10 @@ def _place(piece: Piece) -> str | int:
 def _block(pieces: Sequence[Piece], request_id: str) -> Json:
     first = pieces[0]
     if isinstance(first, CallPiece):
-        return tool_use(first.call.name, first.index, request_id) | {
-            "input": cast(Json, json.loads(first.call.arguments))
-        }
+        block = tool_use(first.call.name, first.index, request_id)
+        block["input"] = cast(Json, json.loads(first.call.arguments))
+        return block
     kind = _TEXT if isinstance(first, ContentPiece) else _THINKING
-    return _opened(kind) | {
-        kind: "".join(piece.text for piece in pieces if not isinstance(piece, CallPiece))
-    }
+    block = _opened(kind)
+    block[kind] = "".join(piece.text for piece in pieces if not isinstance(piece, CallPiece))
+    return block

@@ -1,8 +1,8 @@
-"""Requests of Anthropic's Messages API: the bodies, and their messages, which are lists of blocks,
-as the chat messages that templates read.
+"""The requests of Anthropic's Messages API. Their messages are lists of blocks, which become the
+chat messages that templates read.
 
-There is one form for what an agent sends back: an assistant message becomes the same message that
-stands for the recorded answer, so that its tokens are found again (I4).
+An assistant message that an agent sends back becomes the same message that stands for the recorded
+answer, so that its tokens are found again (I4).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,11 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import Field, JsonValue
 
 from midflight.errors import RequestRejected
-from midflight.gateway.dialects import fields, policy
-from midflight.gateway.dialects.constraints import check_schema, schema_grammar
+from midflight.gateway.dialects import chat_messages, fields, policy
+from midflight.gateway.dialects.constraints import schema_grammar
 from midflight.gateway.dialects.policy import Unread
+from midflight.gateway.dialects.sampling_fields import SamplingFields
+from midflight.gateway.dialects.schemas import check_schema
 from midflight.gateway.dialects.tool_bodies import (
     MAX_TOOLS,
     check_known,
@@ -21,11 +23,11 @@ from midflight.gateway.dialects.tool_bodies import (
     placed,
     tools_of,
 )
-from midflight.gateway.sessions.session import Asked, CompletionCall, Messages, ToolChoice
+from midflight.gateway.sessions.request import Asked, CompletionCall, Messages, ToolChoice
 from midflight.text import Message
 from midflight.text.formats import Tool
 from midflight.types import Grammar, Json
-from midflight.types.generation import Api
+from midflight.types.generation import MAX_STOPS, Api
 
 Block: TypeAlias = Mapping[str, JsonValue]
 
@@ -35,21 +37,19 @@ _BLOCKS: Mapping[str, tuple[str, ...]] = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
-"""What a message of each role may hold."""
+"""The types of blocks that a message of each role may hold."""
 
 BLOCK_FIELDS: Mapping[str, frozenset[str]] = {
-    kind: frozenset({"type", *names})
-    for kind, names in {
-        "text": ("text",),
-        "document": ("source", "title", "context"),
-        "search_result": ("source", "title", "content"),
-        "tool_reference": ("tool_name",),
-        "thinking": ("thinking", "signature"),
-        "redacted_thinking": ("data",),
-        "tool_use": ("id", "name", "input", "caller"),
-        "tool_result": ("tool_use_id", "content", "is_error"),
-    }.items()
+    "text": frozenset({"type", "text"}),
+    "document": frozenset({"type", "source", "title", "context"}),
+    "search_result": frozenset({"type", "source", "title", "content"}),
+    "tool_reference": frozenset({"type", "tool_name"}),
+    "thinking": frozenset({"type", "thinking", "signature"}),
+    "redacted_thinking": frozenset({"type", "data"}),
+    "tool_use": frozenset({"type", "id", "name", "input", "caller"}),
+    "tool_result": frozenset({"type", "tool_use_id", "content", "is_error"}),
 }
+"""The fields that a block of each type may hold."""
 _KINDS: Mapping[str, type] = {
     "title": str,
     "context": str,
@@ -61,7 +61,7 @@ _OF_MESSAGE = frozenset({"role", "content"})
 
 
 class BlockReader:
-    """Reads one conversation, and notes what of it has no effect."""
+    """Reads one conversation, and notes its fields that have no effect."""
 
     def __init__(self, unread: Unread) -> None:
         self._unread = unread
@@ -70,18 +70,14 @@ class BlockReader:
         """The whole conversation, the system text first. Raises `RequestRejected` that names the
         block.
         """
-        said = (
-            _text(self._blocks(system, _BLOCKS["system"], "system")) if system is not None else ""
-        )
-        first: list[Message] = [{"role": "system", "content": said}] if said else []
-        return (
-            *first,
-            *(
-                m
-                for place, message in enumerate(messages)
-                for m in self._messages(message, f"messages.{place}")
-            ),
-        )
+        found: list[Message] = []
+        if system is not None:
+            text = _text(self._blocks(system, _BLOCKS["system"], "system"))
+            if text:
+                found.append({"role": "system", "content": text})
+        for place, message in enumerate(messages):
+            found += self._messages(message, f"messages.{place}")
+        return tuple(found)
 
     def _messages(self, message: Block, param: str) -> list[Message]:
         role = message.get("role")
@@ -102,28 +98,29 @@ class BlockReader:
                 return [{"role": role, "content": _text(blocks)}]
 
     def _user(self, blocks: Sequence[Block], param: str) -> list[Message]:
-        """Each result of a tool is a message of its own. They come before what the user says in the
-        same message.
+        """The messages of a user's message. Each result of a tool is a message of its own, before
+        the user's text.
         """
-        results = [
-            self._result(b, f"{param}.{place}")
-            for place, b in enumerate(blocks)
-            if b["type"] == "tool_result"
-        ]
+        found: list[Message] = []
+        for place, block in enumerate(blocks):
+            if block["type"] == "tool_result":
+                found.append(self._result(block, f"{param}.{place}"))
         text = _text(blocks)
-        return [*results, {"role": "user", "content": text}] if text or not results else results
+        if text or not found:
+            found.append({"role": "user", "content": text})
+        return found
 
     def _result(self, block: Block, param: str) -> Message:
         """A failed result (`is_error`) is treated like any other: its text says what failed."""
         content = block.get("content")
         text = "" if content is None else _text(self._blocks(content, _RESULTS, f"{param}.content"))
-        return fields.tool_result(
+        return chat_messages.tool_result(
             text, call_id=fields.filled(block.get("tool_use_id"), f"{param}.tool_use_id")
         )
 
     def _blocks(self, content: JsonValue, kinds: Sequence[str], param: str) -> list[Block]:
-        """Blocks of these kinds; a string is one block of text. What is told in another form is a
-        block of text too.
+        """Blocks of these types. A string is one block of text. Documents and references become
+        blocks of text too.
         """
         if isinstance(content, str):
             return [{"type": "text", "text": content}]
@@ -157,8 +154,8 @@ class BlockReader:
         return value
 
     def _document(self, block: Block, param: str) -> str:
-        """A document of text, or what a search found: title, where it is from, and the text, in
-        lines of their own.
+        """The text of a document or of a search result: title, origin and text, each on lines of
+        its own.
         """
         source = block.get("source")
         content = block.get("content")
@@ -179,24 +176,24 @@ class BlockReader:
             raise RequestRejected(
                 f"{param}.source is {source!r:.80}: send a text.", param=f"{param}.source"
             )
-        lines = [block.get("title"), source]
-        text = _text(self._blocks(content, ("text",), place))
-        return "\n".join([*(line for line in lines if isinstance(line, str) and line), text])
+        heading = [block.get("title"), source]
+        lines = [line for line in heading if isinstance(line, str) and line]
+        lines.append(_text(self._blocks(content, ("text",), place)))
+        return "\n".join(lines)
 
 
 def _assistant(blocks: Sequence[Block], param: str) -> Message:
     """Joins the texts, the thinking and the calls, because a chat message has no order between
     them.
     """
-    calls = [
-        _call(b, f"{param}.{place}") for place, b in enumerate(blocks) if b["type"] == "tool_use"
-    ]
+    placed_blocks = [(f"{param}.{place}", block) for place, block in enumerate(blocks)]
+    calls = [_call(block, place) for place, block in placed_blocks if block["type"] == "tool_use"]
     thinking = "".join(
-        fields.text_of(b, "thinking", f"{param}.{place}")
-        for place, b in enumerate(blocks)
-        if b["type"] == "thinking"
+        fields.text_of(block, "thinking", place)
+        for place, block in placed_blocks
+        if block["type"] == "thinking"
     )
-    return fields.assistant(_text(blocks), reasoning=thinking, calls=calls)
+    return chat_messages.assistant(_text(blocks), reasoning=thinking, calls=calls)
 
 
 def _call(block: Block, param: str) -> Json:
@@ -205,15 +202,15 @@ def _call(block: Block, param: str) -> Json:
         raise RequestRejected(
             f"{param}.input is {given!r:.80}: send an object.", param=f"{param}.input"
         )
-    return fields.tool_call(
+    return chat_messages.tool_call(
         call_id=fields.filled(block.get("id"), f"{param}.id"),
         name=fields.filled(block.get("name"), f"{param}.name"),
-        arguments=fields.arguments_text(given, f"{param}.input"),
+        arguments=chat_messages.arguments_text(given, f"{param}.input"),
     )
 
 
 def _text(blocks: Sequence[Block]) -> str:
-    """The text blocks, joined as they are."""
+    """The texts of all text blocks, joined without anything between them."""
     return "".join(str(b["text"]) for b in blocks if b["type"] == "text")
 
 
@@ -221,7 +218,9 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 
 
 class ThreadRefused(RequestRejected):
-    """Anthropic's SDK knows this code, and sends the whole conversation instead."""
+    """Raised for a thread. Anthropic's SDK knows the code, and sends the whole conversation
+    instead.
+    """
 
     code = "thread_unsupported_request"
 
@@ -294,7 +293,7 @@ class OutputConfig(fields.Body):
 
 
 class PromptBody(fields.RequestBody):
-    """What the prompt is written from. It is the whole body of `count_tokens`."""
+    """The fields that the prompt is made from. They are the whole body of `count_tokens`."""
 
     harmless = policy.HARMLESS_MESSAGES
     refused = policy.REFUSED_MESSAGES
@@ -309,19 +308,16 @@ class PromptBody(fields.RequestBody):
     output_format: OutputFormat | None = None
 
     def prompt(self, unread: Unread) -> Messages:
-        """Raises `RequestRejected` that names what cannot be a prompt."""
+        """The prompt. Raises `RequestRejected` that names the field at fault."""
         tools = tools_of(placed(self.tools)) if self.tools else ()
         messages = BlockReader(unread).conversation(self.system, self.messages)
-        return Messages(
-            messages,
-            tools,
-            self._options(),
-            fields.ending(messages, opens=messages[-1]["role"] == "assistant"),
-        )
+        options = self._options()
+        opens = messages[-1]["role"] == "assistant"
+        return Messages(messages, tools, options, chat_messages.ending(messages, opens=opens))
 
     def _options(self) -> dict[str, Json]:
-        """Options for the chat template. Templates that do not read them write what they always
-        write.
+        """Options for the chat template. A template that does not read them writes the same text as
+        without them.
         """
         options: dict[str, Json] = {}
         if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
@@ -331,19 +327,18 @@ class PromptBody(fields.RequestBody):
         return options
 
 
-_ANTHROPIC = fields.SamplingFields(Api.ANTHROPIC)
+_ANTHROPIC = SamplingFields(Api.ANTHROPIC)
 
 
 class MessagesBody(_ANTHROPIC.on(PromptBody)):
     max_tokens: fields.Tokens
     stop_sequences: (
-        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=fields.MAX_STOPS)]
-        | None
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)] | None
     ) = None
     stream: bool | None = None
     return_token_ids: bool | None = None
     thread: JsonValue = None
-    """Refused: conversations are not kept for the client."""
+    """Refused, because conversations are not kept for the client."""
 
     def asked(self) -> Asked:
         return _ANTHROPIC.asked(self, grammar=self._grammar())
@@ -371,7 +366,7 @@ class MessagesBody(_ANTHROPIC.on(PromptBody)):
 
     @property
     def format_param(self) -> str:
-        """Where the client says what the answer must match."""
+        """The field in which the client says what the answer must match."""
         return "output_format" if self.output_format is not None else "output_config.format"
 
     def _grammar(self) -> Grammar | None:
@@ -387,9 +382,7 @@ class MessagesBody(_ANTHROPIC.on(PromptBody)):
 
 
 def messages_call(body: MessagesBody, unread: Unread) -> CompletionCall:
-    """The call that a body means; raises `RequestRejected` where its fields contradict each
-    other.
-    """
+    """The call that a body asks for. Raises `RequestRejected` if its fields contradict each other."""
     if body.thread is not None:
         raise ThreadRefused(
             (
@@ -400,6 +393,7 @@ def messages_call(body: MessagesBody, unread: Unread) -> CompletionCall:
         )
     prompt = body.prompt(unread)
     choice, forced = body.choice(prompt.tools)
+    one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
     return CompletionCall(
         sources=(prompt,),
         asked=body.asked(),
@@ -408,7 +402,6 @@ def messages_call(body: MessagesBody, unread: Unread) -> CompletionCall:
         prompt_param="messages",
         tool_choice=choice,
         forced_tool=forced,
-        parallel_tool_calls=body.tool_choice is None
-        or not body.tool_choice.disable_parallel_tool_use,
+        parallel_tool_calls=not one_call,
         names={**_ANTHROPIC.names, "grammar": body.format_param},
     )

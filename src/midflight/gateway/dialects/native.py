@@ -16,11 +16,12 @@ from midflight.gateway.dialects.exchange import (
     token_text,
     weight_versions,
 )
-from midflight.gateway.dialects.fields import RequestBody, SamplingFields, TopLogprobs, parse
+from midflight.gateway.dialects.fields import RequestBody, TopLogprobs, parse
 from midflight.gateway.dialects.policy import Unread
-from midflight.gateway.sessions.session import Asked, CompletionCall
+from midflight.gateway.dialects.sampling_fields import SamplingFields
+from midflight.gateway.sessions.request import Asked, CompletionCall
 from midflight.text import Tokenizer
-from midflight.types import Finish, FinishReason, Json
+from midflight.types import Finish, FinishReason, Json, Likely
 from midflight.types.generation import Api
 
 DEFAULT_MAX_TOKENS = 128
@@ -32,9 +33,9 @@ _NATIVE = SamplingFields(Api.NATIVE, prefix=_PREFIX)
 
 class NativeSampling(_NATIVE.on(RequestBody)):
     max_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    """0 generates nothing: the prompt is counted, and scored where that is asked for."""
+    """0 generates nothing. The prompt is counted, and scored if that is asked for."""
     stop_regex: Annotated[list[str], Field(max_length=0)] | None = None
-    """None: here a stop is a text."""
+    """Only an empty list is accepted, because a stop must be a text."""
     n: Annotated[int, Field(ge=1)] | None = None
     json_schema: dict[str, JsonValue] | str | None = None
     regex: str | None = None
@@ -42,15 +43,13 @@ class NativeSampling(_NATIVE.on(RequestBody)):
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    """Changes nothing: only tokenizers that are slow ever wrote such spaces."""
+    """Changes nothing, because only slow tokenizers ever wrote such spaces."""
 
     def call_parts(self, *, top_logprobs: int | None) -> tuple[Asked, Mapping[str, str]]:
-        """What is asked for, and what the client calls it."""
+        """The sampling parameters, and the client's names for them."""
         param, grammar = grammar_of(self, prefix=_PREFIX) or ("grammar", None)
-        return _NATIVE.asked(self, top_logprobs=top_logprobs, grammar=grammar), {
-            **_NAMES,
-            "grammar": param,
-        }
+        asked = _NATIVE.asked(self, top_logprobs=top_logprobs, grammar=grammar)
+        return asked, {**_NAMES, "grammar": param}
 
 
 _NAMES: Mapping[str, str] = {
@@ -61,7 +60,7 @@ _NAMES: Mapping[str, str] = {
 
 
 def _single(value: object) -> object:
-    """Refuses a list: SGLang takes one value for each prompt, the gateway one for all."""
+    """Refuses a list. SGLang takes one value for each prompt, the gateway one for all."""
     if isinstance(value, list):
         raise ValueError(
             "one value holds for all prompts of a request; send it alone, and prompts that differ "
@@ -71,8 +70,10 @@ def _single(value: object) -> object:
 
 
 class Wording:
-    """How output tokens become the text that is told. By default it is what every other client of
-    the gateway is told: without special tokens and without what ended the answer."""
+    """Writes output tokens as text, as the sampling parameters demand. By default the text is the
+    same as for every other client of the gateway: without special tokens and without the stop
+    string that ended the answer.
+    """
 
     def __init__(self, sampling: NativeSampling) -> None:
         self._skips_special = sampling.skip_special_tokens is not False
@@ -80,37 +81,36 @@ class Wording:
         self._is_default = self._skips_special and self._trims
 
     def text(self, tokenizer: Tokenizer, answer: Answer) -> str:
-        """Of a closed answer."""
-        return (
-            answer.text
-            if self._is_default
-            else self._ended(tokenizer, answer.turn.output_ids, answer.turn.finish)
-        )
+        """The text of a closed answer."""
+        if self._is_default:
+            return answer.text
+        return self._ended(tokenizer, answer.turn.output_ids, answer.turn.finish)
 
     def so_far(self, tokenizer: Tokenizer, answer: Answer, told: News) -> str:
-        """Of an answer that goes on: nothing that may have to be taken back."""
+        """The text of an answer that goes on. An end that may begin a stop string or an incomplete
+        character is held back.
+        """
         if self._is_default:
             return told.text
         if answer.finish is not None:
             return self._ended(tokenizer, told.token_ids, answer.finish)
-        text = tokenizer.decode(told.token_ids, skip_special=self._skips_special).rstrip(
-            _REPLACEMENT
-        )
+        text = tokenizer.decode(told.token_ids, skip_special=self._skips_special)
+        text = text.rstrip(_REPLACEMENT)
         stops = answer.request.sampling.stop if self._trims else ()
-        held = max(
-            (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
-        )
+        held = 0
+        for stop in stops:
+            for length in range(1, len(stop)):
+                if text.endswith(stop[:length]):
+                    held = max(held, length)
         return text[: len(text) - held]
 
     def _ended(self, tokenizer: Tokenizer, ids: Sequence[int], finish: Finish) -> str:
         if self._trims and isinstance(finish.matched, int):
             ids = ids[:-1]
         text = tokenizer.decode(ids, skip_special=self._skips_special)
-        return (
-            text.rpartition(finish.matched)[0]
-            if self._trims and isinstance(finish.matched, str)
-            else text
-        )
+        if self._trims and isinstance(finish.matched, str):
+            return text.rpartition(finish.matched)[0]
+        return text
 
 
 _REPLACEMENT = "\ufffd"
@@ -137,8 +137,8 @@ class NativeBody(RequestBody):
 
 
 class NativeExchange:
-    """One request. A single answer is an object, several are a list. Stream frames are
-    cumulative.
+    """One request. A single answer is an object, several answers are a list. Each frame of a stream
+    holds the whole answer so far.
     """
 
     def __init__(self, body: bytes) -> None:
@@ -186,7 +186,7 @@ class NativeExchange:
         return ()
 
     def _partial(self, tokenizer: Tokenizer, answer: Answer) -> Json:
-        """All of an answer so far."""
+        """The whole answer so far."""
         told = answer.since(START)
         meta = _meta(answer.request_id, len(answer.prompt.ids), len(told.token_ids))
         meta |= self._of_tokens(tokenizer, told.token_ids, told.logprobs, told.top_logprobs)
@@ -219,8 +219,11 @@ class NativeExchange:
         }
 
     def _triple(self, tokenizer: Tokenizer, token_id: int, logprob: float | None) -> Json:
-        """Log-probability, id and, where wanted, text."""
+        """Log-probability, id and, if wanted, text."""
         return [logprob, token_id, token_text(tokenizer, token_id) if self._texts else None]
+
+    def _triples(self, tokenizer: Tokenizer, likely: Likely) -> list[Json]:
+        return [self._triple(tokenizer, *pair) for pair in likely]
 
     def _of_tokens(
         self, tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float], top: Alternatives
@@ -231,27 +234,23 @@ class NativeExchange:
                 self._triple(tokenizer, *pair) for pair in zip(ids, logprobs, strict=True)
             ]
         if self._top_logprobs:
-            told["output_top_logprobs"] = [
-                [self._triple(tokenizer, *other) for other in at]
-                for at in alternatives(top, len(ids))
-            ]
+            rows = alternatives(top, len(ids))
+            told["output_top_logprobs"] = [self._triples(tokenizer, others) for others in rows]
         return told
 
     def _of_prompt(self, tokenizer: Tokenizer, answer: Answer) -> dict[str, Json]:
-        """Its tokens from `logprob_start_len` on; nothing predicts the first."""
+        """The scores of the prompt's tokens from `logprob_start_len` on. Nothing predicts the first
+        token.
+        """
         if self._scored_from is None:
             return {}
         own = [self._triple(tokenizer, answer.prompt.ids[0], None)]
         own += [self._triple(tokenizer, *likely[0]) for likely in answer.prompt_logprobs]
         told: dict[str, Json] = {"input_token_logprobs": own[self._scored_from :]}
         if self._top_logprobs:
-            top: list[Json] = [
-                None,
-                *(
-                    [self._triple(tokenizer, *other) for other in at[1:]]
-                    for at in answer.prompt_logprobs
-                ),
-            ]
+            top: list[Json] = [None]
+            for likely in answer.prompt_logprobs:
+                top.append(self._triples(tokenizer, likely[1:]))
             told["input_top_logprobs"] = top[self._scored_from :]
         return told
 

@@ -1,4 +1,4 @@
-"""Options of the chat template, from the fields under which clients ask for them."""
+"""Options of the chat template, from the fields in which clients set them."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -15,7 +15,7 @@ _RESERVED = frozenset(
     | {f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")}
     | {"additional_special_tokens"}
 )
-"""Names that templates read and that the gateway itself fills in."""
+"""Names that templates read and that the gateway itself sets."""
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -29,7 +29,7 @@ FIELDS = frozenset(
         "reasoning",
     }
 )
-"""Of chats: without one of them the template has no options."""
+"""The fields of chats that set options. Without one of them the template has no options."""
 
 
 def template_options(
@@ -39,17 +39,19 @@ def template_options(
     verbosity: str | None = None,
     thinks: bool | None = None,
 ) -> dict[str, Json]:
-    """Options for the chat template; one that does not read them writes what it always writes.
-    Names that the gateway fills in are refused.
+    """Options for the chat template. A template that does not read them writes the same text as
+    without them. Names that the gateway itself sets are refused.
     """
     options: dict[str, Json] = {} if thinks is None else {"enable_thinking": thinks}
     if verbosity is not None:
         options["verbosity"] = verbosity
     options |= given or {}
-    if reserved := next(
-        (f"chat_template_kwargs.{name}" for name in options if name in _RESERVED), None
-    ):
-        raise RequestRejected(f"{reserved} is set by the gateway: leave it out.", param=reserved)
+    for name in options:
+        if name in _RESERVED:
+            reserved = f"chat_template_kwargs.{name}"
+            raise RequestRejected(
+                f"{reserved} is set by the gateway: leave it out.", param=reserved
+            )
     if effort is not None:
         options["reasoning_effort"] = effort
     return options
@@ -58,13 +60,13 @@ def template_options(
 def thinks(
     enable_thinking: bool | None, thinking: bool | Mapping[str, JsonValue] | None, unread: Unread
 ) -> bool | None:
-    """Whether the model shall think, as clients of several vendors ask for it; `None` leaves it to
-    the template.
+    """Whether the model shall think, from the fields of several vendors. `None` leaves it to the
+    template.
     """
-    if enable_thinking is not None or not isinstance(thinking, Mapping):
-        return (
-            thinking if enable_thinking is None and isinstance(thinking, bool) else enable_thinking
-        )
+    if enable_thinking is not None:
+        return enable_thinking
+    if not isinstance(thinking, Mapping):
+        return thinking
     for name in thinking.keys() - {"type"}:
         unread.note(
             f"thinking.{name}",
@@ -79,17 +81,19 @@ def thinks(
 def reasoning(
     given: Mapping[str, JsonValue] | None, unread: Unread
 ) -> tuple[str | None, bool | None]:
-    """The effort, and whether the model shall think, of an object that routers of several vendors
-    take.
+    """The effort, and whether the model shall think, from an object that routers to several vendors
+    accept.
     """
-    for name in () if given is None else given.keys() - {"effort", "enabled"}:
+    if given is None:
+        return None, None
+    for name in given.keys() - {"effort", "enabled"}:
         unread.note(
             f"reasoning.{name}",
             f"reasoning.{name} is not supported here: leave it out",
             known=name in ("exclude", "max_tokens"),
         )
-    effort = (given or {}).get("effort")
-    enabled = (given or {}).get("enabled")
+    effort = given.get("effort")
+    enabled = given.get("enabled")
     if effort is not None and not isinstance(effort, str):
         raise RequestRejected(
             f"reasoning.effort is {effort!r:.80}: send a text, such as low or high.",

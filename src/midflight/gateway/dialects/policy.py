@@ -1,8 +1,8 @@
-"""What becomes of fields that the bodies do not read: ignored, or refused by name.
+"""The policy for fields that the bodies do not read: each is ignored, or refused by name.
 
-A field is ignored where it cannot change the text that was asked for, and the answer says so. It is
-refused where passing over it would make a lie of the answer: a sampling parameter that no engine
-here has, a misspelt one, a picture for a model of text. `gateway.strict` refuses all but the
+A field is ignored if it cannot change the text that was asked for, and a header of the answer names
+it. It is refused if the answer would be wrong without it: a sampling parameter that no engine here
+has, a misspelt one, a picture for a model that reads text. `gateway.strict` refuses all but the
 harmless ones.
 """
 
@@ -34,7 +34,7 @@ HARMLESS: Mapping[str, str] = {
     "parallel_tool_calls": "says nothing where no tools are given",
     "prediction": "a hint for speed",
 }
-"""On every route; also where `gateway.strict` is set."""
+"""Fields that are ignored on every route, even if `gateway.strict` is set."""
 
 HARMLESS_MESSAGES: Mapping[str, str] = {
     "metadata": _LABELS,
@@ -91,8 +91,8 @@ IGNORED: Mapping[str, str] = {
     "usage": _TALLY,
     "web_search_options": "no server searches here: give the model a tool of your own",
 }
-"""On every route, with the reason. A name that is in no table is ignored too, unless it is close to
-a sampling parameter.
+"""Fields that are ignored on every route, with the reason. A name that is in no table is ignored
+too, unless it is close to a sampling parameter.
 """
 
 NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
@@ -241,8 +241,8 @@ REFUSED: Mapping[str, str] = {
     "image": "the model reads text",
     "n": "send several requests",
 }
-"""On every route that does not read them, each with what to do instead: they would change the text,
-or promise what the answer lacks.
+"""Fields that are refused on every route that does not read them, each with what to do instead.
+They would change the text, or promise something that the answer lacks.
 """
 
 REFUSED_MESSAGES: Mapping[str, str] = {
@@ -254,7 +254,7 @@ REFUSED_MESSAGES: Mapping[str, str] = {
     "instructions": "send `system` instead",
     "reasoning_effort": "send `output_config` with an `effort`",
 }
-"""The same on Anthropic's routes."""
+"""Fields that are refused on Anthropic's routes."""
 
 REFUSED_RESPONSES: Mapping[str, str] = {
     **{
@@ -266,7 +266,7 @@ REFUSED_RESPONSES: Mapping[str, str] = {
     "reasoning_effort": "send `reasoning` with an `effort`",
     "messages": "send `input` instead",
 }
-"""The same on the responses route."""
+"""Fields that are refused on the responses route."""
 
 TOOLS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -301,34 +301,35 @@ TOOLS: Mapping[str, str] = {
         "no local model can call it",
     )
 }
-"""Types of tools that are left out of the prompt, without the dates that some end in. So are those
-in no table.
+"""Types of tools that are left out of the prompt, without the dates that some end in. Types that
+are in no table are left out too.
 """
 
 MAX_UNREAD = 256
-"""Fields without a meaning in one request, at most; those that SDKs and agents send are some
-dozens.
+"""The most fields in one request that are not read. SDKs and agents send some dozens.
 """
 MAX_NAME = 80
-"""Letters of a name that are told."""
+"""The most letters of a name that are shown."""
 _MAX_HEADER = 2048
-"""Letters of a header; proxies refuse heads above some kilobytes."""
+"""The most letters of a header. Proxies refuse headers above some kilobytes."""
 
 
 @dataclass(slots=True)
 class Unread:
-    """The fields of one request that nothing reads, each once and without the numbers of its
+    """The fields of one request that are not read, each once and without the numbers of its
     place.
     """
 
     fields: dict[str, bool] = field(default_factory=dict[str, bool])
-    """Whether the name is in a table: then it may be a label of a metric."""
+    """The names. The value says whether a name is in a table; only then it may be a label of a
+    metric.
+    """
     refusal: RequestRejected | None = None
-    """What a strict gateway says to the request."""
+    """The error of a strict gateway."""
 
     def note(self, param: str, fault: str | None = None, *, known: bool = True) -> None:
-        """A field that is passed over. `fault`: why a strict gateway refuses it; `None` if it does
-        not.
+        """Notes a field that is ignored. `fault`: why a strict gateway refuses it; `None` if it
+        does not.
         """
         if fault is not None and self.refusal is None:
             self.refusal = RequestRejected(
@@ -346,8 +347,8 @@ class Unread:
             )
 
     def also(self, param: str) -> "Unread":
-        """Notes what is found to have no effect after all others were counted; returned is that
-        alone.
+        """Notes a field that is found after all others were counted. Returns an `Unread` with only
+        that field.
         """
         self.note(param)
         return Unread({param: True})
@@ -356,51 +357,62 @@ class Unread:
         self.note(param, f"unknown field {param[:MAX_NAME]!r}: leave it out", known=False)
 
     def rest(self, given: Mapping[str, JsonValue], read: frozenset[str], param: str) -> None:
-        """Notes what an object holds beside the names that are read."""
+        """Notes the fields of an object that are not in `read`."""
         for name, value in given.items():
-            if name not in read and value is not None:
-                if name in IGNORED:
-                    self.note(f"{param}.{name}")
-                else:
-                    self.unknown(f"{param}.{name}")
+            if name in read or value is None:
+                continue
+            if name in IGNORED:
+                self.note(f"{param}.{name}")
+            else:
+                self.unknown(f"{param}.{name}")
 
     def refuse(self, error: RequestRejected) -> None:
-        """What a strict gateway says to something that another one reads."""
+        """Sets the error of a strict gateway, for a value that other gateways accept."""
         self.refusal = self.refusal or error
 
     def headers(self, clamped: str = "") -> tuple[tuple[bytes, bytes], ...]:
-        """What the head of an answer says of its request. `clamped`: what was asked for and is
-        less, with what it is.
+        """The headers of an answer that report on its request. `clamped`: the parameter that was
+        lowered, with its new value.
         """
-        ignored = ((b"x-midflight-ignored", self._names),) if self.fields else ()
-        return (*ignored, (b"x-midflight-clamped", clamped.encode())) if clamped else ignored
+        found: list[tuple[bytes, bytes]] = []
+        if self.fields:
+            found.append((b"x-midflight-ignored", self._names))
+        if clamped:
+            found.append((b"x-midflight-clamped", clamped.encode()))
+        return tuple(found)
 
     @property
     def _names(self) -> bytes:
-        """As a header may hold them."""
+        """The names in the form that a header may have."""
         names = ", ".join(self.fields).encode("ascii", "replace").translate(_PRINTABLE)
         return names if len(names) <= _MAX_HEADER else names[: _MAX_HEADER - 3] + b"..."
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Their names as labels of a metric, of which there are few; names in no table are one."""
-        return tuple(
-            dict.fromkeys(name if known else "other" for name, known in self.fields.items())
-        )
+        """The names as labels of a metric. All names that are in no table share one label, so there
+        are few labels.
+        """
+        found: dict[str, None] = {}
+        for name, known in self.fields.items():
+            found[name if known else "other"] = None
+        return tuple(found)
 
 
-_PRINTABLE = bytes(letter if 32 <= letter < 127 else 63 for letter in range(256))
+_PRINTABLE = bytes(letter if 32 <= letter < 127 else ord("?") for letter in range(256))
+"""A table for `bytes.translate` that replaces what a header may not hold."""
 
 
 def is_neutral(value: JsonValue, neutral: tuple[JsonValue, ...]) -> bool:
     """Whether a value asks for nothing. `True` is not the same as 1 here."""
-    return any(
-        value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral
-    )
+    for known in neutral:
+        if value == known and isinstance(value, bool) == isinstance(known, bool):
+            return True
+    return False
 
 
 _SAMPLING = sorted(
-    {p.names.get(api, p.name) for p in PARAMETERS.values() for api in (Api.OPENAI, Api.NATIVE)}
+    {p.names.get(Api.OPENAI, p.name) for p in PARAMETERS.values()}
+    | {p.names.get(Api.NATIVE, p.name) for p in PARAMETERS.values()}
     | {
         "max_completion_tokens",
         "n",
@@ -426,7 +438,7 @@ _SAMPLING = sorted(
 
 @lru_cache(4096)
 def misspelt(name: str) -> str | None:
-    """The parameter that shapes the answer and is written almost so, if there is one."""
+    """The parameter that shapes the answer and has almost this name, if there is one."""
     plain = name.strip().lower().replace("-", "_")
     if plain in _SAMPLING or len(plain) > 40:
         return plain if plain in _SAMPLING else None

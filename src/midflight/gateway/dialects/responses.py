@@ -1,4 +1,4 @@
-"""OpenAI's responses, `POST /v1/responses`: how answers are written, and kept in their session
+"""The answers of OpenAI's responses, `POST /v1/responses`, whole or as events. A session keeps them
 (`sessions.kept`).
 """
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 from midflight.gateway.answers.answer import Answer, Event, News
+from midflight.gateway.dialects.chat_messages import assistant, tool_call
 from midflight.gateway.dialects.exchange import (
     Alternatives,
     Exchange,
@@ -16,7 +17,7 @@ from midflight.gateway.dialects.exchange import (
     logprob_entries,
     weight_versions,
 )
-from midflight.gateway.dialects.fields import assistant, parse, tool_call
+from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.dialects.responses_input import FormatBody, ResponsesBody, responses_call
 from midflight.gateway.dialects.tool_bodies import (
@@ -27,7 +28,7 @@ from midflight.gateway.dialects.tool_bodies import (
     custom_input,
 )
 from midflight.gateway.sessions.kept import KeptResponses
-from midflight.gateway.sessions.session import ToolChoice
+from midflight.gateway.sessions.request import ToolChoice
 from midflight.text import Message, Tokenizer
 from midflight.text.formats import ArgumentsPiece, CallPiece, ContentPiece, Piece, ReasoningPiece
 from midflight.types import FinishReason, Json
@@ -38,7 +39,7 @@ class ResponsesExchange:
     """One request for a response."""
 
     def __init__(self, body: bytes, kept: KeptResponses | None = None) -> None:
-        """`kept`: what the session said before."""
+        """`kept`: the earlier responses of the session."""
         self.unread = Unread()
         self._body = parse(ResponsesBody, body, unread=self.unread)
         self._kept = KeptResponses() if kept is None else kept
@@ -46,12 +47,14 @@ class ResponsesExchange:
         self._tools = {str(each.body.name): each for each in self._body.offered}
         self._items: OutputItems | None = None
         self._untold: list[Json] = []
-        """Log-probabilities of streamed tokens that no text has carried yet."""
+        """Log-probabilities of tokens whose text has not been sent yet."""
 
     def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
         (answer,) = answers
         items = self._growing(reply)
-        for _ in (*items.add(answer.pieces), *self._end(items, reply, answer)):
+        for _ in items.add(answer.pieces):
+            pass  # the events are only for streams
+        for _ in self._end(items, reply, answer):
             pass
         return self._finished(reply, items, answer)
 
@@ -78,8 +81,8 @@ class ResponsesExchange:
         yield items.event(f"response.{response['status']}", response=response)
 
     def broken(self, error: Json) -> Json:
-        """The last event of a stream that failed. It holds `error` twice, because the SDK looks for
-        it in another place to raise it.
+        """The last event of a stream that failed. It holds `error` twice, because the SDK reads it
+        from another place when it raises it.
         """
         assert isinstance(error, dict)
         items = self._items or OutputItems("")
@@ -111,9 +114,8 @@ class ResponsesExchange:
             body["token_ids"] = list(turn.output_ids)
             body["weight_versions"] = weight_versions(turn)
         if self._body.store is not False:
-            self._kept.keep(
-                body, (*self._said, _reply(answer)), conversation=self._body.conversation_name
-            )
+            messages = (*self._said, _reply(answer))
+            self._kept.keep(body, messages, conversation=self._body.conversation_name)
         return body
 
     def _told_with(self, pieces: Sequence[Piece]) -> list[Json]:
@@ -138,10 +140,16 @@ class ResponsesExchange:
         )
 
     def _response(self, reply: Reply, status: str, output: list[Json]) -> dict[str, Json]:
-        """The response, with what was asked for and what it is sampled with."""
+        """The response, with the parameters of the request and of the sampling."""
         body = self._body
         sampling = reply.job.answers[0].request.sampling
         reasoning = body.reasoning
+        text: dict[str, Json] = {"format": _format(body.format)}
+        if body.text and body.text.verbosity:
+            text["verbosity"] = body.text.verbosity
+        conversation: Json = None
+        if body.conversation_name is not None:
+            conversation = {"id": body.conversation_name}
         return {
             "id": f"resp_{reply.job.request_id}",
             "object": "response",
@@ -161,8 +169,7 @@ class ResponsesExchange:
             "tools": [_tool(tool) for tool in body.tools or () if tool.passed_over() is None],
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": self.call.parallel_tool_calls,
-            "text": {"format": _format(body.format)}
-            | ({"verbosity": body.text.verbosity} if body.text and body.text.verbosity else {}),
+            "text": text,
             "reasoning": {
                 "effort": reasoning and reasoning.effort,
                 "summary": reasoning and reasoning.summary,
@@ -176,9 +183,7 @@ class ResponsesExchange:
             "store": body.store is not False,
             "background": False,
             "previous_response_id": body.previous_response_id,
-            "conversation": None
-            if body.conversation_name is None
-            else {"id": body.conversation_name},
+            "conversation": conversation,
         }
 
     def _tool_choice(self) -> Json:
@@ -196,7 +201,7 @@ def broken(exchange: Exchange, fault: Fault) -> Json:
 
 
 def _reply(answer: Answer) -> Message:
-    """The message that its items would be read as, if they were sent back."""
+    """The message that its items would become if they were sent back."""
     said = answer.message
     calls = [
         tool_call(
@@ -244,7 +249,7 @@ def _format(given: FormatBody | None) -> Json:
 
 
 def _usage(input_tokens: int, output_tokens: int) -> Json:
-    """Token counts. Cached tokens and reasoning are not counted apart."""
+    """Token counts. Cached tokens and reasoning are not counted separately."""
     return {
         "input_tokens": input_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -263,16 +268,18 @@ class OutputItems:
     """The items of one answer. Each event has the next sequence number."""
 
     def __init__(self, request_id: str, *, tools: Mapping[str, Offered] = _NO_TOOLS) -> None:
-        """`tools`: how calls are told, by the names that the model calls."""
+        """`tools`: the tools by the model's names for them. Calls are sent under the client's
+        names.
+        """
         self.items: list[dict[str, Json]] = []
-        """They grow with each piece, and are whole after `end`."""
+        """The items so far. They grow with each piece, and are complete after `end`."""
         self.num_events = OPENING_EVENTS
         self._request_id = request_id
         self._tools = tools
         self._text: str | None = None
         """The text of the open item. None if all items are done."""
         self._logprobs: list[Json] = []
-        """Log-probabilities of its tokens."""
+        """Log-probabilities of the open item's tokens."""
 
     def event(self, kind: str, **fields: Json) -> dict[str, Json]:
         self.num_events += 1
@@ -281,8 +288,8 @@ class OutputItems:
     def add(
         self, pieces: Iterable[Piece], logprobs: Sequence[Json] = ()
     ) -> Iterator[dict[str, Json]]:
-        """Adds pieces of the answer. `logprobs` are those of tokens not sent yet; they go with the
-        first new text of a message.
+        """Adds pieces of the answer. `logprobs` belong to tokens that were not sent yet. They go
+        with the first new text of a message.
         """
         for piece in pieces:
             match piece:
@@ -297,14 +304,13 @@ class OutputItems:
                     yield from self._argue(piece.text, last=piece.last)
 
     def end(self, *, complete: bool, logprobs: Sequence[Json] = ()) -> Iterator[dict[str, Json]]:
-        """Ends the last item. An answer without any piece is an empty message. `logprobs` are those
-        of all tokens, for the first message.
+        """Ends the last item. An answer without any piece is an empty message. `logprobs` belong to
+        all tokens of the answer. The first message carries them.
         """
         if not self.items:
             yield from self._open("message")
-        first = next(
-            (place for place, item in enumerate(self.items) if item["type"] == "message"), None
-        )
+        kinds = [item["type"] for item in self.items]
+        first = kinds.index("message") if "message" in kinds else None
         if first == len(self.items) - 1 and self._text is not None:
             self._logprobs = list(logprobs)
         yield from self._close("completed" if complete else "incomplete")
@@ -352,7 +358,7 @@ class OutputItems:
         yield self._of_part("response.content_part.added", part=self._part())
 
     def _close(self, status: str = "completed") -> Iterator[dict[str, Json]]:
-        """Ends the open item, if there is one. A call that is still open has broken off."""
+        """Ends the open item, if there is one. A call that is still open was cut off."""
         if self._text is not None and self.items[-1]["type"] == "function_call":
             yield from self._end_call("incomplete")
         if self._text is None:
@@ -374,12 +380,20 @@ class OutputItems:
         yield from self._close()
         tool = self._tools.get(piece.call.name)
         custom = tool is not None and tool.body.type == CUSTOM
-        kind, part = ("custom_tool_call", "input") if custom else ("function_call", "arguments")
+        if custom:
+            prefix = "ctc"
+            kind = "custom_tool_call"
+            part = "input"
+        else:
+            prefix = "fc"
+            kind = "function_call"
+            part = "arguments"
+        names: dict[str, Json] = {"name": piece.call.name} if tool is None else tool.names
         item: dict[str, Json] = {
-            "id": f"{'ctc' if custom else 'fc'}_{self._request_id}_{len(self.items)}",
+            "id": f"{prefix}_{self._request_id}_{len(self.items)}",
             "type": kind,
             "call_id": call_id(self._request_id, piece.index),
-            **({"name": piece.call.name} if tool is None else tool.names),
+            **names,
             part: "",
             "status": "in_progress",
         }
@@ -387,17 +401,14 @@ class OutputItems:
         yield self._of_item("response.output_item.added")
         self._text = ""
         if not piece.begins:
-            yield from self._argue(
-                custom_input(piece.call.arguments) if custom else piece.call.arguments, last=True
-            )
+            arguments = piece.call.arguments
+            yield from self._argue(custom_input(arguments) if custom else arguments, last=True)
 
     def _argue(self, text: str, *, last: bool) -> Iterator[dict[str, Json]]:
-        """Arguments of the open call, or the text of a custom one."""
-        written = (
-            "custom_tool_call_input"
-            if self.items[-1]["type"] == "custom_tool_call"
-            else "function_call_arguments"
-        )
+        """Adds to the arguments of the open call, or to the text of a custom call."""
+        written = "function_call_arguments"
+        if self.items[-1]["type"] == "custom_tool_call":
+            written = "custom_tool_call_input"
         self._text = (self._text or "") + text
         if text:
             yield self._of_last(f"response.{written}.delta", delta=text)
@@ -419,7 +430,7 @@ class OutputItems:
         yield self._of_item("response.output_item.done")
 
     def _part(self) -> Json:
-        """The one part of the open item."""
+        """The only part of the open item."""
         if self.items[-1]["type"] == "reasoning":
             return {"type": "reasoning_text", "text": self._text}
         return {

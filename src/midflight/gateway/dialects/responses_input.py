@@ -1,5 +1,5 @@
-"""Requests for OpenAI's responses: the body, and its input items as the chat messages that
-templates read.
+"""The requests of OpenAI's responses. Their input items become the chat messages that templates
+read.
 
 The items of one answer (reasoning, message, calls) become the same message that stands for the
 recorded answer, so that its tokens are found again (I4).
@@ -12,22 +12,20 @@ from typing import Annotated, ClassVar, Literal, TypeAlias, cast
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
-from midflight.gateway.dialects import constraints, fields, policy, tool_bodies
-from midflight.gateway.dialects.fields import (
-    Body,
-    Tokens,
-    TopLogprobs,
+from midflight.gateway.dialects import fields, policy, tool_bodies
+from midflight.gateway.dialects.chat_messages import (
     arguments_text,
     assistant,
-    filled,
-    text_of,
     tool_call,
     tool_result,
 )
+from midflight.gateway.dialects.constraints import ANY_OBJECT, schema_grammar
+from midflight.gateway.dialects.fields import Body, Tokens, TopLogprobs, filled, text_of
 from midflight.gateway.dialects.options import ReasoningEffort, template_options
 from midflight.gateway.dialects.policy import Unread
+from midflight.gateway.dialects.sampling_body import SamplingBody
 from midflight.gateway.sessions.kept import KeptResponses
-from midflight.gateway.sessions.session import CompletionCall, Messages
+from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.text import Message
 from midflight.types import Grammar, Json
 
@@ -43,7 +41,7 @@ _ROLES: Mapping[str, str] = {
 
 _TEXTS = ("input_text", "output_text")
 _OF_ALL = frozenset({"type", "id", "status"})
-"""What is read of any item, or was written by us."""
+"""The fields that are read of any item, or that the gateway itself wrote."""
 FIELDS: Mapping[str, frozenset[str]] = {
     "message": _OF_ALL | {"role", "content"},
     "function_call": _OF_ALL | {"call_id", "name", "namespace", "arguments"},
@@ -52,14 +50,14 @@ FIELDS: Mapping[str, frozenset[str]] = {
     "custom_tool_call_output": _OF_ALL | {"call_id", "output"},
     "reasoning": _OF_ALL | {"content", "summary", "encrypted_content"},
 }
-"""The items, and what is read of each."""
+"""The types of items, and the fields that are read of each."""
 
 
 def conversation(
     given: JsonValue, *, before: Sequence[Message], unread: Unread, kept: KeptResponses
 ) -> tuple[Message, ...]:
-    """The whole conversation, after what was said `before`. Raises `RequestRejected` that names the
-    item.
+    """The whole conversation, with the messages `before` first. Raises `RequestRejected` that names
+    the item.
     """
     reader = _ItemReader(unread, kept)
     reader.messages += before
@@ -80,10 +78,10 @@ def conversation(
 
 
 class _ItemReader:
-    """Takes items one by one. An assistant's items gather in a turn until it ends.
+    """Reads items one by one. The assistant's items are collected in a turn until it ends.
 
     A turn ends with any item of another role. A message or reasoning right after a message belongs
-    to the next turn; after a call it does not, because the next turn needs the call's output first.
+    to the next turn. After a call it does not, because the next turn needs the call's output first.
     """
 
     def __init__(self, unread: Unread, kept: KeptResponses) -> None:
@@ -98,9 +96,11 @@ class _ItemReader:
 
     def read(self, item: Item, param: str) -> None:
         fields.typed(item, param, {"type": str, "id": str, "status": str})
-        kind = item.get("type") or (
-            "message" if "role" in item else "item_reference" if "id" in item else None
-        )
+        kind = item.get("type")
+        if not kind and "role" in item:
+            kind = "message"
+        elif not kind:
+            kind = "item_reference" if "id" in item else None
         read = FIELDS.get(kind) if isinstance(kind, str) else None
         if read is not None and not item.keys() <= read:
             self._unread.rest(item, read, param)
@@ -112,12 +112,9 @@ class _ItemReader:
                 self._begun = True
                 self._after_message = False
             case "function_call_output" | "custom_tool_call_output":
-                self._say(
-                    tool_result(
-                        _text(item, "output", param),
-                        call_id=filled(item.get("call_id"), f"{param}.call_id"),
-                    )
-                )
+                output = _text(item, "output", param)
+                called = filled(item.get("call_id"), f"{param}.call_id")
+                self._say(tool_result(output, call_id=called))
             case "reasoning":
                 self._next(message=False)
                 self._reasoning += _thought(item, param)
@@ -136,7 +133,8 @@ class _ItemReader:
         self._reasoning = ""
         self._content = ""
         self._calls = []
-        self._begun = self._after_message = False
+        self._begun = False
+        self._after_message = False
 
     def _message(self, item: Item, param: str) -> None:
         role = item.get("role")
@@ -176,7 +174,7 @@ def _call(item: Item, param: str) -> Json:
 
 
 def _thought(item: Item, param: str) -> str:
-    """The reasoning itself, or its summary if that is all there is. Encrypted reasoning cannot be
+    """The reasoning itself, or its summary if there is nothing else. Encrypted reasoning cannot be
     read.
     """
     fields.typed(item, param, {"content": list, "summary": list})
@@ -185,7 +183,7 @@ def _thought(item: Item, param: str) -> str:
 
 
 def _text(item: Item, name: str, param: str) -> str:
-    """A text, or parts of text joined as they are."""
+    """A text. Parts of text are joined without anything between them."""
     value = item.get(name)
     return value if isinstance(value, str) else _parts(value, _TEXTS, f"{param}.{name}")
 
@@ -217,32 +215,27 @@ def _part(part: JsonValue, kinds: Sequence[str], param: str) -> str:
 
 
 def input_items(response: Mapping[str, Json], messages: Sequence[Message]) -> list[Json]:
-    """The items of a kept conversation that a response answered, oldest first, as its request could
-    have sent them.
+    """The items of the kept conversation before a response, oldest first, as a request could have
+    sent them.
     """
-    tools = {
-        str(each.body.name): each
-        for each in tool_bodies.offered(
-            [
-                tool_bodies.FunctionTool.model_validate(tool)
-                for tool in cast("list[Json]", response["tools"])
-            ]
-        )
-    }
+    sent = cast("list[Json]", response["tools"])
+    bodies = [tool_bodies.FunctionTool.model_validate(tool) for tool in sent]
+    tools = {str(each.body.name): each for each in tool_bodies.offered(bodies)}
     calls: dict[Json, str] = {}
     items: list[Json] = []
     for place, message in enumerate(messages):
         for number, item in enumerate(_items_of(message, tools, calls)):
-            items.append(
-                {"id": f"in_{response['id']}_{place}_{number}", "status": "completed", **item}
-            )
+            name = f"in_{response['id']}_{place}_{number}"
+            items.append({"id": name, "status": "completed", **item})
     return items
 
 
 def _items_of(
     message: Message, tools: Mapping[str, tool_bodies.Offered], calls: dict[Json, str]
 ) -> Iterator[dict[str, Json]]:
-    """`calls`: the kinds of the calls so far, by their ids; it grows."""
+    """The items of one message. `calls` holds the kinds of the calls so far, by their ids; this
+    function adds to it.
+    """
     if message["role"] == "tool":
         told = message["tool_call_id"]
         yield {
@@ -267,13 +260,15 @@ def _items_of(
         function = cast("dict[str, Json]", call["function"])
         name = str(function["name"])
         arguments = str(function["arguments"])
-        tool = tools.get(str(function["name"]))
-        custom = tool is not None and tool.body.type == tool_bodies.CUSTOM
-        calls[call["id"]] = kind = "custom_tool_call" if custom else "function_call"
+        tool = tools.get(name)
         names: dict[str, Json] = {"name": name} if tool is None else tool.names
-        part: dict[str, Json] = (
-            {"input": tool_bodies.custom_input(arguments)} if custom else {"arguments": arguments}
-        )
+        if tool is not None and tool.body.type == tool_bodies.CUSTOM:
+            kind = "custom_tool_call"
+            part: dict[str, Json] = {"input": tool_bodies.custom_input(arguments)}
+        else:
+            kind = "function_call"
+            part = {"arguments": arguments}
+        calls[call["id"]] = kind
         yield {"type": kind, "call_id": call["id"], **names, **part}
 
 
@@ -301,7 +296,7 @@ class FormatBody(Body):
     description: str | None = None
     schema_: JsonValue = Field(default=None, alias="schema")
     strict: bool | None = None
-    """Makes no difference: answers always match the schema."""
+    """Makes no difference, because answers always match the schema."""
 
 
 class TextBody(Body):
@@ -319,14 +314,14 @@ class ReasoningBody(Body):
 
     effort: ReasoningEffort | None = None
     summary: str | None = None
-    """Given back: the reasoning is told in full."""
+    """Only sent back with the response, because the reasoning is sent in full."""
 
 
 class ConversationBody(Body):
     id: str
 
 
-class ResponsesBody(constraints.SamplingBody):
+class ResponsesBody(SamplingBody):
     refused = policy.REFUSED_RESPONSES
 
     input: _Input
@@ -338,7 +333,7 @@ class ResponsesBody(constraints.SamplingBody):
     tool_choice: tool_bodies.ToolChoiceBody = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Tokens | None = None
-    """Ignored: it counts calls of hosted tools, and there are none."""
+    """Ignored, because it counts calls of hosted tools and there are none."""
     text: TextBody | None = None
     reasoning: ReasoningBody | None = None
     include: list[str] | None = None
@@ -354,7 +349,7 @@ class ResponsesBody(constraints.SamplingBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: JsonValue = None
-    """Ignored: engines find common prefixes by themselves."""
+    """Ignored, because engines find common prefixes by themselves."""
     chat_template_kwargs: dict[str, JsonValue] | None = None
     enable_thinking: bool | None = None
 
@@ -364,11 +359,9 @@ class ResponsesBody(constraints.SamplingBody):
 
     @property
     def conversation_name(self) -> str | None:
-        return (
-            self.conversation.id
-            if isinstance(self.conversation, ConversationBody)
-            else self.conversation
-        )
+        if isinstance(self.conversation, ConversationBody):
+            return self.conversation.id
+        return self.conversation
 
     @property
     def wants_logprobs(self) -> bool:
@@ -380,7 +373,7 @@ class ResponsesBody(constraints.SamplingBody):
 
     @cached_property
     def grammar(self) -> tuple[str, Grammar] | None:
-        """OpenAI's field is `text.format`; the other ones are extras, as in chats."""
+        """OpenAI's field is `text.format`. The other fields are extensions, as in chats."""
         other = super().grammar
         own = self.format and _grammar(self.format)
         if own is None:
@@ -396,15 +389,14 @@ class ResponsesBody(constraints.SamplingBody):
 def responses_call(
     body: ResponsesBody, unread: Unread, kept: KeptResponses
 ) -> tuple[CompletionCall, tuple[Message, ...]]:
-    """The call that a request means, and its conversation without the instructions, which hold for
-    one response. Raises `RequestRejected` where its fields contradict each other or ask for what is
-    not supported.
+    """The call that a request asks for, and its conversation without the instructions, which hold
+    for one response only. Raises `RequestRejected` if its fields contradict each other or have
+    values that are not supported.
     """
     _refuse_unkept(body)
     _note(body, unread)
-    chosen = tool_bodies.choice_of(
-        body.tool_choice, tool_bodies.tools_of((each.place, each.body) for each in body.offered)
-    )
+    tools = tool_bodies.tools_of((each.place, each.body) for each in body.offered)
+    chosen = tool_bodies.choice_of(body.tool_choice, tools)
     options = template_options(
         body.chat_template_kwargs,
         body.reasoning and body.reasoning.effort,
@@ -412,11 +404,11 @@ def responses_call(
         thinks=body.enable_thinking,
     )
     said = conversation(body.input, before=_before(body, kept), unread=unread, kept=kept)
-    first: tuple[Message, ...] = (
-        ({"role": "system", "content": body.instructions},) if body.instructions else ()
-    )
+    messages = said
+    if body.instructions:
+        messages = ({"role": "system", "content": body.instructions}, *said)
     call = CompletionCall(
-        sources=(Messages((*first, *said), chosen.tools, options),),
+        sources=(Messages(messages, chosen.tools, options),),
         asked=body.asked(body.max_output_tokens, top_logprobs=body.top_logprobs),
         stream=bool(body.stream),
         model=body.model,
@@ -430,7 +422,7 @@ def responses_call(
 
 
 def _before(body: ResponsesBody, kept: KeptResponses) -> tuple[Message, ...]:
-    """What the request goes on from."""
+    """The conversation that the request continues."""
     if body.previous_response_id is not None and body.conversation_name is not None:
         fault = (
             "previous_response_id and conversation both say what to go on from: send one of them"
@@ -438,16 +430,16 @@ def _before(body: ResponsesBody, kept: KeptResponses) -> tuple[Message, ...]:
         raise RequestRejected(f"{fault}.", param="previous_response_id")
     if body.previous_response_id is not None:
         return kept.said(body.previous_response_id, "previous_response_id").whole
-    if (
-        body.conversation_name is not None
-        and (said := kept.conversation(body.conversation_name, "conversation").said) is not None
-    ):
-        return said.whole
-    return ()
+    if body.conversation_name is None:
+        return ()
+    said = kept.conversation(body.conversation_name, "conversation").said
+    return () if said is None else said.whole
 
 
 def _refuse_unkept(body: ResponsesBody) -> None:
-    """Refuses by name, with a remedy, what OpenAI can do and the gateway cannot."""
+    """Refuses, by name and with a remedy, the fields of OpenAI that the gateway does not
+    support.
+    """
     if body.prompt is not None:
         raise RequestRejected(
             "prompt names a template of the vendor's: send the whole input.", param="prompt"
@@ -469,7 +461,7 @@ def _refuse_unkept(body: ResponsesBody) -> None:
 
 
 def _note(body: ResponsesBody, unread: Unread) -> None:
-    """Values of fields that are read, which ask for what cannot change the text."""
+    """Notes values without effect in fields that are read. They could not change the text."""
     if body.truncation == "auto":
         unread.note(
             "truncation",
@@ -488,8 +480,8 @@ def _grammar(given: FormatBody) -> Grammar | None:
     if given.type == "text":
         return None
     if given.type == "json_object":
-        return constraints.ANY_OBJECT
+        return ANY_OBJECT
     param = "text.format.schema"
     if given.schema_ is None:
         raise RequestRejected(f"{param} is missing: send a JSON schema.", param=param)
-    return constraints.schema_grammar(given.schema_, param)
+    return schema_grammar(given.schema_, param)

@@ -1,5 +1,5 @@
-"""vLLM's tokens in, tokens out: `POST /inference/v1/generate`. Neither tokenizer nor template has a
-part in it, but for stop strings.
+"""vLLM's tokens-in, tokens-out dialect: `POST /inference/v1/generate`. It uses neither the
+tokenizer nor the template, except for stop strings.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue
 
 from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.dialects.completions import PROMPT_IDS, sources
-from midflight.gateway.dialects.constraints import StreamOptions, grammar_of
+from midflight.gateway.dialects.constraints import grammar_of
 from midflight.gateway.dialects.exchange import (
     Alternatives,
     Reply,
@@ -19,15 +19,11 @@ from midflight.gateway.dialects.exchange import (
     usage,
     weight_versions,
 )
-from midflight.gateway.dialects.fields import (
-    PromptTop,
-    RequestBody,
-    SamplingFields,
-    TopLogprobs,
-    parse,
-)
+from midflight.gateway.dialects.fields import PromptTop, RequestBody, TopLogprobs, parse
 from midflight.gateway.dialects.policy import HARMLESS, Unread
-from midflight.gateway.sessions.session import CompletionCall
+from midflight.gateway.dialects.sampling_body import StreamOptions
+from midflight.gateway.dialects.sampling_fields import SamplingFields
+from midflight.gateway.sessions.request import CompletionCall
 from midflight.types import Json
 from midflight.types.generation import Api
 
@@ -50,7 +46,7 @@ class TokensSampling(_TOKENS.on(RequestBody)):
     prompt_logprobs: PromptTop | None = None
     structured_outputs: dict[str, JsonValue] | None = None
     detokenize: bool | None = None
-    """Without effect, as the next three: the answer has no text."""
+    """This and the next three have no effect, because the answer has no text."""
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -68,7 +64,7 @@ class TokensBody(RequestBody):
 
 
 class TokensExchange:
-    """One request. Names in log-probabilities are `token_id:` and the number."""
+    """One request. In log-probabilities a token is named `token_id:` and its number."""
 
     def __init__(self, body: bytes) -> None:
         self.unread = Unread()
@@ -108,14 +104,16 @@ class TokensExchange:
         )
 
     def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
-        scored = answers[0].prompt_logprobs if self.call.prompt_logprobs is not None else None
-        return {
-            **self._envelope(reply, [self._choice(reply, answer) for answer in answers]),
-            "prompt_logprobs": None if scored is None else prompt_logprobs(reply.tokenizer, scored),
-            "prompt_token_ids": list(answers[0].prompt.ids) if self._prompt_ids else None,
-            "usage": usage(answers),
-            "kv_transfer_params": None,
-        }
+        prompt = answers[0].prompt
+        scores: Json = None
+        if self.call.prompt_logprobs is not None:
+            scores = prompt_logprobs(reply.tokenizer, answers[0].prompt_logprobs)
+        body = self._envelope(reply, [self._choice(reply, answer) for answer in answers])
+        body["prompt_logprobs"] = scores
+        body["prompt_token_ids"] = list(prompt.ids) if self._prompt_ids else None
+        body["usage"] = usage(answers)
+        body["kv_transfer_params"] = None
+        return body
 
     def opening(self, reply: Reply) -> Iterable[Json]:
         if self._prompt_ids:
@@ -126,16 +124,16 @@ class TokensExchange:
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
         if isinstance(event, Answer):
-            yield self._envelope(
-                reply, [{"index": event.index, "token_ids": [], "logprobs": None, **_ended(event)}]
-            )
+            last: Json = {"index": event.index, "token_ids": [], "logprobs": None, **_ended(event)}
+            yield self._envelope(reply, [last])
         elif event.token_ids:
             choice: Json = {
                 "index": event.index,
                 "token_ids": list(event.token_ids),
                 "logprobs": self._spread(reply, event),
+                "finish_reason": None,
             }
-            yield self._envelope(reply, [choice | {"finish_reason": None}])
+            yield self._envelope(reply, [choice])
 
     def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
         if self._include_usage:
@@ -160,14 +158,17 @@ class TokensExchange:
         }
 
     def _spread(self, reply: Reply, event: Event) -> Json:
-        """Of vLLM's older and newer clients: the first read `token`, the others `token_id`."""
+        """The log-probabilities of an event. Older clients of vLLM read `token`, newer ones
+        `token_id`.
+        """
         if not self._logprobs:
             return None
-        ids, logprobs = (
-            (event.token_ids, event.logprobs)
-            if isinstance(event, News)
-            else (event.turn.output_ids, event.turn.logprobs)
-        )
+        if isinstance(event, News):
+            ids = event.token_ids
+            logprobs = event.logprobs
+        else:
+            ids = event.turn.output_ids
+            logprobs = event.turn.logprobs
         top: Alternatives = alternatives(event.top_logprobs, len(ids))
 
         def entry(token_id: int, logprob: float) -> dict[str, Json]:
@@ -177,22 +178,21 @@ class TokensExchange:
                 "logprob": logprob,
             }
 
-        return {
-            "content": [
-                {**entry(i, p), "top_logprobs": [entry(*other) for other in others]}
-                for i, p, others in zip(ids, logprobs, top, strict=True)
-            ]
-        }
+        content: list[Json] = []
+        for token_id, logprob, others in zip(ids, logprobs, top, strict=True):
+            own = entry(token_id, logprob)
+            own["top_logprobs"] = [entry(*other) for other in others]
+            content.append(own)
+        return {"content": content}
 
 
 def _ended(answer: Answer) -> dict[str, Json]:
+    """The fields that say how an answer ended."""
     finish = answer.turn.finish
-    stopped = (
-        finish.matched
-        if isinstance(finish.matched, str)
-        or finish.matched in answer.request.sampling.stop_token_ids
-        else None
-    )
+    stop_ids = answer.request.sampling.stop_token_ids
+    stopped = None
+    if isinstance(finish.matched, str) or finish.matched in stop_ids:
+        stopped = finish.matched
     return {
         "finish_reason": finish.reason.value,
         "stop_reason": stopped,

@@ -1,9 +1,9 @@
-"""Tools as OpenAI's clients send them: functions, and tools of type `custom`, which stand as
-functions with one text for an argument.
+"""Tools as OpenAI's clients send them.
 
-Functions of a namespace stand as functions whose names begin with its name, and their calls are
-told apart again. Tools of other types run on servers of the vendor's, or are interfaces that a
-model has to know; they are left out of the prompt.
+The model sees a tool of type `custom` as a function with one text argument. It sees the functions
+of a namespace as functions whose names begin with the namespace's name; their calls are translated
+back. Tools of other types run on the vendor's servers, or are interfaces that a model has to know.
+They are left out of the prompt.
 """
 
 import difflib
@@ -16,14 +16,15 @@ from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
 from midflight.gateway.dialects import policy
-from midflight.gateway.dialects.constraints import check_schema
-from midflight.gateway.dialects.fields import Body, filled, text_of, tool_call, typed
-from midflight.gateway.sessions.session import ToolChoice
+from midflight.gateway.dialects.chat_messages import tool_call
+from midflight.gateway.dialects.fields import Body, filled, text_of, typed
+from midflight.gateway.dialects.schemas import check_schema
+from midflight.gateway.sessions.request import ToolChoice
 from midflight.text.formats import Tool
 from midflight.types import Json
 
 MAX_TOOLS = 1024
-"""Tools of one request, at most; each is written into the prompt."""
+"""The most tools of one request. Each is written into the prompt."""
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 ToolChoiceBody = Annotated[
@@ -52,12 +53,13 @@ _DATED = re.compile(r"_(?:[0-9]{6,8}|[0-9]{4}_[0-9]{2}_[0-9]{2})$")
 
 
 def left_out(kind: str, read: Sequence[str]) -> str | None:
-    """The type of a tool that no local model can call, without its date; `None` if the type is one
+    """The type of a tool that no local model can call, without its date. `None` if the type is one
     of `read`.
     """
     if kind in read:
         return None
-    if close := difflib.get_close_matches(kind[:40], read, n=1, cutoff=0.75):
+    close = difflib.get_close_matches(kind[:40], read, n=1, cutoff=0.75)
+    if close:
         raise RequestRejected(
             f"a tool has the type {kind[:80]!r}, which is none. Did you mean {close[0]!r}?",
             param="tools",
@@ -75,7 +77,7 @@ class FunctionBody(Body):
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
-    """Whether a call that may come is sampled under its schema, as one that must come is."""
+    """Whether an optional call is sampled under its schema, as a required call always is."""
 
     def tool(self, place: str) -> Tool:
         return function_tool(
@@ -110,23 +112,24 @@ class CustomBody(Body):
     description: str | None = None
 
     def tool(self, place: str) -> Tool:
-        """A function with one argument, which is a text. A grammar of that text is told in
-        words.
+        """A function with one argument, which is a text. The description tells the model the
+        grammar of that text.
         """
-        written = (self.model_extra or {}).get("format")
-        return custom_tool(
-            self.name, self.description, written if isinstance(written, dict) else {}
-        )
+        form = (self.model_extra or {}).get("format")
+        return custom_tool(self.name, self.description, form if isinstance(form, dict) else {})
 
 
 def custom_tool(name: str, description: str | None, form: Mapping[str, JsonValue]) -> Tool:
+    """The function that stands for a custom tool. `form` may hold a grammar of its text."""
     grammar = form.get("grammar", form)
     definition = grammar.get("definition") if isinstance(grammar, dict) else None
     syntax = grammar.get("syntax") if isinstance(grammar, dict) else None
-    told = [description or ""] + [
-        f"The {INPUT} must match this {syntax} grammar:\n{definition}"
-    ] * isinstance(definition, str)
-    return Tool(name, "\n\n".join(filter(None, told)), CUSTOM_SCHEMA, told_whole=True)
+    paragraphs: list[str] = []
+    if description:
+        paragraphs.append(description)
+    if isinstance(definition, str):
+        paragraphs.append(f"The {INPUT} must match this {syntax} grammar:\n{definition}")
+    return Tool(name, "\n\n".join(paragraphs), CUSTOM_SCHEMA, told_whole=True)
 
 
 INPUT = "input"
@@ -144,8 +147,8 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_call(given: JsonValue, param: str, *, call_id: str) -> Json:
-    """A call of a custom tool that was sent back, as the call of the function that stands for
-    it.
+    """Reads a call of a custom tool that was sent back. Returns the call of the function that
+    stands for the tool.
     """
     held = given if isinstance(given, dict) else {}
     text = text_of(held, INPUT, param)
@@ -153,21 +156,25 @@ def custom_call(given: JsonValue, param: str, *, call_id: str) -> Json:
 
 
 def called(call: Mapping[str, JsonValue], param: str) -> str:
-    """The name of the function that a call means, with its namespace if it has one."""
+    """The name of the function that is called, with its namespace if it has one."""
     name = filled(call.get("name"), f"{param}.name")
     namespace = call.get(NAMESPACE)
-    return name if namespace is None else full_name(filled(namespace, f"{param}.{NAMESPACE}"), name)
+    if namespace is None:
+        return name
+    return full_name(filled(namespace, f"{param}.{NAMESPACE}"), name)
 
 
 def full_name(namespace: str, name: str) -> str:
-    """What the model calls a function of a namespace. Names of some namespaces end with the two
-    strokes already.
+    """The model's name for a function of a namespace. The names of some namespaces already end with
+    the two underscores.
     """
     return f"{namespace.removesuffix('__')}__{name}"
 
 
 def custom_input(arguments: str) -> str:
-    """The text of a custom call. A model that wrote other arguments is quoted."""
+    """The text of a custom call. If the model wrote other arguments, the text is these
+    arguments.
+    """
     read: JsonValue = json.loads(arguments)
     text = read.get(INPUT) if isinstance(read, dict) and len(read) == 1 else None
     return text if isinstance(text, str) else arguments
@@ -208,7 +215,7 @@ class FunctionTool(Body):
     strict: bool | None = None
     """As in `FunctionBody`."""
     tools: Annotated[list["FunctionTool"], Field(max_length=MAX_TOOLS)] | None = None
-    """What a namespace holds."""
+    """The functions of a namespace."""
 
     def passed_over(self) -> str | None:
         return left_out(self.type, (FUNCTION, CUSTOM, NAMESPACE))
@@ -229,32 +236,33 @@ class FunctionTool(Body):
 
 
 class Offered(NamedTuple):
-    """A tool of a responses request as the model calls it."""
+    """A tool of a responses request as the model sees it."""
 
     place: str
     body: FunctionTool
-    """Its name is the one that the model calls."""
+    """Its name is the model's name for the tool."""
     namespace: str | None = None
     name: str | None = None
     """Its name inside the namespace."""
 
     @property
     def names(self) -> dict[str, Json]:
-        """How the client calls it."""
-        return (
-            {"name": self.body.name}
-            if self.namespace is None
-            else {"name": self.name, "namespace": self.namespace}
-        )
+        """The client's names for it."""
+        if self.namespace is None:
+            return {"name": self.body.name}
+        return {"name": self.name, "namespace": self.namespace}
 
 
 def offered(bodies: Sequence[FunctionTool] | None) -> list[Offered]:
-    """The tools in order, those of namespaces one by one. The words about a namespace stand before
-    those of its first function.
+    """The tools in order, those of namespaces one by one. The description of a namespace stands
+    before that of its first function.
     """
     found: list[Offered] = []
     for place, body in placed(bodies):
-        found += _within(body, place) if body.type == NAMESPACE else [Offered(place, body)]
+        if body.type == NAMESPACE:
+            found += _within(body, place)
+        else:
+            found.append(Offered(place, body))
         if len(found) > MAX_TOOLS:
             raise RequestRejected(
                 f"tools hold more than {MAX_TOOLS} functions: send {MAX_TOOLS} at most.",
@@ -284,8 +292,9 @@ def _within(body: FunctionTool, place: str) -> Iterator[Offered]:
 
 
 def tools_of(bodies: Iterable[tuple[str, Describes]]) -> tuple[Tool, ...]:
-    """The tools, in order, without those that no local model can call. Each body comes with its
-    place in the request. Two tools of one name are refused."""
+    """The tools in order, without those that no local model can call. Each body comes with its
+    place in the request. Two tools of one name are refused.
+    """
     found: dict[str, Tool] = {}
     for place, body in bodies:
         if body.passed_over() is not None:
@@ -311,11 +320,11 @@ def custom_names(bodies: Sequence[ToolBody]) -> frozenset[str]:
 
 
 class Chosen(NamedTuple):
-    """What a `tool_choice` means."""
+    """The meaning of a `tool_choice`."""
 
     choice: ToolChoice
     tools: tuple[Tool, ...]
-    """Those that may be called: only they are in the prompt."""
+    """The tools that may be called. Only they are in the prompt."""
     forced: str | None = None
     """The one tool that must be called."""
 
@@ -324,7 +333,7 @@ NONE = Chosen(ToolChoice.NONE, ())
 
 
 def choice_of(value: JsonValue, tools: tuple[Tool, ...]) -> Chosen:
-    """Reads OpenAI's `tool_choice`, as chats write it and as responses do."""
+    """Reads OpenAI's `tool_choice`, in the form of chats or of responses."""
     if value is None:
         return Chosen(ToolChoice.AUTO if tools else ToolChoice.NONE, tools)
     if isinstance(value, dict):
@@ -348,8 +357,8 @@ def choice_of(value: JsonValue, tools: tuple[Tool, ...]) -> Chosen:
 
 
 def _allowed(value: Mapping[str, JsonValue], tools: tuple[Tool, ...]) -> Chosen:
-    """Some of the tools, of which the model may or must call one. Those that no local model can
-    call do not count.
+    """Reads a choice of some of the tools, of which the model may or must call one. Tools that no
+    local model can call do not count.
     """
     at = "tool_choice.allowed_tools" if "allowed_tools" in value else "tool_choice"
     inner = value.get("allowed_tools", value)
@@ -391,8 +400,8 @@ def check_known(name: str, tools: Sequence[Tool], *, param: str) -> None:
 
 
 def _named(value: Mapping[str, JsonValue], param: str) -> tuple[str, str]:
-    """The tool that an object names, and where its name stands: `{"type": T, "name": N}` or
-    `{"type": T, T: {"name": N}}`.
+    """The tool that an object names, and the place of the name. The object is `{"type": T, "name":
+    N}` or `{"type": T, T: {"name": N}}`.
     """
     kind = value.get("type")
     if kind not in (FUNCTION, CUSTOM):
@@ -402,12 +411,15 @@ def _named(value: Mapping[str, JsonValue], param: str) -> tuple[str, str]:
             param=f"{param}.type",
         )
     inner = value.get(str(kind))
-    name, place = (
-        (inner.get("name"), f"{param}.{kind}.name")
-        if isinstance(inner, dict)
-        else (value.get("name"), f"{param}.name")
-    )
+    if isinstance(inner, dict):
+        name = inner.get("name")
+        place = f"{param}.{kind}.name"
+    else:
+        name = value.get("name")
+        place = f"{param}.name"
     if not isinstance(name, str):
         raise RequestRejected(f"{place} is {name!r:.80}: send the name of a tool.", param=place)
     namespace = value.get(NAMESPACE)
-    return (full_name(namespace, name) if isinstance(namespace, str) else name), place
+    if isinstance(namespace, str):
+        name = full_name(namespace, name)
+    return name, place

@@ -1,5 +1,5 @@
-"""The engines behind the gateway: which serve what, which are held or in quarantine, and which
-request is where.
+"""The fleet: all engines behind the gateway, with their versions, holds, quarantines and
+requests.
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ from dataclasses import dataclass
 
 from midflight.allowance import Allowance
 from midflight.errors import ConfigError, EngineUnavailable
+from midflight.gateway.fleet.holds import Holds
+from midflight.gateway.fleet.leases import Lease, Member
 from midflight.gateway.fleet.pauses import OwnedEngine
-from midflight.gateway.fleet.routing import (
-    Holds,
-    Lease,
-    Loads,
-    Member,
-    Pins,
-    Reservation,
-    WaitingLine,
-)
+from midflight.gateway.fleet.reservation import Reservation
+from midflight.gateway.fleet.routing import Loads, Pins
+from midflight.gateway.fleet.waiting_line import WaitingLine
 from midflight.ports import Engine
 from midflight.types import Capabilities, Version
 from midflight.types.facts import Quarantined, Record, Rejoined, unheard
@@ -29,18 +25,22 @@ from midflight.types.facts import Quarantined, Record, Rejoined, unheard
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What the fleet knows of an engine, for health pages and metrics."""
+    """The state of one engine, for health pages and metrics."""
 
     name: str
     version: Version
     error: BaseException | None
-    """Why it is in quarantine, `None` if it is not."""
+    """Why it is in quarantine; `None` if it is not."""
     is_new: bool
-    """In quarantine since it was attached: it has yet to get the current weights."""
+    """Whether it has been in quarantine since it was attached. It has yet to get the current
+    weights.
+    """
     on_probation: bool
-    """In quarantine for silence or nonsense only: it may rejoin without a handover."""
+    """Whether it is in quarantine only for silence or nonsense. It may rejoin without a
+    handover.
+    """
     reserved: bool
-    """Keeps its version for an evaluation, or has yet to catch up after it."""
+    """Whether it keeps its version for an evaluation, or has yet to catch up after one."""
     held_by: tuple[str, ...]
     paused_by: tuple[str, ...]
     num_requests: int
@@ -48,49 +48,52 @@ class EngineState:
 
 
 class Fleet:
-    """Implements `ports.EngineFleet`. Synchronous but for `place`; bounded by attached engines,
-    admitted requests and pins.
+    """Implements `ports.EngineFleet`. Synchronous, except for `place` and `emptied`. Bounded by
+    attached engines, admitted requests and pins.
 
-    Every change that may make an engine routable serves the line of waiting requests at once: there
-    is no polling.
+    Every change that may make an engine routable serves the waiting requests at once, so there is
+    no polling.
     """
 
     def __init__(self, *, record: Record = unheard, come_back: bool = False) -> None:
-        """`come_back`: whoever starts the engines starts them again when they die, and ends this
-        process when that cannot be. A request's time stands while no engine takes it then."""
+        """`come_back`: the process that starts the engines restarts them when they die, and ends
+        this process if it cannot. Then a request's time is stopped while no engine takes it.
+        """
         self._come_back = come_back
         self.on_served: Callable[[Version], None] | None = None
-        """Told whenever `served_version` has changed, by a commit, a quarantine or a rejoin; set by
-        the part whose admission depends on it.
+        """Called whenever `served_version` has changed by a commit, a quarantine or a rejoin. The
+        part whose admission depends on it sets this.
         """
         self.on_changed: Callable[[], None] | None = None
-        """Told after every change that may be one of who takes requests."""
+        """Called after every change that may affect which engines take requests."""
         self.on_any: Callable[[], None] | None = None
-        """Told after every change of an engine."""
+        """Called after every change of an engine."""
         self.on_outage: Callable[[bool], None] | None = None
-        """Told when no engine takes requests of training any more, because all are held, in
-        quarantine or gone; and when one does again.
+        """Called with true when no engine takes requests of training any more, because all are
+        held, in quarantine or gone. Called with false when an engine takes them again.
         """
         self._members: dict[str, Member] = {}
         self._loads = Loads()
-        """Of the engines that take requests of training: out of quarantine, not reserved, not held
-        by name.
+        """The loads of the engines that take requests of training: those out of quarantine, not
+        reserved, and not held by name.
         """
         self._serving = Counter[Version]()
         """How many engines out of quarantine and not reserved serve each version."""
         self._stands = dict.fromkeys((False, True), False)
-        """Whether the allowances of each line stand."""
+        """Whether the allowances of each line are stopped."""
         self._holds = Holds()
         self._lines: dict[bool, WaitingLine[Lease]] = {
             evaluates: WaitingLine() for evaluates in (False, True)
         }
-        """One for requests of evaluations, whose engine is another: neither kind waits behind the
-        other.
+        """The requests of evaluations have a line of their own, because their engine is another
+        one. So neither kind waits behind the other.
         """
         self._reserved: Reservation | None = None
         self._pins = Pins()
-        # it only helps at times, and therefore keeps no version for an evaluation
         self.lent: str | None = None
+        """The engine that serves only at times, and therefore keeps no version for an
+        evaluation.
+        """
         self._record = record
         self._tickets = itertools.count()
         self._orders = itertools.count()
@@ -102,9 +105,10 @@ class Fleet:
     def attach(
         self, engine: Engine, *, version: Version = 0, error: BaseException | None = None
     ) -> None:
-        """A new engine, routable at once; `version` is what it attested. With an `error` it has
-        attested nothing, and is in quarantine from its first moment: nothing but `served` makes it
-        routable (I2, I7)."""
+        """Adds a new engine, which is routable at once. `version` is what it attested. With an
+        `error` it has attested nothing and is in quarantine from its first moment; only `served`
+        makes it routable (I2, I7).
+        """
         if engine.name in self._members:
             raise ConfigError(
                 f"attaching engine {engine.name!r}: the name is taken. Give every engine a name of "
@@ -116,9 +120,10 @@ class Fleet:
         self._changed(engine.name)
 
     def detach(self, engine: str) -> int:
-        """Forgets an engine; its requests, whose number is returned, are resumed elsewhere, or
-        wait. What a handover still does to it fails, so that nothing is said of a successor that
-        has its name."""
+        """Forgets an engine and returns the number of its requests, which are resumed elsewhere or
+        wait. Calls that a handover still makes to it fail, so that their outcome is not taken for
+        that of a successor with the same name.
+        """
         member = self._members.pop(engine, None)
         if member is None:
             return 0
@@ -134,21 +139,22 @@ class Fleet:
         return lost
 
     async def emptied(self, engine: str) -> None:
-        """Waits for the ends of its requests, for one caller; ended by the last of them, or when it
-        is detached. New ones are for `hold` to keep away."""
+        """Waits until the last request of an engine has ended, or the engine is detached. Only one
+        caller may wait. New requests must be kept away by `hold`.
+        """
         member = self._members.get(engine)
         if member is not None and member.leases:
             member.emptied = asyncio.Event()
             await member.emptied.wait()
 
     def engines(self) -> tuple[Engine, ...]:
-        """All attached engines as the handover sees them: its pauses and the operator's do not end
-        each other.
+        """All attached engines as the handover sees them. Its pauses and the operator's pauses do
+        not end each other.
         """
         return self.engines_of("handover")
 
     def engines_of(self, owner: str) -> tuple[OwnedEngine, ...]:
-        """All attached engines, those in quarantine too, with pauses counted for `owner`."""
+        """All attached engines, including those in quarantine, with pauses counted for `owner`."""
         return tuple(OwnedEngine(member.shared, owner) for member in self._members.values())
 
     def states(self) -> tuple[EngineState, ...]:
@@ -176,8 +182,8 @@ class Fleet:
     # --- Holds ------------------------------------------------------------------------------------
 
     def hold(self, engine: str, owner: str) -> None:
-        """An engine that was detached meanwhile is not an error, here and below: the caller may be
-        late.
+        """Holds an engine. Here and below, an engine that was detached meanwhile is not an error,
+        because the caller may be late.
         """
         if engine in self._members:
             self._holds.hold(owner, engine)
@@ -198,7 +204,9 @@ class Fleet:
 
     def leases(self, engine: str) -> tuple[Lease, ...]:
         """The requests that are on an engine, the oldest first."""
-        return tuple(self._members[engine].leases) if engine in self._members else ()
+        if engine not in self._members:
+            return ()
+        return tuple(self._members[engine].leases)
 
     # --- An engine reserved for an evaluation -----------------------------------------------------
 
@@ -207,28 +215,28 @@ class Fleet:
         time.
         """
         assert self._reserved is None, f"version {self._reserved.version} is reserved already"
-        reserved = self._reserved = Reservation(version)
+        reserved = Reservation(version)
+        self._reserved = reserved
         self._changed()
         return reserved
 
     def unreserve(self, reserved: Reservation) -> None:
-        """The evaluation is over; idempotent. If others serve a newer version by now, its engine
-        stays apart until it does too.
+        """The evaluation is over. Idempotent. If other engines serve a newer version by now, the
+        engine takes no other requests until it serves that too.
         """
         reserved.over.set()
         self._changed()
 
     def reserved(self) -> str | None:
         """The engine that no handover may touch now."""
-        return (
-            None
-            if self._reserved is None or self._reserved.over.is_set()
-            else self._reserved.engine
-        )
+        if self._reserved is None or self._reserved.over.is_set():
+            return None
+        return self._reserved.engine
 
     # --- Versions and quarantine ------------------------------------------------------------------
 
     def served(self, engine: str, version: Version) -> None:
+        """The engine has attested this version, which ends its quarantine."""
         member = self._members.get(engine)
         if member is None:
             return
@@ -242,8 +250,8 @@ class Fleet:
             self._record(Rejoined(engine, version))
 
     def rejoin(self, engine: str, version: Version) -> bool:
-        """Ends a probation, if the engine is (still) on probation and serves what the fleet serves.
-        Says whether it did.
+        """Ends a probation, if the engine is still on probation and serves the fleet's current
+        version. Returns whether it did.
         """
         member = self._members.get(engine)
         if member is None or not member.on_probation or version != self.current_version():
@@ -252,11 +260,12 @@ class Fleet:
         return True
 
     def quarantine(self, engine: str, error: BaseException, *, probation: bool = False) -> None:
-        """`probation`: nothing is known against its weights, so `HealthWatch` may let it rejoin;
-        otherwise only `served` does.
+        """Puts an engine in quarantine, which ends its pauses. `probation`: nothing is known
+        against its weights, so `HealthWatch` may let it rejoin. Otherwise only `served` ends the
+        quarantine.
 
-        The first error is kept, unless one that allows no probation comes after one that does, or
-        after having just joined. Pauses of the engine end here.
+        The first error is kept. A later error replaces it only if it allows no probation and the
+        engine is on probation or new.
         """
         member = self._members.get(engine)
         if member is None:
@@ -272,33 +281,35 @@ class Fleet:
             self._record(Quarantined(engine, f"{type(error).__name__}: {error}"))
 
     def served_version(self) -> Version:
-        """Held engines count (they come back), a reserved one does not. While no engine counts: the
-        last one known.
+        """The oldest version that an engine serves. Held engines count, because they come back; a
+        reserved one does not. While no engine counts, the last known version.
         """
         self._last_served = min(self._serving, default=self._last_served)
         return self._last_served
 
     def current_version(self) -> Version:
-        """The newest version that an engine out of quarantine and not reserved serves, else that
-        any engine served.
+        """The newest version that an engine out of quarantine and not reserved serves. If there is
+        no such engine, it is the newest version that any engine served.
         """
         if self._serving:
             return max(self._serving)
         return max((m.version for m in self._members.values()), default=self._last_served)
 
     def read(self, engine: str, *, num_queued: int) -> None:
-        """So many requests wait inside it."""
-        if (member := self._members.get(engine)) is not None:
+        """Notes how many requests wait inside an engine."""
+        member = self._members.get(engine)
+        if member is not None:
             member.num_queued = num_queued
 
     # --- Requests ---------------------------------------------------------------------------------
 
     def takers(self, *, evaluates: bool) -> list[Capabilities]:
-        """Of the engines that requests of training, or of an evaluation, may go to; where none is
-        reserved for evaluations, of all.
+        """The capabilities of the engines that requests of training, or of an evaluation, may go
+        to. If no engine is reserved, evaluations go to the same engines as training.
         """
-        if (evaluates and self._reserved is not None) or not self._serving:
-            takers = [self._kept_takes(evaluates=evaluates and self._reserved is not None)]
+        evaluates = evaluates and self._reserved is not None
+        if evaluates or not self._serving:
+            takers = [self._kept_takes(evaluates=evaluates)]
         else:
             takers = [member for member in self._members.values() if member.serves is not None]
         return [member.shared.engine.capabilities for member in takers if member is not None]
@@ -314,11 +325,11 @@ class Fleet:
     async def place(
         self, ticket: int, *, tokens: int, affinity: str, allowance: Allowance
     ) -> Lease:
-        """Waits for a routable engine, in order of tickets; woken by attach, release and rejoin,
-        ended when the seconds are spent.
+        """Waits for a routable engine, in order of tickets. Attach, release and rejoin wake the
+        wait; it ends when the allowance's seconds are spent.
 
-        `tokens` is the load the request brings: prompt plus output budget. The allowance stands
-        while engines are held.
+        `tokens` is the load that the request brings: prompt plus output budget. The allowance is
+        stopped while engines are held.
         """
         evaluates = self._reserved is not None and affinity in self._reserved.sessions
         if self._only_held(evaluates):
@@ -342,44 +353,50 @@ class Fleet:
         self._pins.forget(affinity)
 
     def describe(self) -> str:
-        """Each engine and why it takes no request, for error messages."""
+        """Describes each engine and why it takes no request, for error messages."""
         return "; ".join(_describe(state) for state in self.states()) or "no engine is attached"
 
     # --- State ------------------------------------------------------------------------------------
 
     def _keeps(self, engine: str) -> bool:
-        """Whether it keeps its version for an evaluation, or has yet to catch up."""
+        """Whether the engine keeps its version for an evaluation, or has yet to catch up after
+        one.
+        """
         return self._reserved is not None and self._reserved.engine == engine
 
     def _kept_takes(self, *, evaluates: bool) -> Member | None:
-        """The reserved engine, where requests of an evaluation may go to it, or others. It alone is
-        shared: but never while it is behind `served_version`, because tokens older than that would
-        break admission's count (I2)."""
-        kept = (
-            None
-            if self._reserved is None or self._reserved.engine is None
-            else self._members.get(self._reserved.engine)
-        )
+        """The reserved engine, if requests of an evaluation (`evaluates`), or of training, may go
+        to it. Requests of training may do so only if no other engine serves, and never while it is
+        behind `served_version`, because tokens older than that would break admission's count
+        (I2).
+        """
+        kept = self._reserved_member()
         if kept is None or kept.error is not None:
             return None
-        return (
-            kept if evaluates or (not self._serving and kept.version >= self._last_served) else None
-        )
+        if evaluates:
+            return kept
+        if self._serving or kept.version < self._last_served:
+            return None
+        return kept
+
+    def _reserved_member(self) -> Member | None:
+        if self._reserved is None or self._reserved.engine is None:
+            return None
+        return self._members.get(self._reserved.engine)
 
     def _lease(
         self, *, tokens: int, affinity: str, allowance: Allowance, evaluates: bool
     ) -> Lease | None:
-        """A place on the chosen engine, where the session stays. One whose engine is only held goes
-        elsewhere once and keeps its pin.
+        """A place on the chosen engine, to which the session is pinned. A session whose engine is
+        only held goes elsewhere once and keeps its pin.
         """
         if self._holds.shut:
             return None
         pinned = self._pins.get(affinity)
-        name = (
-            self._loads.choose(pinned=pinned, tokens=tokens)
-            if self._serving and not evaluates
-            else self._place_kept(evaluates)
-        )
+        if self._serving and not evaluates:
+            name = self._loads.choose(pinned=pinned, tokens=tokens)
+        else:
+            name = self._place_kept(evaluates)
         if name is None:
             return None
         if pinned is None or (
@@ -390,8 +407,11 @@ class Fleet:
         return Lease(self._members[name], tokens=tokens, allowance=allowance, evaluates=evaluates)
 
     def _place_kept(self, evaluates: bool) -> str | None:
+        """The name of the reserved engine, if the request may go there now."""
         kept = self._kept_takes(evaluates=evaluates)
-        return None if kept is None or self._holds.held_alone(kept.name) else kept.name
+        if kept is None or self._holds.held_alone(kept.name):
+            return None
+        return kept.name
 
     def _lose(self, member: Member, error: BaseException) -> None:
         self._pins.forget_engine(member.shared.engine.name)
@@ -399,8 +419,8 @@ class Fleet:
             lease.lose(error)
 
     def _only_held(self, evaluates: bool) -> bool:
-        """Whether such a request waits for a hold to end, or for an engine to be there again: time
-        that no deadline counts.
+        """Whether a request waits only for a hold to end, or for an engine to come back. No
+        deadline counts that time.
         """
         if self._holds.shut:
             return True
@@ -416,8 +436,10 @@ class Fleet:
         )
 
     def _changed(self, *engines: str) -> None:
-        """Something is different about these engines. Serves the lines, lets every allowance run or
-        stand as `_only_held` now says, and tells a new `served_version`, and who takes requests."""
+        """These engines have changed. Serves the lines, starts or stops every allowance as
+        `_only_held` now says, and reports a new `served_version` and changes in which engines take
+        requests.
+        """
         had_reservation = self._reserved is not None
         others = [self._enter(name) for name in engines]
         self._settle_reservation()
@@ -427,33 +449,39 @@ class Fleet:
         self._leave_behind()
         for evaluates, line in self._lines.items():
             line.serve()
-            if (held := self._only_held(evaluates)) != self._stands[evaluates]:
+            held = self._only_held(evaluates)
+            if held != self._stands[evaluates]:
                 self._stands[evaluates] = held
                 for allowance in line.allowances():
                     _run_or_stand(allowance, stands=held)
-        for member in (self._members[name] for name in engines if name in self._members):
-            for lease in member.leases:
-                _run_or_stand(lease.allowance, stands=self._holds.held(member.name))
+        for name in engines:
+            if name not in self._members:
+                continue
+            for lease in self._members[name].leases:
+                _run_or_stand(lease.allowance, stands=self._holds.held(name))
         self._tell_outage()
-        if self.on_changed is not None and (
-            had_reservation or self._reserved is not None or any(others) or not engines
-        ):
+        is_reserved = had_reservation or self._reserved is not None
+        if self.on_changed is not None and (is_reserved or any(others) or not engines):
             self.on_changed()
         if self.on_any is not None:
             self.on_any()
 
     def _tell_outage(self) -> None:
-        takes = not self._holds.shut and (
-            bool(self._loads) if self._serving else self._place_kept(evaluates=False) is not None
-        )
+        """Calls `on_outage` if training has lost its last engine, or has one again."""
+        if self._holds.shut:
+            takes = False
+        elif self._serving:
+            takes = bool(self._loads)
+        else:
+            takes = self._place_kept(evaluates=False) is not None
         if takes != self._takes:
             self._takes = takes
             if self.on_outage is not None:
                 self.on_outage(not takes)
 
     def _enter(self, name: str) -> bool:
-        """Counts an engine as what it is now. Says whether it takes requests of training and did
-        not, or the other way round.
+        """Counts an engine by its present state. Returns whether it has begun or ceased to take
+        requests of training.
         """
         member = self._members.get(name)
         if member is None:
@@ -465,6 +493,9 @@ class Fleet:
         return did != serves
 
     def _count(self, member: Member, serves: Version | None) -> None:
+        """Counts the engine with this version instead of the one before; `None` counts it no
+        more.
+        """
         if member.serves is not None:
             self._serving[member.serves] -= 1
             if not self._serving[member.serves]:
@@ -474,8 +505,8 @@ class Fleet:
         member.serves = serves
 
     def _settle_reservation(self) -> None:
-        """It stays on its engine while that serves the version, and ends when it is over and its
-        engine is one of the others again, or fell out.
+        """Updates the reservation. It stays on its engine while that serves the version. It ends
+        when it is over and its engine is lost, or has caught up with the others.
         """
         reserved = self._reserved
         if reserved is None:
@@ -485,33 +516,26 @@ class Fleet:
         if kept is None or kept.error is not None or kept.version != reserved.version:
             steady = (m for m in self._members.values() if m.error is None and m.name != self.lent)
             reserved.move(steady, newest=self.current_version())
-        reserved.let_pass(
-            others=any(m.error is None for m in self._members.values() if m.name != reserved.engine)
-        )
-        if reserved.over.is_set() and (
-            reserved.engine is None or reserved.version >= self.current_version()
-        ):
+        others = [m for m in self._members.values() if m.name != reserved.engine]
+        reserved.let_pass(others=any(member.error is None for member in others))
+        caught_up = reserved.engine is None or reserved.version >= self.current_version()
+        if reserved.over.is_set() and caught_up:
             self._reserved = None
-        for name in {name for name in (home, reserved.engine) if name is not None}:
-            self._enter(name)
+        for name in {home, reserved.engine}:
+            if name is not None:
+                self._enter(name)
 
     def _leave_behind(self) -> None:
-        """Requests that ran on the engine when it was reserved go on elsewhere once it is behind:
-        its tokens are too old now (I2).
+        """Moves requests of training away from the reserved engine once it is behind, because its
+        tokens are too old then (I2). They ran on it when it was reserved.
         """
-        member = (
-            None
-            if self._reserved is None or self._reserved.engine is None
-            else self._members.get(self._reserved.engine)
-        )
-        if member is not None and member.version < self._last_served:
-            for lease in member.leases:
-                if not lease.evaluates:
-                    lease.lose(
-                        EngineUnavailable(
-                            f"{member.name} keeps version {member.version} for an evaluation"
-                        )
-                    )
+        member = self._reserved_member()
+        if member is None or member.version >= self._last_served:
+            return
+        for lease in member.leases:
+            if not lease.evaluates:
+                why = f"{member.name} keeps version {member.version} for an evaluation"
+                lease.lose(EngineUnavailable(why))
 
 
 def _run_or_stand(allowance: Allowance, *, stands: bool) -> None:
@@ -526,6 +550,5 @@ def _describe(state: EngineState) -> str:
         return f"{state.name} is in quarantine ({state.error})"
     if state.held_by:
         return f"{state.name} is held by {', '.join(state.held_by)}"
-    return f"{state.name} serves version {state.version}" + (
-        ", for an evaluation alone" if state.reserved else ""
-    )
+    purpose = ", for an evaluation alone" if state.reserved else ""
+    return f"{state.name} serves version {state.version}{purpose}"

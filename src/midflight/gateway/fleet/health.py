@@ -1,4 +1,4 @@
-"""StallWatch-based health: an engine that has work and makes no token for too long is put in
+"""The health of engines. An engine that has work but makes no token for too long is put in
 quarantine.
 """
 
@@ -19,12 +19,13 @@ _MAX_DOUBLINGS = 6
 class _LastToken:
     progress: int
     since: float
-    """When it last made progress, or was excused."""
+    """The time when it last made progress, or was excused."""
 
 
 class StallWatch:
-    """Two readings with work and no more tokens, made or computed of prompts, `stall_seconds` apart
-    and not paused, show a stall. Synchronous.
+    """Finds stalls. An engine has stalled if two readings, `stall_seconds` apart, both show work,
+    no pause, and the same number of tokens, generated ones and computed prompt tokens together.
+    Synchronous.
     """
 
     def __init__(self, *, stall_seconds: float) -> None:
@@ -34,8 +35,8 @@ class StallWatch:
     def read(
         self, engine: str, health: EngineHealth | None, *, now: float, excused: bool = False
     ) -> str | None:
-        """Takes a reading (`None`: no answer); says what is wrong, or `None`. An engine held by us
-        is `excused`.
+        """Takes a reading (`None`: no answer). Returns what is wrong, or `None`. An engine that the
+        gateway itself holds is `excused`.
         """
         record = self._records.setdefault(engine, _LastToken(-1, now))
         progress = record.progress if health is None else health.num_tokens + health.num_computed
@@ -57,8 +58,8 @@ class StallWatch:
         )
 
     def begin(self, engine: str, *, now: float) -> None:
-        """It is asked; from now on it may be silent for `stall_seconds`, if it was never read
-        before.
+        """The engine is asked for a reading. If it was never read before, it may be silent for
+        `stall_seconds` from now on.
         """
         self._records.setdefault(engine, _LastToken(-1, now))
 
@@ -71,13 +72,13 @@ def _has_work(health: EngineHealth) -> bool:
 
 
 class HealthWatch:
-    """Reads every engine once per interval; quarantines the dead and the stalled, and lets
-    recovered ones rejoin.
+    """Reads every engine once per interval. It puts dead and stalled engines in quarantine, and
+    lets recovered ones rejoin.
 
-    An answer has `stall_seconds`, however short the interval is, because a busy machine answers
-    late. Until it has come, that engine is not asked again.
+    An answer may take `stall_seconds`, however short the interval is, because a busy machine
+    answers late. An engine is not asked again before it has answered.
 
-    One that is in quarantine for its weights rejoins only through a handover (I7).
+    An engine that is in quarantine for its weights rejoins only through a handover (I7).
     """
 
     def __init__(
@@ -88,8 +89,8 @@ class HealthWatch:
         stall_seconds: float,
         ends_pauses: bool = True,
     ) -> None:
-        """`ends_pauses`: a pause of an engine that rejoins is nobody's, and is ended. Beside
-        another gateway it may be a commit's.
+        """`ends_pauses`: a pause of an engine that rejoins has no owner, and is ended. If there is
+        another gateway, the pause may belong to a commit.
         """
         self._fleet = fleet
         self._ends_pauses = ends_pauses
@@ -102,14 +103,14 @@ class HealthWatch:
         self._retry_at: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Waits for the interval to pass, for ever; ended by its task group."""
+        """Begins a reading of all engines after every interval. Ended by its task group."""
         async with asyncio.TaskGroup() as checks:
             while True:
                 await asyncio.sleep(self._interval_seconds)
                 self._begin(checks)
 
     async def check(self) -> None:
-        """One reading of all engines at once; waits for the slowest."""
+        """Reads all engines at once; waits for the slowest."""
         async with asyncio.TaskGroup() as checks:
             self._begin(checks)
 
@@ -165,24 +166,21 @@ class HealthWatch:
         self._retry_after(name)
 
     def _retry_after(self, name: str) -> float:
-        """The loop's time from which the engine may rejoin; each lapse doubles the wait."""
+        """The loop's time from which the engine may rejoin. Each lapse doubles the wait."""
         if name not in self._retry_at:
             lapses = self._lapses.get(name, 0)
             self._lapses[name] = lapses + 1
-            self._retry_at[name] = (
-                asyncio.get_running_loop().time()
-                + self._interval_seconds * 2 ** min(lapses, _MAX_DOUBLINGS)
-            )
+            wait = self._interval_seconds * 2 ** min(lapses, _MAX_DOUBLINGS)
+            self._retry_at[name] = asyncio.get_running_loop().time() + wait
         return self._retry_at[name]
 
     async def _readmit(self, engine: Engine, health: EngineHealth) -> None:
-        """An engine that answers again, on the weights the fleet serves. A pause without an owner
-        is ended first.
+        """Lets an engine rejoin that answers again and serves the fleet's current version. A pause
+        without an owner is ended first.
         """
-        if (
-            asyncio.get_running_loop().time() < self._retry_after(engine.name)
-            or health.version != self._fleet.current_version()
-        ):
+        if asyncio.get_running_loop().time() < self._retry_after(engine.name):
+            return
+        if health.version != self._fleet.current_version():
             return
         if health.paused and not self._ends_pauses:
             return

@@ -1,4 +1,4 @@
-"""A pause of an engine that several owners share, and the engine as one of them sees it."""
+"""Pauses of an engine that several owners share."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,8 +21,8 @@ class SharedPause:
     """Counts the owners of an engine's pause. The mode of the first stays in force until the last
     has resumed.
 
-    Without it an operator's `continue_generation` would set an engine going in the middle of a
-    commit, and a commit's resume would end an operator's pause.
+    Without it an operator's `continue_generation` would start an engine in the middle of a commit,
+    and a commit's resume would end an operator's pause.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -37,8 +37,8 @@ class SharedPause:
         return tuple(sorted(self._owners))
 
     async def pause(self, owner: str, mode: PauseMode) -> None:
-        """Returns when the engine is paused for `owner` too. Waits for a pause or resume under way
-        and for the engine.
+        """Pauses the engine for `owner` too. Waits for a pause or resume under way and for the
+        engine.
         """
         async with self._turn:
             self._owners.add(owner)
@@ -47,16 +47,17 @@ class SharedPause:
                 self._mode = mode
 
     async def renew(self) -> None:
-        """Says again that it is paused, where it is: an engine that hears no more of a pause may
-        end it by itself.
+        """Repeats the pause to the engine if one is in force. An engine may end a pause by itself
+        if it is not repeated.
         """
         if self._mode is not None and not self._turn.locked():
             async with self._turn:
                 await self.engine.pause(self._mode)
 
     async def resume(self, owner: str) -> None:
-        """Ends this owner's pause; the engine resumes if no other owner pauses it. Idempotent.
-        Waits as `pause` does. `EngineUnavailable` where it was detached meanwhile."""
+        """Ends this owner's pause. The engine resumes if no other owner pauses it. Idempotent.
+        Waits as `pause` does. Raises `EngineUnavailable` if the engine was detached meanwhile.
+        """
         async with self._turn:
             self._owners.discard(owner)
             if not self._owners:
@@ -66,13 +67,15 @@ class SharedPause:
             raise EngineUnavailable(f"engine {self.engine.name} was detached")
 
     def detach(self) -> None:
-        """Nobody is told from now on that the engine goes on: its name may be another's."""
+        """The engine was detached. From now on `resume` raises, because another engine may have the
+        name.
+        """
         self._is_detached = True
         self.abandon()
 
     def abandon(self) -> None:
-        """The engine is in quarantine: every pause of it ends here. Before it is readmitted it must
-        be made to run again.
+        """Ends every pause of the engine, because it is in quarantine. Before it is readmitted it
+        must be made to run again.
         """
         self._owners.clear()
         self._mode = None
@@ -116,5 +119,5 @@ class OwnedEngine:
         return await self._engine.health()
 
     async def renew(self) -> None:
-        """Beyond the port: says again that a pause in force is still wanted."""
+        """Not part of the port: repeats a pause that is in force."""
         await self._shared.renew()

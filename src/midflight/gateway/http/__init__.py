@@ -1,1 +1,1 @@
-"""Bytes in, bytes out: the routes of agents and of the operator, and answers whole or as events."""
+"""The HTTP layer: the routes of agents and of the operator."""

@@ -1,42 +1,37 @@
-"""What a client looks up beside its answers: the models, the length of a prompt, and the routes as
-an OpenAPI document.
+"""The lookups that a client makes beside its answers: the models, the length of a prompt, and kept
+responses and conversations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
 from typing import cast
 
-from pydantic import BaseModel, JsonValue
-from pydantic.json_schema import models_json_schema
+from pydantic import JsonValue
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from midflight.errors import RequestRejected, UnknownModel, UnknownResponse, nearest
 from midflight.gateway.answers.gateway import Gateway
-from midflight.gateway.dialects.chat import ChatBody
-from midflight.gateway.dialects.completions import CompletionBody
 from midflight.gateway.dialects.fields import Body, parse
 from midflight.gateway.dialects.messages import messages_fault
-from midflight.gateway.dialects.messages_input import MessagesBody, PromptBody
-from midflight.gateway.dialects.native import NativeBody
+from midflight.gateway.dialects.messages_input import PromptBody
 from midflight.gateway.dialects.policy import Unread
-from midflight.gateway.dialects.responses_input import ResponsesBody, conversation, input_items
-from midflight.gateway.dialects.tokens import TokensBody
+from midflight.gateway.dialects.responses_input import conversation, input_items
+from midflight.gateway.http.openapi import openapi_document
 from midflight.gateway.sessions.kept import Conversation, KeptResponses
-from midflight.gateway.sessions.session import CompletionCall, Session
+from midflight.gateway.sessions.request import CompletionCall
+from midflight.gateway.sessions.session import Session
+from midflight.text import Message
 from midflight.types import Json
-from midflight.version import __version__
 from midflight.wire.edge import headers_of, json_answer, key_in, read_body, route
 
 _Object = dict[str, Json]
 
 
 class Lookups:
-    """The routes, each under the path of a session too. They leave no trace in it: no turn, no
-    failed request.
+    """The routes of the lookups. Each also answers under the path of a session. A session records
+    no turn and no failed request for them.
     """
 
     def __init__(self, gateway: Gateway, *, now: Callable[[], float]) -> None:
@@ -76,7 +71,7 @@ class Lookups:
         )
 
     async def _count(self, request: Request) -> Response:
-        """Counts what `/v1/messages` would send. Waits for the body."""
+        """Counts the tokens that `/v1/messages` would send. Waits for the body."""
         session = self._session(request)
         sent = await read_body(request.receive)
         unread = Unread()
@@ -92,7 +87,7 @@ class Lookups:
         return answer
 
     async def _models(self, request: Request) -> Response:
-        """The one model, in an object that OpenAI's clients and Anthropic's both read."""
+        """The one model, as an object that the clients of OpenAI and of Anthropic both read."""
         self._session(request)
         name = self._gateway.model
         limits = self._gateway.limits
@@ -102,7 +97,7 @@ class Lookups:
             "created": self._created,
             "owned_by": "midflight",
             "max_model_len": limits.max_context,
-            # The same in Anthropic's words.
+            # Anthropic's names for the same.
             "type": "model",
             "display_name": name,
             "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
@@ -130,18 +125,14 @@ class Lookups:
         return json_answer(self._kept(request).response(request.path_params["name"]))
 
     async def _input(self, request: Request) -> Response:
-        """What a response answered: all of the conversation before it but the instructions; a page
-        of it, the newest first.
+        """A page of the input of a response, the newest item first. The input is the whole
+        conversation before the response, without the instructions.
         """
         kept = self._kept(request)
         name = request.path_params["name"]
         response = cast("_Object", kept.response(name))
-        return json_answer(
-            _page(
-                input_items(response, kept.said(name, "response_id").whole[:-1]),
-                request.query_params,
-            )
-        )
+        before = kept.said(name, "response_id").whole[:-1]
+        return json_answer(_page(input_items(response, before), request.query_params))
 
     async def _forget(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -157,14 +148,12 @@ class Lookups:
         unread = Unread()
         body = parse(BeginBody, await read_body(request.receive), unread=unread)
         self._gateway.pass_over(unread, path="/v1/conversations")
-        messages = (
-            conversation(cast("list[JsonValue]", body.items), before=(), unread=unread, kept=kept)
-            if body.items
-            else ()
-        )
-        return json_answer(
-            _as_told(kept.begin(messages, created=int(self._now()), metadata=body.metadata or {}))
-        )
+        messages: tuple[Message, ...] = ()
+        if body.items:
+            items = cast("list[JsonValue]", body.items)
+            messages = conversation(items, before=(), unread=unread, kept=kept)
+        begun = kept.begin(messages, created=int(self._now()), metadata=body.metadata or {})
+        return json_answer(_as_told(begun))
 
     async def _conversation(self, request: Request) -> Response:
         return json_answer(_as_told(self._kept(request).conversation(request.path_params["name"])))
@@ -186,7 +175,7 @@ class Lookups:
 
 
 def _page(items: list[Json], asked: Mapping[str, str]) -> Json:
-    """OpenAI's page of a list: `order`, `after` and `limit`."""
+    """A page of a list, as OpenAI's `order`, `after` and `limit` select it."""
     order = asked.get("order", "desc")
     after = asked.get("after")
     limit = asked.get("limit", "20")
@@ -216,7 +205,7 @@ def _page(items: list[Json], asked: Mapping[str, str]) -> Json:
 
 
 class BeginBody(Body):
-    """Begins a conversation."""
+    """The body of a request that begins a conversation."""
 
     items: list[dict[str, JsonValue]] | None = None
     metadata: dict[str, JsonValue] | None = None
@@ -228,215 +217,4 @@ def _as_told(found: Conversation) -> Json:
         "object": "conversation",
         "created_at": found.created,
         "metadata": found.metadata,
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A route that takes a body."""
-
-    body: type[BaseModel]
-    summary: str
-    fault: str = "Fault"
-    """The schema of its errors."""
-    streams: bool = True
-
-
-DESCRIBED: Mapping[str, Described] = {
-    "/v1/chat/completions": Described(ChatBody, "Chat, as OpenAI's SDK speaks it"),
-    "/v1/completions": Described(CompletionBody, "Text completion, as OpenAI's SDK speaks it"),
-    "/v1/responses": Described(
-        ResponsesBody, "A response, as OpenAI's SDK speaks it; its session keeps it"
-    ),
-    "/v1/messages": Described(
-        MessagesBody, "A message, as Anthropic's SDK speaks it", fault="NamedFault"
-    ),
-    "/v1/messages/count_tokens": Described(
-        PromptBody, "How long a prompt is", fault="NamedFault", streams=False
-    ),
-    "/generate": Described(
-        NativeBody, "Generation from text or token ids, as SGLang's clients speak it"
-    ),
-    "/inference/v1/generate": Described(
-        TokensBody, "Generation from token ids, as vLLM's clients speak it"
-    ),
-}
-"""Every dialect's route, with the body it parses."""
-
-_FAULTS: Mapping[str, str] = {
-    "400": "The request is at fault; the error names the field.",
-    "401": "No such session, or none was named where one is needed.",
-    "404": "No such model.",
-    "409": "The request contradicts what is under way.",
-    "410": "The session has ended.",
-    "413": "The body is too large.",
-    "429": "Too much at once: try again later.",
-    "503": "No engine took the request: try again later.",
-    "504": "No engine finished the request in time.",
-}
-
-_TEXT: Json = {"type": "string"}
-_ERROR: Json = {
-    "type": "object",
-    "required": ["message", "type", "param", "code"],
-    "properties": {
-        "message": _TEXT,
-        "type": _TEXT,
-        "param": {"type": ["string", "null"]},
-        "code": _TEXT,
-    },
-}
-_MODEL: Json = {
-    "type": "object",
-    "required": ["id", "object", "created", "owned_by"],
-    "properties": {
-        "id": _TEXT,
-        "object": {"const": "model"},
-        "created": {"type": "integer"},
-        "owned_by": _TEXT,
-    },
-}
-_SCHEMAS: Mapping[str, Json] = {
-    "Fault": {"type": "object", "required": ["error"], "properties": {"error": _ERROR}},
-    "NamedFault": {
-        "type": "object",
-        "required": ["type", "error"],
-        "properties": {
-            "type": {"const": "error"},
-            "error": {
-                "type": "object",
-                "required": ["type", "message"],
-                "properties": {"type": _TEXT, "message": _TEXT},
-            },
-        },
-    },
-    "Model": _MODEL,
-    "Models": {
-        "type": "object",
-        "required": ["object", "data"],
-        "properties": {
-            "object": {"const": "list"},
-            "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}},
-        },
-    },
-    "Health": {"type": "object", "required": ["status"], "properties": {"status": _TEXT}},
-}
-
-
-@cache
-def openapi_document(model: str) -> _Object:
-    """The whole document of a gateway that serves this model. Every request may name its session by
-    address or by key; plain serving may need neither.
-    """
-    return {
-        "openapi": "3.1.0",
-        "info": {
-            "title": "Midflight gateway",
-            "version": __version__,
-            "description": (
-                "Fields that a schema does not name have no effect, and the head of "
-                "the "
-                "answer says so; those that would change the text are refused by name."
-            ),
-        },
-        "servers": [
-            {"url": "/"},
-            {
-                "url": "/s/{token}",
-                "variables": {"token": {"default": "", "description": "The session's secret."}},
-            },
-        ],
-        "security": [{}, {"bearer": []}, {"apiKey": []}, {"session": []}],
-        "paths": {
-            **{path: {"post": _post(path, described)} for path, described in DESCRIBED.items()},
-            **_plain_paths(),
-        },
-        "components": {"schemas": {**_bodies(model), **_SCHEMAS}, "securitySchemes": _security()},
-    }
-
-
-def _bodies(model: str) -> _Object:
-    """Schemas of all bodies, and of what they are made of. Only one model is served."""
-    bodies = [(described.body, "validation") for described in DESCRIBED.values()]
-    _, definitions = models_json_schema(
-        cast("Sequence[tuple[type[BaseModel], str]]", bodies),  # pyright: ignore[reportArgumentType]
-        ref_template="#/components/schemas/{model}",
-    )
-    schemas = cast("dict[str, dict[str, _Object]]", definitions["$defs"])
-    for schema in schemas.values():
-        if "model" in schema.get("properties", {}):
-            schema["properties"]["model"] = {"const": model}
-    return cast(_Object, schemas)
-
-
-def _post(path: str, described: Described) -> Json:
-    answers: _Object = {
-        "application/json": {
-            "schema": {"type": ["object", "array"]} if path == "/generate" else {"type": "object"}
-        }
-    }
-    if described.streams:
-        answers["text/event-stream"] = {}
-    return {
-        "summary": described.summary,
-        "operationId": path.strip("/").replace("/", "_"),
-        "requestBody": {"required": True, "content": _json(described.body.__name__)},
-        "responses": {
-            "200": {"description": "The answer, whole or streamed.", "content": answers},
-            **_faults(described.fault, _FAULTS),
-        },
-    }
-
-
-def _plain_paths() -> _Object:
-    name: Json = {"name": "model", "in": "path", "required": True, "schema": _TEXT}
-    refused = {status: _FAULTS[status] for status in ("401", "404", "410")}
-    healthy: _Object = {"description": "An engine can be reached.", "content": _json("Health")}
-    return {
-        "/v1/models": {"get": _get("models", "The models served", "Models", refused)},
-        "/v1/models/{model}": {
-            "parameters": [name],
-            "get": _get("model", "One model", "Model", refused),
-        },
-        "/health": {
-            "get": {
-                "summary": "Whether requests can be answered",
-                "operationId": "health",
-                "responses": {
-                    "200": healthy,
-                    "503": {**healthy, "description": "No engine can be reached."},
-                },
-            }
-        },
-    }
-
-
-def _get(operation: str, summary: str, schema: str, refused: Mapping[str, str]) -> Json:
-    found: Json = {"description": summary, "content": _json(schema)}
-    return {
-        "summary": summary,
-        "operationId": operation,
-        "responses": {"200": found, **_faults("Fault", refused)},
-    }
-
-
-def _faults(schema: str, described: Mapping[str, str]) -> _Object:
-    return {
-        status: {"description": text, "content": _json(schema)}
-        for status, text in described.items()
-    }
-
-
-def _json(schema: str) -> _Object:
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
-
-
-def _security() -> Json:
-    """A session's secret is read from any of these; the same secret may stand in the address
-    instead.
-    """
-    return {
-        "bearer": {"type": "http", "scheme": "bearer"},
-        "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-        "session": {"type": "apiKey", "in": "header", "name": "x-midflight-session"},
     }

@@ -1,7 +1,8 @@
-"""What clients and trainers ask of an SGLang or a vLLM server beside answers: what is served, how
-much is under way, ids of texts.
+"""The lookups that SGLang and vLLM servers offer beside answers: the model, the load, and the token
+ids of texts.
 
-What has no meaning here is answered 501, with a sentence that says where the same is to be had.
+Routes of those servers that have no meaning here answer 501, with a sentence that says what to use
+instead.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,8 @@ from midflight.gateway.dialects.completions import PROMPT_IDS, sources, token_id
 from midflight.gateway.dialects.exchange import token_text
 from midflight.gateway.dialects.fields import RequestBody, parse
 from midflight.gateway.dialects.policy import Unread
-from midflight.gateway.sessions.session import CompletionCall, Messages, Session
+from midflight.gateway.sessions.request import CompletionCall, Messages
+from midflight.gateway.sessions.session import Session
 from midflight.types import Json, Version
 from midflight.version import __version__
 from midflight.wire.edge import (
@@ -69,11 +71,11 @@ NOT_HERE: Mapping[str, str] = {
         "send the whole prompt; engines find common prefixes by themselves"
     ),
 }
-"""Routes of those servers that are none here, each with what to do instead."""
+"""Routes of those servers that do not exist here, each with what to do instead."""
 
 
 class UnderWayCount(Protocol):
-    """What the engines do; `Control` says it."""
+    """The load of the engines. `Control` implements it."""
 
     @property
     def num_active(self) -> int:
@@ -106,8 +108,8 @@ class IdsBody(RequestBody):
 
 
 class ServerRoutes:
-    """Lookups of both servers. They leave no trace in a session. Open to whoever may ask for
-    answers, and to the operator.
+    """The lookups of both servers. A session does not record them. They are open to all clients
+    that may get answers, and to the operator.
     """
 
     def __init__(
@@ -121,32 +123,38 @@ class ServerRoutes:
 
     def routes(self) -> Sequence[BaseRoute]:
         asked = {
-            **dict.fromkeys(("/model_info", "/get_model_info"), self._model_info),
-            **dict.fromkeys(("/server_info", "/get_server_info"), self._server_info),
-            **dict.fromkeys(
-                ("/get_weight_version", "/weight_version", "/weight_info"), self._weight_version
-            ),
-            **dict.fromkeys(("/v1/loads", "/get_load"), self._loads),
+            "/model_info": self._model_info,
+            "/get_model_info": self._model_info,
+            "/server_info": self._server_info,
+            "/get_server_info": self._server_info,
+            "/get_weight_version": self._weight_version,
+            "/weight_version": self._weight_version,
+            "/weight_info": self._weight_version,
+            "/v1/loads": self._loads,
+            "/get_load": self._loads,
             "/workers": self._workers,
         }
         written = {
-            **dict.fromkeys(("/tokenize", "/v1/tokenize"), self._tokenize),
-            **dict.fromkeys(("/detokenize", "/v1/detokenize"), self._detokenize),
+            "/tokenize": self._tokenize,
+            "/v1/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+            "/v1/detokenize": self._detokenize,
+        }
+        plain = {
+            "/health_generate": self._health,
+            "/ready": self._health,
+            "/version": self._version,
         }
         found = [route(path, verb, method="GET") for path, verb in asked.items()]
-        found += [
-            route(prefix + path, verb)
-            for prefix in ("/s/{token}", "")
-            for path, verb in written.items()
-        ]
-        found += [
-            route("/health_generate", self._health, method="GET"),
-            route("/ready", self._health, method="GET"),
-        ]
-        return [*found, route("/version", self._version, method="GET")]
+        for prefix in ("/s/{token}", ""):
+            found += [route(prefix + path, verb) for path, verb in written.items()]
+        found += [route(path, verb, method="GET") for path, verb in plain.items()]
+        return found
 
     def not_here(self) -> Sequence[BaseRoute]:
-        """To come after all others: who runs engines alone has some of them."""
+        """The routes that are refused. They must come after all others, because an application that
+        adds routes of its own may have some of these.
+        """
         return [
             route(path, self._refuse, method=method, token=self._token)
             for path in NOT_HERE
@@ -154,8 +162,8 @@ class ServerRoutes:
         ]
 
     def _session(self, request: Request) -> Session | None:
-        """The session of the request, if it has one; raises what says that nobody may ask. The
-        operator may.
+        """The session of the request; `None` for the operator. Raises the gateway's refusal for any
+        other request.
         """
         try:
             return self._gateway.session_for(
@@ -163,13 +171,11 @@ class ServerRoutes:
                 api_key=key_in(headers_of(request.scope)),
             )
         except (Unauthorized, RequestRejected):
-            if (
-                self._token is not None
-                and "token" not in request.path_params
-                and holds(request, self._token)
-            ):
-                return None
-            raise
+            if self._token is None or "token" in request.path_params:
+                raise
+            if not holds(request, self._token):
+                raise
+            return None
 
     def _weights(self) -> str:
         return str(self._load.served_version())
@@ -228,14 +234,12 @@ class ServerRoutes:
     async def _loads(self, request: Request) -> Response:
         self._session(request)
         state = self._state()
-        return json_answer(
-            {"loads": [state]}
-            if request.url.path == "/v1/loads"
-            else [{**state, "num_reqs": state["num_total_reqs"]}]
-        )
+        if request.url.path == "/v1/loads":
+            return json_answer({"loads": [state]})
+        return json_answer([{**state, "num_reqs": state["num_total_reqs"]}])
 
     async def _workers(self, request: Request) -> Response:
-        """A router's list: this gateway, whatever stands behind it."""
+        """The list that a router gives. It names this gateway only, not the engines behind it."""
         self._session(request)
         worker: Json = {
             "id": "midflight",
@@ -246,14 +250,12 @@ class ServerRoutes:
         return json_answer({"workers": [worker], "total": 1})
 
     async def _health(self, request: Request) -> Response:
-        """Without a token of its own: an engine that makes none while it has work is in
-        quarantine.
+        """Generates no token for the check. An engine that has work but makes no token is in
+        quarantine anyway.
         """
-        return (
-            json_answer({"status": "ok"})
-            if self._ready()
-            else json_answer({"status": "no engine is routable"}, status=503)
-        )
+        if self._ready():
+            return json_answer({"status": "ok"})
+        return json_answer({"status": "no engine is routable"}, status=503)
 
     async def _version(self, request: Request) -> Response:
         return json_answer({"version": __version__})
@@ -274,31 +276,20 @@ class ServerRoutes:
             call = CompletionCall(sources(body.prompt))
         await self._gateway.check_lengths(call, num_bytes=len(sent))
         source = call.sources[0]
-        if (
-            isinstance(body, TokenizeChat)
-            and body.add_generation_prompt is False
-            and isinstance(source, Messages)
-        ):
+        tokenizer = self._gateway.tokenizer
+        renders = isinstance(body, TokenizeChat) and body.add_generation_prompt is False
+        if renders and isinstance(source, Messages):
             tools = [tool.as_json() for tool in source.tools] or None
-            ids = self._gateway.tokenizer.encode(
-                self._gateway.tokenizer.render(source.messages, tools=tools, options=source.options)
-            )
+            text = tokenizer.render(source.messages, tools=tools, options=source.options)
+            ids = tokenizer.encode(text)
         else:
-            ids = (
-                (
-                    session
-                    or Session(
-                        "operator", self._gateway.tokenizer, key=None, sampling=None, tracked=False
-                    )
-                )
-                .plan(source)
-                .ids
+            planner = session or Session(
+                "operator", tokenizer, key=None, sampling=None, tracked=False
             )
-        words: Json = (
-            [token_text(self._gateway.tokenizer, i) for i in ids]
-            if body.return_token_strs
-            else None
-        )
+            ids = planner.plan(source).ids
+        words: Json = None
+        if body.return_token_strs:
+            words = [token_text(tokenizer, i) for i in ids]
         told: Json = {
             "count": len(ids),
             "max_model_len": self._gateway.limits.max_context,
@@ -308,14 +299,14 @@ class ServerRoutes:
         return json_answer(told)
 
     async def _detokenize(self, request: Request) -> Response:
-        """The text of the ids; vLLM's clients call it `prompt`, SGLang's `text`. Waits for the
-        body.
+        """The text of the ids. vLLM's clients call it `prompt`, SGLang's clients `text`. Waits for
+        the body.
         """
         self._session(request)
-        ids = token_ids(
-            parse(IdsBody, await read_body(request.receive), unread=Unread()).tokens, "tokens"
-        ).ids
-        if bad := [i for i in ids if i >= self._gateway.limits.vocab_size]:
+        body = parse(IdsBody, await read_body(request.receive), unread=Unread())
+        ids = token_ids(body.tokens, "tokens").ids
+        bad = [i for i in ids if i >= self._gateway.limits.vocab_size]
+        if bad:
             raise RequestRejected(
                 f"tokens holds {bad[0]}: send ids from 0 to {self._gateway.limits.vocab_size - 1}.",
                 param="tokens",

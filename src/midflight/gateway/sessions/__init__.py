@@ -1,3 +1,1 @@
-"""Sessions: their secrets, what was said in them as token trees, and the rows that are made of
-those.
-"""
+"""Sessions: their secrets, their token trees, and the rows that are made of these."""

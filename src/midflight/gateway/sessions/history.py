@@ -1,12 +1,12 @@
-"""What a session remembers: turns in few bytes, and the digests by which a conversation that is
-sent again is recognised. Pure.
+"""The memory of a session: its turns in few bytes. Digests recognise a conversation that is sent
+again. Pure.
 
-A turn keeps what is new beyond its parent, as packed arrays: four bytes for each id and each
+A turn keeps only what is new beyond its parent, as packed arrays: four bytes for each id and each
 log-probability. Texts are kept as lengths and digests, because the client sends the text again.
 
-Clients send a reply back in another form than they got it: empty fields, texts in parts, arguments
-serialised anew, new ids of tool calls, without the reasoning. None of that changes a digest.
-Whether it changed what the model reads, the tokens decide.
+Clients send a reply back in another form than they got it: they add empty fields, split texts into
+parts, serialise arguments anew, give tool calls new ids, or leave out the reasoning. None of that
+changes a digest. The tokens decide whether it changes the text that the model reads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def packed(token_ids: Sequence[int]) -> bytes:
 
 
 _id = struct.Struct("<i").pack
-"""One id as `packed`."""
+"""One id, in the form of `packed`."""
 
 
 def unpacked(data: bytes) -> tuple[int, ...]:
@@ -44,12 +44,14 @@ def unpacked(data: bytes) -> tuple[int, ...]:
 
 
 def text_digest(text: str) -> bytes:
-    """Names a text: 16 bytes, so that two texts do not share one by chance."""
+    """The name of a text. It has 16 bytes, so that no two texts share one by chance."""
     return hashlib.blake2b(_bytes(text), digest_size=16).digest()
 
 
 def beginnings(text: str, lengths: Iterable[int]) -> dict[int, bytes]:
-    """`text_digest` of the first n letters for each n that the text has, in one pass over it."""
+    """`text_digest` of the first n letters, for each n of `lengths` that is not beyond the text. It
+    takes one pass over the text.
+    """
     state = hashlib.blake2b(digest_size=16)
     start = 0
     found: dict[int, bytes] = {}
@@ -62,30 +64,30 @@ def beginnings(text: str, lengths: Iterable[int]) -> dict[int, bytes]:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A request's prompt in tokens, and the recorded turn it continues. Requests that begin alike
-    may share one.
+    """A request's prompt in tokens, and the recorded turn that it continues. Requests that begin
+    alike may share a prompt.
     """
 
     ids: tuple[int, ...]
     text: str | None
     """As rendered or sent; `None` for a prompt of ids."""
     history: bytes | None = None
-    """Digest of its messages, for a chat."""
+    """For a chat: the digest of its messages."""
     parent: Node | None = None
     respelled: bool = False
-    """Whether its text, tokenised anew, would have other ids."""
+    """Whether its text would have other ids if it were tokenised anew."""
     rewritten: bool = False
-    """Whether it holds a recorded reply, or one in its place, that it does not continue token by
-    token.
+    """Whether it holds a recorded reply, or another message in its place, that it does not continue
+    token by token.
     """
     begun: str = ""
-    """What the message says that it ends with, where the answer goes on with that; `history` is of
-    the messages before.
+    """The content of its last message, if the answer continues that message. `history` then covers
+    only the messages before it.
     """
 
     @cached_property
     def name(self) -> bytes:
-        """Digest of its ids."""
+        """The digest of its ids."""
         return _hashed(self.packed)
 
     @cached_property
@@ -94,10 +96,11 @@ class Prompt:
 
     @cached_property
     def tail(self) -> bytes:
-        """Its ids beyond those of the turn it continues, packed; choices of one request share the
-        object.
+        """Its ids beyond those of the turn that it continues, packed. The choices of one request
+        share the object.
         """
-        return self.packed[self.parent.end * _ID_BYTES if self.parent is not None else 0 :]
+        start = 0 if self.parent is None else self.parent.end * _ID_BYTES
+        return self.packed[start:]
 
     @cached_property
     def digest(self) -> bytes | None:
@@ -106,44 +109,46 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One recorded turn. Its ids are those of its parent, then `tail`, then `output`."""
+    """One recorded turn. Its ids are the ids of its parent, then `tail`, then `output`."""
 
     parent: Node | None
     request: int
     """Choices of one request (n > 1) share this number."""
     start: int
-    """Tokens of the parent's ids."""
+    """The number of the parent's ids."""
     tail: bytes
     """Prompt ids beyond the parent's."""
     output: bytes
     logprobs: bytes
-    """float32, one for each output id."""
+    """One float32 for each output id."""
     segments: tuple[Segment, ...]
     finish: Finish
     policy_sampled: bool
     num_overshoot: int
     respelled: bool
-    """Whether its prompt's text, tokenised anew, would have other ids."""
+    """Whether its prompt's text would have other ids if it were tokenised anew."""
     prompt_digest: bytes | None
-    """Digest of the prompt's text, if it had one."""
+    """The digest of the prompt's text, if it had one."""
     num_letters: int
-    """Length of the prompt's text."""
+    """The length of the prompt's text."""
     reply_digest: bytes
-    """Digest of the text the agent saw."""
+    """The digest of the text that the agent saw."""
     num_reply_letters: int
     kept: bytes = b""
-    """What truncation kept for each output token, end to end, and how many bytes each has:
-    int32.
-    """
+    """The records of truncation for all output tokens, joined."""
     kept_lengths: bytes = b""
+    """The number of bytes of each of these records, as int32."""
     experts: bytes = b""
-    """What engines recorded of the tokens from `first_recorded` to the end; of nothing, where they
-    record none.
+    """The engines' records of experts for the tokens from `first_recorded` to the end. Empty if
+    engines record none.
     """
     children: list[Node] = field(default_factory=list["Node"])
 
     @classmethod
     def of(cls, prompt: Prompt, turn: Turn, *, reply: str, request: int) -> Node:
+        experts = b""
+        if turn.experts:
+            experts = turn.experts[_first_recorded(prompt.parent) * turn.num_expert_bytes :]
         return cls(
             parent=prompt.parent,
             request=request,
@@ -162,14 +167,12 @@ class Node:
             num_reply_letters=len(reply),
             kept=b"".join(turn.kept),
             kept_lengths=packed([len(left) for left in turn.kept]) if turn.kept else b"",
-            experts=turn.experts[_first_recorded(prompt.parent) * turn.num_expert_bytes :]
-            if turn.experts
-            else b"",
+            experts=experts,
         )
 
     @property
     def turn(self) -> Turn:
-        """As it was recorded, but for how often it was resumed."""
+        """The turn as it was recorded, except that `num_resumes` is lost."""
         prompt = unpacked(self.packed_ids[: self.num_prompt * _ID_BYTES])
         output = unpacked(self.output)
         logprobs = struct.unpack(f"<{len(output)}f", self.logprobs)
@@ -188,7 +191,7 @@ class Node:
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of its whole prompt."""
+        """The number of tokens of its whole prompt."""
         return self.start + len(self.tail) // _ID_BYTES
 
     @property
@@ -197,12 +200,12 @@ class Node:
 
     @property
     def end(self) -> int:
-        """Tokens of prompt and output."""
+        """The number of tokens of prompt and output."""
         return self.num_prompt + self.num_output
 
     @property
     def num_expert_bytes(self) -> int:
-        """Of each token's record."""
+        """The number of bytes of each token's record of experts."""
         return len(self.experts) // (self.end - self.first_recorded)
 
     @property
@@ -211,56 +214,63 @@ class Node:
 
     @property
     def path(self) -> list[Node]:
-        """From the root to this turn."""
-        found: list[Node] = [self]
-        while (parent := found[-1].parent) is not None:
-            found.append(parent)
+        """The turns from the root to this one."""
+        found: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            found.append(node)
+            node = node.parent
         return found[::-1]
 
     @property
     def packed_ids(self) -> bytes:
-        """Ids of prompt and output."""
+        """The ids of prompt and output, packed."""
         return b"".join(part for node in self.path for part in (node.tail, node.output))
 
     def columns(self, *, trained: bool, turn: int) -> tuple[bytes, ...]:
-        """What it adds to those of a row but its ids: nothing for what the model read, then its
-        output.
+        """Its part of each column of a row, without the ids: zeros for the tokens that the model
+        read, then the values of its output.
         """
         number = self.num_output
         read = bytes(len(self.tail))
         short = bytes(len(self.tail) // _ID_BYTES)
-        versions = [
-            (part.end - part.start, part.version, part.kv_version) for part in self.segments
-        ]
+        versions = b""
+        kv_versions = b""
+        for segment in self.segments:
+            length = segment.end - segment.start
+            versions += _id(segment.version) * length
+            kv_versions += _id(segment.kv_version) * length
         return (
             short + b"\1" * number,
             short + (b"\1" if trained else b"\0") * number,
             read + self.logprobs,
-            read + b"".join([_id(version) * length for length, version, _ in versions]),
-            read + b"".join([_id(version) * length for length, _, version in versions]),
+            read + versions,
+            read + kv_versions,
             read + _id(turn) * number,
         )
 
 
 def _first_recorded(parent: Node | None) -> int:
-    """The last token of a parent was sent to experts only when a later turn was computed."""
+    """The first token of a turn with this parent that has a record of experts. It is the parent's
+    last token, because that was sent to experts only when a later turn was computed.
+    """
     return 0 if parent is None else max(0, parent.end - 1)
 
 
 class RecordedTurns:
     """The turns of one rollout that were complete before a crash (I8). Each is given once, to the
-    first request with its prompt that has room for it."""
+    first request with its prompt that has room for it.
+    """
 
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
         self._turns = list(turns)
-
         self.in_session = False
-        """Whether they are of the session itself, which has counted them: one that is not given
-        again is lost.
+        """Whether the session itself generated and counted these turns. A turn that is not given
+        again is then lost.
         """
 
     def after(self, turns: Iterable[Turn]) -> RecordedTurns:
-        """These, after the turns of a session whose agent begins again."""
+        """The turns of a session whose agent starts over, followed by these."""
         every = RecordedTurns([*turns, *self._turns])
         every.in_session = True
         return every
@@ -268,13 +278,12 @@ class RecordedTurns:
     @property
     def num_lost(self) -> int:
         """Tokens of the session that have not been given again."""
-        return (
-            sum(len(turn.output_ids) + turn.num_overshoot for turn in self._turns)
-            if self.in_session
-            else 0
-        )
+        if not self.in_session:
+            return 0
+        return sum(len(turn.output_ids) + turn.num_overshoot for turn in self._turns)
 
     def take(self, request: GenerateRequest, role: str = "") -> Turn | None:
+        """Removes and returns the first turn that answers the request, if there is one."""
         for place, turn in enumerate(self._turns):
             if (
                 turn.prompt_ids == request.input_ids
@@ -286,12 +295,12 @@ class RecordedTurns:
 
 
 def _bytes(text: str) -> bytes:
-    """A client may send half of a surrogate pair, which is no UTF-8."""
+    """The text in UTF-8. A client may send half of a surrogate pair, which strict UTF-8 refuses."""
     return text.encode("utf-8", "surrogatepass")
 
 
 EMPTY = b""
-"""Digest of a conversation without messages."""
+"""The digest of a conversation without messages."""
 
 Meaning: TypeAlias = tuple[str, str, tuple[tuple[str, str], ...]]
 """Content, reasoning, and the name and canonical arguments of each tool call."""
@@ -311,18 +320,19 @@ class History:
     """The digest of each assistant message by itself, by its place."""
 
     def before(self, place: int) -> bytes:
-        """Names the messages before a place."""
+        """The digest of the messages before a place."""
         return self.chain[place - 1] if place else EMPTY
 
     def begun(self, messages: Sequence[Message], ending: Ending) -> tuple[History, str]:
-        """The history that an answer is recorded under, and what its message says already."""
+        """The history that an answer is recorded under, and the content that its message already
+        has.
+        """
         if ending is not Ending.OPEN:
             return self, ""
         last = len(messages) - 1
-        before = History(
-            self.chain[:last], {place: own for place, own in self.replies.items() if place < last}
-        )
-        return before, str(messages[last].get("content") or "")
+        replies = {place: own for place, own in self.replies.items() if place < last}
+        content = str(messages[last].get("content") or "")
+        return History(self.chain[:last], replies), content
 
     @property
     def end(self) -> bytes:
@@ -330,8 +340,8 @@ class History:
 
 
 def read(messages: Sequence[Message]) -> History:
-    """Results of tools name the call they answer by its position, since clients choose their own
-    ids.
+    """Digests a conversation. A tool's result names the call that it answers by its position, since
+    clients choose their own ids.
     """
     chain: list[bytes] = []
     replies: dict[int, bytes] = {}
@@ -355,34 +365,32 @@ def assistant_reply(message: AssistantMessage) -> dict[str, Json]:
 
 
 def digest(message: Message, calls: Mapping[str, int] | None = None) -> bytes:
-    """Names one message. `calls`: the position of each tool call, by its id, that the message may
-    answer.
+    """The name of one message. `calls`: the positions, by id, of the tool calls that the message
+    may answer.
     """
-    return _hashed(
-        _named(
-            _reply_meaning(message)
-            if message.get("role") == "assistant"
-            else _context_meaning(message, calls or {})
-        )
-    )
+    if message.get("role") == "assistant":
+        meant = _reply_meaning(message)
+    else:
+        meant = _context_meaning(message, calls or {})
+    return _hashed(_named(meant))
 
 
 def linked(before: bytes, own: bytes) -> bytes:
-    """Names a conversation with one message more."""
+    """The digest of a conversation with one more message."""
     return _hashed(before + own)
 
 
 def meaning(message: AssistantMessage) -> Meaning:
-    """What two texts of one message have in common; blanks around content and reasoning are the
-    template's affair.
+    """The value that two texts of one message share. Blanks around content and reasoning do not
+    count, because the template adds or trims them.
     """
     calls = tuple((call.name, canonical_arguments(call.arguments)) for call in message.tool_calls)
     return message.content.strip(), message.reasoning.strip(), calls
 
 
 def canonical_arguments(arguments: Json) -> str:
-    """Arguments of a call in one spelling, however they were serialised: sorted keys, no blanks,
-    1.0 as 1. A text that is not JSON stays as it is.
+    """The arguments of a call in one spelling, however they were serialised: sorted keys, no
+    blanks, 1.0 as 1. A text that is not JSON stays as it is.
     """
     text = arguments if isinstance(arguments, str) else _dumped(arguments).decode()
     try:
@@ -392,8 +400,8 @@ def canonical_arguments(arguments: Json) -> str:
 
 
 def _reply_meaning(message: Message) -> Json:
-    """Only what the model said counts, and not its reasoning: many clients drop it, and add fields
-    of their own.
+    """Only the model's content and calls count. Many clients drop the reasoning and add fields of
+    their own.
     """
     content = _text(message.get("content"))
     calls: list[Json] = [_call_meaning(call) for call in _listed(message.get("tool_calls"))]
@@ -408,7 +416,7 @@ def _call_meaning(call: Json) -> Json:
 
 
 def _context_meaning(message: Message, calls: Mapping[str, int]) -> Json:
-    """A message of the agent's: fields without a value do not count."""
+    """A message that the agent wrote. Fields without a value do not count."""
     found: dict[str, Json] = {
         name: value for name, value in message.items() if value not in (None, "", [], {})
     }
@@ -421,19 +429,18 @@ def _context_meaning(message: Message, calls: Mapping[str, int]) -> Json:
 
 
 def _text(content: Json) -> Json:
-    """Content as one text, where it is text; parts that hold reasoning are left out."""
+    """The content as one text, if it is text. Parts that hold reasoning are left out."""
     if not isinstance(content, list):
         return content or ""
-    parts = [
-        part
-        for part in content
-        if not (isinstance(part, dict) and part.get("type") in _REASONING_PARTS)
-    ]
-    texts = [
-        part["text"]
-        for part in parts
-        if isinstance(part, dict) and part.get("type") in _TEXT_PARTS and "text" in part
-    ]
+    parts: list[Json] = []
+    texts: list[Json] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _REASONING_PARTS:
+            continue
+        parts.append(part)
+        if isinstance(part, dict) and kind in _TEXT_PARTS and "text" in part:
+            texts.append(part["text"])
     if len(texts) < len(parts):
         return parts
     return "".join(text for text in texts if isinstance(text, str))
@@ -444,19 +451,24 @@ def _listed(calls: Json) -> list[Json]:
 
 
 def _positions(calls: Json) -> dict[str, int]:
-    ids = [call.get("id") if isinstance(call, dict) else None for call in _listed(calls)]
-    return {call_id: place for place, call_id in enumerate(ids) if isinstance(call_id, str)}
+    """The positions of tool calls by their ids."""
+    found: dict[str, int] = {}
+    for place, call in enumerate(_listed(calls)):
+        call_id = call.get("id") if isinstance(call, dict) else None
+        if isinstance(call_id, str):
+            found[call_id] = place
+    return found
 
 
 def _number(text: str) -> float | int:
-    """A client that knows one kind of number writes 1.0 as 1."""
+    """A float as JSON has it. Clients whose language has one kind of number write 1.0 as 1."""
     value = float(text)
     return int(value) if value.is_integer() else value
 
 
 def _named(value: Json) -> bytes:
-    """One spelling of a value. The quick encoder refuses half characters and huge numbers, which
-    the slow one spells.
+    """One spelling of a value. The fast encoder refuses half surrogate pairs and huge numbers; the
+    slow one writes them.
     """
     try:
         return msgspec.json.encode(value, order="sorted")

@@ -1,9 +1,9 @@
-"""Responses that a session keeps by id, with their items, and conversations that grow by them.
-Synchronous.
+"""The responses that a session keeps by id. Synchronous.
 
-Kept are messages as templates read them: a later request that names a response is the conversation
-up to it, so its recorded tokens are found like those of any conversation that is sent again (I4). A
-response holds what is new beyond the one that it goes on from.
+A response is kept together with its items and with the messages as templates read them. A later
+request that names a response stands for the conversation up to it. So its recorded tokens are found
+like those of any conversation that is sent again (I4). A response holds only what is new beyond the
+response that it continues. A named conversation grows with every response.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ from midflight.types import Json
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 8 * 2**20
-"""Of one session, at most; the oldest is forgotten first. The longest tasks of coding agents have
-some hundred turns; a response with its tools has some kilobytes."""
+"""The most responses of one session, and their most bytes. The oldest response is forgotten first.
+The longest tasks of coding agents have some hundred turns; a response with its tools has some
+kilobytes.
+"""
 MAX_CONVERSATIONS = 64
-"""Of one session, at most; an agent has one, and one for each of its sub-agents."""
+"""The most conversations of one session. An agent has one, and one for each of its sub-agents."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversed:
-    """A conversation up to some message: another one, and what came after it."""
+    """A conversation up to some message: an earlier conversation, and the messages after it."""
 
     before: Conversed | None
     messages: tuple[Message, ...]
     digest: bytes
-    """Names the whole conversation."""
+    """The name of the whole conversation."""
 
     @property
     def whole(self) -> tuple[Message, ...]:
+        """All its messages."""
         parts = [self.messages]
         before = self.before
         while before is not None:
@@ -51,7 +54,7 @@ class Conversed:
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """One that the client has named: every response in it goes on from the one before."""
+    """A conversation that a client made by name. Every response in it continues the one before."""
 
     name: str
     created: int
@@ -70,8 +73,8 @@ class _KeptResponse:
 
 @dataclass(slots=True, eq=False)
 class KeptResponses:
-    """Those of one session. What is unknown here is `UnknownResponse`, also where another session
-    knows it.
+    """The kept responses of one session. Methods raise `UnknownResponse` for an id that this
+    session does not know, even if another session knows it.
     """
 
     _responses: OrderedDict[str, _KeptResponse] = field(
@@ -94,7 +97,7 @@ class KeptResponses:
         return self._find(response_id, param).said
 
     def item(self, item_id: str, param: str) -> Mapping[str, Json]:
-        """An item of a response, as the client was told it."""
+        """An item of a response, as the client received it."""
         owner = self._items.get(item_id)
         if owner is not None:
             body = cast("dict[str, list[dict[str, Json]]]", self.response(owner, param))
@@ -110,8 +113,8 @@ class KeptResponses:
     def keep(
         self, response: Mapping[str, Json], messages: Sequence[Message], *, conversation: str | None
     ) -> None:
-        """`messages`: the whole conversation, the reply included. Keeping one again changes nothing
-        but its body.
+        """Keeps a response. `messages`: the whole conversation, the reply included. Keeping a
+        response again changes only its body.
         """
         name = str(response["id"])
         output = cast("list[dict[str, Json]]", response["output"])
@@ -124,18 +127,20 @@ class KeptResponses:
         self._num_bytes += kept.size
         for item_id in kept.item_ids:
             self._items[item_id] = name
-        if (
-            conversation is not None
-            and (named := self._conversations.get(conversation)) is not None
-        ):
-            named.said = said
-        while len(self._responses) > 1 and (
-            len(self._responses) > MAX_RESPONSES or self._num_bytes > MAX_BYTES
-        ):
+        if conversation is not None and conversation in self._conversations:
+            self._conversations[conversation].said = said
+        while self._is_full:
             self.forget(next(iter(self._responses)))
 
+    @property
+    def _is_full(self) -> bool:
+        """Whether the oldest response must go. The newest one stays, however large it is."""
+        if len(self._responses) <= 1:
+            return False
+        return len(self._responses) > MAX_RESPONSES or self._num_bytes > MAX_BYTES
+
     def forget(self, response_id: str) -> bool:
-        """Whether it was there."""
+        """Removes a response; says whether it was there."""
         kept = self._responses.pop(response_id, None)
         if kept is None:
             return False
@@ -147,7 +152,7 @@ class KeptResponses:
         return True
 
     def begin(self, messages: Sequence[Message], *, created: int, metadata: Json) -> Conversation:
-        """A new conversation, that begins with these messages."""
+        """Makes a conversation that begins with these messages."""
         if len(self._conversations) >= MAX_CONVERSATIONS:
             raise Overloaded(
                 f"{MAX_CONVERSATIONS} conversations are kept in this session, the most allowed: "
@@ -188,25 +193,20 @@ class KeptResponses:
         return found
 
     def _grown(self, messages: Sequence[Message]) -> Conversed:
-        """The conversation, on top of the longest one that is known. So a client that sends all of
-        it each time costs no more.
+        """The conversation, on top of the longest known conversation that it continues. So a client
+        that sends the whole conversation each time costs no more memory.
         """
-        chain = list(
-            accumulate(
-                (history.text_digest(msgspec.json.encode(m).decode()) for m in messages),
-                history.linked,
-            )
-        )
-        known = next(
-            (
-                (place, said)
-                for place in reversed(range(len(chain)))
-                if (said := self._said.get(chain[place])) is not None
-            ),
-            None,
-        )
-        if known is not None and known[0] == len(chain) - 1:
-            return known[1]
-        start, before = (0, None) if known is None else (known[0] + 1, known[1])
-        said = self._said[chain[-1]] = Conversed(before, tuple(messages[start:]), chain[-1])
+        digests = [history.text_digest(msgspec.json.encode(m).decode()) for m in messages]
+        chain = list(accumulate(digests, history.linked))
+        start = 0
+        before = None
+        for place in reversed(range(len(chain))):
+            before = self._said.get(chain[place])
+            if before is not None:
+                start = place + 1
+                break
+        if before is not None and start == len(chain):
+            return before
+        said = Conversed(before, tuple(messages[start:]), chain[-1])
+        self._said[chain[-1]] = said
         return said

@@ -1,8 +1,8 @@
 """All sessions by id, with their secrets. Synchronous.
 
-A session's token is `<id>.<secret>`: the address or API key of its agent. Its owner has another,
-`<id>.<other secret>`. With that one the session can be scored, read and ended, which its agent must
-not do. Only the id is ever printed.
+A session's token is `<id>.<secret>`. Its agent uses it in the address or as the API key. The
+session's owner has another token, `<id>.<other secret>`. The owner's token allows to score, read
+and end the session, which the agent must not do. Only the id is ever printed.
 """
 
 import base64
@@ -23,19 +23,23 @@ from midflight.types.names import PART, UNTRACKED, parted
 from midflight.wire.edge import same_token
 
 PREFIX = "mf-"
-"""Begins every session id, so that a session's token is told from any other API key."""
+"""The beginning of every session id. It distinguishes a session's token from any other API key."""
 
 _SECRET_BYTES = 18
-"""Of each of a session's two secrets: beyond guessing, and a whole number of letters."""
+"""The length of each of a session's two secrets: too long to guess, and a whole number of base64
+letters.
+"""
 _REMEMBERED = 10_000
-"""Ended sessions that still answer 410; older ones are unknown. A record without rows is some
-hundred bytes.
+"""The most ended sessions that still answer 410; older ones are unknown. A record without rows has
+some hundred bytes.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """What an environment's runner gets (`SessionHandle`). The secrets stay out of its repr."""
+    """The access to a session that an environment's runner gets (`SessionHandle`). The secrets stay
+    out of its repr.
+    """
 
     session_id: str
     base_url: str = field(repr=False)
@@ -44,6 +48,8 @@ class OpenSession:
 
 
 class SessionRegistry:
+    """Opens, finds and closes sessions, and checks their tokens."""
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -52,19 +58,22 @@ class SessionRegistry:
         message_format: MessageFormat | None = None,
         shard: int | None = None,
     ) -> None:
-        """`shard`: which of several gateways this is; then ids begin with it."""
+        """`shard`: the number of this gateway among several; the ids of its sessions then begin
+        with it.
+        """
         self._prefix = PREFIX if shard is None else f"{PREFIX}s{shard}-"
         self._tokenizer = tokenizer
         self._matcher = Matcher(tokenizer, message_format)
         self._max_sessions = max_sessions
         self._live: dict[str, Session] = {}
         self._secrets: dict[str, tuple[str, str]] = {}
-        """The agent's of each session, and its owner's."""
+        """The agent's secret and the owner's secret of each session."""
         self._ended: OrderedDict[str, SessionRecord] = OrderedDict()
-        self._serial = self._num_drawn = 0
+        self._serial = 0
+        self._num_drawn = 0
         self._key = secrets.token_bytes(64)
-        """Draws the secrets: to ask the system for each costs more than all else of opening a
-        session.
+        """All secrets are derived from this key. Asking the system for each of them would cost more
+        than the rest of opening a session.
         """
 
     def __contains__(self, session_id: str) -> bool:
@@ -102,8 +111,8 @@ class SessionRegistry:
         return self._with_new_secrets(session_id, address)
 
     def reopen(self, session_id: str, *, address: str) -> OpenSession:
-        """The same session for an agent that begins again, under new secrets: the old ones open
-        nothing any more.
+        """The same session under new secrets, for an agent that starts over. The old secrets are no
+        longer valid.
         """
         self.get(session_id).begin_again()
         return self._with_new_secrets(session_id, address)
@@ -115,13 +124,15 @@ class SessionRegistry:
         ).digest()
         both = base64.urlsafe_b64encode(drawn).decode()
         half = len(both) // 2
-        agent, owner = self._secrets[session_id] = both[:half], both[half:]
+        agent = both[:half]
+        owner = both[half:]
+        self._secrets[session_id] = (agent, owner)
         token = f"{session_id}.{agent}"
         return OpenSession(session_id, f"{address}/s/{token}/v1", token, f"{session_id}.{owner}")
 
     def close(self, session_id: str) -> SessionRecord:
-        """The session's record. Its tokens are handed over once (I3): closing again gives the
-        record without rows.
+        """Ends the session and returns its record. Its tokens are handed over once (I3): closing it
+        again returns the record without rows.
         """
         session = self._live.pop(session_id, None)
         if session is None:
@@ -134,7 +145,7 @@ class SessionRegistry:
         return record
 
     def get(self, session_id: str) -> Session:
-        """A live session by id, for its owner in this process."""
+        """The live session with this id, for its owner in this process."""
         session = self._live.get(session_id)
         if session is None:
             self._ended_record(session_id)
@@ -142,7 +153,7 @@ class SessionRegistry:
         return session
 
     def authorised(self, token: str) -> Session:
-        """The live session that a client's token names, or the part of it."""
+        """The live session, or the part of one, that a client's token names."""
         whole, part = parted(token) if PART in token else (token, "")
         session_id, _, secret = whole.partition(".")
         if not same_token(secret, self._known(session_id)[0]):
@@ -156,8 +167,8 @@ class SessionRegistry:
         return session.apart() if part == UNTRACKED else session.role(part)
 
     def check_owner(self, session_id: str, token: str) -> None:
-        """`Unauthorized` unless the token is the owner's of this session. Holds also after its end,
-        as long as it is remembered.
+        """Raises `Unauthorized` unless the token is the owner's token of this session. This works
+        after the session's end too, as long as it is remembered.
         """
         named, _, secret = token.partition(".")
         if named != session_id or not same_token(secret, self._known(session_id)[1]):
@@ -167,8 +178,8 @@ class SessionRegistry:
             )
 
     def owner_token(self, session_id: str) -> str:
-        """The owner's token of a session of this process, for the worker outside that runs its
-        rollout.
+        """The owner's token of a session in this process. A worker in another process that runs its
+        rollout needs it.
         """
         return f"{session_id}.{self._known(session_id)[1]}"
 
@@ -197,7 +208,9 @@ class SessionRegistry:
 
 
 def shown(name: str) -> str:
-    """What may be printed of a name that should be a session's: tokens are sent in its place,
-    too.
+    """A session's name as it may be printed. A client may have sent a token or any other secret in
+    its place.
     """
-    return repr(name.partition(".")[0][:80]) if name.startswith(PREFIX) else "of that name"
+    if not name.startswith(PREFIX):
+        return "of that name"
+    return repr(name.partition(".")[0][:80])

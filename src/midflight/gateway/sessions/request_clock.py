@@ -1,9 +1,10 @@
-"""How long the requests of one rollout were under way: time that its agent waited, and did not
-take. Synchronous.
+"""Measures how long the requests of one rollout are under way. In that time its agent waits and
+does no work of its own. Synchronous.
 
-A request is under way from its arrival until its answer is whole, it has failed, or its client is
-gone: in the queue, while no engine takes it, on an engine. After a refusal that says when to try
-again the clock runs on until the next request, for as long as was said.
+A request is under way from its arrival until its answer is complete, it has failed, or its client
+has disconnected. This includes the time in the queue, the time while no engine takes it, and the
+time on an engine. After a refusal that names a delay, the clock runs on until the next request, for
+that delay at most.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ from midflight.types import RequestTime
 
 
 class RequestClock:
-    """Of one rollout, all its sessions together. Implements `ports.RequestWatch`."""
+    """The clock of one rollout, for all its sessions together. Implements `ports.RequestWatch`."""
 
     def __init__(self) -> None:
         self.on_change: Callable[[], None] | None = None
         self.waits = False
         """See the port."""
         self.num_restarts = 0
-        self._num = self._num_open = 0
+        self._num = 0
+        self._num_open = 0
         self._seconds = 0.0
-        """Of the waits that are over."""
+        """The length of all waits that are over."""
         self._since = 0.0
-        """When the wait under way began."""
+        """When the current wait began."""
         self._timer: asyncio.TimerHandle | None = None
         """Ends the wait after a refusal."""
 
@@ -46,7 +48,7 @@ class RequestClock:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._waited)
 
     def begin_again(self) -> None:
-        """The agent begins again: what was before was in vain."""
+        """The agent starts over, so earlier requests and waits no longer count."""
         self.num_restarts += 1
         self._num = self._num_open
         self._seconds = 0.0
@@ -58,7 +60,7 @@ class RequestClock:
         return RequestTime(self._num, self._seconds + under_way, self._num_open)
 
     def ended(self) -> None:
-        """One of the requests is not under way any more."""
+        """One of the requests is no longer under way."""
         self._num_open -= 1
         if not self._num_open and self._timer is None:
             self._waited()
@@ -95,7 +97,7 @@ class OpenRequest:
         self._clock: RequestClock | None = clock
 
     def end(self) -> None:
-        """Idempotent."""
+        """Ends the request. Idempotent."""
         clock = self._clock
         self._clock = None
         if clock is not None:

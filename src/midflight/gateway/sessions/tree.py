@@ -1,14 +1,13 @@
-"""The token tree of a session: what was asked and answered, by tokens, and the rows that are made
-of it. Synchronous.
+"""The token tree of a session: every prompt and answer in tokens. Synchronous.
 
-I4: a prompt that continues a recorded turn holds that turn's ids verbatim; only what is new is
-tokenised. A template may write a reply otherwise than the model did: arguments serialised anew,
-blanks trimmed. Read back by the model's own message format it must mean the same, reasoning
-included; then the sampled ids stand.
+I4: a prompt that continues a recorded turn holds that turn's ids verbatim; only the rest is
+tokenised. A template may write a reply otherwise than the model did: it may serialise arguments
+anew or trim blanks. The sampled ids stand if both texts mean the same, reasoning included, when the
+model's own message format reads them.
 
 I3: every generated token is trained in exactly one row, or has exactly one reason why not. The path
-from the root to a leaf is a row; the first leaf (in order of recording) that holds a token trains
-it, in later rows it is context.
+from the root to a leaf is a row. The first leaf (in order of recording) that holds a token trains
+it; in later rows the token is context.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ from midflight.types import Int32, Json, Reason, Row, Turn, UInt8, fill_unknown
 
 _Options: TypeAlias = Mapping[str, Json] | None
 _PROBE = "Zq7x"
-"""Content that no template writes of its own accord."""
+"""Content that no template contains."""
 
 _MAX_TWINS = 64
-"""Turns with the same messages that are read back: beyond a usual best-of-n that said the same, and
-some milliseconds.
+"""The most turns with the same messages that are read back. This is more than a usual best-of-n
+has, and costs some milliseconds.
 """
 
 _MAX_KEPT = 256
 _MAX_KEPT_BYTES = 16_384
-"""First prompts that are kept, and their length as JSON: those of some batches of groups, in 40 MB
-at most.
+"""The most first prompts that are kept, and the most bytes that each may have as JSON. They suffice
+for some batches of groups and take 40 MB at most.
 """
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation to be continued, and how the template wrote it."""
+    """A conversation to be continued. `text` is what the template made of it."""
 
     text: str
     messages: Sequence[Message]
@@ -61,15 +60,15 @@ class Chat:
 
 
 class Matcher:
-    """One serves all sessions: it knows the tokenizer, the message format and the template's end of
-    turn, and no session.
+    """Finds the recorded turn that a text continues. It knows the tokenizer, the message format and
+    the template's end of turn, but no session, so one serves all sessions.
     """
 
     def __init__(self, tokenizer: Tokenizer, message_format: MessageFormat | None = None) -> None:
         self.tokenizer = tokenizer
         self._given_format = message_format
         self._first: OrderedDict[bytes, Prompt] = OrderedDict()
-        """The prompts that conversations began with lately, the newest last."""
+        """The prompts that conversations began with recently, the newest last."""
 
     def first(
         self,
@@ -79,8 +78,10 @@ class Matcher:
         options: _Options,
         ending: Ending = Ending.TURN,
     ) -> Prompt:
-        """The prompt of a conversation that holds no reply, or none of this session's. The rollouts
-        of a group begin alike, so it is written and tokenised once for all of them."""
+        """The prompt of a conversation that holds no reply, or no reply of this session. The
+        rollouts of a group begin alike, so the prompt is written and tokenised once for all of
+        them.
+        """
         key = _encode((messages, tools, options, ending))
         prompt = self._first.pop(key, None)
         if prompt is None:
@@ -95,13 +96,13 @@ class Matcher:
 
     @cached_property
     def _format(self) -> MessageFormat:
-        """Made only when it is needed: a session that asks once never reads anything back."""
+        """Made only when needed: a session with one request never reads a reply back."""
         return self._given_format or MessageFormat(self.tokenizer)
 
     @cached_property
     def end_of_turn(self) -> str:
-        """What the template writes after an assistant's content, without the blanks around it;
-        empty if that is not known.
+        """The text that the template writes after an assistant's content, without the blanks around
+        it. Empty if unknown.
         """
         probe: list[Message] = [
             {"role": "user", "content": "x"},
@@ -114,20 +115,21 @@ class Matcher:
         return text.rpartition(_PROBE)[2].strip() if _PROBE in text else ""
 
     def verbatim(self, nodes: Iterable[Node], text: str) -> tuple[Node, str] | None:
-        """The turn whose reply follows its prompt in the text as it was said, and the text after
-        it.
+        """The turn whose reply stands unchanged after its prompt in the text, and the text after
+        the reply.
         """
         for node in nodes:
             end = node.num_letters + node.num_reply_letters
-            if remembered.text_digest(
-                text[node.num_letters : end]
-            ) == node.reply_digest and self._ends_there(node, text[end:]):
+            written = text[node.num_letters : end]
+            if remembered.text_digest(written) != node.reply_digest:
+                continue
+            if self._ends_there(node, text[end:]):
                 return node, self._rest(node, text[end:])
         return None
 
     def reworded(self, nodes: Sequence[Node], chat: Chat, place: int) -> tuple[Node, str] | None:
-        """The turn whose reply the template wrote at this place in other words, and the text after
-        it.
+        """The turn whose reply the template wrote at this place in another form, and the text after
+        the reply.
         """
         for node in nodes[-_MAX_TWINS:]:
             end = self._end_of_message(node, chat, place)
@@ -136,11 +138,12 @@ class Matcher:
         return None
 
     def respelled(self, node: Node, text: str, rest: str, rest_ids: tuple[int, ...]) -> bool:
-        """Whether `text`, which goes on from `node` with `rest`, has other ids when it is tokenised
+        """Whether `text`, which continues `node` with `rest`, has other ids when it is tokenised
         anew.
 
-        Tokenisers cut at special tokens first. So it is enough to tokenise from the last one before
-        the output to the next after it: the output once more, and never the whole history.
+        Tokenisers cut at special tokens first. So it is enough to tokenise from the last special
+        token before the output to the first one after it. The output is tokenised once more, but
+        never the whole history.
         """
         specials = self.tokenizer.special_token_ids
         tail = remembered.unpacked(node.tail)
@@ -148,12 +151,10 @@ class Matcher:
         start = next((k for k in reversed(range(len(tail))) if tail[k] in specials), None)
         if start is None:
             return self.tokenizer.encode(text) != remembered.unpacked(node.packed_ids) + rest_ids
-        ended = bool(output) and output[-1] in specials
-        stop = (
-            0
-            if ended
-            else next((k for k, i in enumerate(rest_ids) if i in specials), len(rest_ids))
-        )
+        if output and output[-1] in specials:
+            stop = 0
+        else:
+            stop = next((k for k, i in enumerate(rest_ids) if i in specials), len(rest_ids))
         lead = tail[start:]
         head = rest_ids[:stop]
         first = node.num_letters - len(self.tokenizer.decode(lead))
@@ -161,7 +162,7 @@ class Matcher:
         return self.tokenizer.encode(text[first:last]) != lead + output + head
 
     def _ends_there(self, node: Node, tail: str) -> bool:
-        """Whether the message ends where the reply did, as far as that can be told."""
+        """Whether the message ends where the reply did, as far as the text shows it."""
         tail = tail.lstrip()
         own = self._own_end(node)
         if not tail:  # the reply itself is to be continued
@@ -169,7 +170,7 @@ class Matcher:
         return tail.startswith(self.end_of_turn) or (bool(own) and tail.startswith(own))
 
     def _end_of_message(self, node: Node, chat: Chat, place: int) -> int | None:
-        """Where the end of turn begins that follows the reply, in letters of the text."""
+        """The position in the text where the end of turn after the reply begins."""
         if self.end_of_turn:
             at = chat.text.find(self.end_of_turn, node.num_letters)
             return None if at < 0 else at
@@ -179,15 +180,14 @@ class Matcher:
             )
         except MidflightError:  # the template takes the whole conversation, but none that ends here
             return None
-        return (
-            len(written)
-            if chat.text.startswith(written) and len(written) >= node.num_letters
-            else None
-        )
+        if not chat.text.startswith(written) or len(written) < node.num_letters:
+            return None
+        return len(written)
 
     def _means_the_same(self, node: Node, chat: Chat, end: int) -> bool:
-        """Compared with all that was sampled, which may be more than the agent saw; calls count,
-        whether the agent saw them so or as content."""
+        """Whether the text up to `end` means the same as the recorded reply. Calls are read in
+        both, whether the agent saw them as calls or as content.
+        """
         prompt = chat.text[: node.num_letters]
         written = chat.text[node.num_letters : end]
         said = self.tokenizer.decode(
@@ -201,30 +201,31 @@ class Matcher:
         return remembered.meaning(parsed[0]) == remembered.meaning(parsed[1])
 
     def _rest(self, node: Node, tail: str) -> str:
-        """What is context after the reply. The end of turn that the model gave itself is not
-        repeated.
+        """The text after the reply that becomes context. An end of turn that the model wrote itself
+        is not repeated.
         """
         own = self._own_end(node)
-        return tail.lstrip().removeprefix(own) if own and tail.lstrip().startswith(own) else tail
+        if own and tail.lstrip().startswith(own):
+            return tail.lstrip().removeprefix(own)
+        return tail
 
     def _own_end(self, node: Node) -> str:
-        """Text of the special token that the output ends with."""
+        """The text of the special token that the output ends with. Empty if it ends with none."""
         last = remembered.unpacked(node.output[-4:])
-        return (
-            self.tokenizer.decode(last)
-            if last and last[0] in self.tokenizer.special_token_ids
-            else ""
-        )
+        if last and last[0] in self.tokenizer.special_token_ids:
+            return self.tokenizer.decode(last)
+        return ""
 
 
 _MAX_READ = 8
-"""Replies of one prompt, newest first, that are read back to see whether they mean the same. A
-template that cuts thoughts writes every reply otherwise, and reading all of them for each prompt
-would be quadratic in the turns."""
+"""The most replies of one prompt, newest first, that are read back and compared by meaning. A
+template that cuts thoughts changes every reply, and reading all of them for each prompt would be
+quadratic in the turns.
+"""
 
 
 class TokenTree:
-    """The turns of one session. `plan_*` turns a prompt into tokens and changes nothing, `record`
+    """The turns of one session. `plan_*` turns a prompt into tokens and changes nothing; `record`
     adds the finished turn.
     """
 
@@ -234,31 +235,32 @@ class TokenTree:
         self._matcher = matcher or Matcher(tokenizer)
         self._roots: list[Node] = []
         self._by_history: dict[bytes, list[Node]] = {}
-        """The turns that a conversation may end with, by its digest; several where choices differ
-        in their reasoning only.
+        """The turns that a conversation may end with, by the conversation's digest. There are
+        several if choices differ only in their reasoning.
         """
         self._replies: set[bytes] = set()
-        """Digests of the replies by themselves."""
+        """Digests of the single replies."""
         self._answered: set[bytes] = set()
         """Digests of the conversations that were answered."""
         self._unread: list[tuple[Prompt, Node, AssistantMessage]] = []
-        """Those that are in none of the three yet."""
+        """Turns that are not yet in the three collections above."""
         self.nodes: list[Node] = []
         self.num_branches = 0
-        """Turns that do not continue the newest end of what came before: a new start, or a second
-        way on from a turn.
+        """Turns that stand beside a turn of another request: a second root, or a second child of a
+        turn.
         """
         self.num_rewritten = 0
-        """Answered chats that hold a recorded reply, or another message in its place, and could not
-        continue it token by token: the client edited the history, or the template writes it
-        otherwise. They start a branch."""
+        """Answered chats that hold a recorded reply, or another message in its place, but could not
+        continue it token by token: the client edited the history, or the template writes it in
+        another form. They start a branch.
+        """
         self.num_mismatches = 0
-        """Answered prompts whose text, tokenised anew, would have had other ids than those
-        reused.
+        """Answered prompts whose text would have had other ids than the reused ones if it had been
+        tokenised anew.
         """
 
     def emptied(self) -> TokenTree:
-        """A new one for the same session."""
+        """A new, empty tree for the same session."""
         return TokenTree(self._tokenizer, matcher=self._matcher)
 
     def plan_chat(
@@ -269,7 +271,7 @@ class TokenTree:
         options: _Options = None,
         ending: Ending = Ending.TURN,
     ) -> Prompt:
-        """The prompt of a conversation: the longest recorded prefix verbatim, the rest
+        """The prompt of a conversation: the ids of the longest recorded prefix, then the rest
         tokenised.
         """
         written = [tool.as_json() for tool in tools] or None
@@ -293,33 +295,21 @@ class TokenTree:
                 begun=begun,
             )
         node, rest, place = found
-        going_on = self._going_on(
-            node,
-            text,
-            rest,
-            history=history.end,
-            rewritten=self._is_rewritten(history, since=place + 1),
-        )
-        return replace(going_on, begun=begun) if begun else going_on
+        rewritten = self._is_rewritten(history, since=place + 1)
+        prompt = self._going_on(node, text, rest, history=history.end, rewritten=rewritten)
+        return replace(prompt, begun=begun) if begun else prompt
 
     def plan_text(self, text: str) -> Prompt:
-        """The prompt of a text completion: a text that goes on from a recorded one reuses its
-        ids.
-        """
+        """The prompt of a text completion. A text that continues a recorded one reuses its ids."""
         starts = remembered.beginnings(text, (node.num_letters for node in self.nodes))
-        begun = [
-            node
-            for node in self.nodes
-            if node.prompt_digest is not None and starts.get(node.num_letters) == node.prompt_digest
-        ]
-        spoken = [
-            (node, self._tokenizer.decode(remembered.unpacked(node.output))) for node in begun
-        ]
-        ends = [
-            (node.num_letters + len(said), node)
-            for node, said in spoken
-            if text.startswith(said, node.num_letters)
-        ]
+        ends: list[tuple[int, Node]] = []
+        for node in self.nodes:
+            digest = node.prompt_digest
+            if digest is None or starts.get(node.num_letters) != digest:
+                continue
+            said = self._tokenizer.decode(remembered.unpacked(node.output))
+            if text.startswith(said, node.num_letters):
+                ends.append((node.num_letters + len(said), node))
         if not ends:
             ids = self._tokenizer.encode(text)
             return Prompt(ids, text, parent=self._longest_prefix(ids))
@@ -353,15 +343,13 @@ class TokenTree:
         return node
 
     def _read(self) -> None:
-        """The replies recorded since the last time: most sessions ask once, and need no digest of
-        what they were told.
+        """Digests the replies that were recorded since the last time. They wait until here because
+        most sessions send one request and need no digest of its answer.
         """
         for prompt, node, said in self._unread:
-            whole = (
-                msgspec.structs.replace(said, content=prompt.begun + said.content)
-                if prompt.begun
-                else said
-            )
+            whole = said
+            if prompt.begun:
+                whole = msgspec.structs.replace(said, content=prompt.begun + said.content)
             own = remembered.digest(remembered.assistant_reply(whole))
             before = prompt.history or remembered.EMPTY
             self._by_history.setdefault(remembered.linked(before, own), []).append(node)
@@ -371,36 +359,37 @@ class TokenTree:
 
     def _count(self, prompt: Prompt, request: int, siblings: Sequence[Node]) -> None:
         """A prompt counts once, with the first of its choices."""
-        others = [other.request != request for other in siblings]
-        self.num_branches += any(others)
-        if all(others):
+        of_others = [sibling.request != request for sibling in siblings]
+        if any(of_others):
+            self.num_branches += 1
+        if all(of_others):
             self.num_rewritten += prompt.rewritten
             self.num_mismatches += prompt.respelled
 
     def _continued(self, chat: Chat, history: History) -> tuple[Node, str, int] | None:
-        """The turn that the conversation goes on from, the text after it, and the place of its
+        """The turn that the conversation continues, the text after it, and the place of its
         reply.
         """
-        known = [
-            (place, nodes)
-            for place in reversed(history.replies)
-            if (nodes := self._by_history.get(history.chain[place]))
-        ]
-        starts = remembered.beginnings(
-            chat.text, (node.num_letters for _, nodes in known for node in nodes)
-        )
+        known: list[tuple[int, list[Node]]] = []
+        for place in reversed(history.replies):
+            nodes = self._by_history.get(history.chain[place])
+            if nodes:
+                known.append((place, nodes))
+        lengths = [node.num_letters for _, nodes in known for node in nodes]
+        starts = remembered.beginnings(chat.text, lengths)
         for rank, (place, nodes) in enumerate(known):
             begun = [node for node in nodes if starts.get(node.num_letters) == node.prompt_digest]
             found = self._matcher.verbatim(begun, chat.text)
             if found is None and rank < _MAX_READ:
                 found = self._matcher.reworded(begun, chat, place)
             if found is not None:
-                return *found, place
+                node, rest = found
+                return node, rest, place
         return None
 
     def _is_rewritten(self, history: History, *, since: int) -> bool:
-        """Whether a message from place `since` on repeats a recorded reply, or stands where one was
-        recorded.
+        """Whether a message at place `since` or later repeats a recorded reply, or stands where one
+        was recorded.
         """
         return any(
             own in self._replies or history.before(place) in self._answered
@@ -432,8 +421,8 @@ class TokenTree:
         )
 
     def _longest_prefix(self, ids: tuple[int, ...]) -> Node | None:
-        """The longest recorded turn that these ids go on from; it looks only at the children of
-        turns that they do.
+        """The longest recorded turn that these ids continue. Only the children of turns that the
+        ids continue are looked at.
         """
         key = remembered.packed(ids) if self._roots else b""
         best = None
@@ -444,18 +433,19 @@ class TokenTree:
             for node in nodes:
                 middle = start + len(node.tail)
                 end = middle + len(node.output)
-                if (
-                    end < len(key)
-                    and key.startswith(node.tail, start)
-                    and key.startswith(node.output, middle)
-                ):
-                    ends.append((end, node.children))
-                    best, best_end = (node, end) if end > best_end else (best, best_end)
+                if end >= len(key) or not key.startswith(node.tail, start):
+                    continue
+                if not key.startswith(node.output, middle):
+                    continue
+                ends.append((end, node.children))
+                if end > best_end:
+                    best = node
+                    best_end = end
         return best
 
 
 class Harvest(msgspec.Struct, frozen=True, eq=False):
-    """Rows to train on, and the generated tokens that are not, by reason."""
+    """Rows to train on, and the numbers of generated tokens that are not trained, by reason."""
 
     rows: tuple[Row, ...]
     masked: Mapping[Reason, int]
@@ -463,33 +453,37 @@ class Harvest(msgspec.Struct, frozen=True, eq=False):
 
 
 def counted(numbers: Iterable[tuple[Reason, int]]) -> dict[Reason, int]:
-    """Their sums, without those that are 0."""
-    there = [pair for pair in numbers if pair[1]]
-    return {reason: sum([number for of, number in there if of is reason]) for reason, _ in there}
+    """The sum of the numbers of each reason. Numbers that are 0 add no entry."""
+    sums: dict[Reason, int] = {}
+    for reason, number in numbers:
+        if number:
+            sums[reason] = sums.get(reason, 0) + number
+    return sums
 
 
 def harvest(nodes: Sequence[Node], *, count_all_choices: bool = False) -> Harvest:
-    """`nodes` in order of recording. Paths without a trainable token give no row.
+    """Makes rows of a tree. `nodes` are in order of recording. Paths without a trainable token give
+    no row.
 
     `count_all_choices`: choices that the agent did not continue are trained too, each as a row of
     its own.
     """
-    unchosen = set[Node]() if count_all_choices or len(nodes) < 2 else _unchosen(nodes)
-    turn_of = {
-        request: turn for turn, request in enumerate(sorted({node.request for node in nodes}))
-    }
+    unchosen = set[Node]()
+    if not count_all_choices and len(nodes) > 1:
+        unchosen = _unchosen(nodes)
     chosen = [node for node in nodes if node not in unchosen] if unchosen else nodes
+    requests = sorted({node.request for node in nodes})
+    turn_of = {request: turn for turn, request in enumerate(requests)}
     masked = [
         (Reason.NOT_POLICY_SAMPLED, node.num_output) for node in chosen if not node.policy_sampled
     ]
-    dropped = [(Reason.UNCHOSEN, node.num_output) for node in unchosen] + [
-        (Reason.OVERSHOOT, node.num_overshoot) for node in nodes
-    ]
+    dropped = [(Reason.UNCHOSEN, node.num_output) for node in unchosen]
+    dropped += [(Reason.OVERSHOOT, node.num_overshoot) for node in nodes]
     return Harvest(_rows(chosen, turn_of), counted(masked), counted(dropped))
 
 
 def _unchosen(nodes: Sequence[Node]) -> set[Node]:
-    """Choices of an n > 1 request that the agent did not continue, where it continued another."""
+    """The choices of an n > 1 request that the agent did not continue, if it continued another."""
     continued = {node.request for node in nodes if node.children}
     return {node for node in nodes if node.request in continued and not node.children}
 
@@ -498,20 +492,20 @@ def _rows(nodes: Sequence[Node], turn_of: Mapping[int, int]) -> tuple[Row, ...]:
     claimed: set[Node] = set()
     rows: list[Row] = []
     for leaf in nodes:
-        if not leaf.children:
-            path = leaf.path
-            trained = {
-                node for node in path if node not in claimed and node.policy_sampled and node.output
-            }
-            claimed.update(path)
-            if trained:
-                rows.append(_row(leaf, path, trained=trained, turn_of=turn_of))
+        if leaf.children:
+            continue
+        path = leaf.path
+        unclaimed = [node for node in path if node not in claimed]
+        trained = {node for node in unclaimed if node.policy_sampled and node.output}
+        claimed.update(path)
+        if trained:
+            rows.append(_row(leaf, path, trained=trained, turn_of=turn_of))
     return tuple(rows)
 
 
 _KINDS = tuple([np.dtype(kind) for kind in ("<i4", "?", "?", "<f4", "<i4", "<i4", "<i4")])
-"""Of a row's ids and of `Node.columns`: to make one of its name takes as long as to make the
-array.
+"""The types of a row's ids and of `Node.columns`. They are made once, because making a type from
+its name takes as long as making the array.
 """
 
 
@@ -521,13 +515,12 @@ def _row(
     """`turn_of`: the place of each request among those that were answered."""
     kept, kept_lengths = _kept([node for node in path if node in trained], length=leaf.end)
     parts = [node.columns(trained=node in trained, turn=turn_of[node.request]) for node in path]
-    columns = (
-        parts[0] if len(parts) == 1 else [b"".join(column) for column in zip(*parts, strict=True)]
-    )
-    arrays = [
-        np.frombuffer(column, kind)
-        for column, kind in zip((leaf.packed_ids, *columns), _KINDS, strict=True)
-    ]
+    columns = [leaf.packed_ids]
+    if len(parts) == 1:
+        columns += parts[0]
+    else:
+        columns += [b"".join(column) for column in zip(*parts, strict=True)]
+    arrays = [np.frombuffer(column, kind) for column, kind in zip(columns, _KINDS, strict=True)]
     return Row(
         *arrays,
         kept=kept,
@@ -537,7 +530,9 @@ def _row(
 
 
 def _kept(trained: Sequence[Node], *, length: int) -> tuple[UInt8, Int32] | tuple[None, None]:
-    """What truncation kept for the tokens of these turns, which are in order."""
+    """The records of truncation for the tokens of these turns, which are in order. Both are `None`
+    if no turn has a record.
+    """
     if not any(node.kept for node in trained):
         return None, None
     lengths = np.zeros(length, dtype=np.int32)
@@ -548,8 +543,8 @@ def _kept(trained: Sequence[Node], *, length: int) -> tuple[UInt8, Int32] | tupl
 
 
 def _experts(path: Sequence[Node]) -> UInt8 | None:
-    """Where two turns have a record of a token, the first stays: it is of the choice that the token
-    was sampled with.
+    """The records of experts for all tokens of the path. If two turns have a record of one token,
+    the first stays, because the token was sampled with that choice of experts.
     """
     if not any(node.experts for node in path):
         return None

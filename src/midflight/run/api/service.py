@@ -18,10 +18,10 @@ from typing import Annotated, Protocol, Self
 import msgspec
 from msgspec import Meta
 
-from midflight.allowance import SenderClock
 from midflight.errors import OutOfTurn, RequestRejected, UnknownLease, nearest
 from midflight.models.adapters import served_weights
 from midflight.run.parts import PartLost
+from midflight.sender_clock import SenderClock
 from midflight.trajectories.packing import from_bytes
 from midflight.types import Batch, PackedBatch, TensorSpec, Version, WeightManifest
 from midflight.types.facts import Stepped

@@ -25,12 +25,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from midflight.allowance import SenderClock
 from midflight.delays import Lateness, delay_of
 from midflight.observe.motion import BYTES_A_SECOND
 from midflight.observe.status import duration
 from midflight.run.heart import BEAT_SECONDS, Beat, Doing
 from midflight.run.places.vitals import Vitals, vitals_of
+from midflight.sender_clock import SenderClock
 
 LOOK_SECONDS = 1.0
 """Between two looks of the launcher."""

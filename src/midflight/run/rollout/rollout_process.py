@@ -30,7 +30,8 @@ from midflight.environments.registry import AgentProgram
 from midflight.environments.single_turn import AnswersHere
 from midflight.environments.tasks import Source, load_sources, posted_tasks
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
-from midflight.gateway.http.http import ChatsHere, build_app
+from midflight.gateway.http.chats import ChatsHere
+from midflight.gateway.http.http import build_app
 from midflight.observe.alarms import Alarms
 from midflight.observe.completions import Completions, LastRollout, in_words
 from midflight.observe.journal import Journal, Observers, newest_version

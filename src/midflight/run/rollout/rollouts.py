@@ -24,7 +24,7 @@ from midflight.environments.rollout import GroupRunner, RolloutRunner
 from midflight.environments.tasks import TaskStream
 from midflight.errors import RunFailed
 from midflight.gateway.fleet.fleet import Fleet
-from midflight.gateway.fleet.routing import Reservation
+from midflight.gateway.fleet.reservation import Reservation
 from midflight.observe.alarms import USE_THE_CLIENT
 from midflight.observe.status import Phase
 from midflight.ports import RequestWatch, SessionHandle, Sessions

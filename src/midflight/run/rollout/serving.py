@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from midflight.allowance import LoopDelay, Stopwatch
 from midflight.config.bounds import RolloutBound, rollout_bound
 from midflight.config.sections import Config
 from midflight.environments.agents import AgentHost
@@ -32,6 +31,7 @@ from midflight.run.heart import BEAT_SECONDS
 from midflight.run.rollout.capacity import Capacity
 from midflight.run.rollout.rollouts import Fates
 from midflight.run.rollout.served import Follower, ServedNews, ShardRole
+from midflight.stopwatch import LoopDelay, Stopwatch
 from midflight.text.formats import MessageFormat
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import Feature, Version

@@ -1,5 +1,5 @@
-"""How a model writes its messages: tool calls and thinking, between markers of its own, inside one
-text.
+"""The formats in which models write their messages. Tool calls and thinking stand between markers
+inside one text.
 """
 
 from midflight.text.formats.assistant import (

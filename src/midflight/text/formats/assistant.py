@@ -1,5 +1,5 @@
-"""An assistant's message in its parts, whole or piece by piece, and what a format of tool calls
-is.
+"""The parts of an assistant's message, whole or in pieces, with the interfaces of parsers and of
+tool formats.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,13 @@ class Tool:
     description: str = ""
     parameters: Mapping[str, Json] = field(default_factory=dict[str, Json])
     told_whole: bool = False
-    """Whether no part of a call is told before it is complete."""
+    """Whether no part of a call is given out before the call is complete."""
     strict: bool = False
-    """Whether the arguments of a call must match `parameters`, also of one that the model is free
-    to make.
+    """Whether the arguments of every call must match `parameters`, even if the call is optional.
     """
 
     def as_json(self) -> dict[str, Json]:
-        """As chat templates read it (OpenAI's form)."""
+        """The tool as chat templates read it (OpenAI's form)."""
         function: dict[str, Json] = {
             "name": self.name,
             "description": self.description,
@@ -45,7 +44,7 @@ class ToolCall:
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
-    """`content` is what is left when reasoning and tool calls are taken out."""
+    """A message of the assistant. `content` is the text without reasoning and tool calls."""
 
     content: str
     reasoning: str = ""
@@ -62,12 +61,12 @@ class ReasoningPiece(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """A call, held back until it is known to be well formed. One that `begins` is told by its name;
-    its arguments follow.
+    """A call. It is held back until it is known to be well formed. If it `begins`, only its name is
+    known, and its arguments follow in other pieces.
     """
 
     index: int
-    """From 0 in its message."""
+    """Its number in its message, from 0."""
     call: ToolCall
     begins: bool = False
 
@@ -86,13 +85,13 @@ Piece: TypeAlias = ContentPiece | ReasoningPiece | CallPiece | ArgumentsPiece
 
 
 class MessageParser(Protocol):
-    """Takes the text of one message as it grows. However the text is cut, the pieces joined are the
+    """Reads the text of one message as it grows. However the text is cut, the joined pieces are the
     same message.
     """
 
     @property
     def num_calls(self) -> int:
-        """Calls that have ended."""
+        """The number of calls that have ended."""
         ...
 
     def feed(self, text: str) -> tuple[Piece, ...]:
@@ -100,7 +99,7 @@ class MessageParser(Protocol):
         ...
 
     def finish(self) -> tuple[Piece, ...]:
-        """The rest, when the text has ended. What looked like a call and is none is content."""
+        """The rest, when the text has ended. An incomplete call is content."""
         ...
 
 
@@ -108,40 +107,45 @@ def joined(pieces: tuple[Piece, ...]) -> AssistantMessage:
     """The message that these pieces make."""
     if len(pieces) == 1 and isinstance(pieces[0], ContentPiece):
         return AssistantMessage(pieces[0].text)
-    arguments = [(p.index, p.text) for p in pieces if isinstance(p, ArgumentsPiece)]
-    begun = [p for p in pieces if isinstance(p, CallPiece)]
+    arguments: dict[int, str] = {}
+    for piece in pieces:
+        if isinstance(piece, ArgumentsPiece):
+            arguments[piece.index] = arguments.get(piece.index, "") + piece.text
+    calls: list[ToolCall] = []
+    for piece in pieces:
+        if isinstance(piece, CallPiece) and piece.begins:
+            calls.append(ToolCall(piece.call.name, arguments.get(piece.index, "")))
+        elif isinstance(piece, CallPiece):
+            calls.append(piece.call)
     return AssistantMessage(
         content="".join(p.text for p in pieces if isinstance(p, ContentPiece)),
         reasoning="".join(p.text for p in pieces if isinstance(p, ReasoningPiece)),
-        tool_calls=tuple(
-            ToolCall(p.call.name, "".join(text for index, text in arguments if index == p.index))
-            if p.begins
-            else p.call
-            for p in begun
-        ),
+        tool_calls=tuple(calls),
     )
 
 
 class Calls(Protocol):
-    """Who is told of calls while a text is read."""
+    """The listener that a format notifies of calls while it reads a text."""
 
     def begin(self, name: str) -> None:
-        """What the cursor takes from here on are arguments of a call, an object, as long as it is
-        well formed.
+        """The text that the cursor takes from here on is the arguments of a call, an object, as
+        long as it is well formed.
         """
         ...
 
     def end(self) -> None:
-        """The arguments that began are whole; what follows belongs to the form of the call."""
+        """The arguments that began are complete. The text that follows belongs to the form of the
+        call.
+        """
         ...
 
     def give(self, call: ToolCall) -> None:
-        """A call that is certain: what the cursor took until then is that call and no content."""
+        """A call is certain. The text that the cursor has taken is that call and no content."""
         ...
 
 
 class ToolFormat(Protocol):
-    """One way to write calls. Stateless."""
+    """One format of tool calls. Stateless."""
 
     @property
     def opening(self) -> str:
@@ -155,23 +159,24 @@ class ToolFormat(Protocol):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Every marker that may be a special token, the opening one too."""
+        """Every marker that may be a special token, including the opening one."""
         ...
 
     def read(self, cursor: Cursor, calls: Calls, tools: Sequence[Tool]) -> Reading[None]:
-        """Reads on after the opening marker, says where arguments begin and end, and gives each
-        call that is complete. Ends by itself or by `NotACall`; what was taken after the last call
-        given is content."""
+        """Reads on after the opening marker, reports where arguments begin and end, and gives each
+        call that is complete. Ends by itself or by `NotACall`. Text that was taken after the last
+        given call is content.
+        """
         ...
 
     def read_bare(self, cursor: Cursor, calls: Calls) -> Reading[None] | None:
-        """Reads a message whose first letter is `{`, in formats that write calls without a marker
-        too; `None` in others.
+        """Reads a message whose first letter is `{`, if the format also writes calls without a
+        marker. `None` for other formats.
         """
         ...
 
     def rules(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Rules of a grammar in which `calls` is one call, or with `parallel` one or more, as this
-        format writes them.
+        """Grammar rules in which `calls` is one call in this format, or with `parallel` one or
+        more.
         """
         ...

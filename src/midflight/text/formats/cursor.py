@@ -1,5 +1,5 @@
-"""Reading a text that is still growing: a reading is a generator that stops where the text stops,
-and goes on with more.
+"""Readings of a growing text. A reading is a generator that pauses at the end of the text, and
+continues when there is more.
 """
 
 import re
@@ -8,23 +8,25 @@ from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
-"""Yields when it needs more text; returns what it read."""
+"""A generator that yields when it needs more text, and returns what it has read."""
 
 _BLANKS = " \t\r\n"
 SPACES = re.compile(f"[{_BLANKS}]+")
-"""What counts as whitespace in messages: JSON's."""
+"""Whitespace in messages is that of JSON."""
 
 
 class NotACall(Exception):
-    """What is being read is no tool call. Never leaves the parser: the text is content."""
+    """Raised when a text proves to be no tool call. The parser catches it and takes the text as
+    content.
+    """
 
 
 class Cursor:
-    """A place in a growing text. What was read since the last `drop` is kept, in fragments. Nothing
-    is read twice but the beginnings of markers, so a letter is handled no more often than a marker
-    is long.
+    """A place in a growing text. The text since the last `drop` is kept, in fragments. Only the
+    beginnings of markers are read twice, so a letter is handled no more often than a marker is
+    long.
 
-    A reading yields only when all the text at hand is read, so `push` never meets a rest.
+    A reading yields only when all the available text is read, so no text is left at a `push`.
     """
 
     def __init__(self) -> None:
@@ -49,20 +51,24 @@ class Cursor:
         return self._text[self._at : self._at + 1]
 
     def take(self, pattern: re.Pattern[str]) -> str:
-        """Takes what matches here in the text at hand; empty if nothing does."""
+        """Takes the text that matches here, as far as it is available. Empty if nothing matches."""
         match = pattern.match(self._text, self._at)
         return "" if match is None else self._take(match.end())
 
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Takes letters as long as they match; `pattern` is one class of letters, repeated."""
+        """Takes letters as long as they match. `pattern` is one class of letters, repeated."""
         parts: list[str] = []
-        while (yield from self.peek()) and (part := self.take(pattern)):
+        while (yield from self.peek()):
+            part = self.take(pattern)
+            if not part:
+                break
             parts.append(part)
         return "".join(parts)
 
     def letter(self) -> Reading[str]:
-        """Takes one letter; empty at the end of the text."""
-        if found := (yield from self.peek()):
+        """Takes one letter. Empty at the end of the text."""
+        found = yield from self.peek()
+        if found:
             self._take(self._at + 1)
         return found
 
@@ -77,11 +83,14 @@ class Cursor:
         return True
 
     def expect(self, text: str) -> Reading[None]:
+        """Takes `text`; raises `NotACall` if it does not stand here."""
         if not (yield from self.literal(text)):
             raise NotACall
 
     def until(self, marker: str) -> Reading[str]:
-        """Takes text up to the first `marker` and the marker; the text without it."""
+        """Takes text up to and including the first `marker`. Returns the text without the
+        marker.
+        """
         mark = self.mark()
         other = outside(marker)
         while (yield from self.peek()):
@@ -96,7 +105,7 @@ class Cursor:
         return len(self._taken)
 
     def doubt(self) -> None:
-        """What is taken from here on may prove wrong when more of it is read, until `trust`."""
+        """Text that is taken from here on may prove wrong when more is read, until `trust`."""
         self._doubt = len(self._taken)
 
     def trust(self) -> None:
@@ -104,26 +113,26 @@ class Cursor:
 
     @property
     def sure(self) -> int:
-        """A mark: what was taken before it will not prove wrong."""
+        """A mark. Text that was taken before it will not prove wrong."""
         return len(self._taken) if self._doubt is None else self._doubt
 
     def between(self, start: int, end: int) -> str:
-        """What was taken between two marks, of which nothing was dropped."""
+        """The text that was taken between two marks. It must not be dropped yet."""
         return "".join(self._taken[start:end])
 
     def since(self, mark: int) -> str:
-        """What was taken since `mark`, of which nothing was dropped."""
+        """The text that was taken since `mark`. It must not be dropped yet."""
         return "".join(self._taken[mark:])
 
     def drop(self) -> str:
-        """What was taken, which is forgotten here."""
+        """Returns the text that was taken, and forgets it."""
         text = "".join(self._taken)
         self._taken.clear()
         self._doubt = None
         return text
 
     def _back(self, text: str) -> None:
-        """Goes back over `text`, part of which may have come with an earlier push."""
+        """Goes back over `text`. A part of it may have come with an earlier push."""
         if self._at < len(text):
             self._text = text + self._text[self._at :]
             self._at = len(text)
@@ -137,18 +146,18 @@ class Cursor:
 
 
 def outside(marker: str) -> re.Pattern[str]:
-    """Letters that cannot begin `marker`."""
+    """A pattern for letters that cannot begin `marker`."""
     return re.compile(f"[^{re.escape(marker[0])}]+")
 
 
 class TrimmedText:
-    """Takes text as it comes and gives it on. Whitespace at a touched place is dropped if the text
-    begins or ends there.
+    """Passes text on as it comes. Whitespace beside a marker is dropped if the text begins or ends
+    there.
     """
 
     def __init__(self) -> None:
         self._held: list[str] = []
-        """Whitespace after which nothing has come yet."""
+        """Whitespace at the end of the text so far."""
         self._begun = False
         self.touched = False
         """Whether only whitespace came since the last `touch`."""
@@ -158,12 +167,14 @@ class TrimmedText:
         self.touched = True
 
     def add(self, text: str) -> str:
-        """What is certain now: text up to its last letter that is no whitespace."""
+        """Takes text and returns the part that is certain: up to the last letter that is no
+        whitespace.
+        """
         body = text.rstrip(_BLANKS)
         if not body:
             self._held.append(text)
             return ""
-        given = "".join([*self._held, body])
+        given = "".join(self._held) + body
         if self.touched and not self._begun:
             given = given.lstrip(_BLANKS)
         self._held = [text[len(body) :]]

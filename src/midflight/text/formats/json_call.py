@@ -1,4 +1,4 @@
-"""JSON objects in a growing text, and the tool calls they stand for."""
+"""Tool calls that are JSON objects, read from a growing text."""
 
 import json
 import re
@@ -10,8 +10,7 @@ from midflight.text.formats.cursor import SPACES, Cursor, NotACall, Reading
 from midflight.types import Json
 
 MAX_DEPTH = 200
-"""Deepest nesting of a call; what reads it after us recurses, and Python allows it about 1000
-levels.
+"""The deepest nesting of a call. Later readers recurse, and Python allows about 1000 levels.
 """
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
@@ -22,11 +21,11 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def read_object(cursor: Cursor, calls: Calls | None = None) -> Reading[dict[str, str]]:
-    """The members of a JSON object (RFC 8259), each value as written. Of members with one name the
-    first counts.
+    """The members of a JSON object (RFC 8259), each value as it was written. If members have one
+    name, the first counts.
 
-    `NotACall` at the first letter that no object can have there. `calls` hears of arguments that
-    come after the name of their call.
+    Raises `NotACall` at the first letter that no object can have there. `calls` is notified of
+    arguments that come after the name of their call.
     """
     members: dict[str, str] = {}
     yield from cursor.expect("{")
@@ -57,16 +56,17 @@ def read_object(cursor: Cursor, calls: Calls | None = None) -> Reading[dict[str,
 
 
 def _may_begin(members: Mapping[str, str]) -> bool:
-    return members.get("name", "").startswith('"') and not any(
-        name in members for name in _ARGUMENTS
-    )
+    """Whether arguments that come now belong to a call whose name is known."""
+    if any(name in members for name in _ARGUMENTS):
+        return False
+    return members.get("name", "").startswith('"')
 
 
 def as_call(members: Mapping[str, str]) -> ToolCall:
-    """The call that an object means: `name`, and `arguments` or `parameters`, an object or a JSON
-    string that holds one; the first counts.
+    """The call that an object stands for. It has a `name`, and `arguments` or `parameters`, of
+    which the first counts. These are an object, or a JSON string that holds one.
 
-    Other members mean nothing. Anything else is `NotACall`.
+    Other members are ignored. Raises `NotACall` for any other object.
     """
     name = loads(members.get("name", ""))
     arguments = next((value for key, value in members.items() if key in _ARGUMENTS), "")
@@ -82,7 +82,7 @@ def as_call(members: Mapping[str, str]) -> ToolCall:
 
 
 def loads(text: str) -> Json:
-    """The value of a JSON text; `NotACall` if it is none."""
+    """The value of a JSON text. Raises `NotACall` if the text is not JSON."""
     try:
         return cast(Json, json.loads(text, parse_constant=_refuse))
     except (ValueError, RecursionError):
@@ -94,12 +94,14 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _is_writable(text: str) -> bool:
-    """Half a surrogate pair can be escaped in JSON but not written."""
+    """Whether UTF-8 can hold the text. Half a surrogate pair can be escaped in JSON, but UTF-8
+    cannot hold it.
+    """
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _next(cursor: Cursor) -> Reading[str]:
-    """The next letter that is no whitespace, not taken."""
+    """The next letter that is no whitespace. It is not taken."""
     yield from cursor.run(SPACES)
     return (yield from cursor.peek())
 
@@ -114,7 +116,9 @@ def _key(cursor: Cursor) -> Reading[str]:
 
 
 def _value(cursor: Cursor) -> Reading[None]:
-    """One value. A loop over the open brackets, so that a letter costs the same at any depth."""
+    """Reads one value. It loops over the open brackets, so that a letter costs the same at any
+    depth.
+    """
     closers: list[str] = []
     while True:
         first = yield from _next(cursor)
@@ -134,8 +138,8 @@ def _value(cursor: Cursor) -> Reading[None]:
 
 
 def _open(cursor: Cursor, closers: list[str]) -> Reading[bool]:
-    """Takes an opening bracket (and the first key); False if the container is empty, and taken
-    whole.
+    """Takes an opening bracket, and in an object the first key. Returns False if the container is
+    empty; then it is taken whole.
     """
     closer = _CLOSERS[(yield from cursor.letter())]
     if len(closers) == MAX_DEPTH:
@@ -150,8 +154,8 @@ def _open(cursor: Cursor, closers: list[str]) -> Reading[bool]:
 
 
 def _goes_on(cursor: Cursor, closers: list[str]) -> Reading[bool]:
-    """After a value: takes brackets that close here. True if another value follows in an open
-    one.
+    """Takes the brackets that close after a value. Returns True if another value follows in an open
+    container.
     """
     while closers:
         yield from _next(cursor)

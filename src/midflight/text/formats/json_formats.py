@@ -1,4 +1,4 @@
-"""The formats whose calls are JSON objects: those of Hermes (and Qwen), Llama 3 and Mistral."""
+"""The formats whose calls are JSON objects: Hermes (and Qwen), Llama 3 and Mistral."""
 
 import json
 import re
@@ -21,8 +21,8 @@ _NAME = re.compile(r"[\w.:/-]+")
 
 
 class Hermes:
-    """Whitespace may stand around the object; text around the calls is content. Several objects may
-    stand in a list, as SmolLM2 writes them.
+    """The format of Hermes. Whitespace may surround the object, and text around the calls is
+    content. Several objects may form a list, as SmolLM2 writes them.
     """
 
     opening = TOOL_CALL
@@ -46,18 +46,15 @@ class Hermes:
         names, objects = _objects_of(tools, "arguments")
         opening = lark.marker(TOOL_CALL)
         closing = lark.marker(END_TOOL_CALL)
-        return "\n".join(
-            [
-                'calls: call ("\\n" call)*' if parallel else "calls: call",
-                f'call: {opening} "\\n" {alternatives(names)} "\\n" {closing}',
-                *objects,
-            ]
-        )
+        rules = ['calls: call ("\\n" call)*' if parallel else "calls: call"]
+        rules.append(f'call: {opening} "\\n" {alternatives(names)} "\\n" {closing}')
+        rules += objects
+        return "\n".join(rules)
 
 
 def _objects_of(tools: Sequence[Tool], member: str) -> tuple[list[str], list[str]]:
-    """A rule for each tool, `{"name": its name, member: its arguments}`: their names, and the
-    rules.
+    """The names of one rule for each tool, and the rules. The rule of a tool is `{"name": its name,
+    member: its arguments}`.
     """
     names = [f"tool_{place}" for place in range(len(tools))]
     rules: list[str] = []
@@ -71,8 +68,9 @@ def _objects_of(tools: Sequence[Tool], member: str) -> tuple[list[str], list[str
 
 
 class Llama3:
-    """Several objects are separated by `;`. After the tag each is a call of its own; without it,
-    the first is one where `;` or the end of the message follows, and so is each after it."""
+    """The format of Llama 3. Several objects are separated by `;`. After the tag each object is a
+    call. Without the tag an object is a call if `;` or the end of the message follows it.
+    """
 
     opening = PYTHON_TAG
     announces = False
@@ -100,22 +98,20 @@ class Llama3:
 
     def rules(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         names = [f"tool_{place}" for place in range(len(tools))]
-        return "\n".join(
-            [
-                f"calls: {lark.marker(PYTHON_TAG)}? call" + (' ("; " call)*' if parallel else ""),
-                f"call: {alternatives(names)}",
-                *(
-                    rule
-                    for name, tool in zip(names, tools, strict=True)
-                    for rule in _tool_rules(name, tool)
-                ),
-            ]
-        )
+        more = ' ("; " call)*' if parallel else ""
+        rules = [
+            f"calls: {lark.marker(PYTHON_TAG)}? call{more}",
+            f"call: {alternatives(names)}",
+        ]
+        for name, tool in zip(names, tools, strict=True):
+            rules += _tool_rules(name, tool)
+        return "\n".join(rules)
 
 
 def _tool_rules(name: str, tool: Tool) -> tuple[str, str]:
-    """One tool's object, JSON token by JSON token: llguidance decides between it and other JSON
-    that may stand in its place by comparing such tokens."""
+    """The rules of one tool's object, JSON token by JSON token. llguidance compares such tokens
+    when it decides between the object and other JSON that may stand in its place.
+    """
     parts = ["{", '"name"', ":", " ", json.dumps(tool.name), ",", " ", '"parameters"', ":", " "]
     head = " ".join(literal(part) for part in parts)
     return (
@@ -126,9 +122,10 @@ def _tool_rules(name: str, tool: Tool) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Mistral:
-    """Both forms are read: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, each of whose
-    calls is known by what follows it, and `[TOOL_CALLS]name[ARGS]{...}` (in some versions without
-    `[ARGS]`, or with `[CALL_ID]` and an id before it)."""
+    """The formats of Mistral. Both forms are read: `[TOOL_CALLS][{"name": ..., "arguments": {...}},
+    ...]`, in which the text after a call confirms it, and `[TOOL_CALLS]name[ARGS]{...}` (in some
+    versions without `[ARGS]`, or with `[CALL_ID]` and an id before it).
+    """
 
     named: bool
     """Whether the model is made to write the second form."""
@@ -152,17 +149,16 @@ class Mistral:
             return _named_rules(lark, tools, parallel=parallel)
         names, objects = _objects_of(tools, "arguments")
         more = ' (", " call)*' if parallel else ""
-        return "\n".join(
-            [
-                f'calls: {lark.marker(TOOL_CALLS)} "[" call{more} "]"',
-                f"call: {alternatives(names)}",
-                *objects,
-            ]
-        )
+        rules = [
+            f'calls: {lark.marker(TOOL_CALLS)} "[" call{more} "]"',
+            f"call: {alternatives(names)}",
+        ]
+        rules += objects
+        return "\n".join(rules)
 
 
 def _listed(cursor: Cursor, calls: Calls, *, closing: str = "") -> Reading[None]:
-    """Calls up to the end of their list, and what closes that."""
+    """Reads calls up to the end of their list, and the list's `closing` marker if it has one."""
     goes_on = True
     while goes_on:
         yield from cursor.run(SPACES)

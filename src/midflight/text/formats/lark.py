@@ -1,4 +1,4 @@
-"""Writing grammars in llguidance's Lark dialect
+"""Grammars in llguidance's Lark dialect
 (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
 """
 
@@ -15,13 +15,12 @@ _SPACING: dict[str, Json] = {
     "item_separator": ", ",
     "key_separator": ": ",
 }
-"""As `json.dumps` and the chat templates write: a model that wanders has no endless whitespace to
-wander in.
+"""The spacing of `json.dumps` and of chat templates. It leaves no room for endless whitespace.
 """
 
 _BLANKS: dict[str, Json] = {"whitespace_pattern": r"[ \n\r\t]{0,40}"}
-"""Between JSON tokens of a client's schema: enough for indented JSON, and no endless answer of
-blanks.
+"""The whitespace between JSON tokens of a client's schema. It suffices for indented JSON, and
+prevents an endless answer of blanks.
 """
 
 
@@ -29,14 +28,14 @@ blanks.
 class Lark:
     """Writes the parts of a grammar. `tokens` has the ids of markers that are tokens of their own.
 
-    Such a marker is written by its id whether or not the tokenizer calls it special: llguidance
-    keeps every added token in angle brackets out of texts, so as letters it could only be written
-    in a way the model never saw.
+    Such a marker is written by its id, whether or not the tokenizer calls it special. llguidance
+    keeps every added token in angle brackets out of texts, so in letters the marker could only be
+    written in a way that the model never saw.
     """
 
     tokens: Mapping[str, int]
     announcing: str | None = None
-    """A marker that free text may stand before: the rule `announced` is both."""
+    """A marker that may follow free text. The rule `announced` covers both."""
 
     def marker(self, text: str) -> str:
         """The token, or the letters if it is none."""
@@ -45,20 +44,18 @@ class Lark:
         return f"<[{self.tokens[text]}]>" if text in self.tokens else literal(text)
 
     def announced(self, marker: str) -> str:
-        """Rules: `announced` is any text up to the first `marker` and with it, `FREE` a text
-        without one.
+        """Two rules: `announced` is any text up to and including the first `marker`, `FREE` is a
+        text without one.
         """
         free = "FREE: /(?s:.+)/"
-        # A text holds no token, and of two readings llguidance takes the lazy one as soon as it
+        # A text never matches a token. Of two readings llguidance takes the lazy one as soon as it
         # ends.
-        return (
-            f"{free}\nannounced: FREE? {self.marker(marker)}"
-            if marker in self.tokens
-            else f"{free}\n{self.ending('announced', marker)}"
-        )
+        if marker in self.tokens:
+            return f"{free}\nannounced: FREE? {self.marker(marker)}"
+        return f"{free}\n{self.ending('announced', marker)}"
 
     def ending(self, name: str, marker: str) -> str:
-        """A rule: any text, up to the first `marker` and with it."""
+        """A rule for any text up to and including the first `marker`."""
         if marker in self.tokens:
             return f"{name}: /(?s:.*)/ {self.marker(marker)}"
         return f"{name}[lazy]: /(?s:.*){_slashed(re.escape(marker))}/"
@@ -69,12 +66,14 @@ def literal(text: str) -> str:
 
 
 def arguments(schema: Mapping[str, Json]) -> str:
-    """An object that matches a tool's schema; it is the root, so that its `$ref`s hold."""
+    """A grammar for an object that matches a tool's schema. The schema is the root, so that its
+    `$ref`s hold.
+    """
     return json_value({**schema, "type": "object"})
 
 
 def json_value(schema: Mapping[str, Json]) -> str:
-    """A value that matches a schema, spaced as `json.dumps` does."""
+    """A grammar for a value that matches a schema, with the spacing of `json.dumps`."""
     return f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}"
 
 
@@ -83,7 +82,7 @@ def alternatives(names: list[str]) -> str:
 
 
 def embedded(name: str, grammar: Grammar) -> str:
-    """A rule that matches what `grammar` does."""
+    """A rule that matches the same texts as `grammar`."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return f"{name}: %json {_bounded(grammar.text)}"
@@ -94,21 +93,21 @@ def embedded(name: str, grammar: Grammar) -> str:
 
 
 def _bounded(schema: str) -> str:
-    """The schema with bounded blanks. What is no JSON object stays as it is, for the engine to
-    refuse.
+    """The schema with bounded blanks. A text that is no JSON object stays as it is, for the engine
+    to refuse.
     """
     try:
         parsed = cast(Json, json.loads(schema))
     except (ValueError, RecursionError):
         return schema
-    return json.dumps({"x-guidance": _BLANKS, **parsed}) if isinstance(parsed, dict) else schema
+    if not isinstance(parsed, dict):
+        return schema
+    return json.dumps({"x-guidance": _BLANKS, **parsed})
 
 
 def _slashed(pattern: str) -> str:
-    """A regular expression as it stands between slashes, on one line."""
+    """A regular expression as it is written between slashes, on one line."""
+    escapes = {"/": r"\/", "\n": r"\n"}
     return re.sub(
-        r"\\.|/|\n",
-        lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]),
-        pattern,
-        flags=re.DOTALL,
+        r"\\.|/|\n", lambda found: escapes.get(found[0], found[0]), pattern, flags=re.DOTALL
     )

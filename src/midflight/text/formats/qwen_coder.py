@@ -31,8 +31,10 @@ _KINDS: dict[type, str] = {
 
 
 class QwenCoder:
-    """One newline at either end of a value belongs to the markers. A value is a string where the
-    tool's schema says so, else JSON if it is JSON, else a string."""
+    """The format of Qwen3-Coder. One newline at either end of a value belongs to the markers. A
+    value is a string if the tool's schema says so; otherwise it is JSON if it can be read as JSON,
+    else a string.
+    """
 
     opening = TOOL_CALL
     announces = True
@@ -47,37 +49,27 @@ class QwenCoder:
         while (yield from _has_parameter(cursor)):
             key = yield from _name(cursor)
             text = yield from cursor.until(END_PARAMETER)
-            values[key] = _written(
-                text.removeprefix("\n").removesuffix("\n"), _property(schema, key)
-            )
+            text = text.removeprefix("\n").removesuffix("\n")
+            values[key] = _written(text, _property(schema, key))
         yield from cursor.run(SPACES)
         yield from cursor.expect(END_TOOL_CALL)
-        calls.give(
-            ToolCall(
-                name,
-                f"{{{', '.join(f'{json.dumps(key, ensure_ascii=False)}: {value}' for key, value in values.items())}}}",
-            )
-        )
+        members = [
+            f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in values.items()
+        ]
+        calls.give(ToolCall(name, "{" + ", ".join(members) + "}"))
 
     def read_bare(self, cursor: Cursor, calls: Calls) -> None:
         return None
 
     def rules(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         names = [f"tool_{place}" for place in range(len(tools))]
-        return "\n".join(
-            [
-                'calls: call ("\\n" call)*' if parallel else "calls: call",
-                (
-                    f'call: {lark.marker(TOOL_CALL)} "\\n" {alternatives(names)} "\\n" '
-                    f"{lark.marker(END_TOOL_CALL)}"
-                ),
-                *(
-                    rule
-                    for name, tool in zip(names, tools, strict=True)
-                    for rule in _tool_rules(lark, name, tool)
-                ),
-            ]
-        )
+        opening = lark.marker(TOOL_CALL)
+        closing = lark.marker(END_TOOL_CALL)
+        rules = ['calls: call ("\\n" call)*' if parallel else "calls: call"]
+        rules.append(f'call: {opening} "\\n" {alternatives(names)} "\\n" {closing}')
+        for name, tool in zip(names, tools, strict=True):
+            rules += _tool_rules(lark, name, tool)
+        return "\n".join(rules)
 
 
 def _name(cursor: Cursor) -> Reading[str]:
@@ -89,7 +81,7 @@ def _name(cursor: Cursor) -> Reading[str]:
 
 
 def _has_parameter(cursor: Cursor) -> Reading[bool]:
-    """Takes `<parameter=` or `</function>`."""
+    """Takes `<parameter=` or `</function>`. Returns whether it was the first."""
     yield from cursor.run(SPACES)
     if (yield from cursor.literal(PARAMETER)):
         return True
@@ -104,7 +96,7 @@ def _property(schema: Mapping[str, Json], key: str) -> Mapping[str, Json]:
 
 
 def _written(text: str, schema: Mapping[str, Json]) -> str:
-    """JSON text of a value."""
+    """The JSON text of a value."""
     kinds = set(_kinds(schema))
     try:
         kind = _KINDS[type(loads(text))]
@@ -117,23 +109,25 @@ def _written(text: str, schema: Mapping[str, Json]) -> str:
 
 
 def _kinds(schema: Mapping[str, Json]) -> Iterator[str]:
-    """The JSON types that a schema names; none if it leaves them open."""
+    """The JSON types that a schema names. There are none if it leaves them open."""
     kinds = schema.get("type")
-    yield from (
-        kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)
-    )
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if isinstance(kind, str):
+            yield kind
     if kinds is None:
         listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
-        yield from (_KINDS[type(value)] for value in (listed if isinstance(listed, list) else []))
+        for value in listed if isinstance(listed, list) else []:
+            yield _KINDS[type(value)]
     for key in ("anyOf", "oneOf"):
         options = schema.get(key)
         for option in options if isinstance(options, list) else []:
-            yield from _kinds(option) if isinstance(option, dict) else ()
+            if isinstance(option, dict):
+                yield from _kinds(option)
 
 
 def _tool_rules(lark: Lark, name: str, tool: Tool) -> Iterator[str]:
-    """One tool's function block: its parameters in the order of the schema, those not required may
-    be left out.
+    """The rules of one tool's function block. Its parameters come in the order of the schema, and
+    optional ones may be left out.
     """
     properties = tool.parameters.get("properties")
     required = tool.parameters.get("required")
@@ -162,10 +156,8 @@ def _parameter_rules(
         yield f"{name}: {head} {name}_value {literal(tail)}"
         yield f"{name}_value: {json_value(schema)}"
     elif isinstance(listed, list):
-        yield (
-            f"{name}: {head} {alternatives([literal(str(value)) for value in listed])} "
-            f"{literal(tail)}"
-        )
+        values = alternatives([literal(str(value)) for value in listed])
+        yield f"{name}: {head} {values} {literal(tail)}"
     else:
         yield rf'{name}: {head} {name}_value "\n"'
         yield lark.ending(f"{name}_value", END_PARAMETER)

@@ -1,0 +1,197 @@
+"""The endpoint of one dialect: it reads a request, starts its generation and sends the answer."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Self
+
+from starlette.types import Receive, Scope, Send
+
+from midflight.errors import first_error
+from midflight.gateway.answers.gateway import Gateway
+from midflight.gateway.answers.readers import Ongoing, Reader, Requests, RetryTicket, retry_ticket
+from midflight.gateway.dialects.exchange import Dialect, Exchange, Reply
+from midflight.gateway.http.answer_stream import AnswerStream, WholeAnswer
+from midflight.gateway.sessions.request_clock import OpenRequest
+from midflight.gateway.sessions.session import Session
+from midflight.wire import edge
+
+WATCH_AFTER_SECONDS = 0.02
+"""An answer within this time is sent without checking whether the client is still connected,
+because the check costs more.
+"""
+
+
+class CompletionEndpoint:
+    """The route of one dialect."""
+
+    def __init__(self, gateway: Gateway, dialect: Dialect, *, now: Callable[[], float]) -> None:
+        self._gateway = gateway
+        self._requests: Requests = gateway.requests
+        self._dialect = dialect
+        self._now = now
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Waits for the body, then for the answer. The client's disconnection ends these waits. The
+        visit of the first client lasts until the generation ends, even if the client has left (see
+        `Ongoing`).
+        """
+        session: Session | None = None
+        request: OpenRequest | None = None
+        try:
+            headers = edge.headers_of(scope)
+            key = edge.key_in(headers)
+            session = self._gateway.session_for(
+                path_token=scope["path_params"].get("token"), api_key=key
+            )
+            request = session.clock.begin()
+            body = await edge.read_body(receive, declared=headers.get(b"content-length"))
+            keeping = self._dialect.keeping
+            exchange = (
+                self._dialect.exchange(body)
+                if keeping is None
+                else keeping(body, self._gateway.kept_for(session, key))
+            )
+            if exchange.unread.fields or exchange.unread.refusal is not None:
+                self._gateway.pass_over(exchange.unread, path=self._dialect.path)
+            await self._gateway.check_lengths(exchange.call, num_bytes=len(body))
+            session_id = session.known_as if session.key is not None else None
+            asked = retry_ticket(
+                headers, session_id=session_id, api_key=key, path=self._dialect.path, body=body
+            )
+            original = self._requests.find(asked, now=_loop_time())
+            ongoing = original or self._begin(session, exchange, asked)
+            await self._visit(
+                ongoing,
+                exchange,
+                ongoing.join(request),
+                generates=original is None,
+                receive=receive,
+                send=send,
+            )
+        except edge.ClientGone:
+            return
+        except Exception as error:  # the edge: every error becomes an answer
+            self._failed(session, error)
+            await edge.send_fault(send, self._dialect.fault(error))
+        finally:
+            if request is not None:
+                request.end()
+
+    def _failed(self, session: Session | None, error: Exception) -> None:
+        edge.log_unexpected(error)
+        self._gateway.failed(session, error)
+
+    def _begin(self, session: Session, exchange: Exchange, asked: RetryTicket | None) -> Ongoing:
+        self._requests.check_room()
+        job = self._gateway.prepare(session, exchange.call)
+        if job.loose:
+            self._gateway.pass_over(exchange.unread.also("tools.strict"), path=self._dialect.path)
+        ongoing = Ongoing(
+            job,
+            created=int(self._now()),
+            orphan_seconds=self._requests.orphan_seconds if asked is not None else 0.0,
+        )
+        self._requests.begin(ongoing, asked)
+        return ongoing
+
+    async def _visit(
+        self,
+        ongoing: Ongoing,
+        exchange: Exchange,
+        reader: Reader,
+        *,
+        generates: bool,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Waits until the client has received the answer or disconnected, and for the generation if
+        this visit `generates`. An error before the first byte is raised; a later one is the
+        stream's last event.
+        """
+        headers: tuple[tuple[bytes, bytes], ...] = ()
+        if exchange.unread.fields or ongoing.job.clamped:
+            headers = exchange.unread.headers(ongoing.job.clamped)
+        reply = Reply(
+            ongoing.job, self._gateway.model, ongoing.created, self._gateway.tokenizer, headers
+        )
+        streams = exchange.call.stream
+        telling: AnswerStream | WholeAnswer
+        if streams:
+            telling = self._stream(reader, exchange, reply)
+        else:
+            telling = WholeAnswer(reader, exchange, reply)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                with Watch(tasks, receive, reader) as watch:
+                    told: asyncio.Task[None] | None = None
+                    if generates and streams:
+                        told = tasks.create_task(telling.tell(send), name="tell")
+                        await tasks.create_task(self._gateway.run(ongoing), name="generate")
+                    elif generates:
+                        await self._gateway.run(ongoing)
+                    if ongoing.error is not None:
+                        await watch.look()
+                    await (told or telling.tell(send))
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        finally:
+            ongoing.leave(reader)
+            self._requests.settle(ongoing, now=_loop_time())
+        if ongoing.error is not None and not telling.started and not reader.gone:
+            raise ongoing.error
+
+    def _stream(self, reader: Reader, exchange: Exchange, reply: Reply) -> AnswerStream:
+        return AnswerStream(
+            reader,
+            exchange,
+            reply,
+            dialect=self._dialect,
+            failed=partial(self._failed, reply.job.session),
+        )
+
+
+class Watch:
+    """Tells a reader when its client disconnects. A context manager. Most answers come before its
+    task begins, so they cost no task.
+    """
+
+    def __init__(self, tasks: asyncio.TaskGroup, receive: Receive, reader: Reader) -> None:
+        self._tasks = tasks
+        self._receive = receive
+        self._reader = reader
+        self._task: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_SECONDS, self._begin)
+
+    async def look(self) -> None:
+        """Notices a client that has disconnected already. After that, errors are not reported to
+        the client. Waits for one turn of the event loop."""
+        self._end()  # two may not read the client's messages at once
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                await self._run()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        """Stops watching: the client has received the answer, or will not get one."""
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _begin(self) -> None:
+        self._task = self._tasks.create_task(self._run(), name="watch for the client's disconnect")
+
+    async def _run(self) -> None:
+        """Waits for the client's disconnection; cancelled when it has received the answer."""
+        await edge.until_gone(self._receive)
+        self._reader.go()
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
