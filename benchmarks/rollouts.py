@@ -28,7 +28,8 @@ from midflight.engines.remote import RemoteEngine
 from midflight.environments.single_turn import AnswersHere
 from midflight.environments.tasks import load_sources
 from midflight.gateway.http.http import ChatsHere
-from midflight.observe.journal import Journal, Observers
+from midflight.observe.journal import Journal
+from midflight.observe.observers import Observers
 from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
 from midflight.run.launcher.child import GC_THRESHOLD

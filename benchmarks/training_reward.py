@@ -293,7 +293,7 @@ class Watch:
 def main(plan: Path, out: Path) -> None:
     from overlap_runs import fresh
 
-    from midflight.observe.journal import read_journal
+    from midflight.observe.history import read_journal
 
     config = Config.model_validate_json((plan / "config.json").read_text())
     fresh(config)

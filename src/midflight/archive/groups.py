@@ -12,7 +12,7 @@ from midflight.archive.search import WordIndex
 from midflight.archive.stored import StoreReading, reading
 from midflight.errors import NoRun
 from midflight.observe.failures import failure_class
-from midflight.observe.journal import read_journal
+from midflight.observe.history import read_journal
 from midflight.trajectories.database import State, Value, decode_scored
 from midflight.types import Fate, GroupKey, Kind, Reason, RolloutKey, Task, Version
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 
 from midflight.errors import RunGone
-from midflight.observe.journal import Line, PastLines, decode_line
+from midflight.observe.history import PastLines
+from midflight.observe.lines import Line, decode_line
 from midflight.observe.named import named
 
 JOURNAL = "metrics.jsonl"

@@ -18,8 +18,10 @@ from midflight.config import derived, load_config
 from midflight.config.cores import CoreUse, core_use
 from midflight.errors import MidflightError
 from midflight.observe import timeline
+from midflight.observe.bottleneck import judge
 from midflight.observe.machine import processors_of
-from midflight.observe.status import Bound, busy_words, judge
+from midflight.observe.readable import busy_words
+from midflight.observe.status import Bound
 from midflight.types import Kind
 
 STRETCHES = 3

@@ -13,7 +13,7 @@ from midflight.archive.messages import MessageSaid
 from midflight.archive.stored import reading
 from midflight.errors import NoRun
 from midflight.observe.completions import cut, indented
-from midflight.observe.status import number as as_text
+from midflight.observe.readable import number as as_text
 from midflight.types import Fate, GroupKey, Kind, RolloutKey, Version
 
 _MARKS = {"system": "#", "user": ">", "assistant": "<", "tool": "="}

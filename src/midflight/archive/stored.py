@@ -13,7 +13,7 @@ import msgspec
 
 from midflight.errors import MidflightError, NoRun, RunGone, StoreCorrupt
 from midflight.observe.failures import failure_class
-from midflight.observe.status import duration
+from midflight.observe.readable import duration
 from midflight.trajectories.database import Value, decode_task, look, naming
 from midflight.trajectories.heldout import HELDOUT
 from midflight.trajectories.pairs import STORE, readable, shard_stores

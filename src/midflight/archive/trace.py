@@ -18,7 +18,8 @@ import msgspec
 from midflight.archive.runs import open_run
 from midflight.errors import ConfigError
 from midflight.observe import timeline
-from midflight.observe.journal import PastLines, write_whole
+from midflight.observe.atomic_write import write_whole
+from midflight.observe.history import PastLines
 from midflight.types import Json, Kind, TurnTimes, Version
 
 RUN, TRAINER, ENGINES, EVALUATIONS, WAITS, ROLLOUTS, EVALUATED = range(1, 8)

@@ -18,7 +18,7 @@ from midflight.config.devices import num_present
 from midflight.config.memory import memory_estimate, total_bytes
 from midflight.config.seats import chosen_transport, device_map, version_bytes
 from midflight.config.unset import shown_derived
-from midflight.observe.status import size
+from midflight.observe.readable import size
 from midflight.run.launcher import opening
 from midflight.run.launcher.folder import kept
 from midflight.run.launcher.preflight import Findings, Prompt

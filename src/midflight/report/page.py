@@ -19,9 +19,10 @@ from midflight.archive.runs import SUMMARY, ArchivedRun, differences, flat, open
 from midflight.archive.samples import SampleChoice, chosen, in_words
 from midflight.errors import ConfigError, MidflightError
 from midflight.observe import plot
-from midflight.observe.journal import PastLines, write_whole
+from midflight.observe.atomic_write import write_whole
+from midflight.observe.history import PastLines
 from midflight.observe.machine import MACHINE
-from midflight.observe.status import UNKNOWN, busy_words, duration, number
+from midflight.observe.readable import UNKNOWN, busy_words, duration, number
 from midflight.types import Fate, Json
 
 FORMATS = {".html": "page.html", ".md": "page.md"}

@@ -20,7 +20,7 @@ import msgspec
 from midflight.archive.journal import JOURNAL, Tail
 from midflight.config.load import load_config
 from midflight.config.sections import Config
-from midflight.observe.journal import decode_line
+from midflight.observe.lines import decode_line
 from midflight.observe.logs import as_asked, log_failure
 from midflight.observe.timeline import TIMELINE
 from midflight.trackers.spans import RolloutSpans

@@ -9,7 +9,7 @@ from typing import cast
 import msgspec
 
 from midflight.config.sections import Config
-from midflight.observe.journal import (
+from midflight.observe.lines import (
     AlarmLine,
     CompletionsLine,
     EvaluationLine,

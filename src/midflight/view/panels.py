@@ -9,10 +9,11 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from midflight.archive.runs import ArchivedRun, differences
-from midflight.observe.journal import PastLines, StepLine
+from midflight.observe.history import PastLines
+from midflight.observe.lines import StepLine
 from midflight.observe.named import named
 from midflight.observe.plot import MOVING_STEPS, moving_average
-from midflight.observe.status import number
+from midflight.observe.readable import number
 from midflight.view.charting import COLORS, DASHES, GREY, axes
 
 Points: TypeAlias = "list[tuple[float, float]]"

@@ -29,7 +29,7 @@ from midflight.config.seats import device_map
 from midflight.config.sections import Config
 from midflight.config.sources import DATASET_SIZE, source_names
 from midflight.errors import ConfigError, MidflightError
-from midflight.observe.status import duration, size
+from midflight.observe.readable import duration, size
 from midflight.run.launcher.drawing import TakesLonger, TaskDrawing, with_few
 from midflight.run.launcher.folder import num_bytes_of_run
 from midflight.run.launcher.survey import LOOKING_SECONDS, SourceFindings, Survey

@@ -33,8 +33,10 @@ from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.http import ChatsHere, build_app
 from midflight.observe.alarms import Alarms
 from midflight.observe.completions import Completions, LastRollout, in_words
-from midflight.observe.journal import Journal, Observers, newest_version
+from midflight.observe.history import newest_version
+from midflight.observe.journal import Journal
 from midflight.observe.memory import resident
+from midflight.observe.observers import Observers
 from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
 from midflight.observe.status import Phase, Status

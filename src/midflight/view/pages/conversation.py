@@ -25,7 +25,7 @@ from midflight.archive.conversation import (
 )
 from midflight.archive.messages import MessageSaid
 from midflight.errors import MidflightError
-from midflight.observe.status import number
+from midflight.observe.readable import number
 from midflight.types import GroupKey, RolloutKey
 from midflight.view.looks import facts, section
 from midflight.view.pages.groups import conversation_link, kind_of

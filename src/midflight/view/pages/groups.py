@@ -21,7 +21,7 @@ from midflight.archive.groups import (
 from midflight.archive.search import WordIndex
 from midflight.errors import MidflightError
 from midflight.observe.failures import shortened
-from midflight.observe.status import number
+from midflight.observe.readable import number
 from midflight.trajectories.database import State
 from midflight.types import Kind, Reason, RolloutKey
 from midflight.view.visit import Visit

@@ -4,7 +4,7 @@ from nicegui import ui
 
 from midflight.archive.runs import ArchivedRun
 from midflight.errors import MidflightError
-from midflight.observe.status import duration, number
+from midflight.observe.readable import duration, number
 from midflight.view import looks
 
 REFRESH_SECONDS = 5.0

@@ -13,8 +13,9 @@ from midflight.archive.runs import ArchivedRun, RunCondition, differences, flat
 from midflight.archive.stored import copy_in_words
 from midflight.archive.times import Times, busy_shares, failures, split
 from midflight.errors import RunGone
-from midflight.observe.journal import PastLines
-from midflight.observe.status import UNKNOWN, duration, judge, number, percent
+from midflight.observe.bottleneck import judge
+from midflight.observe.history import PastLines
+from midflight.observe.readable import UNKNOWN, duration, number, percent
 from midflight.trajectories.heldout import HELDOUT
 from midflight.view import looks
 from midflight.view.panels import RECENT_STEPS, Panel, bars, of_run, of_runs

@@ -11,7 +11,7 @@ from nicegui import events, ui
 
 from midflight.archive.times import TimelinePart, Times, before_newest, engine_spans, part_from
 from midflight.errors import MidflightError, RunGone
-from midflight.observe.status import duration, percent
+from midflight.observe.readable import duration, percent
 from midflight.view import looks
 from midflight.view.charting import COLORS, GREY, GRID
 from midflight.view.visit import Visit
