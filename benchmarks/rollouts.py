@@ -26,7 +26,7 @@ from gateway import HERE, free_port, running, wait_for
 from midflight.config import Config, load_config
 from midflight.engines.remote import RemoteEngine
 from midflight.environments.single_turn import AnswersHere
-from midflight.environments.tasks import load_sources
+from midflight.environments.sources import load_sources
 from midflight.gateway.http.http import ChatsHere
 from midflight.observe.journal import Journal
 from midflight.observe.observers import Observers

@@ -215,7 +215,7 @@ def _make(race: Race, folder: Path) -> None:
 
 def _write_plan(race: str, config: Config, plan: Path, model: Path) -> None:
     """For the side that has no Midflight: tasks and numbers."""
-    from midflight.environments.tasks import load_sources
+    from midflight.environments.sources import load_sources
 
     tasks = load_sources(config.environment.sources, seed=config.run.seed)[0].training
     plan.mkdir(parents=True, exist_ok=True)

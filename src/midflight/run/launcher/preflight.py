@@ -42,7 +42,7 @@ from midflight.wire.server import listen
 
 if TYPE_CHECKING:
     from midflight.environments.registry import AgentProgram
-    from midflight.environments.tasks import Source
+    from midflight.environments.sources import Source
 
 T = TypeVar("T")
 
@@ -145,7 +145,7 @@ class Inspection:
 
     def _sources(self) -> Sequence[Source] | None:
         """Whole, or of datasets few tasks where drawing them takes too long here."""
-        from midflight.environments.tasks import load_sources
+        from midflight.environments.sources import load_sources
 
         sections = self._config.environment.sources
         seed = self._config.run.seed

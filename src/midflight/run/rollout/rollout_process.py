@@ -28,7 +28,8 @@ from midflight.environments.claimed import Board, Claimed
 from midflight.environments.crew import HERE, Crew, Whereabouts
 from midflight.environments.registry import AgentProgram
 from midflight.environments.single_turn import AnswersHere
-from midflight.environments.tasks import Source, load_sources, posted_tasks
+from midflight.environments.sources import Source, load_sources
+from midflight.environments.tasks import posted_tasks
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.http import ChatsHere, build_app
 from midflight.observe.alarms import Alarms
