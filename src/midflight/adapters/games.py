@@ -1,5 +1,5 @@
-"""Games as conversations: what a game shows is the user's message, and what the model answers is its
-move.
+"""Games as conversations: what a game shows is the user's message, and what the model answers is
+its move.
 """
 
 from collections.abc import Mapping
@@ -44,8 +44,8 @@ class Game(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GameBound:
-    """The bound on games that never end. `unfinished` is what an unfinished game earns in addition to
-    what it has earned. None leaves it without a score.
+    """The bound on games that never end. `unfinished` is what an unfinished game earns in addition
+    to what it has earned. None leaves it without a score.
     """
 
     max_turns: int

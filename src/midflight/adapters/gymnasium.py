@@ -26,8 +26,8 @@ def tasks(
     max_turns: int = 100,
     unfinished: float | None = None,
 ) -> list[dict[str, Json]]:
-    """A task for each of `size` seeds. `options` are those of `gymnasium.make`. `show` (observation to
-    text) and `read` (text to action, or None where it is no move) name functions,
+    """A task for each of `size` seeds. `options` are those of `gymnasium.make`. `show` (observation
+    to text) and `read` (text to action, or None where it is no move) name functions,
     `module:function`, in place of those made from the spaces. `ConfigError` where there is no such
     environment, or where its spaces need one of these functions.
     """
@@ -51,8 +51,8 @@ def tasks(
 
 
 async def play(task: Task, client: Any) -> Result:
-    """Plays a rollout. Waits for answers and for steps, which take a thread each, or until its caller
-    cancels it.
+    """Plays a rollout. Waits for answers and for steps, which take a thread each, or until its
+    caller cancels it.
     """
     told = settings(task, NAME)
     game = GymnasiumGame(told, seed=cast(int, task.data["seed"]))

@@ -49,8 +49,8 @@ class HarborTask:
 
     @classmethod
     def of(cls, folder: Path, kind: str) -> "HarborTask":
-        """The task in a folder. `ConfigError` names what it lacks, or what a box of this kind cannot
-        give.
+        """The task in a folder. `ConfigError` names what it lacks, or what a box of this kind
+        cannot give.
         """
         said = f"the task of Harbor in {folder}"
         if not (folder / "instruction.md").is_file():

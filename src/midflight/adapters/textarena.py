@@ -16,7 +16,9 @@ from midflight.types import Json, Result, Task
 
 NAME = "textarena"
 MAX_MOVES = 1000
-"""How many moves of other players may come in a row: more are a game that does not wait for ours."""
+"""How many moves of other players may come in a row: more are a game that does not wait for
+ours.
+"""
 
 
 def tasks(
@@ -130,8 +132,8 @@ class TextArenaGame:
         return Move("", float(rewards[self._seat]), ended=True, metrics={"game/spoilt": spoilt})
 
     def _until_ours(self, *, ended: bool) -> tuple[bool, str]:
-        """Lets the others move until the policy is asked. Returns whether the game has ended, and what
-        the policy is shown.
+        """Lets the others move until the policy is asked. Returns whether the game has ended, and
+        what the policy is shown.
         """
         for _ in range(MAX_MOVES):
             if ended:

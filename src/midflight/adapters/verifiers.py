@@ -1,5 +1,5 @@
-"""Tasksets of the package verifiers (0.4). Their tasks are a source, an episode is a rollout, and the
-parts of their rubric are components.
+"""Tasksets of the package verifiers (0.4). Their tasks are a source, an episode is a rollout, and
+the parts of their rubric are components.
 
 An episode runs as verifiers runs it, with its proxy between agent and gateway. Only the agent of a
 taskset that names none is ours: it is a chat in this process, where verifiers would start a program

@@ -30,8 +30,8 @@ and not the entropy, and the mean of -log p is an estimate of that.
 
 
 class TokenUse(StrEnum):
-    """What became of a token. A token that the model wrote and that is not trained has a `Reason` in
-    place of these.
+    """What became of a token. A token that the model wrote and that is not trained has a `Reason`
+    in place of these.
     """
 
     READ = "read"
@@ -326,7 +326,9 @@ def _advantages(row: Row, credit: Credit, key: RolloutKey) -> Float32:
 
 
 def _entropies(row: Row) -> Float32:
-    """The mean of -log p over the window around each token, over the tokens that the model wrote."""
+    """The mean of -log p over the window around each token, over the tokens that the model
+    wrote.
+    """
     wrote = row.generated.astype(np.float64)
     sums = _windowed(-row.logprobs * wrote)
     counts = _windowed(wrote)

@@ -1,5 +1,5 @@
-"""The groups of a run, a page at a time: the task, the reward of each rollout, and what became of it.
-All of this is SQL on the store.
+"""The groups of a run, a page at a time: the task, the reward of each rollout, and what became of
+it. All of this is SQL on the store.
 """
 
 from collections import defaultdict
@@ -254,7 +254,8 @@ def _values(key: GroupKey) -> tuple[int, int, int]:
 def versions_of(
     folder: Path, first: int, last: int, kind: Kind = Kind.TRAINING
 ) -> tuple[Version, Version]:
-    """The first and the last version that these steps made, or that evaluations after them examined.
+    """The first and the last version that these steps made, or that evaluations after them
+    examined.
 
     The numbers of versions continue above those that were lost in a crash; the numbers of steps do
     not.

@@ -1,4 +1,6 @@
-"""Tells which process holds a run's folder, from the file `lock` that `run.launcher.folder` writes."""
+"""Tells which process holds a run's folder, from the file `lock` that `run.launcher.folder`
+writes.
+"""
 
 import os
 from contextlib import suppress

@@ -84,8 +84,8 @@ class Readings:
         self.num_unread = 0
 
     def refresh(self) -> bool:
-        """Reads what was appended, and says whether anything is new. It reads everything again where
-        a resumed run has dropped the lines of lost steps.
+        """Reads what was appended, and says whether anything is new. It reads everything again
+        where a resumed run has dropped the lines of lost steps.
 
         `RunGone` where the folder is not there any more.
         """

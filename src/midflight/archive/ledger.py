@@ -1,5 +1,5 @@
-"""Where every token and every group of a run went. These are sums over the store, and they agree
-with the run's own books.
+"""The ledger of a run: what became of every token and every group. These are sums over the store,
+and they agree with the run's own books.
 """
 
 from collections import Counter, defaultdict
@@ -45,7 +45,7 @@ class LedgerLine:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where the tokens and the groups of a run are."""
+    """The places of a run's tokens and groups."""
 
     accounts: Accounts
     """The accounts of groups (I1) and tokens (I3)."""

@@ -26,7 +26,9 @@ from midflight.observe.status import Bound
 from midflight.types import Kind, TurnTimes
 
 STRETCHES = 3
-"""The training is cut into a beginning, a middle and an end, which show a run that changes sides."""
+"""The training is cut into a beginning, a middle and an end, which show a run that changes
+sides.
+"""
 MIN_STEPS = 2
 """A stretch with fewer steps is not judged."""
 
@@ -65,8 +67,8 @@ class RunPhase:
 
 
 def phases_of(folder: Path, *, seconds: float | None = None) -> list[RunPhase]:
-    """The phases of a run; empty where it has no timeline. `seconds` is how long the run took in all,
-    including the time before and after its rollout process.
+    """The phases of a run; empty where it has no timeline. `seconds` is how long the run took in
+    all, including the time before and after its rollout process.
     """
     lines = timeline.read_timeline(folder / timeline.TIMELINE)
     room = room_of(folder)

@@ -134,8 +134,8 @@ def store_folder_of(folder: Path) -> Path | None:
 
 
 def copy_in_words(folder: Path) -> str | None:
-    """A sentence that says that a copy of the run's store is read, and how old it is. None where the
-    store itself is read.
+    """A sentence that says that a copy of the run's store is read, and how old it is. None where
+    the store itself is read.
     """
     _, copy = readable(folder, store_folder_of(folder))
     if copy is None:
@@ -176,8 +176,8 @@ def group_key(columns: Iterable[int]) -> GroupKey:
 
 
 def rollout_key(text: str) -> RolloutKey:
-    """The key that `str` of a key writes as `epoch-position-attempt-sample`. An epoch below 0 belongs
-    to posted tasks, and `evaluation-` before it marks an evaluation.
+    """The key that `str` of a key writes as `epoch-position-attempt-sample`. An epoch below 0
+    belongs to posted tasks, and `evaluation-` before it marks an evaluation.
     """
     named = text.removeprefix(f"{Kind.EVALUATION}-")
     kind = Kind.TRAINING if named == text else Kind.EVALUATION

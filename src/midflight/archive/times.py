@@ -55,8 +55,8 @@ def _uncollected() -> Generator[None]:
 
 @dataclass(slots=True)
 class Times:
-    """The lines of a timeline by kind, in their order. They are the newest ones, or a part that does
-    not change.
+    """The lines of a timeline by kind, in their order. They are the newest ones, or a part that
+    does not change.
     """
 
     folder: Path
@@ -74,8 +74,8 @@ class Times:
     _was_read: bool = False
 
     def refresh(self) -> bool:
-        """Reads what is new, and says whether anything is. Lines of a later version of Midflight are
-        passed over.
+        """Reads what is new, and says whether anything is. Lines of a later version of Midflight
+        are passed over.
         """
         if self.part is None:
             self._tail = self._tail or Tail(self.folder / TIMELINE, newest=self.newest)
@@ -125,9 +125,9 @@ class TimelinePart:
     begin: int
     end: int
     earlier: float | None
-    """Where the part before it begins, in seconds of the run; None where there is none."""
+    """The beginning of the part before it, in seconds of the run; None where there is none."""
     later: float | None
-    """Where the part after it begins, in seconds of the run; None where there is none."""
+    """The beginning of the part after it, in seconds of the run; None where there is none."""
 
     def lines(self, folder: Path) -> list[bytes]:
         with (folder / TIMELINE).open("rb") as file:
@@ -155,8 +155,8 @@ def part_from(folder: Path, seconds: float) -> TimelinePart | None:
 
 
 def before_newest(folder: Path) -> float | None:
-    """Where the part before the newest begins, in seconds of the run; None where the newest is all
-    there is.
+    """The beginning of the part before the newest, in seconds of the run; None where the newest is
+    all there is.
     """
     try:
         with (folder / TIMELINE).open("rb") as file:
@@ -296,7 +296,7 @@ def slots_used(
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Where the seconds of rollouts went, as means."""
+    """What the seconds of rollouts were spent on, as means."""
 
     generating: float
     """From the first token of each answer to its end."""

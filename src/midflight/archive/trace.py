@@ -305,8 +305,8 @@ class Drawing:
             yield instant_of(f"dropped: {dropped.reason}", NOWHERE, dropped.at)
 
     def turns(self, rollout: timeline.RolloutTimed) -> Iterator[TraceEvent]:
-        """Draws the turns one after another. Of a turn that ran beside the one before, it draws the
-        part that goes beyond that one.
+        """Draws the turns one after another. It draws only the part of a
+        turn that goes beyond the end of the one before.
         """
         at = rollout.began
         gap = "before the first call"
@@ -340,8 +340,8 @@ NOWHERE = (0, 0)
 
 
 def phases(turn: TurnTimes, *, began: float, ended: float) -> Iterator[tuple[str, float, float]]:
-    """Name, beginning and end of what a turn went through: waiting for an engine, the reading of its
-    prompt, and the tokens of each version.
+    """Name, beginning and end of what a turn went through: waiting for an engine, the reading of
+    its prompt, and the tokens of each version.
     """
     marks: list[tuple[float, str]] = [(turn.began, "queued")]
     versions = turn.sampled

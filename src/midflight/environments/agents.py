@@ -1,5 +1,5 @@
-"""How an agent is run: with which client, on which thread, and on its own copy of the task. A rollout
-has an `AgentHost` do that.
+"""How an agent is run: with which client, on which thread, and on its own copy of the task. A
+rollout has an `AgentHost` do that.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 class Environment(Protocol):
-    """The function that a rollout runs: a coroutine function or a plain one. `checked_result` checks
-    the result, which may therefore have any type.
+    """The function that a rollout runs: a coroutine function or a plain one. `checked_result`
+    checks the result, which may therefore have any type.
     """
 
     def __call__(self, task: Task, client: Any, /) -> Any: ...
@@ -173,8 +173,8 @@ _SECRET = re.compile(r"(/s/[^/.\s]+\.)[^/\s]+")
 
 
 def without_secrets(text: str) -> str:
-    """The text with `...` in place of the secret in the address of a session: messages name sessions
-    by their id only.
+    """The text with `...` in place of the secret in the address of a session: messages name
+    sessions by their id only.
     """
     return _SECRET.sub(r"\1...", text)
 

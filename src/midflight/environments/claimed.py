@@ -23,8 +23,8 @@ Said: TypeAlias = "Result | float | None"
 OUTSIDE = "a worker outside"
 """What an unclaimed rollout waits for."""
 MAX_REMEMBERED = 10_000
-"""How many ended claims are remembered with their rewards, so that a worker may send a reward again.
-After that it gets an error.
+"""How many ended claims are remembered with their rewards, so that a worker may send a reward
+again. After that it gets an error.
 """
 
 
@@ -103,7 +103,7 @@ class Board:
         return Unclaimed(len(self._offered), seconds, idle, since_claim)
 
     def whereabouts(self, session_id: str) -> Whereabouts:
-        """Where a rollout that has begun is."""
+        """The place of a rollout that has begun."""
         return Whereabouts(OUTSIDE, waits=True) if session_id in self._offered else HERE
 
     def unclaimed_seconds(self, session_id: str) -> float:
@@ -200,7 +200,9 @@ async def claims(board: Board, *, most: int, wait_seconds: float) -> list[Offer]
 
 
 class Claimed:
-    """The environment of such rollouts. `run` connects its board with the routes that workers call."""
+    """The environment of such rollouts. `run` connects its board with the routes that workers
+    call.
+    """
 
     def __init__(self) -> None:
         self.board = Board()

@@ -119,7 +119,9 @@ class PartsOfRollout:
             self.beside.trouble = ""
 
     def lost(self, error: APIConnectionError | APIStatusError) -> UntrackedUnavailable | None:
-        """The error to raise in its place, where it says that an untracked server does not answer."""
+        """The error to raise in its place, where it says that an untracked server does not
+        answer.
+        """
         if not self.is_untracked:
             return None
         if isinstance(error, APIStatusError) and error.status_code in _ITS_OWN:

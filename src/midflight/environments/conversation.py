@@ -1,5 +1,5 @@
-"""The built-in loop. It asks the task's prompt, calls the tools that the model calls, asks again, and
-scores the conversation at its end.
+"""The built-in loop. It asks the task's prompt, calls the tools that the model calls, asks again,
+and scores the conversation at its end.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ async def asked(post: Post, session: SessionHandle, body: bytes) -> Answered:
 
 
 def is_worth_a_try(status: int, number: int) -> bool:
-    """Whether to ask again after `number` tries. A full gateway is asked as long as it is full, which
-    is no fault of the rollout.
+    """Whether to ask again after `number` tries. A full gateway is asked as long as it is full,
+    which is no fault of the rollout.
     """
     return status == FULL or (status == AWAY and number < TRIES)
 
@@ -67,8 +67,8 @@ def wait_seconds(number: int) -> float:
 
 
 class BuiltInLoop:
-    """Implements `AgentHost`. Its tools and rewards are checked when it is made; within `async with`
-    it may run.
+    """Implements `AgentHost`. Its tools and rewards are checked when it is made; within `async
+    with` it may run.
     """
 
     def __init__(
@@ -338,8 +338,8 @@ def _named(label: str, found: object) -> dict[str, Any]:
 
 
 def with_observation(messages: list[dict[str, Json]], observation: str) -> list[dict[str, Json]]:
-    """The conversation with what the environment showed at first. It is added to the last message if
-    that is the user's.
+    """The conversation with what the environment showed at first. It is added to the last message
+    if that is the user's.
     """
     if not messages or messages[-1].get("role") != "user":
         return [*messages, {"role": "user", "content": observation}]

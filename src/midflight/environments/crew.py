@@ -1,5 +1,5 @@
-"""The crew: the worker processes, and the rollouts that they run. It is synchronous except for `run`,
-which waits for one agent.
+"""The crew: the worker processes, and the rollouts that they run. It is synchronous except for
+`run`, which waits for one agent.
 
 A rollout waits in line until a worker takes it. The seconds that were no fault of its own do not
 count against its deadline. If its worker is lost, the rollout has failed where it is to blame.
@@ -63,8 +63,8 @@ MEMORY = 4
 GRACE_SECONDS = 5.0
 """How long an agent, with its `finally` blocks, may take to end after its rollout."""
 MAX_LEFT = 16
-"""How many agents of ended rollouts, such as threads that sleep, a worker may have left running. With
-more the worker is started anew.
+"""How many agents of ended rollouts, such as threads that sleep, a worker may have left running.
+With more the worker is started anew.
 """
 MAX_LOST = 3
 """How many workers a rollout may lose before it counts as the cause of their death."""
@@ -111,7 +111,7 @@ class GroupName:
 
 
 class Whereabouts(NamedTuple):
-    """Where a rollout that has begun is."""
+    """The place of a rollout that has begun."""
 
     part: str
     """The worker that has it or for which it waits; empty where agents run in this process."""
@@ -179,8 +179,8 @@ class Crew:
         names: Sequence[str] = (),
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`names` are those of all workers that are to join. `say` is called with what people should
-        know.
+        """`names` are those of all workers that are to join. `say` is called with what people
+        should know.
         """
         self._recorder = recorder
         self._stall_seconds = stall_seconds
@@ -198,8 +198,8 @@ class Crew:
     # --- AgentHost --------------------------------------------------------------------------------
 
     async def run(self, task: Task, session: SessionHandle) -> object:
-        """As the port says. Waits for a worker and for the agent there. It is ended also by the loss
-        of workers, when the agent is to blame.
+        """As the port says. Waits for a worker and for the agent there. It is ended also by the
+        loss of workers, when the agent is to blame.
         """
         return await self._ended(self._assignment(task, session))
 
@@ -260,8 +260,8 @@ class Crew:
         return job.excused + self._silence(job.seat)
 
     def whereabouts(self, session_id: str) -> Whereabouts:
-        """Where a rollout is. One that is in line waits for a worker that has not joined or that
-        does nothing, or else for any worker, because all have too many.
+        """The place of a rollout. One that is in line waits for a worker that has not joined or
+        that does nothing, or else for any worker, because all have too many.
         """
         job = self._jobs.get(session_id)
         if job is None:
@@ -424,7 +424,9 @@ class Crew:
         return None
 
     def _holds_up(self, seat: Seat, culprit: str, silence: float) -> str | None:
-        """Why the worker is to be ended for an agent that blocks it and holds up others, if it is."""
+        """Why the worker is to be ended for an agent that blocks it and holds up others, if it
+        is.
+        """
         is_alone = len(seat.jobs) == 1
         if is_alone or silence < self._bound():
             return None  # alone in its worker, an agent has all of its deadline
@@ -459,8 +461,8 @@ class Crew:
             job.seat.outlet.cancel(session_id)
 
     def _assign(self) -> None:
-        """Gives the waiting rollouts to the workers. A rollout that is to be alone waits for a worker
-        without any, and one worker is kept free for it.
+        """Gives the waiting rollouts to the workers. A rollout that is to be alone waits for a
+        worker without any, and one worker is kept free for it.
         """
         now = self._now()
         kept = deque[Assignment]()

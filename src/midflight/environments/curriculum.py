@@ -173,8 +173,8 @@ class Curriculum:
         seed: int,
         place_at: Callable[[int, int], tuple[int, int]],
     ) -> None:
-        """`sizes` are the numbers of tasks of the sources. `place_at` gives, by epoch and index, the
-        number of the source that has its turn and the place of its task.
+        """`sizes` are the numbers of tasks of the sources. `place_at` gives, by epoch and index,
+        the number of the source that has its turn and the place of its task.
         """
         self._pools: list[SourcePools] = []
         if section.chooses:

@@ -78,7 +78,9 @@ class Suite:
 
 
 class Evaluator:
-    """Runs evaluations. `rollouts` must be untracked, because none of their tokens is trained on."""
+    """Runs evaluations. `rollouts` must be untracked, because none of their tokens is trained
+    on.
+    """
 
     def __init__(
         self,
@@ -298,8 +300,8 @@ def pass_at(num_answers: int, num_passed: int, k: int) -> float:
 
 
 def best_at(rewards: Sequence[float], k: int) -> float:
-    """The mean of the largest of k rewards, over all ways to draw k of them. The i-th smallest reward
-    is the largest in C(i - 1, k - 1) of the C(n, k) ways.
+    """The mean of the largest of k rewards, over all ways to draw k of them. The i-th smallest
+    reward is the largest in C(i - 1, k - 1) of the C(n, k) ways.
     """
     weighted = [reward * math.comb(i, k - 1) for i, reward in enumerate(sorted(rewards))]
     return math.fsum(weighted) / math.comb(len(rewards), k)

@@ -49,8 +49,8 @@ class _Awaited:
 
 
 class Judging:
-    """Gathers the attempts of the rollouts that one runner runs. A rollout that is tried again joins
-    anew without a wait between, so that the others wait for it.
+    """Gathers the attempts of the rollouts that one runner runs. A rollout that is tried again
+    joins anew without a wait between, so that the others wait for it.
     """
 
     _numbers = itertools.count(1)

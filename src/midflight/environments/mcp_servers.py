@@ -1,5 +1,5 @@
-"""Servers of tools that speak the Model Context Protocol. They are started or asked, and begun again
-when they are lost.
+"""Servers of tools that speak the Model Context Protocol. They are started or asked, and begun
+again when they are lost.
 
 A call that a server's death cuts off fails its rollout (I10), because it is not known whether the
 call was made. What the tool itself says is an answer, also when it is an error.
@@ -220,8 +220,8 @@ class McpServers:
         """How long all of them may take to come up, one after another."""
 
     async def __aenter__(self) -> McpServers:
-        """Makes the servers of the run. They come up when the first rollout needs them. One that does
-        not come up is tried again by the next rollout.
+        """Makes the servers of the run. They come up when the first rollout needs them. One that
+        does not come up is tried again by the next rollout.
         """
         if self._sections:
             await self._tasks.__aenter__()
@@ -239,8 +239,8 @@ class McpServers:
 
     @asynccontextmanager
     async def of_rollout(self) -> AsyncGenerator[list[McpTool]]:
-        """The tools of a rollout. Waits for servers that are not there yet. The rollout's own servers
-        end with it.
+        """The tools of a rollout. Waits for servers that are not there yet. The rollout's own
+        servers end with it.
         """
         own = [
             McpServer(section, self._tasks)
@@ -265,8 +265,8 @@ async def _closed(server: McpServer) -> None:
 
 
 async def check_servers(sections: Sequence[McpSection]) -> list[str]:
-    """The names of the servers' tools. `ConfigError` for a server that does not come up, or for a name
-    that two tools have.
+    """The names of the servers' tools. `ConfigError` for a server that does not come up, or for a
+    name that two tools have.
     """
     per_rollout = [section.model_copy(update={"per": "rollout"}) for section in sections]
     names: list[str] = []

@@ -1,8 +1,8 @@
 """Tasks from the `reasoning-gym` package, split into training and held-out by content.
 
 Seeds cannot split: reasoning-gym makes entry i of a dataset from seed + i, so that the entries of
-seeds 0 and 1 are the same except for one, and distinct seeds draw the same words anyway. Here a hash
-of the content and the seed decides: contents of low hash are held out. Size and options do not
+seeds 0 and 1 are the same except for one, and distinct seeds draw the same words anyway. Here a
+hash of the content and the seed decides: contents of low hash are held out. Size and options do not
 matter, so that a content once held out stays held out when the numbers change. Only where a dataset
 has too few contents for that, the limit between low and high moves until both sides have what was
 asked for.
@@ -27,8 +27,8 @@ MAX_DRAWS_PER_TASK = 32
 repeats itself.
 """
 BARREN_DRAWS = 8
-"""After this many draws without a new content, per content known, a dataset counts as exhausted. One of
-the last contents would be missed with a chance of e^-8.
+"""After this many draws without a new content, per content known, a dataset counts as exhausted.
+One of the last contents would be missed with a chance of e^-8.
 """
 
 
@@ -66,8 +66,8 @@ def draw_tasks(
     source: str | None = None,
     on_entry: Callable[[], None] = lambda: None,
 ) -> DrawnTasks:
-    """`size` training and `heldout` held-out tasks of distinct content. The two sides share no value of
-    the field `content`.
+    """`size` training and `heldout` held-out tasks of distinct content. The two sides share no
+    value of the field `content`.
 
     `Task.data` has `question` (by the format `prompt`), `answer` (text, or None if the dataset has
     no single one), `dataset` and `metadata`. Equal arguments give equal tasks. `ConfigError` if the
@@ -232,8 +232,8 @@ def _check_options(dataset: str, options: Mapping[str, Any], *, known: Sequence[
 
 
 def _fields(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that a prompt or `content` may name: those of the metadata, and the entry's own two,
-    which come first.
+    """The fields that a prompt or `content` may name: those of the metadata, and the entry's own
+    two, which come first.
     """
     fields = dict(cast(dict[str, Any], entry.get("metadata") or {}))
     fields["question"] = entry["question"]

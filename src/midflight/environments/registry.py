@@ -121,8 +121,8 @@ def _bind(found: object, call: Callable[..., object]) -> None:
 
 
 class AgentProgram:
-    """The program that `[environment]` names, imported and checked. `ConfigError` says what cannot be
-    used and how to mend it.
+    """The program that `[environment]` names, imported and checked. `ConfigError` says what cannot
+    be used and how to mend it.
     """
 
     def __init__(self, section: EnvironmentSection) -> None:
@@ -173,8 +173,8 @@ class AgentProgram:
 
 
 class ScoredAgents:
-    """Implements `AgentHost` around another one. Reward functions score what the environment gives in
-    `fields`.
+    """Implements `AgentHost` around another one. Reward functions score what the environment gives
+    in `fields`.
     """
 
     def __init__(self, host: AgentHost, rewards: Rewards) -> None:

@@ -78,7 +78,7 @@ class Dialogue:
 
 
 def place_of(function: object) -> str:
-    """Where a function is written, such as `correct (rewards.py:12)`."""
+    """The place at which a function is written, such as `correct (rewards.py:12)`."""
     bare = inspect.unwrap(function) if callable(function) else function
     bare = getattr(bare, "func", bare)  # the function of a partial
     call = getattr(bare, "__call__", None)  # noqa: B004
@@ -229,8 +229,8 @@ class RewardFunction:
 
 
 def ignored(name: str, values: object) -> None:
-    """Takes the place of TRL's `log_extra`, which adds columns to a table of completions. There is no
-    such table here.
+    """Takes the place of TRL's `log_extra`, which adds columns to a table of completions. There is
+    no such table here.
     """
     del name, values
 

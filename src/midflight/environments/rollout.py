@@ -59,16 +59,16 @@ class FateSink(Protocol):
         ...
 
     def rows_discarded(self, key: RolloutKey, rows: tuple[Row, ...], *, reason: Reason) -> None:
-        """Takes the rows of a tracked session that end here: those of a cancelled rollout, or of one
-        that is tried again.
+        """Takes the rows of a tracked session that end here: those of a cancelled rollout, or of
+        one that is tried again.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the environment's part of a rollout ended. Its reward is None exactly if `error` says why,
-    or if the environment returned None.
+    """How the environment's part of a rollout ended. Its reward is None exactly if `error` says
+    why, or if the environment returned None.
     """
 
     result: Result
@@ -81,8 +81,8 @@ class Outcome:
 
 
 GRACE_SECONDS = 5.0
-"""How long an agent may take to end after it was cancelled, and again after it was cancelled a second
-time: it may have things to close.
+"""How long an agent may take to end after it was cancelled, and again after it was cancelled a
+second time: it may have things to close.
 """
 OWN = __file__.rpartition("/")[0]
 """The folder of this package, in which no user's agent is."""
@@ -390,8 +390,8 @@ def num_versions(rows: tuple[Row, ...]) -> int:
 
 
 async def _ended(attempt: asyncio.Task[Outcome]) -> bool:
-    """Cancels an attempt, and again after a grace. Waits for its end, for two graces at most. Returns
-    whether it has ended.
+    """Cancels an attempt, and again after a grace. Waits for its end, for two graces at most.
+    Returns whether it has ended.
     """
     for _ in range(2):
         attempt.cancel()
@@ -402,7 +402,7 @@ async def _ended(attempt: asyncio.Task[Outcome]) -> bool:
 
 
 def _place(attempt: asyncio.Task[Outcome]) -> str:
-    """Where the environment's own function waits, if it runs in this process."""
+    """The place at which the environment's own function waits, if it runs in this process."""
     awaited = getattr(attempt.get_coro(), "cr_await", None)
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None)

@@ -1,5 +1,5 @@
-"""What the seconds of a rollout are spent on: its agent's own work, which is limited, and everything
-that it waits for. It is synchronous.
+"""What the seconds of a rollout are spent on: its agent's own work, which is limited, and
+everything that it waits for. It is synchronous.
 
     own    = seconds with no request under way, less what its host excuses:
              no place to run, a busy machine, tools within their limits
@@ -31,8 +31,8 @@ def unbounded() -> RolloutBound:
 
 
 class RolloutTime:
-    """The time of one rollout under way. Its own time grows between two events of the `watch`, or not
-    at all.
+    """The time of one rollout under way. Its own time grows between two events of the `watch`, or
+    not at all.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class RolloutTime:
         delayed: Callable[[], float],
         outage: Callable[[], float],
     ) -> None:
-        """`delayed` gives the seconds so far in which this process had no processor, where the agent
-        runs here. `outage` gives those in which no engine took requests.
+        """`delayed` gives the seconds so far in which this process had no processor, where the
+        agent runs here. `outage` gives those in which no engine took requests.
         """
         self._session_id = session_id
         self._own_seconds = own_seconds

@@ -27,7 +27,9 @@ Ranks = NDArray[np.uint64]
 
 
 class RowBroken(Exception):
-    """Says why no task can be made of a row. The code that knows where the row is adds its place."""
+    """Says why no task can be made of a row. The code that knows where the row is adds its
+    place.
+    """
 
 
 class TaskMaker:
@@ -202,7 +204,9 @@ class RowTasks(Sequence[Task]):
         *,
         prefix: str = "",
     ) -> None:
-        """`numbers` are those of the rows, rising. `prefix` begins the ids of rows that have none."""
+        """`numbers` are those of the rows, rising. `prefix` begins the ids of rows that have
+        none.
+        """
         self.rows = rows
         self._maker = maker
         self._numbers = numbers
@@ -228,7 +232,7 @@ class RowTasks(Sequence[Task]):
         return (self._task(number, row) for number, row in enumerate(self.rows) if wanted[number])
 
     def place(self, place: int) -> str:
-        """Where the row of a task is."""
+        """The place of a task's row."""
         return self.rows.place(int(self._numbers[place]))
 
     def _task(self, number: int, row: Columns) -> Task:
@@ -300,7 +304,8 @@ class RowSource:
             matching = "" if self._pattern is None else " that match only"
             raise ConfigError(
                 f"{self._option}.heldout is {held}, and {self._section.origin} has {len(distinct)} "
-                f"rows of distinct content{matching}: none would be left to train on; lower heldout."
+                f"rows of distinct content{matching}: none would be left to train on; lower "
+                "heldout."
             )
         return distinct[:number]
 
@@ -319,8 +324,9 @@ class RowSource:
         return ranks, wanted
 
     def split(self, own: Ranks, of_all: Ranks) -> SplitTasks:
-        """Splits the rows. Contents with the ranks `own` are held out here, and those with the ranks
-        `of_all` are not trained on. If the contents were not looked at, every row is for training.
+        """Splits the rows. Contents with the ranks `own` are held out here, and those with the
+        ranks `of_all` are not trained on. If the contents were not looked at, every row is for
+        training.
         """
         size = self._section.size
         if not len(self._ranks):

@@ -40,13 +40,13 @@ class SourceRows(Protocol):
         ...
 
     def place(self, number: int) -> str:
-        """Where the row is, for messages: `tasks.jsonl:17`."""
+        """The place of a row for messages, such as `tasks.jsonl:17`."""
         ...
 
 
 def open_rows(path: Path, *, option: str) -> SourceRows:
-    """The rows of a file or folder, by the ending of its name. `ConfigError` says what is wrong with
-    it. Only the file is kept open.
+    """The rows of a file or folder, by the ending of its name. `ConfigError` says what is wrong
+    with it. Only the file is kept open.
     """
     if path.is_dir():
         return DatasetRows(_saved(path, option), str(path))
@@ -138,9 +138,7 @@ def _without_mark(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _line_ends(file: BinaryIO) -> tuple[NDArray[np.int64], bool]:
-    """Where each line ends, its newline included, and whether any of them holds a quotation
-    mark.
-    """
+    """The end of each line, including its newline, and whether any line holds a quotation mark."""
     found: list[NDArray[np.int64]] = []
     at = 0
     quoted = False
@@ -328,8 +326,8 @@ def _saved(path: Path, option: str) -> Any:
 
 
 def _parquet(path: Path, option: str) -> Any:
-    """A Parquet file. It is written once, uncompressed, into the cache of `datasets`, and mapped from
-    there.
+    """A Parquet file. It is written once, uncompressed, into the cache of `datasets`, and mapped
+    from there.
     """
     datasets = _library(f"{option} is a Parquet file, {str(path)!r}")
     datasets.disable_progress_bars()

@@ -21,8 +21,8 @@ MAX_SOURCES = 256
 """The order of an epoch holds the number of a source in a byte."""
 NO_CURRICULUM = CurriculumSection()
 Shard: TypeAlias = tuple[int, int]
-"""(s, R): the positions that leave s when divided by R, where the positions of all epochs are counted
-from 0.
+"""(s, R): the positions that leave s when divided by R, where the positions of all epochs are
+counted from 0.
 """
 WHOLE: Shard = (0, 1)
 
@@ -141,7 +141,9 @@ class SeededStream:
         return number, self._permutation(number, permutation)[place]
 
     def _make_order(self, epoch: int) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
-        """By index: the source, and how often it had its turn in this epoch before that index."""
+        """The source at each index, and how often it had its turn in this epoch before that
+        index.
+        """
         shuffled = bytearray()
         for number, count in enumerate(self._counts):
             shuffled += bytes([number]) * count
@@ -183,7 +185,9 @@ def _positions(weights: Sequence[float], *, total: int) -> list[int]:
 
 
 def _check_sources(sources: Sequence[Source]) -> None:
-    """`ConfigError` for sources that give no stream. Only the ids of tasks in memory are checked."""
+    """`ConfigError` for sources that give no stream. Only the ids of tasks in memory are
+    checked.
+    """
     if len(sources) > MAX_SOURCES:
         raise ConfigError(
             f"environment.sources has {len(sources)} sources, and {MAX_SOURCES} are the most; put "

@@ -1,4 +1,5 @@
-"""The plainest environment: one question, one reply, right or wrong. Its pieces are for others, too.
+"""The plainest environment: one question, one reply, right or wrong. Its pieces are for others,
+too.
 
 As `environment.entry` it runs in the rollout process, where it blocks nothing, and asks the gateway
 itself, without HTTP.
@@ -27,15 +28,15 @@ def exact_match(reply: str, answer: str) -> float:
 
 
 def text_field(task: Task, name: str) -> str:
-    """A field that must be there and hold text. `TaskFieldMissing` names the field, the task and the
-    fields that the task has.
+    """A field that must be there and hold text. `TaskFieldMissing` names the field, the task and
+    the fields that the task has.
     """
     return task.text(name)
 
 
 async def answer(task: Task, client: AsyncOpenAI) -> float:
-    """Asks the task's prompt and compares the reply with `answer`. Waits for the reply, or until its
-    caller cancels it.
+    """Asks the task's prompt and compares the reply with `answer`. Waits for the reply, or until
+    its caller cancels it.
     """
     messages = task.messages
     expected = task.text("answer")

@@ -1,5 +1,5 @@
-"""The sources that the tasks of a run come from: datasets, rows of a user's own, and their split into
-training and held-out tasks.
+"""The sources that the tasks of a run come from: datasets, rows of a user's own, and their split
+into training and held-out tasks.
 """
 
 from collections import defaultdict

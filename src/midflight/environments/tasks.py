@@ -83,8 +83,8 @@ class TaskStream:
         return self._posted.post(rows), self._posted.num_waiting
 
     def task_of(self, key: GroupKey) -> Task:
-        """The task of a key, wherever the stream is. A resumed run uses it to try an unfinished task
-        again.
+        """The task of a key, wherever the stream is. A resumed run uses it to try an unfinished
+        task again.
         """
         if key.epoch == POSTED_EPOCH:
             assert self._posted is not None, "a run keeps its sources"
@@ -93,7 +93,9 @@ class TaskStream:
         return self._seeded.task_at(key.epoch, key.index)
 
     def seek(self, epoch: int, index: int, *, posted: int = 0) -> None:
-        """Goes on at a position of the seeded stream, and behind the first `posted` posted tasks."""
+        """Goes on at a position of the seeded stream, and behind the first `posted` posted
+        tasks.
+        """
         if self._seeded is not None:
             self._seeded.seek(epoch, index)
         if self._posted is not None:

@@ -281,8 +281,8 @@ class Toolbox:
         slots: asyncio.Semaphore,
         one_by_one: bool,
     ) -> None:
-        """`seconds` bound each call, without its wait for a slot. With `one_by_one` the calls of one
-        answer run in their order, because they share a state.
+        """`seconds` bound each call, without its wait for a slot. With `one_by_one` the calls of
+        one answer run in their order, because they share a state.
         """
         self._tools = {tool.name: tool for tool in tools}
         self._seconds = seconds

@@ -15,7 +15,9 @@ MAX_LETTERS = 600
 
 
 class Completions:
-    """Watches batches and steps, and tells rollouts of every `every`-th step. With 0 it tells none."""
+    """Watches batches and steps, and tells rollouts of every `every`-th step. With 0 it tells
+    none.
+    """
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""What a run has to learn from: how long rollouts are and how much of them is trained, how many were
-cut short, and how far the rewards of a group differ.
+"""What a run has to learn from: how long rollouts are and how much of them is trained, how many
+were cut short, and how far the rewards of a group differ.
 """
 
 import math
@@ -22,8 +22,8 @@ class Histogram(msgspec.Struct, frozen=True):
 
 
 def histogram(values: Sequence[float]) -> Histogram:
-    """Counts values, of which there is at least one, in bins of equal width from the smallest to the
-    largest. There are `MAX_BINS` bins, or fewer where whole numbers do not need as many.
+    """Counts values, of which there is at least one, in bins of equal width from the smallest to
+    the largest. There are `MAX_BINS` bins, or fewer where whole numbers do not need as many.
 
     Where all values are alike there is one bin, half to each side of them.
     """
@@ -52,8 +52,8 @@ LEARNED_FROM = (
 
 
 class Learning:
-    """Keeps the last `window` training rollouts with a reward, and as many of their groups, or all of
-    them.
+    """Keeps the last `window` training rollouts with a reward, and as many of their groups, or all
+    of them.
     """
 
     def __init__(self, window: int | None = None) -> None:

@@ -110,7 +110,7 @@ class MemberLine(msgspec.Struct, frozen=True, kw_only=True, tag="engine", tag_fi
     event: str
     """`joined` or `left`."""
     detail: str
-    """Where it came from, or why it went."""
+    """The address from which it came, or the reason why it went."""
 
 
 class ResumeLine(msgspec.Struct, frozen=True, kw_only=True, tag="resume", tag_field="kind"):

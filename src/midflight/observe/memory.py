@@ -13,8 +13,8 @@ PROC = Path("/proc")
 GROWN = 1.01
 """A resident size that has grown by less than this factor does not count as a new peak."""
 QUIET = 60
-"""After this many samples without growth the kernel is asked all the same: fewer pages may be shared
-than before.
+"""After this many samples without growth the kernel is asked all the same: fewer pages may be
+shared than before.
 """
 
 
@@ -113,8 +113,8 @@ def resident_bytes(pid: int, *, proc: Path = PROC) -> int:
 
 
 def resident(pid: int, *, proc: Path = PROC) -> dict[tuple[str, str], int]:
-    """Resident bytes of a launcher and of its children, by kind and pid. This is cheap: shared pages
-    count in each process, and the kernel walks nothing.
+    """Resident bytes of a launcher and of its children, by kind and pid. This is cheap: shared
+    pages count in each process, and the kernel walks nothing.
 
     The kind is the word after the module of a child's command line, such as `trainer`. The result
     is empty where /proc is missing.

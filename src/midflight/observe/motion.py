@@ -78,8 +78,8 @@ def _own_work(folder: Path) -> ProcessWork | None:
 
 
 def num_bytes_of(pid: int | str, *, proc: Path = PROC) -> int:
-    """The bytes that a process has read and written; `self` is this process. 0 where the kernel does
-    not tell, for instance for a process of another user.
+    """The bytes that a process has read and written; `self` is this process. 0 where the kernel
+    does not tell, for instance for a process of another user.
     """
     try:
         lines = (proc / str(pid) / "io").read_text().splitlines()

@@ -250,8 +250,8 @@ class RunState:
             self.sources.setdefault(source, SourceState()).num_rollouts = number
 
     def _went_back(self, checkpoint: Version) -> None:
-        """Takes back the steps after a checkpoint, to which the trainer went back while this process
-        lives: they are in no weights that survive.
+        """Takes back the steps after a checkpoint, to which the trainer went back while this
+        process lives: they are in no weights that survive.
         """
         for version, num_tokens in self._unsaved:
             if version > checkpoint:

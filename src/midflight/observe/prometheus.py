@@ -277,8 +277,8 @@ class Metrics:
         )
 
     def _forget(self, engine: str) -> None:
-        """Removes what says how an engine is now, for it is no member any more. The counters of what
-        it has done stay.
+        """Removes what says how an engine is now, for it is no member any more. The counters of
+        what it has done stay.
         """
         for gauge in (self._quarantined, self._served, self._running):
             with suppress(KeyError):
@@ -312,8 +312,8 @@ class Metrics:
         return found
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics that are read when somebody asks: what there is to learn from of late, and the
-        accounts over all starts of the run.
+        """The metrics that are read when somebody asks: what there is to learn from of late, and
+        the accounts over all starts of the run.
         """
         yield from self._now()
         yield from self._answers()

@@ -134,7 +134,9 @@ class Overlap:
         self._sides = (self._sides[0].cut(at), self._sides[1].cut(at))
 
     def seconds(self, now: float) -> float:
-        """Seconds from the beginning of the count until its end, or until `now` while it goes on."""
+        """Seconds from the beginning of the count until its end, or until `now` while it goes
+        on.
+        """
         if self._began is None:
             return 0.0
         end = now if self._end is None else self._end

@@ -122,8 +122,8 @@ class LearningStatus:
     the mean, over those that were not cut short.
     """
     curriculum: dict[str, float] = field(default_factory=dict[str, float])
-    """`refilled/...` and `drawn/...` count groups, `pool/...` counts tasks; and `pass_rate`. Empty
-    without a curriculum and without refills.
+    """`refilled/...` and `drawn/...` count groups, `pool/...` counts tasks, and `pass_rate` is a
+    share. It is empty without a curriculum and without refills.
     """
 
 

@@ -55,7 +55,9 @@ class LearningOptions:
     draws_others: bool = False
     """Whether `rollout.drop_zero_spread` replaces groups that are alike."""
     compares: bool = True
-    """Whether the rewards of a group are compared, so that a group that is alike teaches nothing."""
+    """Whether the rewards of a group are compared, so that a group that is alike teaches
+    nothing.
+    """
     masks_truncated: bool = False
 
 

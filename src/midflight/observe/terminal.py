@@ -238,8 +238,8 @@ COMPLETION_LINES = 4
 
 
 def _sample(shown: facts.Shown) -> RenderableType:
-    """The end of a rollout's prompt and the beginning of its answer. Each line is cut at the edge of
-    the panel.
+    """The end of a rollout's prompt and the beginning of its answer. Each line is cut at the edge
+    of the panel.
     """
     head = Text(f"{shown.source}, task {shown.task_id}, reward {number(shown.reward)}")
     prompt = visible(shown.prompt).splitlines()[-PROMPT_LINES:]

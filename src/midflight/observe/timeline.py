@@ -22,7 +22,9 @@ FLUSH_SECONDS = 0.2
 encoding its line.
 """
 SHORTEST_WAIT = 0.005
-"""Seconds. Shorter waits have no line: they are hand-overs between loops, and there are thousands."""
+"""Seconds. Shorter waits have no line: they are hand-overs between loops, and there are
+thousands.
+"""
 
 
 class Began(msgspec.Struct, frozen=True, tag="start", tag_field="kind"):

@@ -84,7 +84,9 @@ class RunReport:
 
 @dataclass(slots=True)
 class _Missing:
-    """Collects the parts of a run that could not be read, each with its reason. The rest is shown."""
+    """Collects the parts of a run that could not be read, each with its reason. The rest is
+    shown.
+    """
 
     notes: list[str] = field(default_factory=list[str])
 

@@ -215,8 +215,8 @@ class SmallRing:
         service: RolloutService | None = None,
         stage: Stage = lambda: lambda: None,
     ) -> None:
-        """Makes the whole run of `run.steps` steps, and waits for its end as `serve` does. `service`
-        may stand between trainer and system, to slow or to watch them.
+        """Makes the whole run of `run.steps` steps, and waits for its end as `serve` does.
+        `service` may stand between trainer and system, to slow or to watch them.
         """
         loop = TrainingLoop(
             trainer,
@@ -248,8 +248,8 @@ async def open_ring(
     posted: PostedTasks | None = None,
     role: ShardRole = ALONE,
 ) -> AsyncGenerator[SmallRing]:
-    """Assembles a ring whose store is in `folder`, and runs nothing yet. The engines serve `version`.
-    With `checkpoint` the ring goes on after a crash.
+    """Assembles a ring whose store is in `folder`, and runs nothing yet. The engines serve
+    `version`. With `checkpoint` the ring goes on after a crash.
 
     `client_for` may give agents another client than the SDK's, such as one that calls the gateway
     without HTTP. At its end this waits for requests that are still being answered. Those of ended

@@ -1,6 +1,6 @@
-"""Models without weights. The next token of `Script` is a hash of everything before it, so that every
-answer is known beforehand. `Replies` says what a test wrote down: tool calls, code, anything that an
-agent should read.
+"""Models without weights. The next token of `Script` is a hash of everything before it, so that
+every answer is known beforehand. `Replies` says what a test wrote down: tool calls, code, anything
+that an agent should read.
 """
 
 import math
@@ -37,8 +37,8 @@ def scripted_tokenizer() -> Tokenizer:
 
 
 class ScriptedPolicy(Protocol[S]):
-    """Chooses a scripted engine's tokens. The choice depends on the request and on the tokens so far,
-    and on nothing else (I5).
+    """Chooses a scripted engine's tokens. The choice depends on the request and on the tokens so
+    far, and on nothing else (I5).
 
     `S` is the state that it keeps of them. States are values.
     """
@@ -120,8 +120,8 @@ class ScriptedAnswer:
 
 
 class ScriptedRun(Generic[S]):
-    """One request on its way through the script. It is synchronous: `peek` looks ahead, and `accept`
-    moves on.
+    """One request on its way through the script. It is synchronous: `peek` looks ahead, and
+    `accept` moves on.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class ScriptedRun(Generic[S]):
         self.finish: Finish | None = None
 
     def peek(self, max_tokens: int, version: Version) -> list[tuple[int, float]]:
-        """Up to `max_tokens` next tokens under one version. There are fewer at the limit, or where a
-        token ends the answer.
+        """Up to `max_tokens` next tokens under one version. There are fewer at the limit, or where
+        a token ends the answer.
         """
         state = self._state
         tokens = list[tuple[int, float]]()
@@ -213,9 +213,10 @@ class Saying:
 class Replies:
     """A policy that answers by rule. Give it to a `ScriptedEngine` as its script.
 
-    `rule` makes the text of the reply from the text of the prompt. As a mapping, it holds texts that
-    a prompt may contain and the reply to each. The key that comes last in the prompt counts, or the
-    empty key where the prompt has none of them. Without an empty key such a request is refused.
+    `rule` makes the text of the reply from the text of the prompt. As a mapping, it holds texts
+    that a prompt may contain and the reply to each. The key that comes last in the prompt counts,
+    or the empty key where the prompt has none of them. Without an empty key such a request is
+    refused.
 
     A reply depends on the prompt alone, so that a resumed request goes on where it was (I5). Its
     log-probabilities are made up from the seed and every id before, so that a request that misses,

@@ -1,5 +1,5 @@
-"""The scripted engine: it has every verb of the engine port and a model whose answers are known, and
-it shows every fault on demand.
+"""The scripted engine: it has every verb of the engine port and a model whose answers are known,
+and it shows every fault on demand.
 
 It ships with the library. Tests of agents, gateways and handovers run on it, on virtual time or on
 the real clock.
@@ -195,8 +195,8 @@ class ScriptedEngine:
         self.unstall()
 
     def exhaust(self) -> None:
-        """Behaves as if memory were full: it goes on with what it has, and takes no new weights until
-        `revive`.
+        """Behaves as if memory were full: it goes on with what it has, and takes no new weights
+        until `revive`.
         """
         self._exhausted = True
 

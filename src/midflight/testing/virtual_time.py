@@ -1,12 +1,12 @@
-"""An asyncio event loop whose time is virtual. Waiting costs nothing, and a wait that nothing can end
-fails at once.
+"""An asyncio event loop whose time is virtual. Waiting costs nothing, and a wait that nothing can
+end fails at once.
 
 Whenever no callback is ready the clock jumps to the next timer. If there is no timer either,
 nothing can ever happen again, so the run ends with `Hang`, which says where each task waits. There
 is no real input or output, and `to_thread` runs inline. A thread that the code starts itself is
 heard before time passes: as long as it computes, the clock stands still. Two runs of the same code
-make the same steps. With a seed the ready callbacks of one instant run in a shuffled order, which is
-the same for the same seed.
+make the same steps. With a seed the ready callbacks of one instant run in a shuffled order, which
+is the same for the same seed.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class _ThreadWork:
 
 
 class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
-    """The loop that the module describes. Without a seed, callbacks and timers of one instant run in
-    the order in which they were scheduled.
+    """The loop that the module describes. Without a seed, callbacks and timers of one instant run
+    in the order in which they were scheduled.
     """
 
     def __init__(self, *, seed: int | None = None, max_seconds: float = MAX_SECONDS) -> None:
@@ -117,8 +117,8 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
         """
         self._called_by_thread = threading.Event()
         self.failures: list[BaseException] = []
-        """Exceptions that nothing awaited: those of callbacks, and of tasks that were dropped without
-        a look at their result.
+        """Exceptions that nothing awaited: those of callbacks, and of tasks that were dropped
+        without a look at their result.
         """
         self.set_task_factory(_ordered_task)
         self.set_exception_handler(_record_failure)
@@ -255,8 +255,8 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
         return taken
 
     def _forget_cancelled(self) -> None:
-        """Sweeps cancelled timers, which deadlines that were met leave far in the future. It is done
-        when there are twice as many timers as live ones.
+        """Sweeps cancelled timers, which deadlines that were met leave far in the future. It is
+        done when there are twice as many timers as live ones.
         """
         self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
         heapq.heapify(self._timers)
@@ -298,9 +298,9 @@ def run_virtual(
     """Runs a coroutine (or an async function without arguments) to its end on a fresh virtual clock
     that starts at 0.
 
-    Raises what the coroutine raises, `Hang` if it cannot end, `LeakedTasks` if it left tasks behind,
-    which are cancelled first, and whatever a callback or an unobserved task raised. With a seed,
-    every failure carries a note with that seed.
+    Raises what the coroutine raises, `Hang` if it cannot end, `LeakedTasks` if it left tasks
+    behind, which are cancelled first, and whatever a callback or an unobserved task raised. With a
+    seed, every failure carries a note with that seed.
     """
     loop = VirtualTimeLoop(seed=seed, max_seconds=max_seconds)
     try:
@@ -362,8 +362,8 @@ def describe(task: asyncio.Task[Any]) -> str:
 
 
 def _suspended_frames(awaited: object) -> list[FrameType]:
-    """Follows `await` from a coroutine to the innermost frame. An object that is neither a coroutine
-    nor a generator ends the chain.
+    """Follows `await` from a coroutine to the innermost frame. An object that is neither a
+    coroutine nor a generator ends the chain.
     """
     frames: list[FrameType | None] = []
     while awaited is not None:
@@ -388,8 +388,8 @@ def _ordered_task(
 
 
 def _record_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Records the failure of a callback, a task or a generator. A future whose error was not read is
-    only logged, because giving up on a wait is no failure.
+    """Records the failure of a callback, a task or a generator. A future whose error was not read
+    is only logged, because giving up on a wait is no failure.
     """
     assert isinstance(loop, VirtualTimeLoop)
     error = context.get("exception")

@@ -271,8 +271,8 @@ class Trackio(Tracker):
 
 
 class OpenTelemetry(Tracker):
-    """Sends each rollout as a trace, by OTLP over HTTP, to where `OTEL_EXPORTER_OTLP_ENDPOINT` says,
-    or else to port 4318 of this machine.
+    """Sends each rollout as a trace, by OTLP over HTTP, to where `OTEL_EXPORTER_OTLP_ENDPOINT`
+    says, or else to port 4318 of this machine.
 
     The numbers of steps do not go there: Prometheus has them. `OTEL_TRACES_SAMPLER` may choose some
     of the rollouts.

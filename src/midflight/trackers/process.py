@@ -1,10 +1,10 @@
 """The process of a run's trackers: `python -m midflight.trackers.process FOLDER`, started by the
 launcher.
 
-It reads the journal, which holds what a slow tracker has not been told yet, so that nothing queues up
-in memory and nothing is left out. Each tracker has a thread of its own: one that hangs delays neither
-another tracker nor the run. Standard input stays open for as long as the run goes on. Once it ends,
-or the launcher dies, the process tells everything that is left, and ends.
+It reads the journal, which holds what a slow tracker has not been told yet, so that nothing queues
+up in memory and nothing is left out. Each tracker has a thread of its own: one that hangs delays
+neither another tracker nor the run. Standard input stays open for as long as the run goes on. Once
+it ends, or the launcher dies, the process tells everything that is left, and ends.
 """
 
 import os
@@ -32,8 +32,8 @@ LOOK_SECONDS = 0.5
 AT_ONCE = 256
 """How many rollouts a tracker is given together: the past of a run that goes on may be long."""
 LAST_SECONDS = 120.0
-"""How long this process may tell what is left once the launcher is gone. While the launcher lives, it
-ends this process.
+"""How long this process may tell what is left once the launcher is gone. While the launcher lives,
+it ends this process.
 """
 
 

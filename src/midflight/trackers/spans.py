@@ -1,4 +1,6 @@
-"""Rollouts as spans in seconds since 1970, made from a run's timeline for trackers that keep traces."""
+"""Rollouts as spans in seconds since 1970, made from a run's timeline for trackers that keep
+traces.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -12,8 +14,8 @@ from midflight.observe.timeline import Began, CommitTimed, RolloutTimed, Timed
 from midflight.types import Json
 
 COMMITS = 64
-"""How many handovers are remembered for the pauses of rollouts. A rollout that lasted longer shows the
-last of them.
+"""How many handovers are remembered for the pauses of rollouts. A rollout that lasted longer shows
+the last of them.
 """
 
 _decode = msgspec.json.Decoder(Timed).decode
@@ -41,7 +43,9 @@ class RolloutSpans:
     """Reads the lines of a timeline once, in their order."""
 
     def __init__(self, *, told: int = 0) -> None:
-        """`told` is how many lines at the beginning were told already. No spans are made of them."""
+        """`told` is how many lines at the beginning were told already. No spans are made of
+        them.
+        """
         self.num_read = 0
         self._told = told
         self._epoch = 0.0

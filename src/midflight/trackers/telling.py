@@ -1,5 +1,5 @@
-"""Tells a tracker what a run's journal holds, and remembers what was told, so that a run that goes on
-tells nothing twice.
+"""Tells a tracker what a run's journal holds, and remembers what was told, so that a run that goes
+on tells nothing twice.
 """
 
 from collections.abc import Iterator, Mapping
@@ -89,8 +89,8 @@ def key_of(line: Line) -> str | None:
 
 
 def tell(tracker: Tracker, line: Line, told: Told) -> None:
-    """Tells a line once. The line counts as told before it is: a tracker that fails on a line, or is
-    killed over it, lacks that line, and has none twice.
+    """Tells a line once. The line counts as told before it is: a tracker that fails on a line, or
+    is killed over it, lacks that line, and has none twice.
     """
     key = key_of(line)
     if key is None or key in told:

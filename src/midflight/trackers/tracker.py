@@ -1,5 +1,5 @@
-"""The port of trackers, ours and a user's own. A tracker is made from its name, which changes nothing:
-`open` is the first call that does.
+"""The port of trackers, ours and a user's own. A tracker is made from its name, which changes
+nothing: `open` is the first call that does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,8 +76,8 @@ class Tracker:
         """
 
     def rewind(self, step: int) -> bool:
-        """The run goes on after `step`, and what was told about later steps is lost. Returns whether
-        it was removed, so that these steps can be told again.
+        """The run goes on after `step`, and what was told about later steps is lost. Returns
+        whether it was removed, so that these steps can be told again.
         """
         return False
 

@@ -1,5 +1,5 @@
-"""The colours and options that all charts share. People tell the colours apart however they see, and
-the options fit a light and a dark page.
+"""The colours and options that all charts share. People tell the colours apart however they see,
+and the options fit a light and a dark page.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ DASHES = ("solid", "dashed", "dotted")
 
 
 def axes(*, x: str, y: str = "", kind: str = "value", **more: Any) -> dict[str, Any]:
-    """The options that all charts share. `x` and `y` name the axes, and `kind` is that of the x axis.
-    `more` is added to the options and replaces some.
+    """The options that all charts share. `x` and `y` name the axes, and `kind` is that of the x
+    axis. `more` is added to the options and replaces some.
     """
     text = {"color": GREY}
     line: dict[str, Any] = {"lineStyle": {"color": GREY}}

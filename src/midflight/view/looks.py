@@ -127,9 +127,9 @@ PLAIN = frozenset({"div", "details", "h1", "h2", "h3", "li", "nav", "span", "sum
 
 
 def at_first(page: ui.element, *, look: str) -> str:
-    """The content of the page as HTML that needs no program. A browser shows it while it still loads
-    the programs of NiceGUI and the charts. They mount the page on the first element of this id and
-    replace its content. `look` is dark, light or auto.
+    """The content of the page as HTML that needs no program. A browser shows it while it still
+    loads the programs of NiceGUI and the charts. They mount the page on the first element of this
+    id and replace its content. `look` is dark, light or auto.
     """
     inside = "".join(map(_still, page.default_slot.children))
     return f'<div id="app"><div class="nicegui-content shown {look}">{inside}</div></div>'

@@ -247,8 +247,8 @@ LENGTH_BARS = 16
 
 
 def _length_histograms(steps: Sequence[StepLine]) -> Panel | None:
-    """Rollouts by tokens generated and trained, and those that were cut short on their own. A bin of
-    the journal counts with its middle.
+    """Rollouts by tokens generated and trained, and those that were cut short on their own. A bin
+    of the journal counts with its middle.
     """
     found = {title: _lengths_of(steps, name) for title, name in LENGTHS.items()}
     lengths = set(chain.from_iterable(found.values()))
@@ -292,8 +292,8 @@ def _in_bars(counts: Mapping[int, int], lows: range) -> list[int]:
 
 
 def idle_shares(past: PastLines) -> dict[str, Points]:
-    """By `who for whom`: the share of the time since the step before in which one was idle because
-    of the other.
+    """The share of the time since the step before in which one was idle because of the other, by
+    `who for whom`.
     """
     found: defaultdict[str, Points] = defaultdict(list)
     names = _keys(step.waits for step in past.steps)
@@ -345,7 +345,9 @@ def of_runs(runs: Sequence[ArchivedRun]) -> list[Panel]:
 
 
 def seeds(runs: Sequence[ArchivedRun]) -> dict[str, list[ArchivedRun]]:
-    """Families of runs that are alike except for their seeds, each by the label of its first run."""
+    """Families of runs that are alike except for their seeds, each by the label of its first
+    run.
+    """
     families: list[list[ArchivedRun]] = []
     for run in runs:
         for family in families:

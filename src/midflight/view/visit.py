@@ -1,5 +1,5 @@
-"""The runs that a viewer shows, and the visit of one page: its run, the others, and what its address
-asks for.
+"""The runs that a viewer shows, and the visit of one page: its run, the others, and what its
+address asks for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,8 +55,8 @@ class Shelf:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One page that somebody looks at. All its filters are in its address, so that links and reloads
-    keep them.
+    """One page that somebody looks at. All its filters are in its address, so that links and
+    reloads keep them.
     """
 
     run: ArchivedRun

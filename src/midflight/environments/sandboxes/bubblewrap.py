@@ -1,5 +1,5 @@
-"""A sandbox made of Linux namespaces by `bubblewrap`: a program has its own processes, network, users,
-host name and files, and sees none of ours.
+"""A sandbox made of Linux namespaces by `bubblewrap`: a program has its own processes, network,
+users, host name and files, and sees none of ours.
 
 The program sees the system's programs and this interpreter, read only. Its working folder, `/tmp`
 and `/dev/shm` are in memory, each of `disk_mb` at most. It has only a loopback network of its own,
@@ -34,8 +34,8 @@ from midflight.errors import SandboxUnavailable
 WORK = "/sandbox"
 FIRST_USER = 1_000_000
 NUM_USERS = 60_000_000
-"""The users of sandboxes, where we are root. Each program has another user, because the processes of
-a user are counted together.
+"""The users of sandboxes, where we are root. Each program has another user, because the processes
+of a user are counted together.
 """
 _programs = itertools.count()
 REMEDY = (
@@ -64,8 +64,8 @@ mkdir -p "$start" && cd "$start" || exit 125
 cd / && find $folders -mindepth 1 -maxdepth 1 -print0 | tar -cf /dev/fd/$after --null -T - || : >/dev/fd/$after
 exit $status
 """
-"""A script that puts into the folders what earlier programs left there, runs a program, and saves what
-is in the folders then.
+"""A script that puts into the folders what earlier programs left there, runs a program, and saves
+what is in the folders then.
 """
 
 
@@ -196,9 +196,9 @@ class Bubblewrap:
 
 
 class LocalBox:
-    """A box on this machine. Implements `Box`. Each program has a sandbox of its own, with the files
-    that the one before it left. No process outlives its program, and a program that a limit ended
-    leaves nothing.
+    """A box on this machine. Implements `Box`. Each program has a sandbox of its own, with the
+    files that the one before it left. No process outlives its program, and a program that a limit
+    ended leaves nothing.
     """
 
     def __init__(self, limits: SandboxSection, furnished: Furnished) -> None:

@@ -1,8 +1,8 @@
-"""The makers of boxes on other machines. Each box is made by its maker's own client, and nothing else
-of the maker is known here.
+"""The makers of boxes on other machines. Each box is made by its maker's own client, and nothing
+else of the maker is known here.
 
-A box runs scripts of `sh`, and can be ended. Its maker ends it too, after its life, so that a process
-that died leaves no box behind.
+A box runs scripts of `sh`, and can be ended. Its maker ends it too, after its life, so that a
+process that died leaves no box behind.
 """
 
 import math
@@ -23,8 +23,8 @@ IMAGE = "python:3.12-slim"
 NOBODY = "65534:65534"
 
 Shell: TypeAlias = Callable[[str, float], Awaitable[tuple[int, str]]]
-"""Runs a script within so many seconds, and returns its exit status and its output. Waits for its end,
-and raises what the maker's client raises.
+"""Runs a script within so many seconds, and returns its exit status and its output. Waits for its
+end, and raises what the maker's client raises.
 """
 
 
@@ -133,7 +133,9 @@ async def e2b_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerat
 
 @asynccontextmanager
 async def daytona_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerator[Shell]:
-    """A container of an image, with whole GiB of memory and disk. A box that is stopped is deleted."""
+    """A container of an image, with whole GiB of memory and disk. A box that is stopped is
+    deleted.
+    """
     daytona = package("daytona", extra="daytona")
     asked = daytona.CreateSandboxFromImageParams(
         image=furnished.image or section.image or IMAGE,

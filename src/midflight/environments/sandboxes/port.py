@@ -1,4 +1,6 @@
-"""The port of sandboxes: what a sandbox is given, what it returns, and the limits of its processes."""
+"""The port of sandboxes: what a sandbox is given, what it returns, and the limits of its
+processes.
+"""
 
 import asyncio
 import io
@@ -63,8 +65,8 @@ class Sandbox(Protocol):
 
 
 class Box(Protocol):
-    """A sandbox for several programs, one after another. A program finds in its folders what the one
-    before it left.
+    """A sandbox for several programs, one after another. A program finds in its folders what the
+    one before it left.
     """
 
     async def run(
@@ -75,8 +77,8 @@ class Box(Protocol):
         stdin: str = "",
         seconds: float | None = None,
     ) -> Ran:
-        """Runs a program as a sandbox does. `files` are put there before, by absolute path. `seconds`
-        takes the place of the section's limit.
+        """Runs a program as a sandbox does. `files` are put there before, by absolute path.
+        `seconds` takes the place of the section's limit.
         """
         ...
 
@@ -95,7 +97,9 @@ class Furnished:
     """A folder with a Dockerfile, which is built for the box."""
     files: Mapping[str, str | bytes] = field(default_factory=dict[str, "str | bytes"])
     seconds: float = 3600.0
-    """How long a box elsewhere lives. After that its maker ends it, even if this process has died."""
+    """How long a box elsewhere lives. After that its maker ends it, even if this process has
+    died.
+    """
 
 
 class LastingSandbox(Sandbox, Protocol):
@@ -142,8 +146,8 @@ class Limited:
         held: Callable[[], int],
         kill: Callable[[], None],
     ) -> None:
-        """`held` gives the bytes of memory that the process and its descendants have now. `kill` ends
-        them all.
+        """`held` gives the bytes of memory that the process and its descendants have now. `kill`
+        ends them all.
         """
         self._process = process
         self._limits = limits

@@ -1,5 +1,5 @@
-"""Programs in boxes on other machines. They are run and bounded in the same way, whichever maker makes
-the box.
+"""Programs in boxes on other machines. They are run and bounded in the same way, whichever maker
+makes the box.
 """
 
 import asyncio
@@ -98,8 +98,8 @@ class Remote:
 
 
 class RemoteBox:
-    """A box on another machine. Implements `Box`. What a program writes goes into files of the box, of
-    which no more is fetched than the limit.
+    """A box on another machine. Implements `Box`. What a program writes goes into files of the box,
+    of which no more is fetched than the limit.
     """
 
     def __init__(self, shell: Shell, limits: SandboxSection, *, start: str) -> None:
@@ -200,8 +200,8 @@ class RemoteBox:
             return await self._run(script, seconds)
 
     async def _ran_out(self) -> bool:
-        """Whether the kernel has ended a process of the box because of its memory. It is False where
-        the kernel does not say.
+        """Whether the kernel has ended a process of the box because of its memory. It is False
+        where the kernel does not say.
         """
         _, said = await self._shell(
             "sed -n 's/^oom_kill //p' /sys/fs/cgroup/memory.events 2>/dev/null || true",
@@ -233,8 +233,8 @@ def _signed(status: int) -> int:
 
 @asynccontextmanager
 async def _blamed(deed: str, seconds: float) -> AsyncGenerator[None]:
-    """Turns whatever a maker's client raises, which has no common class, into `SandboxLost`, because
-    it says nothing about the program.
+    """Turns whatever a maker's client raises, which has no common class, into `SandboxLost`,
+    because it says nothing about the program.
     """
     deadline = asyncio.timeout(seconds)
     try:

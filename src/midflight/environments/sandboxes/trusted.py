@@ -1,5 +1,5 @@
-"""A sandbox without isolation, for code that is trusted. Programs run as this user, with limits, in a
-folder of their own and without our environment.
+"""A sandbox without isolation, for code that is trusted. Programs run as this user, with limits, in
+a folder of their own and without our environment.
 """
 
 import asyncio

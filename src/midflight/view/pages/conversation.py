@@ -1,5 +1,5 @@
-"""The page of one rollout: what the agent saw beside what is trained. The colour of a token shows the
-property that was chosen.
+"""The page of one rollout: what the agent saw beside what is trained. The colour of a token shows
+the property that was chosen.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ from midflight.view.pages.groups import conversation_link, kind_of
 from midflight.view.visit import Visit
 
 SCALE = ("68,1,84", "59,82,139", "33,144,140", "93,201,99", "253,231,37")
-"""Red, green and blue of viridis from dark to light. They are even to the eye, and can be told apart
-without red and green. They are tints under the page's own text.
+"""Red, green and blue of viridis from dark to light. They are even to the eye, and can be told
+apart without red and green. They are tints under the page's own text.
 """
 MANY = (
     "0,114,178",

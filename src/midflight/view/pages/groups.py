@@ -1,5 +1,5 @@
-"""The page of a run's groups. Filters, words and sorting are in its address. Each rollout leads to its
-conversation.
+"""The page of a run's groups. Filters, words and sorting are in its address. Each rollout leads to
+its conversation.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""The page of a run's ledger: where every token went, from the model to the trainer, and whether the
-sums agree.
+"""The page of a run's ledger: where every token went, from the model to the trainer, and whether
+the sums agree.
 """
 
 import asyncio

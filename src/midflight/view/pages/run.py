@@ -1,5 +1,5 @@
-"""The page of a run: how it goes, what is wrong and what to do, and every number of its journal as a
-chart. It can show several runs over each other.
+"""The page of a run: how it goes, what is wrong and what to do, and every number of its journal as
+a chart. It can show several runs over each other.
 """
 
 import time
@@ -213,8 +213,8 @@ def _findings(visit: Visit, times: Times) -> None:
 
 
 def _failures(visit: Visit, times: Times, past: PastLines) -> None:
-    """Shows the failures by source where the timeline knows it. Each class of failure is there once,
-    with the step in which it was most frequent.
+    """Shows the failures by source where the timeline knows it. Each class of failure is there
+    once, with the step in which it was most frequent.
     """
     by_source = failures(times.rollouts)
     if not by_source:

@@ -1,5 +1,5 @@
-"""The page of a run's time: when engines, trainer, handovers and evaluations were busy, on one axis,
-and which of them waited for which.
+"""The page of a run's time: when engines, trainer, handovers and evaluations were busy, on one
+axis, and which of them waited for which.
 """
 
 from collections import defaultdict
@@ -117,8 +117,8 @@ def _places(visit: Visit, part: TimelinePart | None) -> None:
 
 
 def tracks(times: Times, steps: Mapping[int, int]) -> dict[str, Bars]:
-    """The bars that are drawn, by the name of their track. `steps` gives the number of the step that
-    made a version.
+    """The bars that are drawn, by the name of their track. `steps` gives the number of the step
+    that made a version.
     """
     found: defaultdict[str, Bars] = defaultdict(list)
     rollouts = times.rollouts + times.evaluated
