@@ -129,7 +129,7 @@ class RewardFunction:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that every task must have, or the fields of the environment's result."""
-        given = set(OF_MANY if self.is_of_group else OF_ONE)
+        given = set[str](OF_MANY if self.is_of_group else OF_ONE)
         given.update(self._options)
         return tuple(
             name for name, p in self.named.items() if p.default is p.empty and name not in given

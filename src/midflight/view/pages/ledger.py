@@ -143,8 +143,8 @@ def _flow(ledger: Ledger) -> dict[str, object]:
     for line in ledger.sources:
         for place, count in line.tokens.items():
             if count:
-                link = {"source": f"{line.source} ", "target": _name(place), "value": count}
-                links.append(link)
+                source = f"{line.source} "
+                links.append({"source": source, "target": _name(place), "value": count})
     data = [
         {"name": name, "itemStyle": {"color": COLORS[at % len(COLORS)]}}
         for at, name in enumerate(names)
