@@ -38,8 +38,8 @@ from midflight.archive.groups import GroupFilter, GroupOrder, page_of
 from midflight.archive.search import WordIndex
 from midflight.config import Config
 from midflight.config.dump import as_toml
-from midflight.observe.journal import StepLine
 from midflight.observe.learning import histogram
+from midflight.observe.lines import StepLine
 from midflight.observe.status import Totals
 from midflight.observe.timeline import CommitTimed, RolloutTimed, StepTimed, WaitTimed
 from midflight.text.byte_tokenizer import write_byte_tokenizer

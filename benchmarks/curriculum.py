@@ -20,7 +20,8 @@ import numpy as np
 from smoke import options_of
 
 from midflight.config.sources import CurriculumSection
-from midflight.environments.tasks import SeededStream, Source
+from midflight.environments.seeded_stream import SeededStream
+from midflight.environments.sources import Source
 from midflight.types import GroupKey, Task
 
 GROUP = 8

@@ -35,7 +35,8 @@ from learning_report import Result, read_results, report, write_docs  # noqa: E4
 from overlap_runs import cpu_seconds  # noqa: E402
 from smoke import SETTINGS, options_of  # noqa: E402
 
-from midflight.observe.journal import PastLines, StepLine, read_journal  # noqa: E402
+from midflight.observe.history import PastLines, read_journal  # noqa: E402
+from midflight.observe.lines import StepLine  # noqa: E402
 from midflight.observe.memory import descendants  # noqa: E402
 
 MODES: Mapping[str, tuple[str, ...]] = {

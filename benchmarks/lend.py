@@ -35,7 +35,7 @@ from overlap_runs import Measured, ring  # noqa: E402
 from smoke import options_of  # noqa: E402
 
 from midflight.config import Config, load_config  # noqa: E402
-from midflight.environments.tasks import Source  # noqa: E402
+from midflight.environments.sources import Source  # noqa: E402
 from midflight.testing.ring import SimulatedTrainer, SlowSteps, open_ring  # noqa: E402
 from midflight.testing.script import Script, scripted_tokenizer  # noqa: E402
 from midflight.testing.scripted import CAPABLE, ScriptedEngine  # noqa: E402

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from midflight.config.sections import Config
-from midflight.observe.journal import read_journal
+from midflight.observe.history import read_journal
 from midflight.run.api.service import RolloutClient
 from midflight.run.launcher.ring import Ring
 from midflight.run.parts import Message, ModelReady, Progress, Purpose, Ready, serve_while

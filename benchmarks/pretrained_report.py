@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from midflight.observe.journal import PastLines, read_journal
+from midflight.observe.history import PastLines, read_journal
 from midflight.observe.plot import COLORS, moving_average
 
 USED = "used.json"

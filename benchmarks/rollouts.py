@@ -26,9 +26,10 @@ from gateway import HERE, free_port, running, wait_for
 from midflight.config import Config, load_config
 from midflight.engines.remote import RemoteEngine
 from midflight.environments.single_turn import AnswersHere
-from midflight.environments.tasks import load_sources
+from midflight.environments.sources import load_sources
 from midflight.gateway.http.chats import ChatsHere
-from midflight.observe.journal import Journal, Observers
+from midflight.observe.journal import Journal
+from midflight.observe.observers import Observers
 from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
 from midflight.run.launcher.child import GC_THRESHOLD

@@ -54,7 +54,8 @@ def measured(path: Path, heldout: int) -> Iterator[tuple[str, float, float]]:
     # what such a process has in memory anyway
     import_module("midflight.run.rollout.rollout_process")
     from midflight.config.sources import SourceSection
-    from midflight.environments.tasks import SeededStream, load_sources
+    from midflight.environments.seeded_stream import SeededStream
+    from midflight.environments.sources import load_sources
     from midflight.run.launcher.survey import Survey
 
     yield "before", 0.0, resident_mb()

@@ -216,7 +216,7 @@ def _make(race: Race, folder: Path) -> None:
 
 def _write_plan(race: str, config: Config, plan: Path, model: Path) -> None:
     """For the side that has no Midflight: tasks and numbers."""
-    from midflight.environments.tasks import load_sources
+    from midflight.environments.sources import load_sources
 
     tasks = load_sources(config.environment.sources, seed=config.run.seed)[0].training
     plan.mkdir(parents=True, exist_ok=True)
@@ -294,7 +294,7 @@ class Watch:
 def main(plan: Path, out: Path) -> None:
     from overlap_runs import fresh
 
-    from midflight.observe.journal import read_journal
+    from midflight.observe.history import read_journal
 
     config = Config.model_validate_json((plan / "config.json").read_text())
     fresh(config)

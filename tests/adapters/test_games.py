@@ -12,7 +12,7 @@ import pytest
 
 from midflight.adapters import gymnasium, textarena
 from midflight.config.sources import SourceSection
-from midflight.environments.tasks import load_sources
+from midflight.environments.sources import load_sources
 from midflight.errors import ConfigError, EnvironmentFailed
 from midflight.types import Json, Result, Task
 

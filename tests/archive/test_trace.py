@@ -19,7 +19,7 @@ from midflight.archive.phases import phases_of
 from midflight.archive.trace import ENGINES, EVALUATIONS, ROLLOUTS, TITLES, TRAINER, trace_of, write_trace
 from midflight.cli import main
 from midflight.errors import ConfigError, NoRun
-from midflight.observe.journal import AlarmLine, Line, StepLine
+from midflight.observe.lines import AlarmLine, Line, StepLine
 from midflight.observe.status import Bound, Totals
 from midflight.observe.timeline import (
     BatchTimed,

@@ -15,7 +15,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from pretrained_report import Outcome, Recipe, report, shortfalls, write_docs  # noqa: E402
 
-from midflight.observe.journal import read_journal  # noqa: E402
+from midflight.observe.history import read_journal  # noqa: E402
 
 SUMS = ("--smoke", "--only", "sums")
 

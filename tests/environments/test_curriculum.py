@@ -12,7 +12,9 @@ import pytest
 from midflight.config import load_config
 from midflight.config.sources import CurriculumSection
 from midflight.environments.curriculum import Pool, SourcePools
-from midflight.environments.tasks import SeededStream, Source, TaskStream
+from midflight.environments.seeded_stream import SeededStream
+from midflight.environments.sources import Source
+from midflight.environments.tasks import TaskStream
 from midflight.errors import ConfigError
 from midflight.types import GroupKey, Task
 from midflight.types.rollouts import GroupScores

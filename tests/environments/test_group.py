@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from midflight.environments.rollout import GroupRunner
+from midflight.environments.group import GroupRunner
 from midflight.environments.single_turn import answer
 from midflight.errors import ConfigError
 from midflight.testing.virtual_time import run_virtual

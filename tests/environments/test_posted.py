@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from midflight.config.sources import SourceSection
-from midflight.environments import tasks as tasks_module
-from midflight.environments.tasks import POSTED_EPOCH, PostedTasks, Source, TaskStream, load_sources, posted_tasks
+from midflight.environments import posted as posted_module
+from midflight.environments.posted import POSTED_EPOCH, PostedTasks
+from midflight.environments.sources import Source, load_sources
+from midflight.environments.tasks import TaskStream, posted_tasks
 from midflight.errors import Overloaded, RequestRejected
 from midflight.types import GroupKey, Task
 
@@ -60,7 +62,7 @@ def test_what_a_source_holds_out_is_refused_by_its_name_and_none_is_taken(tmp_pa
 
 
 def test_more_than_may_wait_are_told_to_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks_module, "MAX_WAITING", 3)
+    monkeypatch.setattr(posted_module, "MAX_WAITING", 3)
     posted = box(tmp_path)
     posted.post(rows("a", "b"))
     with pytest.raises(Overloaded, match="2 posted tasks are waiting, and 3 are the most; post these 2 when"):

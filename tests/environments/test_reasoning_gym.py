@@ -10,7 +10,7 @@ import reasoning_gym
 
 from midflight.config.sections import SourceSection
 from midflight.environments.reasoning_gym import draw_tasks
-from midflight.environments.tasks import load_sources
+from midflight.environments.sources import load_sources
 from midflight.errors import ConfigError
 from midflight.types import Task
 

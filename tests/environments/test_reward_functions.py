@@ -10,9 +10,9 @@ from tests.environments import some_tools
 from midflight import Result
 from midflight.config.agents import SandboxSection
 from midflight.config.sections import EnvironmentSection
+from midflight.environments.group import GroupRunner
 from midflight.environments.registry import AgentProgram, ScoredAgents
 from midflight.environments.reward_functions import Dialogue, Rewards
-from midflight.environments.rollout import GroupRunner
 from midflight.environments.scoring import Unjudged
 from midflight.errors import BadReward, ConfigError, EnvironmentFailed, SandboxUnavailable, TaskFieldMissing
 from midflight.testing.virtual_time import run_virtual

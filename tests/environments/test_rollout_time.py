@@ -10,7 +10,8 @@ import pytest
 from midflight.config.bounds import RolloutBound, rollout_bound
 from midflight.config.sections import EnvironmentSection
 from midflight.environments.claimed import Claimed
-from midflight.environments.scoring import Judging, Unjudged
+from midflight.environments.judging import Judging
+from midflight.environments.scoring import Unjudged
 from midflight.errors import RolloutTimeout
 from midflight.gateway.sessions.request_clock import RequestClock
 from midflight.stopwatch import Stopwatch

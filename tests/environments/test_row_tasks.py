@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from midflight.config.sources import SourceSection
-from midflight.environments.tasks import SeededStream, Source, load_sources
+from midflight.environments.seeded_stream import SeededStream
+from midflight.environments.sources import Source, load_sources
 from midflight.errors import ConfigError
 from midflight.types import Task
 

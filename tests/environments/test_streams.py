@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midflight.environments.tasks import SeededStream, Source
+from midflight.environments.seeded_stream import SeededStream
+from midflight.environments.sources import Source
 from midflight.errors import ConfigError
 from midflight.types import GroupKey, Task
 

@@ -12,7 +12,7 @@ from midflight.config import load_config
 from midflight.config.sections import SuiteSection
 from midflight.environments.evaluation import Evaluator, Suite, best_at, evaluation_key, pass_at
 from midflight.errors import ConfigError
-from midflight.observe.journal import EvaluationLine
+from midflight.observe.lines import EvaluationLine
 from midflight.observe.named import named
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import RolloutKey, Task, Trajectory

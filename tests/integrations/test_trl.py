@@ -15,7 +15,7 @@ from midflight.integrations.trl.config import GENERAL, HARMLESS, KNOWN, OWN, REF
 from midflight.integrations.trl.environments import environment_class, rows_of_environments
 from midflight.integrations.trl.metrics import trl_metrics
 from midflight.models.creation import make_model
-from midflight.observe.journal import StepLine
+from midflight.observe.lines import StepLine
 from midflight.observe.status import Totals
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer

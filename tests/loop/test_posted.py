@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from midflight.config.sources import SourceSection
-from midflight.environments.tasks import POSTED_EPOCH, posted_tasks
+from midflight.environments.posted import POSTED_EPOCH
+from midflight.environments.tasks import posted_tasks
 from midflight.errors import NotSupported
 from midflight.run.rollout.standing import RolloutStanding
 from midflight.testing.virtual_time import run_virtual

@@ -12,7 +12,10 @@ import pytest
 from tests.observe.facts import Clock, batch, commit, decode, rollout, step
 
 from midflight.errors import ConfigError
-from midflight.observe.journal import AlarmLine, EvaluationLine, Journal, Observers, ResumeLine, StepLine, read_journal
+from midflight.observe.history import read_journal
+from midflight.observe.journal import Journal
+from midflight.observe.lines import AlarmLine, EvaluationLine, ResumeLine, StepLine
+from midflight.observe.observers import Observers
 from midflight.observe.progress import RunState
 from midflight.types import Batch, Group, GroupKey, Kind, Reason, RolloutKey, Row, Trajectory
 from midflight.types.facts import Alarmed, Evaluated, GroupClosed, Leased, Waited

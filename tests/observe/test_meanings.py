@@ -9,7 +9,7 @@ from tests.observe.test_observers import tell_everything
 
 from midflight.integrations.trl.metrics import SAME
 from midflight.observe import meanings
-from midflight.observe.journal import EvaluationLine, StepLine
+from midflight.observe.lines import EvaluationLine, StepLine
 from midflight.observe.meanings import MEANINGS, meaning_of
 from midflight.observe.named import named
 from midflight.observe.prometheus import Metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from midflight.observe.journal import AlarmLine, EvaluationLine, StepLine
+from midflight.observe.lines import AlarmLine, EvaluationLine, StepLine
 from midflight.observe.named import named
 from midflight.observe.status import Totals
 

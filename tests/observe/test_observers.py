@@ -8,7 +8,7 @@ import pytest
 from tests.facts import Facts
 from tests.observe.facts import KEY, Observer, batch, commit, decode, rollout, step
 
-from midflight.observe.journal import Observers
+from midflight.observe.observers import Observers
 from midflight.types import Group, Reason
 from midflight.types.facts import (
     Alarmed,

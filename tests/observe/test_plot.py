@@ -11,7 +11,8 @@ import pytest
 from tests.observe.facts import batch, rollout, step
 
 from midflight.errors import ConfigError
-from midflight.observe.journal import Journal, Observers
+from midflight.observe.journal import Journal
+from midflight.observe.observers import Observers
 from midflight.observe.plot import draw_plot, drawn_by_itself, moving_average
 from midflight.observe.progress import RunState
 from midflight.types.facts import Evaluated

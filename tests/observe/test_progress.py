@@ -11,9 +11,11 @@ from tests.observe.facts import Clock, batch, commit, decode, rollout, step
 
 from midflight.config import load_config
 from midflight.config.cores import CoreUse, core_use
+from midflight.observe.bottleneck import judge
 from midflight.observe.progress import RunState
+from midflight.observe.readable import heldout
 from midflight.observe.recent import Mean, Rate
-from midflight.observe.status import Bound, Phase, Status, Totals, WarmStartStatus, heldout, judge
+from midflight.observe.status import Bound, Phase, Status, Totals, WarmStartStatus
 from midflight.types import Accounts, GroupKey, Kind, Reason, RolloutKey
 from midflight.types.facts import (
     Checkpointed,

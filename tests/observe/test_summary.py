@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from midflight.observe.status import Bound, IdleTime, LearningStatus, SourceStatus, Status, Totals
-from midflight.observe.summary import Said, Summary, past_seconds, summarise, summary_table, write_summary
+from midflight.observe.summary import Said, Summary, past_seconds, summarise, write_summary
+from midflight.observe.summary_table import summary_table
 from midflight.types import Accounts
 
 STATUS = Status(

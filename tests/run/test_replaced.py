@@ -17,7 +17,8 @@ from tests.folders import tree_of
 
 from midflight.config import Config, load_config
 from midflight.errors import ConfigError
-from midflight.observe.journal import StepLine, write_whole
+from midflight.observe.atomic_write import write_whole
+from midflight.observe.lines import StepLine
 from midflight.observe.status import Totals
 from midflight.run.launcher import aside, holding
 from midflight.run.launcher.folder import put_back, set_aside

@@ -8,8 +8,8 @@ import msgspec
 
 from midflight.config.dump import as_toml
 from midflight.config.load import load_config
-from midflight.observe.journal import CompletionsLine, EvaluationLine, Line, ResumeLine, StepLine
 from midflight.observe.learning import Histogram
+from midflight.observe.lines import CompletionsLine, EvaluationLine, Line, ResumeLine, StepLine
 from midflight.observe.status import Totals
 from midflight.types import facts
 

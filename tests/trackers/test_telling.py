@@ -10,7 +10,7 @@ import msgspec
 from tests.trackers.journals import evaluation, resumed, samples, step
 from tests.trackers.own import Forgets, Notes
 
-from midflight.observe.journal import AlarmLine, Line, StepLine
+from midflight.observe.lines import AlarmLine, Line, StepLine
 from midflight.trackers.telling import Told, histograms, tell
 from midflight.trackers.tracker import TrackedRun, Tracker
 

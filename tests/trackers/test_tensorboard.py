@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.trackers.journals import evaluation, resumed, samples, step
 
 from midflight.config.load import load_config
-from midflight.observe.journal import Line
+from midflight.observe.lines import Line
 from midflight.trackers.known import TensorBoard
 from midflight.trackers.telling import Told, tell, tracked
 

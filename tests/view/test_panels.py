@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from midflight.observe.journal import PastLines, StepLine
+from midflight.observe.history import PastLines
 from midflight.observe.learning import Histogram, histogram
+from midflight.observe.lines import StepLine
 from midflight.observe.status import Totals
 from midflight.view.panels import Panel, of_run
 

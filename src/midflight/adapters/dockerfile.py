@@ -1,5 +1,5 @@
-"""What a box gets of a Dockerfile: with docker all of it, elsewhere what takes no container: the
-files that it copies, and where one starts.
+"""What a box gets from a Dockerfile. With docker it gets everything; elsewhere it gets what needs
+no container: the files that are copied, and the folder in which a program starts.
 """
 
 import re
@@ -27,28 +27,31 @@ SYSTEM = (
     "tmp",
     "usr",
 )
-"""Folders that programs of a sandbox on this machine do not write to, or have already."""
+"""Folders that programs of a sandbox on this machine cannot write to, or have already."""
 REMEDY = 'play it with sandbox = { kind = "docker" } in the source\'s options, or leave it out.'
 
 
 def furnished_by(
     context: Path, said: str, *, image: str, kind: str, beside: Sequence[str]
 ) -> Furnished:
-    """What a box of this kind is to begin with, for an environment of that folder, or of an image.
-    `beside` are folders that are written to too. `ConfigError` for what would have to be built
-    where nothing builds, or lies where nothing can be put."""
+    """What a box of this kind begins with, for an environment of that folder or of an image.
+    `beside` are further folders that are written to. `ConfigError` for an environment that would
+    have to be built where nothing can build it, or for files that are put where nothing can be put.
+    """
     if kind == "docker" and (image or (context / "Dockerfile").exists()):
         return Furnished(image=image, build=None if image else context)
     if image and kind in ("daytona", "modal"):
         return Furnished(image=image)
     read = copied_by(context)
-    if line := f"docker_image = {image}" if image else read.beyond:
+    line = f"docker_image = {image}" if image else read.beyond
+    if line:
         raise ConfigError(
             f"{said} has {line[:80]!r} in its environment, which takes a container: {REMEDY}"
         )
     written = [read.start, *read.files, *beside]
     folders = list(dict.fromkeys(PurePosixPath(path, "x").parts[1] for path in written))
-    if kind == "bubblewrap" and (taken := [name for name in folders if name in SYSTEM]):
+    taken = [name for name in folders if name in SYSTEM]
+    if kind == "bubblewrap" and taken:
         raise ConfigError(
             f"{said} puts files into /{taken[0]}, which is the system's here: {REMEDY}"
         )
@@ -57,21 +60,24 @@ def furnished_by(
 
 @dataclass(slots=True)
 class Dockerfile:
+    """The parts of a Dockerfile that need no container."""
+
     start: str = "/app"
     """The folder that its last `WORKDIR` names."""
     files: dict[str, bytes] = field(default_factory=dict[str, bytes])
-    """By the path at which they are to lie."""
+    """Its files by the path at which they are put."""
     beyond: str = ""
     """The first line that needs a container; empty if none does."""
 
 
 def copied_by(context: Path) -> Dockerfile:
-    """Of the Dockerfile in that folder; where there is none, of an empty one. `FROM` is passed
-    over.
+    """The parts of the Dockerfile in that folder, or of an empty one where there is none. `FROM` is
+    passed over.
     """
     found = Dockerfile()
     path = context / "Dockerfile"
-    for line in re.sub(r"\\\n", " ", path.read_text() if path.exists() else "").splitlines():
+    text = path.read_text() if path.exists() else ""
+    for line in re.sub(r"\\\n", " ", text).splitlines():
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         word, *rest = line.split(maxsplit=1)
@@ -86,21 +92,25 @@ def copied_by(context: Path) -> Dockerfile:
 
 
 def _copied(context: Path, sources: list[str], start: str, to: str) -> Iterator[tuple[str, bytes]]:
-    """A folder's content, or a file: into a folder where several are copied, or the name says that
-    it is one.
+    """The content of a folder, or a file. A file is put into a folder where several are copied, or
+    where the name of the target says that it is one.
     """
     target = PurePosixPath(start, to)
     into = len(sources) > 1 or to.endswith(("/", "."))
     for pattern in sources:
         name = str(PurePosixPath("/", pattern))[1:]
-        if not (matching := sorted(context.glob(name)) if name else [context]):
+        matching = sorted(context.glob(name)) if name else [context]
+        if not matching:
             raise ConfigError(
                 f"{context / 'Dockerfile'} copies {pattern!r}, which is not there; correct it."
             )
         for source in matching:
-            for file in files_in(source) if source.is_dir() else [source]:
-                below = file.relative_to(source) if source.is_dir() else file.name if into else ""
-                yield str(target / below), file.read_bytes()
+            if source.is_dir():
+                for file in files_in(source):
+                    yield str(target / file.relative_to(source)), file.read_bytes()
+            else:
+                place = target / source.name if into else target
+                yield str(place), source.read_bytes()
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -1,5 +1,5 @@
-"""Games as conversations: what a game shows is the user's message, what the model answers is its
-move.
+"""Games as conversations: what a game shows is the user's message, and what the model answers is
+its move.
 """
 
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ from midflight.types import Json, Result, Task
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What a game made of an answer."""
+    """What an answer did in a game."""
 
     shown: str
-    """What the model is told; of a game that has ended nobody asks for it."""
+    """What the model is told. It is not used where the game has ended."""
     reward: float = 0.0
     ended: bool = False
     valid: bool = True
@@ -25,23 +25,27 @@ class Move:
 
 
 class Game(Protocol):
+    """A game that is played by texts."""
+
     name: str
 
     async def begin(self) -> str:
-        """What the model is shown at first. Waits for the game, which the rollout's deadline
-        ends.
+        """Begins the game, and returns what the model is shown at first. Waits for the game, until
+        the rollout's deadline.
         """
         ...
 
     async def move(self, said: str) -> Move:
-        """As `begin`. What it raises fails the rollout, which is not scored then."""
+        """Makes a move. Waits as `begin` does. What it raises fails the rollout, which is then not
+        scored.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GameBound:
-    """For games that never end. `unfinished` is what an unfinished one earns beside what it has
-    earned; None leaves it without a score.
+    """The bound on games that never end. `unfinished` is what an unfinished game earns in addition
+    to what it has earned. None leaves it without a score.
     """
 
     max_turns: int
@@ -49,15 +53,13 @@ class GameBound:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> "GameBound":
-        return cls(
-            int(told["max_turns"]),
-            None if told["unfinished"] is None else float(told["unfinished"]),
-        )
+        unfinished = told["unfinished"]
+        return cls(int(told["max_turns"]), None if unfinished is None else float(unfinished))
 
 
 async def played(task: Task, client: Any, game: Game, *, bound: GameBound) -> Result:
-    """One game. Each answer earned what its move earned. Waits for answers and moves; ended by its
-    caller.
+    """Plays one game. Each answer earns what its move earns. Waits for answers and moves, or until
+    its caller cancels it.
     """
     shown = await game.begin()
     messages: list[dict[str, Json]] = with_observation(
@@ -67,7 +69,8 @@ async def played(task: Task, client: Any, game: Game, *, bound: GameBound) -> Re
     metrics = dict[str, float]()
     num_invalid = 0
     for _ in range(bound.max_turns):
-        if (answer := await answered(client, messages)) is None:
+        answer = await answered(client, messages)
+        if answer is None:
             break
         move = await game.move(str(answer.get("content") or ""))
         messages.append(answer)
@@ -78,11 +81,9 @@ async def played(task: Task, client: Any, game: Game, *, bound: GameBound) -> Re
             return _result(earned, 0.0, metrics, messages, num_invalid, finished=True)
         messages.append({"role": "user", "content": move.shown})
     if bound.unfinished is None:
-        why = (
-            f"in {bound.max_turns} answers"
-            if len(earned) == bound.max_turns
-            else f"before {len(earned)} answers filled the model's context"
-        )
+        why = f"before {len(earned)} answers filled the model's context"
+        if len(earned) == bound.max_turns:
+            why = f"in {bound.max_turns} answers"
         raise EnvironmentFailed(
             f"task {task.id} of {task.source}: the game {game.name} did not end {why}, so nobody "
             "knows what it is worth; raise max_turns in the options of its source or "
@@ -117,23 +118,20 @@ def _result(
 
 
 async def answered(client: Any, messages: list[dict[str, Json]]) -> dict[str, Json] | None:
-    """The model's message; None where the conversation has filled its context."""
+    """The model's message. None where the conversation has filled its context."""
     try:
         said = await client.chat.completions.create(model="policy", messages=messages)
     except Exception as error:
         if getattr(error, "code", None) == "context_length_exceeded":
             return None
         raise
-    kept = {
-        name: value
-        for name, value in said.choices[0].message.model_dump().items()
-        if value not in (None, [])
-    }
+    message = said.choices[0].message.model_dump()
+    kept = {name: value for name, value in message.items() if value not in (None, [])}
     return {**kept, "content": kept.get("content", "")}
 
 
 def settings(task: Task, name: str) -> Mapping[str, Any]:
-    """What the source of that adapter wrote into the task."""
+    """The settings that the source of that adapter wrote into the task."""
     found = task.data.get(name)
     if not isinstance(found, dict):
         raise EnvironmentFailed(

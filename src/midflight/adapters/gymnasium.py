@@ -1,4 +1,4 @@
-"""Environments of the package gymnasium, played as text: an observation is shown as text, and an
+"""Environments of the package gymnasium, played as text. An observation is shown as text, and an
 action is read from the answer.
 """
 
@@ -26,10 +26,10 @@ def tasks(
     max_turns: int = 100,
     unfinished: float | None = None,
 ) -> list[dict[str, Json]]:
-    """A task for each of `size` seeds. `options` are those of `gymnasium.make`; `show` (observation
-    to text) and `read` (text to action, None for no move) name functions, `module:function`, in
-    place of those made of the spaces. `ConfigError` where there is no such environment, or where
-    its spaces need one of these.
+    """A task for each of `size` seeds. `options` are those of `gymnasium.make`. `show` (observation
+    to text) and `read` (text to action, or None where it is no move) name functions,
+    `module:function`, in place of those made from the spaces. `ConfigError` where there is no such
+    environment, or where its spaces need one of these functions.
     """
     told: dict[str, Json] = {
         "env": env,
@@ -42,14 +42,18 @@ def tasks(
     }
     game = GymnasiumGame(told, seed=0)
     game.close()
-    asked = instruction or (
-        f"Answer with one of: {', '.join(actions)}." if actions else "Answer with your move."
-    )
-    return [{"question": asked, "seed": seed, NAME: told} for seed in range(size)]
+    question = instruction
+    if not question and actions:
+        question = f"Answer with one of: {', '.join(actions)}."
+    elif not question:
+        question = "Answer with your move."
+    return [{"question": question, "seed": seed, NAME: told} for seed in range(size)]
 
 
 async def play(task: Task, client: Any) -> Result:
-    """A rollout. Waits for answers and steps, which take a thread each; ended by its caller."""
+    """Plays a rollout. Waits for answers and for steps, which take a thread each, or until its
+    caller cancels it.
+    """
     told = settings(task, NAME)
     game = GymnasiumGame(told, seed=cast(int, task.data["seed"]))
     try:
@@ -67,8 +71,11 @@ class GymnasiumGame:
         self._actions = [str(action) for action in told["actions"]]
         gym = package(NAME, extra=NAME)
         try:
-            shown_as = {"render_mode": "ansi"} if "ansi" in _modes(gym, self.name) else {}
-            self._env: Any = gym.make(self.name, **{**shown_as, **told["options"]})
+            options: dict[str, Any] = {}
+            if "ansi" in _modes(gym, self.name):
+                options["render_mode"] = "ansi"
+            options.update(told["options"])
+            self._env: Any = gym.make(self.name, **options)
         except Exception as error:
             raise ConfigError(
                 f"gymnasium makes no environment {self.name!r}: {type(error).__name__}: {error}; "
@@ -92,17 +99,19 @@ class GymnasiumGame:
                 f"{self.name!r} has {space.n} actions, and options.actions names "
                 f"{len(self._actions)}; name each, in order."
             )
-        names = [name.casefold() for name in self._actions] or [
-            str(number) for number in range(int(space.start), int(space.start + space.n))
-        ]
-        word = re.compile(
-            rf"(?<!\w)({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})(?!\w)"
-        )
+        names = [name.casefold() for name in self._actions]
+        if not names:
+            numbers = range(int(space.start), int(space.start + space.n))
+            names = [str(number) for number in numbers]
+        longest_first = sorted(names, key=len, reverse=True)
+        word = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, longest_first))})(?!\w)")
 
         def read(said: str) -> int | None:
             """The last action that the answer names."""
             found = word.findall(said.casefold())
-            return int(space.start) + names.index(found[-1]) if found else None
+            if not found:
+                return None
+            return int(space.start) + names.index(found[-1])
 
         return read
 
@@ -130,18 +139,15 @@ class GymnasiumGame:
 
 
 def _modes(gym: Any, name: str) -> Sequence[str]:
-    """In which ways it can be shown, as its class says."""
+    """The ways in which an environment can be shown, as its class says."""
     entry = gym.spec(name).entry_point
     found = gym.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
     return getattr(found, "metadata", {}).get("render_modes", ())
 
 
 def named_function(entry: str, option: str) -> Callable[..., Any] | None:
-    return (
-        cast(
-            "Callable[..., Any]",
-            load_entry(entry, option=f"options.{option}", such_as=f"my_game:{option}"),
-        )
-        if entry
-        else None
-    )
+    """The function that an option names; None where the option is empty."""
+    if not entry:
+        return None
+    found = load_entry(entry, option=f"options.{option}", such_as=f"my_game:{option}")
+    return cast("Callable[..., Any]", found)

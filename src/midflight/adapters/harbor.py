@@ -1,9 +1,8 @@
-"""Tasks in Harbor's folders: an instruction, an environment, and tests that say what the agent's
-work is worth.
+"""Tasks in Harbor's folders: an instruction, an environment, and tests that score the agent's work.
 
-The agent works in a box, tests run in it afterwards, and what they write as reward is the
-rollout's. With docker a box is built of the task's Dockerfile. Elsewhere there is nothing to build
-with, so only what a Dockerfile copies can be had.
+The agent works in a box. Tests run in it afterwards, and the reward that they write is that of the
+rollout. With docker a box is built from the task's Dockerfile. Elsewhere nothing can be built, so
+that only the files that a Dockerfile copies are there.
 """
 
 import json
@@ -38,52 +37,50 @@ ASKED = (
 
 @dataclass(frozen=True, slots=True)
 class HarborTask:
+    """A task in its folder."""
+
     folder: Path
     instruction: str
     furnished: Furnished
     memory_mb: int
     verifier_seconds: float
     variables: dict[str, str]
-    """Of the environment of its tests."""
+    """The environment variables of its tests."""
 
     @classmethod
     def of(cls, folder: Path, kind: str) -> "HarborTask":
-        """`ConfigError` names what it lacks, or what a box of this kind cannot give."""
+        """The task in a folder. `ConfigError` names what it lacks, or what a box of this kind
+        cannot give.
+        """
         said = f"the task of Harbor in {folder}"
-        for name in ("instruction.md", "tests/test.sh"):
-            if not (folder / name).is_file():
-                raise ConfigError(
-                    f"{said} has no {name}, so "
-                    f"{'nothing scores it' if 'test' in name else 'nothing is asked'}; add it."
-                )
+        if not (folder / "instruction.md").is_file():
+            raise ConfigError(f"{said} has no instruction.md, so nothing is asked; add it.")
+        if not (folder / "tests/test.sh").is_file():
+            raise ConfigError(f"{said} has no tests/test.sh, so nothing scores it; add it.")
         try:
             options = tomllib.loads((folder / "task.toml").read_text())
         except ValueError as error:
             raise ConfigError(
                 f"{said} has a task.toml that cannot be read: {error}; correct it."
             ) from None
-        verifier, agent, machine = (
-            options.get(name, {}) for name in ("verifier", "agent", "environment")
-        )
+        verifier = options.get("verifier", {})
+        agent = options.get("agent", {})
+        machine = options.get("environment", {})
         variables = {**machine.get("env", {}), **verifier.get("env", {})}
-        if secret := [name for name, value in variables.items() if "${" in str(value)]:
+        secret = [name for name, value in variables.items() if "${" in str(value)]
+        if secret:
             raise ConfigError(
                 f"{said} wants {secret[0]} of our environment, which no sandbox is given; write "
                 "its value."
             )
-        if (
-            options.get("steps")
-            or (folder / "environment/docker-compose.yaml").exists()
-            or machine.get("gpus")
-        ):
+        has_containers = (folder / "environment/docker-compose.yaml").exists()
+        if options.get("steps") or has_containers or machine.get("gpus"):
             raise ConfigError(
                 f"{said} has several steps, several containers, or a GPU, which is not played "
                 "here; leave it out."
             )
-        seconds = (
-            float(verifier.get("timeout_sec", 600.0)),
-            float(agent.get("timeout_sec", 600.0)),
-        )
+        verifier_seconds = float(verifier.get("timeout_sec", 600.0))
+        agent_seconds = float(agent.get("timeout_sec", 600.0))
         furnished = furnished_by(
             folder / "environment",
             said,
@@ -94,9 +91,9 @@ class HarborTask:
         return cls(
             folder,
             (folder / "instruction.md").read_text(),
-            replace(furnished, seconds=sum(seconds)),
+            replace(furnished, seconds=verifier_seconds + agent_seconds),
             int(machine.get("memory_mb", 2048)),
-            seconds[0],
+            verifier_seconds,
             variables,
         )
 
@@ -110,9 +107,10 @@ def tasks(
     sandbox: dict[str, Json] | None = None,
 ) -> list[dict[str, Json]]:
     """At most `size` of the tasks in the folders of `path`. `sandbox` has the options of
-    `[environment.sandbox]`. `agent` names an `async (task, client, box)` of one's own; else a chat
-    of `turns` answers at most, whose scripts may take `seconds` each. `ConfigError` names a task
-    that cannot be played."""
+    `[environment.sandbox]`. `agent` names an `async (task, client, box)` of one's own. Without it
+    the agent is a chat of `turns` answers at most, whose scripts may take `seconds` each.
+    `ConfigError` names a task that cannot be played.
+    """
     if not Path(path).is_dir():
         raise ConfigError(f"there is no folder {path!r} with tasks of Harbor; correct path.")
     found = sorted(file.parent for file in Path(path).resolve().glob("**/task.toml"))[:size]
@@ -128,79 +126,64 @@ def tasks(
     }
     kind = str((sandbox or {}).get("kind", "bubblewrap"))
     begin = "" if agent else ASKED
-    return [
-        {
-            "question": begin + HarborTask.of(each, kind).instruction,
-            "key": str(each),
-            NAME: {**told, "folder": str(each)},
-        }
-        for each in found
-    ]
+    rows: list[dict[str, Json]] = []
+    for folder in found:
+        question = begin + HarborTask.of(folder, kind).instruction
+        key = str(folder)
+        rows.append({"question": question, "key": key, NAME: {**told, "folder": key}})
+    return rows
 
 
 async def play(task: Task, client: Any) -> Result:
-    """One task. Waits for the agent and for the tests; ended by its caller."""
+    """Plays one task. Waits for the agent and for the tests, or until its caller cancels it."""
     told = settings(task, NAME)
     found = HarborTask.of(Path(told["folder"]), told["sandbox"].get("kind", "bubblewrap"))
-    run = (
-        load_entry(told["agent"], option="agent", such_as="my_agent:work")
-        if told["agent"]
-        else chat
-    )
-    async with _sandbox(
-        json.dumps({"memory_mb": found.memory_mb, "disk_mb": 256, **told["sandbox"]})
-    ).opened(found.furnished) as box:
-        await cast(Any, run)(task, client, box)
+    run: Any = chat
+    if told["agent"]:
+        run = load_entry(told["agent"], option="agent", such_as="my_agent:work")
+    options = {"memory_mb": found.memory_mb, "disk_mb": 256, **told["sandbox"]}
+    async with _sandbox(json.dumps(options)).opened(found.furnished) as box:
+        await run(task, client, box)
         return await _scored(f"task {task.id} of {task.source} ({found.folder.name})", found, box)
 
 
 async def chat(task: Task, client: Any, box: Box) -> None:
-    """Our agent. Waits for answers and scripts."""
+    """The agent of this adapter. Waits for answers and scripts."""
     told = settings(task, NAME)
     messages = list[dict[str, Json]](task.messages)
     for _ in range(int(told["turns"])):
         said = await answered(client, messages) or {}
-        if (
-            script := re.search(r"```(?:bash|sh)?\n(.*?)```", str(said.get("content")), re.DOTALL)
-        ) is None:
+        script = re.search(r"```(?:bash|sh)?\n(.*?)```", str(said.get("content")), re.DOTALL)
+        if script is None:
             return
         ran = await box.run(["bash", "-c", script[1]], seconds=float(told["seconds"]))
-        ended = (
-            f"ended by its limit of {ran.ended_by}" if ran.ended_by else f"exit status {ran.status}"
-        )
+        ended = f"exit status {ran.status}"
+        if ran.ended_by:
+            ended = f"ended by its limit of {ran.ended_by}"
         messages.append(said)
-        messages.append(
-            {"role": "user", "content": f"{ran.stdout[-4000:]}{ran.stderr[-4000:]}\n({ended})"}
-        )
+        output = f"{ran.stdout[-4000:]}{ran.stderr[-4000:]}\n({ended})"
+        messages.append({"role": "user", "content": output})
 
 
 async def _scored(said: str, found: HarborTask, box: Box) -> Result:
-    """Waits for the tests. What the agent has put where they and their rewards go, goes first."""
+    """Runs the tests, and waits for them. First they remove what the agent has put where they and
+    their rewards go.
+    """
     own = f"{TESTS}/{secrets.token_hex(8)}"
-    tests = {
-        f"{own}/{file.relative_to(found.folder / 'tests')}": file.read_bytes()
-        for file in files_in(found.folder / "tests")
-    }
-    command = [
-        "env",
-        *(f"{name}={value}" for name, value in found.variables.items()),
-        "sh",
-        "-c",
-        TESTED,
-        "sh",
-        own,
-    ]
+    folder = found.folder / "tests"
+    tests = {f"{own}/{file.relative_to(folder)}": file.read_bytes() for file in files_in(folder)}
+    command = ["env"]
+    command += [f"{name}={value}" for name, value in found.variables.items()]
+    command += ["sh", "-c", TESTED, "sh", own]
     ran = await box.run(command, files=tests, seconds=found.verifier_seconds)
     written = await box.run(
         ["sh", "-c", f"cd {REWARDS} && cat reward.json; printf '\\0'; cat reward.txt"]
     )
     parts, _, text = (part.strip() for part in written.stdout.partition("\0"))
     if ran.ended_by or not (parts or text):
-        why = (
-            f"were ended by their limit of {ran.ended_by}"
-            if ran.ended_by
-            else "wrote neither reward.txt nor reward.json"
-        )
+        why = "wrote neither reward.txt nor reward.json"
+        if ran.ended_by:
+            why = f"were ended by their limit of {ran.ended_by}"
         raise EnvironmentFailed(
             f"scoring {said}: its tests {why}, so nobody knows what it is worth: "
             f"{(ran.stdout + ran.stderr)[-1000:]}"
@@ -218,15 +201,17 @@ async def _scored(said: str, found: HarborTask, box: Box) -> Result:
         raise EnvironmentFailed(
             f"scoring {said}: reward.json was {parts!r:.200}, expected an object of numbers."
         )
-    total = numbers.get(
-        "reward", number_in(given, f"scoring {said}: reward.txt") if text else sum(numbers.values())
-    )
-    return Result(total, components=numbers)
+    total = sum(numbers.values())
+    if text:
+        total = number_in(given, f"scoring {said}: reward.txt")
+    return Result(numbers.get("reward", total), components=numbers)
 
 
 @lru_cache(maxsize=64)
 def _sandbox(options: str) -> Any:
-    """The same for all rollouts that want the same. `ConfigError` for one without boxes."""
+    """The sandbox of these options, shared by all rollouts that want the same. `ConfigError` for a
+    sandbox without boxes.
+    """
     made = sandbox(**json.loads(options))
     if not hasattr(made, "opened"):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv, which are servers: each rollout has a session of its own there, over a
+"""Environments of OpenEnv, which are servers. Each rollout has a session of its own there, over a
 WebSocket.
 """
 
@@ -31,10 +31,11 @@ def tasks(
     unfinished: float | None = None,
 ) -> list[dict[str, Json]]:
     """A task for each of `size` seeds. `action` is the field of the environment's action that takes
-    the answer, or `read` the function that makes an action of it (None for none); `observation` is
-    the field that is shown, or `show` the function that makes a text of all. `seconds` bound one
-    step. `connect_seconds` bound the first answer of the server, and the opening of each session; a
-    busy server may take long for both. `ConfigError` where no such server answers.
+    the answer, or `read` names the function that makes an action of the answer, or None where it is
+    no action. `observation` is the field that is shown, or `show` names the function that makes a
+    text of the whole observation. `seconds` bound one step. `connect_seconds` bound the first
+    answer of the server, and the opening of each session; a busy server may take long for both.
+    `ConfigError` where no such server answers.
     """
     if bool(action) == bool(read):
         raise ConfigError(
@@ -44,9 +45,8 @@ def tasks(
         )
     package("openenv.core.generic_client", extra=NAME)
     try:
-        with build_opener(ProxyHandler({})).open(
-            f"{url.rstrip('/')}/health", timeout=connect_seconds
-        ) as answered:
+        opener = build_opener(ProxyHandler({}))
+        with opener.open(f"{url.rstrip('/')}/health", timeout=connect_seconds) as answered:
             answered.read()
     except TimeoutError as error:
         raise ConfigError(
@@ -73,8 +73,8 @@ def tasks(
 
 
 async def play(task: Task, client: Any) -> Result:
-    """A rollout. Waits for answers and for the server; ended by its caller, which closes the
-    session.
+    """Plays a rollout. Waits for answers and for the server, or until its caller cancels it, which
+    closes the session.
     """
     told = settings(task, NAME)
     kind = package("openenv.core.generic_client", extra=NAME).GenericEnvClient
@@ -91,12 +91,8 @@ async def play(task: Task, client: Any) -> Result:
                 f"the environment at {told['url']} opened no session ({error}); where it is only "
                 f"slow, raise options.connect_seconds = {told['connect_seconds']:g}."
             ) from error
-        return await played(
-            task,
-            client,
-            OpenEnvGame(told, server, seed=cast(int, task.data["seed"])),
-            bound=GameBound.of(told),
-        )
+        game = OpenEnvGame(told, server, seed=cast(int, task.data["seed"]))
+        return await played(task, client, game, bound=GameBound.of(told))
 
 
 class OpenEnvGame:
@@ -108,10 +104,8 @@ class OpenEnvGame:
         self._seed = seed
         self._action = str(told["action"])
         self._observation = str(told["observation"])
-        self._read, self._show = (
-            named_function(told["read"], "read"),
-            named_function(told["show"], "show"),
-        )
+        self._read = named_function(told["read"], "read")
+        self._show = named_function(told["show"], "show")
 
     async def begin(self) -> str:
         return self._shown((await self._server.reset(seed=self._seed)).observation)

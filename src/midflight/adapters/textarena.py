@@ -1,7 +1,7 @@
 """Games of the package textarena. The policy has one seat; functions of yours play the others.
 
-These games draw from Python's one generator of random numbers. Each game here has a state of it for
-itself, so a seed makes the same game however many are played at once.
+These games draw from Python's one generator of random numbers. Each game here has its own state of
+that generator, so that a seed makes the same game however many are played at once.
 """
 
 import random
@@ -16,7 +16,9 @@ from midflight.types import Json, Result, Task
 
 NAME = "textarena"
 MAX_MOVES = 1000
-"""Of others in a row: one of them may be a game that waits for nobody."""
+"""How many moves of other players may come in a row: more are a game that does not wait for
+ours.
+"""
 
 
 def tasks(
@@ -28,9 +30,11 @@ def tasks(
     max_turns: int = 100,
     unfinished: float | None = None,
 ) -> list[dict[str, Json]]:
-    """A task for each of `size` seeds; with several players the policy has each seat in turn.
-    `opponent` is `module:function`, from what another player is shown to its move. `options` are
-    those of `textarena.make`. `ConfigError` where there is no such game."""
+    """A task for each of `size` seeds. With several players the policy has each seat in turn.
+    `opponent` names a function, `module:function`, that takes what another player is shown and
+    returns its move. `options` are those of `textarena.make`. `ConfigError` where there is no such
+    game.
+    """
     if players > 1 and not opponent:
         raise ConfigError(
             f"{env!r} with {players} players needs somebody for the other seats; name a function "
@@ -49,14 +53,10 @@ def tasks(
 
 
 async def play(task: Task, client: Any) -> Result:
-    """A rollout. Waits for answers; ended by its caller."""
+    """Plays a rollout. Waits for answers, or until its caller cancels it."""
     told = settings(task, NAME)
-    return await played(
-        task,
-        client,
-        TextArenaGame(told, seed=cast(int, task.data["seed"])),
-        bound=GameBound.of(told),
-    )
+    game = TextArenaGame(told, seed=cast(int, task.data["seed"]))
+    return await played(task, client, game, bound=GameBound.of(told))
 
 
 class TextArenaGame:
@@ -67,12 +67,12 @@ class TextArenaGame:
         self._players = int(told["players"])
         self._seed = seed
         self._seat = seed % self._players
+        self._opponent: object = None
         opponent = str(told["opponent"])
-        self._opponent = (
-            load_entry(opponent, option="options.opponent", such_as="my_players:opponent")
-            if opponent
-            else None
-        )
+        if opponent:
+            self._opponent = load_entry(
+                opponent, option="options.opponent", such_as="my_players:opponent"
+            )
         self._luck: object = random.Random(seed).getstate()
         arena = package(NAME, extra=NAME)
         try:
@@ -86,7 +86,7 @@ class TextArenaGame:
 
     @contextmanager
     def _own_luck(self) -> Generator[None]:
-        """Nothing within it waits."""
+        """Gives the generator the state of this game. Nothing within the context may wait."""
         theirs = random.getstate()
         random.setstate(cast(Any, self._luck))
         try:
@@ -99,7 +99,7 @@ class TextArenaGame:
         return self.begin_now()
 
     def begin_now(self) -> str:
-        """`ConfigError` where the game refuses so many players."""
+        """Begins the game. `ConfigError` where it refuses so many players."""
         with self._own_luck():
             try:
                 self._env.reset(num_players=self._players, seed=self._seed)
@@ -132,22 +132,22 @@ class TextArenaGame:
         return Move("", float(rewards[self._seat]), ended=True, metrics={"game/spoilt": spoilt})
 
     def _until_ours(self, *, ended: bool) -> tuple[bool, str]:
-        """Lets the others move until the policy is asked, and says what it is shown."""
+        """Lets the others move until the policy is asked. Returns whether the game has ended, and
+        what the policy is shown.
+        """
         for _ in range(MAX_MOVES):
             if ended:
                 return True, ""
             player, observation = self._env.get_observation()
-            shown = (
-                observation
-                if isinstance(observation, str)
-                else "\n".join(text for author, text, *_ in observation if author != player)
-            )
+            shown = observation
+            if not isinstance(observation, str):
+                texts = [text for author, text, *_ in observation if author != player]
+                shown = "\n".join(texts)
             if player == self._seat:
                 return False, shown.strip()
             assert self._opponent is not None, f"player {player} of {self._players}"
-            ended, _ = self._env.step(
-                str(cast("Callable[[str], object]", self._opponent)(shown.strip()))
-            )
+            opponent = cast("Callable[[str], object]", self._opponent)
+            ended, _ = self._env.step(str(opponent(shown.strip())))
         raise EnvironmentFailed(
             f"the game {self.name}: {MAX_MOVES} moves of other players in a row; change its "
             "opponent."

@@ -1,9 +1,9 @@
-"""Tasksets of the package verifiers (0.4): their tasks are a source, an episode is a rollout, and
+"""Tasksets of the package verifiers (0.4). Their tasks are a source, an episode is a rollout, and
 the parts of their rubric are components.
 
 An episode runs as verifiers runs it, with its proxy between agent and gateway. Only the agent of a
-taskset that names none is ours: a chat in this process, where verifiers would start a program for
-each rollout.
+taskset that names none is ours: it is a chat in this process, where verifiers would start a program
+for each rollout.
 """
 
 import copy
@@ -37,8 +37,9 @@ def tasks(
     env: str = "",
 ) -> list[dict[str, Json]]:
     """At most `size` tasks of the taskset of that id, whose own options are `options`. `harness` is
-    the agent's program, by default that of the taskset, else ours; `env` is another environment to
-    play it in. `ConfigError` where it cannot be trained."""
+    the agent's program, by default that of the taskset, or else ours. `env` is another environment
+    to play it in. `ConfigError` where it cannot be trained.
+    """
     told: dict[str, Json] = {
         "taskset": taskset,
         "harness": harness,
@@ -59,52 +60,45 @@ def tasks(
 
 
 async def play(task: Task, client: Any) -> Result:
-    """One episode. Waits for it; ended by its caller."""
-    # seconds, the first time
-    environment, _ = cast(
-        Any, await in_thread(lambda: _opened(json.dumps(settings(task, NAME)), 0))
-    )
+    """Plays one episode. Waits for it, or until its caller cancels it."""
+    told = json.dumps(settings(task, NAME))
+    # The first time this takes seconds.
+    environment, _ = cast(Any, await in_thread(lambda: _opened(told, 0)))
     vf = package("verifiers.v1", extra=NAME)
     # Its serving resources are those of this episode: with a client for each address they would
     # pile up in one that lives on.
     environment = copy.copy(environment)
     kind = type(environment.taskset).task_type()
-    # as verifiers' own server has it
+    # Verifiers' own server does the same.
     own = kind(kind.data_type().model_validate(task.data["data"]), environment.config.taskset.task)
     endpoint = vf.EvalClientConfig(base_url=str(client.base_url), api_key_var="MIDFLIGHT_NO_KEY")
+    context = vf.ModelContext(model="policy", client=endpoint)
     async with environment.serving():
-        episode = await environment.run_episode(
-            own, vf.ModelContext(model="policy", client=endpoint)
-        )
+        episode = await environment.run_episode(own, context)
     return _result(task, episode)
 
 
 def _result(task: Task, episode: Any) -> Result:
     said = f"task {task.id} of {task.source}: the episode of {episode.env.id}"
     if not episode.ok:
-        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        raise EnvironmentFailed(
-            (
-                f"{said} failed: "
-                f"{'; '.join(f'{e.type}: {e.message}' for e in errors) or 'it says not why'}"
-            )[:2000]
-        )
+        errors = list(episode.errors)
+        for trace in episode.traces:
+            errors += trace.errors
+        why = "; ".join(f"{error.type}: {error.message}" for error in errors)
+        raise EnvironmentFailed(f"{said} failed: {why or 'it says not why'}"[:2000])
     (trace,) = episode.traces
     unscored = [name for name, reward in trace.rewards.items() if reward is None]
     if unscored or not trace.rewards:
-        raise EnvironmentFailed(
-            f"{said} gave no reward{f' for {unscored[0]!r}' if unscored else ''}, so it cannot be "
-            "scored."
-        )
-    components = {
-        name: float(reward.value) for name, reward in trace.rewards.items() if reward.weight
-    }
-    weightless = {name: reward.score for name, reward in trace.rewards.items() if not reward.weight}
-    metrics = {
-        name: float(value)
-        for name, value in {**trace.metrics, **weightless}.items()
-        if value is not None
-    }
+        part = f" for {unscored[0]!r}" if unscored else ""
+        raise EnvironmentFailed(f"{said} gave no reward{part}, so it cannot be scored.")
+    components: dict[str, float] = {}
+    measured: dict[str, Any] = dict(trace.metrics)
+    for name, reward in trace.rewards.items():
+        if reward.weight:
+            components[name] = float(reward.value)
+        else:
+            measured[name] = reward.score
+    metrics = {name: float(value) for name, value in measured.items() if value is not None}
     messages = [message.model_dump(mode="json", exclude_none=True) for message in trace.messages]
     return Result(
         sum(components.values()),
@@ -118,8 +112,8 @@ _opening = Lock()
 
 
 def _opened(told: str, size: int) -> tuple[Any, Sequence[Any]]:
-    """The environment, and so many tasks (none for agents: theirs is in its row): once in a
-    process. `ConfigError` names what cannot be used.
+    """The environment, and `size` of its tasks, made once in a process. Agents ask for no tasks,
+    because theirs is in its row. `ConfigError` names what cannot be used.
     """
     with _opening:
         return _made(told, size)
@@ -134,21 +128,20 @@ def _made(told: str, size: int) -> tuple[Any, Sequence[Any]]:
     try:
         _prepare(vf)
         kind = loaders.env_config_type(name, options["env"])
-        (seat, *others) = package("verifiers.v1.configs.agent", extra=NAME).agent_config_fields(
-            kind()
-        )
-        if others:
+        configs = package("verifiers.v1.configs.agent", extra=NAME)
+        seats = list(configs.agent_config_fields(kind()))
+        if len(seats) > 1:
             raise ConfigError(
-                f"the environment of {name!r} has the agents {', '.join([seat, *others])}, and all "
+                f"the environment of {name!r} has the agents {', '.join(seats)}, and all "
                 "would be trained as one; name one of a single agent."
             )
+        (seat,) = seats
         own = loaders.default_harness_id(name)
         harness = options["harness"] or (CHAT if own == "bash" else own)
         agent = {"harness": {"id": harness}, "runtime": {"type": options["runtime"]}}
         taskset = {"id": name, **options["options"]}
-        made = loaders.load_environment(
-            loaders.resolve_env_config({"id": options["env"], "taskset": taskset, seat: agent})
-        )
+        config = {"id": options["env"], "taskset": taskset, seat: agent}
+        made = loaders.load_environment(loaders.resolve_env_config(config))
         found = list(islice(made.taskset, size))
     except ConfigError:
         raise
@@ -161,9 +154,9 @@ def _made(told: str, size: int) -> tuple[Any, Sequence[Any]]:
         return made, found
     if not found:
         raise ConfigError(f"the taskset {name!r} has no tasks; change its options.")
-    if hidden := [
-        field for field, about in type(found[0].data).model_fields.items() if about.exclude
-    ]:
+    fields = type(found[0].data).model_fields
+    hidden = [field for field, about in fields.items() if about.exclude]
+    if hidden:
         raise ConfigError(
             f"tasks of {name!r} leave {', '.join(hidden)} out of what is written of them, so "
             "agents would not have it."
@@ -181,8 +174,8 @@ def _made(told: str, size: int) -> tuple[Any, Sequence[Any]]:
 
 
 def _prepare(vf: Any) -> None:
-    """Our agent, which asks what the task asks, and knows no tools; and one trust in certificates:
-    to read them takes as long as an episode.
+    """Registers our agent, which asks what the task asks and has no tools. It also lets all clients
+    share one set of trusted certificates, because reading them takes as long as an episode.
     """
     if CHAT in sys.modules:
         return
@@ -206,14 +199,15 @@ def _prepare(vf: Any) -> None:
         mcp_urls: dict[str, str],
         data: Any,
     ) -> Any:
-        """Waits for one answer, which verifiers records; ended by its caller."""
+        """Waits for one answer, which verifiers records, or until its caller cancels it."""
         system, prompt = self.resolve_prompt(data)
-        asked = (
-            [{"role": "user", "content": prompt}]
-            if isinstance(prompt, str)
-            else [wire(message) for message in prompt]
-        )
-        messages = [*([{"role": "system", "content": system}] if system else []), *asked]
+        messages: list[Any] = []
+        if system:
+            messages.append({"role": "system", "content": system})
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [wire(message) for message in prompt]
         asking: dict[str, Any] = {
             "json": {"model": ctx.model, "messages": messages},
             "headers": {"authorization": f"Bearer {secret}"},

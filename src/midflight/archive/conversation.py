@@ -1,7 +1,8 @@
-"""One rollout as it was said and as it is trained: its messages, the branches of its token tree,
-and all that is known of each token.
+"""One rollout as a conversation and as training data: its messages, the branches of its token tree,
+and all that is known about each token.
 """
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from midflight.archive.credit import Credit, credit_of
 from midflight.archive.groups import GroupFilter, GroupSeen, RolloutBrief, page_of
@@ -22,14 +24,14 @@ from midflight.trajectories.database import State, decode_rows, decode_scored, d
 from midflight.types import Bool, Fate, Float32, Int32, Json, Kind, Reason, RolloutKey, Row, Turn
 
 ENTROPY_WINDOW = 16
-"""Tokens over which -log p is averaged. Engines say the probability of what was sampled and not the
-entropy; its mean is an estimate of that.
+"""Number of tokens over which -log p is averaged. Engines tell the probability of the sampled token
+and not the entropy, and the mean of -log p is an estimate of that.
 """
 
 
 class TokenUse(StrEnum):
-    """What became of a token. Those of `Reason` are for tokens that the model wrote and that are
-    not trained.
+    """What became of a token. A token that the model wrote and that is not trained has a `Reason`
+    in place of these.
     """
 
     READ = "read"
@@ -39,7 +41,7 @@ class TokenUse(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     HELD_OUT = "held out"
-    """Of an evaluation: never trained on."""
+    """It belongs to an evaluation and is never trained on."""
     ELSEWHERE = "trained in another branch"
     """It is context here."""
 
@@ -56,7 +58,7 @@ class BranchSeen:
     """`TokenUse`, or the `Reason` for which the token is not trained."""
     ages: Int32
     """Versions between the one that sampled the token and the one that begins its step, or the
-    newest there is; -1 where it was read.
+    newest one that there is. -1 where the token was read.
     """
     advantages: Float32
     """NaN where it is not known, or the token is not to be trained."""
@@ -69,25 +71,25 @@ class BranchSeen:
 
 @dataclass(frozen=True, slots=True)
 class ConversationSeen:
-    """A rollout, with the group that it was compared in."""
+    """A rollout, with the group in which it was compared."""
 
     group: GroupSeen
     rollout: RolloutBrief | None
     """None where it goes on."""
     key: RolloutKey
     branches: tuple[BranchSeen, ...]
-    """None where nothing of it can be trained on: such tokens are not kept."""
+    """Empty where nothing of the rollout can be trained on: such tokens are not kept."""
     fields: Mapping[str, Json]
     turn_rewards: tuple[float, ...]
     credit: str
-    """What is to be said of the advantages."""
+    """A remark on the advantages."""
 
     @property
     def longest(self) -> BranchSeen | None:
         return max(self.branches, key=lambda branch: len(branch.pieces), default=None)
 
     def chat(self) -> list[dict[str, Json]]:
-        """Of the longest branch, as chat APIs take it."""
+        """The messages of the longest branch, as chat APIs take them."""
         return as_chat(self.longest.messages) if self.longest else []
 
 
@@ -107,16 +109,20 @@ def conversation_of(
         rows, fields, turn_rewards = (
             _rows(store, key) if rollout else (_running(store, key), {}, ())
         )
-        credit = (
-            credit_of(store, key.group, group.version, config)
-            if with_advantages and not held_out
-            else Credit("")
+        credit = Credit("")
+        if with_advantages and not held_out:
+            credit = credit_of(store, key.group, group.version, config)
+        ((newest,),) = store.ask(
+            "SELECT COALESCE(MAX(value), 0) FROM numbers WHERE name = 'version'"
         )
-        newest = store.ask("SELECT COALESCE(MAX(value), 0) FROM numbers WHERE name = 'version'")[0][
-            0
-        ]
-    begun = key.group.epoch if held_out else newest if group.version is None else group.version - 1
-    branches = tuple(_branches(rows, group, rollout, credit, begun, reader_of(folder, config), key))
+    if held_out:
+        begun = key.group.epoch
+    elif group.version is None:
+        begun = newest
+    else:
+        begun = group.version - 1
+    reader = reader_of(folder, config)
+    branches = tuple(_branches(rows, group, rollout, credit, begun, reader, key))
     return ConversationSeen(group, rollout, key, branches, fields, turn_rewards, credit.note)
 
 
@@ -126,13 +132,13 @@ def _reader(folder: Path, tools: str, reasoning: str) -> MessageReader:
 
 
 def reader_of(folder: Path, config: Config | None = None) -> MessageReader:
-    """That reads the run's conversations as its gateway does."""
+    """A reader that reads the run's conversations as its gateway does."""
     gateway = (config or config_of(folder)).gateway
     return _reader(folder, gateway.tool_format, gateway.reasoning_format)
 
 
 def config_of(folder: Path) -> Config:
-    """The run's own; the defaults where it cannot be read."""
+    """The configuration of the run; the defaults where it cannot be read."""
     try:
         return load_config(folder / "config.toml")
     except MidflightError:
@@ -155,42 +161,46 @@ def _columns(key: RolloutKey) -> tuple[int, int, int, int]:
 
 
 def _running(store: StoreReading, key: RolloutKey) -> tuple[Row, ...]:
-    """What a rollout that goes on has said so far: its last turn, with the earlier ones that it
-    goes on from.
+    """What a rollout that goes on has said so far: its last turn, with the earlier ones that this
+    turn continues.
     """
     blobs = store.ask(
-        (
-            "SELECT turn FROM turns WHERE (epoch, position, attempt, sample) = (?, ?, ?, ?) ORDER "
-            "BY number"
-        ),
+        "SELECT turn FROM turns WHERE (epoch, position, attempt, sample) = (?, ?, ?, ?) ORDER "
+        "BY number",
         *_columns(key),
     )
     turns = [store.decoded(decode_turn, blob) for (blob,) in blobs]
     if not turns:
         return ()
-    ids = np.array((*turns[-1].prompt_ids, *turns[-1].output_ids), np.int32)
+    ids = _token_ids(turns[-1])
     number = len(ids)
     row = Row(
-        *(
-            ids,
-            np.zeros(number, np.bool_),
-            np.zeros(number, np.bool_),
-            np.zeros(number, np.float32),
-        ),
-        *(np.zeros(number, np.int32), np.zeros(number, np.int32), np.zeros(number, np.int32)),
+        token_ids=ids,
+        generated=np.zeros(number, np.bool_),
+        loss_mask=np.zeros(number, np.bool_),
+        logprobs=np.zeros(number, np.float32),
+        versions=np.zeros(number, np.int32),
+        kv_versions=np.zeros(number, np.int32),
+        turns=np.zeros(number, np.int32),
     )
     for at, turn in enumerate(turns):
         _write(row, turn, at)
     return (row,)
 
 
+def _token_ids(turn: Turn) -> Int32:
+    return np.array((*turn.prompt_ids, *turn.output_ids), np.int32)
+
+
 def _write(row: Row, turn: Turn, number: int) -> None:
+    """Marks the tokens of a turn in the row, if the row continues that turn."""
     begin = len(turn.prompt_ids)
-    whole = np.array((*turn.prompt_ids, *turn.output_ids), np.int32)
+    whole = _token_ids(turn)
     if row.turns is None or not np.array_equal(row.token_ids[: len(whole)], whole):
         return
     span = slice(begin, len(whole))
-    row.generated[span] = row.loss_mask[span] = True
+    row.generated[span] = True
+    row.loss_mask[span] = True
     row.logprobs[span] = turn.logprobs
     row.turns[span] = number
     for segment in turn.segments:
@@ -210,21 +220,11 @@ def _branches(
     reader: MessageReader,
     key: RolloutKey,
 ) -> Iterator[BranchSeen]:
-    floor = _floor(
-        rows,
-        0
-        if rollout is None
-        else sum(n for (_, why), n in rollout.tokens.items() if why is Reason.STALE),
-    )
+    floor = _floor(rows, _num_stale(rollout))
     outcome = _outcome(group, rollout)
-    masked = [
-        why
-        for (fate, why) in (rollout.tokens if rollout else ())
-        if fate is Fate.MASKED and why not in (None, Reason.STALE)
-    ]
+    untrained = _why_masked(rollout)
     for at, row in enumerate(rows):
         pieces = reader.pieces(row.token_ids)
-        untrained = masked[0].value if len(masked) == 1 and masked[0] else "masked"
         shared = max((_common(row, other) for other in rows[:at]), default=0)
         elsewhere = _trained_elsewhere(row, rows)
         yield BranchSeen(
@@ -239,8 +239,26 @@ def _branches(
         )
 
 
+def _num_stale(rollout: RolloutBrief | None) -> int:
+    if rollout is None:
+        return 0
+    return sum(number for (_, why), number in rollout.tokens.items() if why is Reason.STALE)
+
+
+def _why_masked(rollout: RolloutBrief | None) -> str:
+    """The reason for which tokens are masked, besides their age, where there is only one."""
+    if rollout is None:
+        return "masked"
+    reasons = [
+        why
+        for fate, why in rollout.tokens
+        if fate is Fate.MASKED and why is not None and why is not Reason.STALE
+    ]
+    return reasons[0].value if len(reasons) == 1 else "masked"
+
+
 def _outcome(group: GroupSeen, rollout: RolloutBrief | None) -> str:
-    """Of the tokens that could be trained on."""
+    """What became of the tokens that could be trained on."""
     if rollout is None:
         return TokenUse.RUNNING
     if rollout.reward is None:
@@ -275,7 +293,7 @@ def _uses(row: Row, elsewhere: Bool, floor: int, outcome: str, untrained: str) -
 
 
 def _floor(rows: Sequence[Row], num_stale: int) -> int:
-    """The version below which tokens were too old: that many have one below it."""
+    """The version below which tokens were too old. `num_stale` tokens have a version below it."""
     if not num_stale:
         return -1
     versions = np.sort(np.concatenate([row.versions[row.loss_mask] for row in rows]))
@@ -283,7 +301,7 @@ def _floor(rows: Sequence[Row], num_stale: int) -> int:
 
 
 def _common(row: Row, other: Row) -> int:
-    """Tokens at the beginning that are the same."""
+    """How many tokens at the beginning are the same."""
     number = min(len(row.token_ids), len(other.token_ids))
     differs = np.flatnonzero(row.token_ids[:number] != other.token_ids[:number])
     return int(differs[0]) if len(differs) else number
@@ -292,7 +310,8 @@ def _common(row: Row, other: Row) -> int:
 def _trained_elsewhere(row: Row, rows: Sequence[Row]) -> Bool:
     found = np.zeros(len(row.token_ids), np.bool_)
     for other in rows:
-        if other is not row and (number := _common(row, other)):
+        if other is not row:
+            number = _common(row, other)
             found[:number] |= other.loss_mask[:number]
     return found
 
@@ -307,30 +326,35 @@ def _advantages(row: Row, credit: Credit, key: RolloutKey) -> Float32:
 
 
 def _entropies(row: Row) -> Float32:
-    """Mean of -log p over the window around each token, of tokens that the model wrote."""
+    """The mean of -log p over the window around each token, over the tokens that the model
+    wrote.
+    """
     wrote = row.generated.astype(np.float64)
-    window = np.ones(ENTROPY_WINDOW)
-    sums, counts = (
-        np.convolve(values, window, "same")[: len(wrote)]
-        if len(wrote) >= ENTROPY_WINDOW
-        else np.full(len(wrote), values.sum())
-        for values in (-row.logprobs * wrote, wrote)
-    )
+    sums = _windowed(-row.logprobs * wrote)
+    counts = _windowed(wrote)
     return np.where(row.generated, sums / np.maximum(counts, 1), np.nan).astype(np.float32)
+
+
+def _windowed(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The sum over the window around each value."""
+    if len(values) < ENTROPY_WINDOW:
+        return np.full(len(values), values.sum())
+    return np.convolve(values, np.ones(ENTROPY_WINDOW), "same")[: len(values)]
 
 
 # --- To take along --------------------------------------------------------------------------------
 
 
 def as_json(seen: ConversationSeen) -> dict[str, Json]:
-    """All that is known of it."""
+    """All that is known about a rollout."""
+    rollout = seen.rollout
     return {
         "rollout": str(seen.key),
         "task": seen.group.task.id,
         "source": seen.group.task.source,
-        "reward": seen.rollout.reward if seen.rollout else None,
-        "error": seen.rollout.error if seen.rollout else None,
-        "components": dict(seen.rollout.components) if seen.rollout else {},
+        "reward": rollout.reward if rollout else None,
+        "error": rollout.error if rollout else None,
+        "components": dict(rollout.components) if rollout else {},
         "fate": seen.group.fate,
         "messages": list[Json](seen.chat()),
         "branches": [_tokens(branch) for branch in seen.branches],
@@ -339,22 +363,25 @@ def as_json(seen: ConversationSeen) -> dict[str, Json]:
 
 def _tokens(branch: BranchSeen) -> dict[str, Json]:
     row = branch.row
-    known = ~np.isnan(branch.advantages)
+    versions: list[Json] = []
+    logprobs: list[Json] = []
+    advantages: list[Json] = []
+    columns = (
+        row.generated.tolist(),
+        row.versions.tolist(),
+        row.logprobs.tolist(),
+        branch.advantages.tolist(),
+    )
+    for generated, version, logprob, advantage in zip(*columns, strict=True):
+        versions.append(version if generated else None)
+        logprobs.append(round(logprob, 5) if generated else None)
+        advantages.append(None if math.isnan(advantage) else round(advantage, 5))
     return {
         "token_ids": row.token_ids.tolist(),
         "text": list(branch.pieces),
-        "version": [
-            v if g else None
-            for v, g in zip(row.versions.tolist(), row.generated.tolist(), strict=True)
-        ],
-        "logprob": [
-            round(p, 5) if g else None
-            for p, g in zip(row.logprobs.tolist(), row.generated.tolist(), strict=True)
-        ],
-        "advantage": [
-            round(a, 5) if k else None
-            for a, k in zip(branch.advantages.tolist(), known.tolist(), strict=True)
-        ],
+        "version": versions,
+        "logprob": logprobs,
+        "advantage": advantages,
         "use": list(branch.uses),
     }
 
@@ -362,15 +389,16 @@ def _tokens(branch: BranchSeen) -> dict[str, Json]:
 def as_curl(
     seen: ConversationSeen, *, until: int | None = None, url: str = "http://127.0.0.1:8000"
 ) -> str:
-    """Asks a server for the message before which the conversation is cut; without `until` the last
-    one that the model wrote.
+    """A command that asks a server for the message before which the conversation is cut. Without
+    `until` that is the last message that the model wrote.
     """
     branch = seen.longest
     if branch is None:
         return ""
-    wrote = [at for at, said in enumerate(branch.messages) if said.written]
-    cut = (wrote[-1] if wrote else len(branch.messages)) if until is None else until
-    body = msgspec.json.encode({"model": "midflight", "messages": seen.chat()[:cut]}).decode()
+    if until is None:
+        written = _written(branch)
+        until = written[-1] if written else len(branch.messages)
+    body = msgspec.json.encode({"model": "midflight", "messages": seen.chat()[:until]}).decode()
     return (
         f"curl -s {url}/v1/chat/completions -H 'content-type: application/json' -d "
         f"{shlex.quote(body)}"
@@ -378,12 +406,20 @@ def as_curl(
 
 
 def as_shell(seen: ConversationSeen, folder: Path) -> str:
-    """Serves the weights of the run, and asks again for each message that the model wrote."""
+    """Commands that serve the weights of the run, and ask again for each message that the model
+    wrote.
+    """
     model = folder / ("model" if (folder / "model").is_dir() else "start")
-    wrote = [
-        at for at, said in enumerate(seen.longest.messages if seen.longest else ()) if said.written
+    commands = [
+        f"midflight serve --model {shlex.quote(str(model))} --name midflight --port 8000 &",
+        "until curl -sf http://127.0.0.1:8000/health > /dev/null; do sleep 1; done",
     ]
-    asks = [as_curl(seen, until=at) for at in wrote]
-    serve = f"midflight serve --model {shlex.quote(str(model))} --name midflight --port 8000 &"
-    wait = "until curl -sf http://127.0.0.1:8000/health > /dev/null; do sleep 1; done"
-    return "\n".join([serve, wait, *asks, "kill $!"])
+    if seen.longest is not None:
+        commands += [as_curl(seen, until=at) for at in _written(seen.longest)]
+    commands.append("kill $!")
+    return "\n".join(commands)
+
+
+def _written(branch: BranchSeen) -> list[int]:
+    """The places of the messages that the model wrote."""
+    return [at for at, said in enumerate(branch.messages) if said.written]

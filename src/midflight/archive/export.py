@@ -20,8 +20,8 @@ from midflight.types import GroupKey, Json, Kind, RolloutKey, Row, Task, Version
 
 
 class ExportFormat(StrEnum):
-    """`sft`: a conversation a line. `dpo`: a pair a line, the best and the worst answer to a task.
-    `jsonl`: all that is known of a rollout, token by token.
+    """What a line of the file holds. `sft`: a conversation. `dpo`: a pair, the best and the worst
+    answer to a task. `jsonl`: all that is known about a rollout, token by token.
     """
 
     SFT = "sft"
@@ -31,18 +31,20 @@ class ExportFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportChoice:
-    """Which rollouts; without a choice all that have a reward."""
+    """Which rollouts are exported; without a choice these are all that have a reward."""
 
     kind: Kind = Kind.TRAINING
-    """Of those that the run learns from. Those of held-out tasks are for reading and scoring: who
-    trains on them has none held out any more.
+    """Rollouts that the run learns from, or those of held-out tasks. The latter are for reading and
+    scoring: a task that is trained on is not held out any more.
     """
     min_reward: float | None = None
     versions: tuple[Version, Version] | None = None
-    """The first and the last that a step on them made; then only those that were trained on."""
+    """The first and the last version that a step on them made. With it only rollouts that were
+    trained on are exported.
+    """
     sources: tuple[str, ...] = ()
     min_margin: float = 0.0
-    """By which the better of a pair must be better."""
+    """How much larger the reward of the better of a pair must be."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,12 +58,12 @@ class _Exported:
     rows: tuple[Row, ...]
     components: dict[str, float]
     messages: tuple[MessageSaid, ...]
-    """Of its longest branch."""
+    """The messages of its longest branch."""
 
 
 def write_export(folder: Path, out: Path, form: ExportFormat, choice: ExportChoice) -> int:
-    """Writes the file whole or not at all; says how many lines. `ConfigError` where nothing was
-    chosen.
+    """Writes the file whole or not at all, and returns how many lines it has. `ConfigError` where
+    nothing was chosen.
     """
     lines = 0
     building = out.with_name(f".{out.name}.new")
@@ -93,12 +95,17 @@ def _lines(
         return
     for one in kept:
         if choice.min_reward is None or one.reward >= choice.min_reward:
-            rows = {"rows": list(map(_row, one.rows))} if form is ExportFormat.JSONL else {}
-            yield {"messages": as_chat(one.messages), **_said(one), **rows}
+            line: dict[str, Any] = {"messages": as_chat(one.messages)}
+            line.update(_said(one))
+            if form is ExportFormat.JSONL:
+                line["rows"] = [_row(row) for row in one.rows]
+            yield line
 
 
 def _kept(store: StoreReading, reader: MessageReader, choice: ExportChoice) -> Iterator[_Exported]:
-    """In the order of the run's tasks, one group after the other. One at a time is in memory."""
+    """The chosen rollouts in the order of the run's tasks, one group after the other. One at a time
+    is in memory.
+    """
     where = ["reward IS NOT NULL"]
     values = list[int]()
     if choice.versions is not None and choice.kind is Kind.EVALUATION:
@@ -106,7 +113,8 @@ def _kept(store: StoreReading, reader: MessageReader, choice: ExportChoice) -> I
         values += choice.versions
     elif choice.versions is not None:
         where.append("(version BETWEEN ? AND ? OR done AND train_version + 1 BETWEEN ? AND ?)")
-        values += [*choice.versions, *choice.versions]
+        values += choice.versions
+        values += choice.versions
     for epoch, position, attempt, sample, task, reward, version, made, rows, scored in store.each(
         "SELECT epoch, position, attempt, sample, task, reward, version, train_version, rows, "
         "scored FROM groups JOIN rollouts USING (epoch, position, attempt) LEFT JOIN leases USING "
@@ -118,66 +126,65 @@ def _kept(store: StoreReading, reader: MessageReader, choice: ExportChoice) -> I
         if choice.sources and asked.source not in choice.sources:
             continue
         key = RolloutKey(GroupKey(epoch, position, attempt), sample, choice.kind)
-        version = epoch if choice.kind is Kind.EVALUATION else version
+        if made is not None:
+            version = made + 1
+        elif choice.kind is Kind.EVALUATION:
+            version = epoch
         of = store.decoded(decode_scored, scored)
         for role in sorted({row.role for row in decoded}):
             rows_of = tuple(row for row in decoded if row.role == role)
             longest = max(rows_of, key=lambda row: len(row.token_ids))
-            said = reader.messages(
-                longest.token_ids, longest.generated, reader.pieces(longest.token_ids)
-            )
-            earned, components = (
-                (of.roles[role].reward or 0.0, {}) if role else (reward, dict(of.components))
-            )
-            yield _Exported(
-                key, asked, earned, version if made is None else made + 1, rows_of, components, said
-            )
+            pieces = reader.pieces(longest.token_ids)
+            said = reader.messages(longest.token_ids, longest.generated, pieces)
+            earned: float = reward
+            components: dict[str, float] = dict(of.components)
+            if role:
+                earned = of.roles[role].reward or 0.0
+                components = {}
+            yield _Exported(key, asked, earned, version, rows_of, components, said)
 
 
 def _said(one: _Exported) -> dict[str, Json]:
-    return {
+    said: dict[str, Json] = {
         "rollout": str(one.key),
         "task": one.task.id,
         "source": one.task.source,
         "reward": one.reward,
-        **({"role": one.rows[0].role} if one.rows[0].role else {}),
-        "components": dict[str, Json](one.components),
-        "version": one.version,
     }
+    if one.rows[0].role:
+        said["role"] = one.rows[0].role
+    said["components"] = dict[str, Json](one.components)
+    said["version"] = one.version
+    return said
 
 
 def _pair(group: Sequence[_Exported], choice: ExportChoice) -> Iterator[dict[str, Any]]:
-    """The best and the worst, where they answer the same and one is better."""
+    """The best and the worst answer of a group, where they answer the same and one is better."""
     best = max(group, key=lambda one: one.reward)
     worst = min(group, key=lambda one: one.reward)
     margin = best.reward - worst.reward
+    if margin <= 0 or margin < choice.min_margin:
+        return
+    if choice.min_reward is not None and best.reward < choice.min_reward:
+        return
     prompt, chosen = _answer(best)
     asked, rejected = _answer(worst)
-    good = choice.min_reward is None or best.reward >= choice.min_reward
-    if (
-        good
-        and margin > 0
-        and margin >= choice.min_margin
-        and prompt == asked
-        and chosen != rejected
-    ):
-        said = {
-            "task": best.task.id,
-            "source": best.task.source,
-            "chosen_reward": best.reward,
-            "rejected_reward": worst.reward,
-        }
-        yield {
-            "prompt": prompt,
-            "chosen": chosen,
-            "rejected": rejected,
-            **said,
-            "version": best.version,
-        }
+    if prompt != asked or chosen == rejected:
+        return
+    yield {
+        "prompt": prompt,
+        "chosen": chosen,
+        "rejected": rejected,
+        "task": best.task.id,
+        "source": best.task.source,
+        "chosen_reward": best.reward,
+        "rejected_reward": worst.reward,
+        "version": best.version,
+    }
 
 
 def _answer(one: _Exported) -> tuple[list[dict[str, Json]], list[dict[str, Json]]]:
-    """What was asked, and from the first message that the model wrote on."""
+    """The messages of the prompt, and those from the first that the model wrote."""
     first = next(
         (at for at, message in enumerate(one.messages) if message.written), len(one.messages)
     )

@@ -1,18 +1,19 @@
-"""The groups of a run, a page at a time: what was asked, how each rollout was rewarded, and what
-became of it. All of it is SQL on the store.
+"""The groups of a run, a page at a time: the task, the reward of each rollout, and what became of
+it. All of this is SQL on the store.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 
 from midflight.archive.search import WordIndex
 from midflight.archive.stored import StoreReading, reading
 from midflight.errors import NoRun
 from midflight.observe.failures import failure_class
-from midflight.observe.journal import read_journal
+from midflight.observe.history import read_journal
 from midflight.trajectories.database import State, Value, decode_scored
 from midflight.types import Fate, GroupKey, Kind, Reason, RolloutKey, Task, Version
 
@@ -23,7 +24,7 @@ _TOLD = "FROM beside.said JOIN beside.told ON number = said.rowid WHERE said MAT
 
 
 class GroupOrder(StrEnum):
-    """By which groups are sorted; with equal ones the newest first."""
+    """The order of groups. Where two are equal, the newest comes first."""
 
     NEWEST = "newest"
     OLDEST = "oldest"
@@ -44,22 +45,22 @@ _MEASURES: Mapping[GroupOrder, Sequence[tuple[str, str]]] = {
     GroupOrder.LONGEST: [("AVG(num_trainable)", "DESC")],
     GroupOrder.FAILED: [("COUNT(*) - COUNT(reward)", "DESC")],
 }
-"""What is measured of a group's rollouts, and which way it is sorted."""
+"""The measures of a group's rollouts that an order compares, each with its direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFilter:
-    """Which groups are asked for; what is left empty takes all."""
+    """Which groups are asked for. A field that is empty lets all groups through."""
 
     kind: Kind = Kind.TRAINING
-    """Those that the run learns from, or the held-out tasks of its evaluations."""
+    """The groups that the run learns from, or the held-out tasks of its evaluations."""
     version: Version | None = None
-    """That the step on them made."""
+    """The version that the step on them made."""
     versions: tuple[Version, Version] | None = None
-    """The first and the last of several."""
+    """The first and the last of several versions."""
     source: str = ""
     task: str = ""
-    """Its id."""
+    """The id of its task."""
     fate: str = ""
     """A state of groups (`trained`, `waiting`, `dropped`, ...), or the reason for which some were
     dropped.
@@ -67,7 +68,7 @@ class GroupFilter:
     failure: str = ""
     """The class of an error of one of its rollouts."""
     words: str = ""
-    """That one of its rollouts holds, in any order; in quotes they stand together."""
+    """Words that one of its rollouts holds, in any order. Words in quotes stand together."""
     key: GroupKey | None = None
 
 
@@ -93,7 +94,7 @@ class RolloutBrief:
 
 @dataclass(frozen=True, slots=True)
 class EpochScore:
-    """How a task went in one epoch: over all its groups there."""
+    """How a task went in one epoch, over all its groups of that epoch."""
 
     epoch: int
     scored: int
@@ -115,7 +116,7 @@ class GroupSeen:
     reason: Reason | None
     """Why it was dropped."""
     version: Version | None
-    """That the step on it made, or is meant to make."""
+    """The version that the step on it made, or is meant to make."""
     final: bool
     """Whether a checkpoint has that step."""
     rollouts: tuple[RolloutBrief, ...]
@@ -136,14 +137,14 @@ class GroupSeen:
 
     @property
     def fate(self) -> str:
-        """In words."""
+        """What became of the group, in words."""
         match self.state:
             case State.TRAINED:
                 return f"trained, made version {self.version}"
+            case State.LEASED if self.final:
+                return f"in the step that makes version {self.version}, which no checkpoint has yet"
             case State.LEASED:
-                return f"in the step that makes version {self.version}" + (
-                    ", which no checkpoint has yet" if self.final else ""
-                )
+                return f"in the step that makes version {self.version}"
             case State.DROPPED:
                 return f"dropped: {self.reason}"
             case State.WAITING:
@@ -179,8 +180,8 @@ def page_of(
     words: WordIndex | None = None,
     passed: float = PASSED,
 ) -> GroupPage:
-    """Groups `first` to `first + number` of those that are wanted. `words` is where words are
-    looked up.
+    """The groups from `first` to `first + number` among those that are wanted. `words` is the index
+    in which words are looked up.
     """
     with reading(folder, wanted.kind) as store:
         if words is not None and wanted.words:
@@ -188,12 +189,12 @@ def page_of(
         where, values = conditions(wanted)
         ((total,),) = store.ask(f"SELECT COUNT(*) FROM groups g WHERE {where}", *values)
         groups = _groups(store, where, values, order, first, number)
-        scores = _epochs(store, [blob for _, blob, *_ in groups], passed) if groups else {}
-        found = (
-            _found(store, wanted.words, groups)
-            if wanted.words and groups
-            else frozenset[RolloutKey]()
-        )
+        scores: Mapping[bytes, tuple[EpochScore, ...]] = {}
+        found = frozenset[RolloutKey]()
+        if groups:
+            scores = _epochs(store, [columns[1] for columns in groups], passed)
+        if groups and wanted.words:
+            found = _found(store, wanted.words, groups)
         seen = tuple(_seen(store, columns, scores, found) for columns in groups)
         return GroupPage(seen, total, _sources(store), _failures(store), _fates(store))
 
@@ -201,40 +202,45 @@ def page_of(
 Columns = tuple[
     tuple[int, int, int], bytes, str, str | None, "int | None", "int | None", "int | None"
 ]
-"""Key, task, state, reason, version, and of its lease the version that begins the step and whether
-the step was made.
+"""Key, task, state, reason and version of a group; then the version that begins the step of its
+lease, and whether that step was made.
 """
 
 
 def conditions(wanted: GroupFilter) -> tuple[str, list[Value]]:
-    """In SQL, of groups `g`."""
-    parts: list[tuple[str, Sequence[Value]]] = []
-    if (
-        versions := wanted.versions
-        or (wanted.version is not None and (wanted.version, wanted.version))
-        or None
-    ) is not None:
+    """The SQL that chooses these groups among groups `g`, and its values."""
+    parts: list[str] = []
+    values: list[Value] = []
+    versions = wanted.versions
+    if not versions and wanted.version is not None:
+        versions = (wanted.version, wanted.version)
+    if versions and wanted.kind is Kind.EVALUATION:
+        parts.append("g.epoch BETWEEN ? AND ?")
+        values += versions
+    elif versions:
         leased = "g.lease IN (SELECT lease FROM leases WHERE train_version + 1 BETWEEN ? AND ?)"
-        answered = ("g.epoch BETWEEN ? AND ?", [*versions])
-        trained = (f"(g.version BETWEEN ? AND ? OR {leased})", [*versions, *versions])
-        parts.append(answered if wanted.kind is Kind.EVALUATION else trained)
+        parts.append(f"(g.version BETWEEN ? AND ? OR {leased})")
+        values += versions
+        values += versions
     if wanted.source:
-        parts.append(("source_of(g.task) = ?", [wanted.source]))
+        parts.append("source_of(g.task) = ?")
+        values.append(wanted.source)
     if wanted.task:
-        parts.append(("task_of(g.task) = ?", [wanted.task]))
+        parts.append("task_of(g.task) = ?")
+        values.append(wanted.task)
     if wanted.fate:
-        parts.append(
-            ("(g.state = ? OR g.state = 'dropped' AND g.reason = ?)", [wanted.fate, wanted.fate])
-        )
+        parts.append("(g.state = ? OR g.state = 'dropped' AND g.reason = ?)")
+        values += [wanted.fate, wanted.fate]
     if wanted.failure:
-        parts.append((_having("r.reward IS NULL AND failure_of(r.error) = ?"), [wanted.failure]))
+        parts.append(_having("r.reward IS NULL AND failure_of(r.error) = ?"))
+        values.append(wanted.failure)
     if wanted.words:
-        parts.append((f"({_KEY}) IN (SELECT {_KEY} {_TOLD})", [WordIndex.query(wanted.words)]))
+        parts.append(f"({_KEY}) IN (SELECT {_KEY} {_TOLD})")
+        values.append(WordIndex.query(wanted.words))
     if wanted.key is not None:
-        parts.append((f"({_KEY}) = (?, ?, ?)", _values(wanted.key)))
-    return " AND ".join(sql for sql, _ in parts) or "1", [
-        value for _, values in parts for value in values
-    ]
+        parts.append(f"({_KEY}) = (?, ?, ?)")
+        values += _values(wanted.key)
+    return " AND ".join(parts) or "1", values
 
 
 def _having(rollout: str) -> str:
@@ -248,9 +254,11 @@ def _values(key: GroupKey) -> tuple[int, int, int]:
 def versions_of(
     folder: Path, first: int, last: int, kind: Kind = Kind.TRAINING
 ) -> tuple[Version, Version]:
-    """The first and the last version that these steps made, or that evaluations after them were of.
+    """The first and the last version that these steps made, or that evaluations after them
+    examined.
 
-    Numbers of versions go on above those that a crash took, those of steps don't.
+    The numbers of versions continue above those that were lost in a crash; the numbers of steps do
+    not.
     """
     past = read_journal(folder / "metrics.jsonl")
     lines = past.evaluations if kind is Kind.EVALUATION else past.steps
@@ -272,30 +280,38 @@ def _groups(
     first: int,
     number: int,
 ) -> list[Columns]:
+    by = _sorted_by(order)
+    keys = store.ask(
+        f"SELECT {_KEY} FROM groups g WHERE {where} ORDER BY {by} LIMIT ? OFFSET ?",
+        *values,
+        number,
+        first,
+    )
+    found: list[Columns] = []
+    for key in keys:
+        (row,) = store.ask(
+            "SELECT task, state, reason, version, train_version, done FROM groups g LEFT JOIN "
+            "leases USING (lease) WHERE (g.epoch, g.position, g.attempt) = (?, ?, ?)",
+            *key,
+        )
+        task, state, reason, version, train_version, done = row
+        epoch, position, attempt = key
+        of = (epoch, position, attempt)
+        found.append((of, task, state, reason, version, train_version, done))
+    return found
+
+
+def _sorted_by(order: GroupOrder) -> str:
+    """The columns of groups `g` that SQL sorts by."""
     newest = "g.epoch DESC, g.position DESC, g.attempt DESC"
-    by = newest if order is GroupOrder.NEWEST else "g.epoch, g.position, g.attempt"
-    if order in _MEASURES:
-        of = (
-            f"FROM rollouts r WHERE ({', '.join('r.' + name for name in _KEY.split(', '))}) = "
-            "(g.epoch, g.position, g.attempt)"
-        )
-        by = (
-            f"{', '.join(f'(SELECT {measure} {of}) {way}' for measure, way in _MEASURES[order])}, "
-            f"{newest}"
-        )
-    keys = f"SELECT {_KEY} FROM groups g WHERE {where} ORDER BY {by} LIMIT ? OFFSET ?"
-    return [
-        ((epoch, position, attempt), *rest)
-        for epoch, position, attempt, *rest in (
-            store.ask(
-                "SELECT g.epoch, g.position, g.attempt, task, state, reason, version, "
-                "train_version, done FROM groups g LEFT JOIN leases USING (lease) WHERE (g.epoch, "
-                "g.position, g.attempt) = (?, ?, ?)",
-                *key,
-            )[0]
-            for key in store.ask(keys, *values, number, first)
-        )
-    ]  # pyright: ignore[reportReturnType]
+    if order is GroupOrder.NEWEST:
+        return newest
+    if order not in _MEASURES:
+        return "g.epoch, g.position, g.attempt"
+    of = "FROM rollouts r WHERE (r.epoch, r.position, r.attempt) = (g.epoch, g.position, g.attempt)"
+    measures = [f"(SELECT {measure} {of}) {way}" for measure, way in _MEASURES[order]]
+    measures.append(newest)
+    return ", ".join(measures)
 
 
 def _seen(
@@ -321,7 +337,7 @@ def _seen(
 def briefs(
     store: StoreReading, key: GroupKey, found: frozenset[RolloutKey] = frozenset()
 ) -> tuple[RolloutBrief, ...]:
-    """Those of one group that have ended, in the order of their samples."""
+    """The rollouts of one group that have ended, in the order of their samples."""
     of = f"WHERE ({_KEY}) = (?, ?, ?)"
     tokens = defaultdict[int, dict[tuple[Fate, Reason | None], int]](dict)
     for sample, fate, reason, number in store.ask(
@@ -336,19 +352,31 @@ def briefs(
         scored = store.decoded(decode_scored, blob)
         rollout = RolloutKey(key, sample, store.kind)
         failure = failure_class(error) if reward is None else None
-        said = (scored.components, scored.metrics, tokens[sample], rollout in found)
-        made.append(
-            RolloutBrief(rollout, reward, error, failure, bool(truncated), seconds, num, *said)
+        brief = RolloutBrief(
+            key=rollout,
+            reward=reward,
+            error=error,
+            failure=failure,
+            truncated=bool(truncated),
+            seconds=seconds,
+            num_trainable=num,
+            components=scored.components,
+            metrics=scored.metrics,
+            tokens=tokens[sample],
+            found=rollout in found,
         )
+        made.append(brief)
     return tuple(made)
 
 
 def _found(store: StoreReading, words: str, groups: Sequence[Columns]) -> frozenset[RolloutKey]:
-    """Of these groups, the rollouts that hold the words."""
+    """The rollouts of these groups that hold the words."""
     marks = ", ".join(["(?, ?, ?)"] * len(groups))
+    keys = list(chain.from_iterable(columns[0] for columns in groups))
     rows = store.ask(
         f"SELECT {_KEY}, sample {_TOLD} AND ({_KEY}) IN (VALUES {marks})",
-        *(WordIndex.query(words), *(part for key, *_ in groups for part in key)),
+        WordIndex.query(words),
+        *keys,
     )
     return frozenset(RolloutKey(GroupKey(*key), sample, store.kind) for *key, sample in rows)
 
@@ -356,23 +384,24 @@ def _found(store: StoreReading, words: str, groups: Sequence[Columns]) -> frozen
 def _epochs(
     store: StoreReading, tasks: Sequence[bytes], passed: float
 ) -> Mapping[bytes, tuple[EpochScore, ...]]:
-    """By task: how it went each time that it was drawn."""
-    marks = ", ".join("?" * len(set(tasks)))
+    """How each task went each time that it was drawn."""
+    distinct = set(tasks)
+    marks = ", ".join("?" * len(distinct))
     scores = defaultdict[bytes, list[EpochScore]](list)
     for task, epoch, scored, good, mean in store.ask(
         "SELECT task, epoch, COUNT(reward), COALESCE(SUM(reward >= ?), 0), AVG(reward) FROM "
         f"groups JOIN rollouts USING ({_KEY}) WHERE task IN ({marks}) GROUP BY task, epoch ORDER "
         "BY epoch",
-        *(passed, *set(tasks)),
+        passed,
+        *distinct,
     ):
         scores[task].append(EpochScore(epoch, scored, good, mean))
     return {task: tuple(found) for task, found in scores.items()}
 
 
 def _sources(store: StoreReading) -> tuple[str, ...]:
-    return tuple(
-        sorted(source for (source,) in store.ask("SELECT DISTINCT source_of(task) FROM groups"))
-    )
+    rows = store.ask("SELECT DISTINCT source_of(task) FROM groups")
+    return tuple(sorted(source for (source,) in rows))
 
 
 def _failures(store: StoreReading) -> Mapping[str, int]:

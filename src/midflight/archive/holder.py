@@ -1,4 +1,6 @@
-"""Which process holds a run's folder, by the file `lock` in it. `run.launcher.folder` writes it."""
+"""Tells which process holds a run's folder, from the file `lock` that `run.launcher.folder`
+writes.
+"""
 
 import os
 from contextlib import suppress
@@ -10,11 +12,11 @@ LOCK = "lock"
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A process, told apart from a later one of the same number by the instant of its start."""
+    """A process. The instant of its start tells it from a later process of the same number."""
 
     pid: int
     started: str
-    """As the system counts it; empty where it does not tell."""
+    """When it started, as the system counts time; empty where the system does not tell."""
     since: str
     command: str
 
@@ -27,7 +29,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 def holder_of(folder: Path) -> Holder | None:
-    """What the lock says: also of a process that has died without giving the folder back. None
+    """The process that the lock names, even where it has died without giving the folder back. None
     without a lock that can be read.
     """
     with suppress(OSError, msgspec.DecodeError):
@@ -36,10 +38,10 @@ def holder_of(folder: Path) -> Holder | None:
 
 
 def start_of(pid: int) -> str:
-    """When the process started, in ticks since the system did; empty for none, or where /proc is
-    not there.
+    """When a process started, in ticks since the system started. It is empty where there is no such
+    process or no /proc.
 
-    Empty too for one that has ended and waits for its parent to hear of it.
+    It is empty too for a process that has ended and for which its parent has not waited yet.
     """
     try:
         state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

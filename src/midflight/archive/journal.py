@@ -1,31 +1,33 @@
-"""A run's journal as points: all of it at first, then what was appended since the last look, also
-while a run writes it.
+"""Reads a run's journal while the run may still write it: the whole journal at first, and at later
+looks what was appended.
 """
 
 import os
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import msgspec
 
 from midflight.errors import RunGone
-from midflight.observe.journal import Line, PastLines, decode_line
+from midflight.observe.history import PastLines
+from midflight.observe.lines import EvaluationLine, Line, StepLine, decode_line
 from midflight.observe.named import named
 
 JOURNAL = "metrics.jsonl"
 MARK_BYTES = 64
-"""Of what was read last, compared at the next look: a file that was written anew may have the
-number of the one before.
+"""How many of the bytes that were read last are compared at the next look: a file that was written
+anew may have the inode number of the one before.
 """
 
 
 class Tail:
-    """The whole lines of a file that nobody has read yet. A line that a crash cut short, or that is
-    being written, waits for its end.
+    """Gives the whole lines of a file that it has not given yet. A line that a crash cut short, or
+    that is being written, is not given before it ends.
     """
 
     def __init__(self, path: Path, *, newest: int | None = None) -> None:
-        """`newest`: bytes of a file that is longer are all that is read of it at first."""
+        """With `newest` only that many bytes of a longer file are read at first."""
         self._path = path
         self._newest = newest
         self._file = 0
@@ -33,8 +35,8 @@ class Tail:
         self._mark = b""
 
     def new(self) -> tuple[bool, list[bytes]]:
-        """Whether the file was written anew since the last look, as after a crash, and the lines;
-        from its beginning then.
+        """Says whether the file was written anew since the last look, as after a crash, and gives
+        the new lines. Those of a file that was written anew begin at its beginning.
 
         A file that is not there has no lines.
         """
@@ -44,14 +46,15 @@ class Tail:
                 marked = self._read - len(self._mark)
                 file.seek(marked)
                 goes_on = self._file == found.st_ino and file.read(len(self._mark)) == self._mark
-                begin = (
-                    self._read
-                    if goes_on
-                    else max(0, found.st_size - (self._newest or found.st_size))
-                )
+                if goes_on:
+                    begin = self._read
+                elif self._newest:
+                    begin = max(0, found.st_size - self._newest)
+                else:
+                    begin = 0
                 file.seek(begin)
                 if begin and not goes_on:
-                    begin += len(file.readline())  # the rest of one
+                    begin += len(file.readline())  # the rest of a line
                 whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             was_there = self._file
@@ -61,15 +64,16 @@ class Tail:
             return was_there != 0, []
         anew = self._file != 0 and not goes_on
         whole += newline
-        self._mark = ((self._mark if goes_on else b"") + whole)[-MARK_BYTES:]
+        before = self._mark if goes_on else b""
+        self._mark = (before + whole)[-MARK_BYTES:]
         self._file = found.st_ino
         self._read = begin + len(whole)
         return anew, [line for line in whole.split(b"\n") if line.strip()]
 
 
 class Readings:
-    """What the journal of a run said so far. Lines that a later version of Midflight wrote, and
-    that this one cannot read, are counted.
+    """The lines of a run's journal so far. Lines that a later version of Midflight wrote, and that
+    this one cannot read, are only counted.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,8 +84,8 @@ class Readings:
         self.num_unread = 0
 
     def refresh(self) -> bool:
-        """Reads what was appended; everything again where a resumed run has dropped lines of lost
-        steps. Whether anything is new.
+        """Reads what was appended, and says whether anything is new. It reads everything again
+        where a resumed run has dropped the lines of lost steps.
 
         `RunGone` where the folder is not there any more.
         """
@@ -105,31 +109,34 @@ class Readings:
 
     @property
     def past(self) -> PastLines:
-        """By kind, each in order of time."""
+        """The lines by kind, each kind in the order of time."""
         self._past = self._past or PastLines.of(self._lines)
         return self._past
 
     def points(self, name: str) -> list[tuple[int, float]]:
-        """Step and value of one of the names for dashboards (docs/metrics.md), where it was
+        """Step and value of one of the names for dashboards (docs/metrics.md), wherever it was
         measured.
         """
-        return [
-            (line.step, found[name])
-            for line in (*self.past.steps, *self.past.evaluations)
-            if name in (found := named(line))
-        ]
+        points: list[tuple[int, float]] = []
+        for line in self._measured():
+            values = named(line)
+            if name in values:
+                points.append((line.step, values[name]))
+        return points
 
     def names(self) -> list[str]:
-        """Of everything that was measured in some step or evaluation, in order."""
-        return sorted(set(self._names()))
+        """The names of everything that was measured in some step or evaluation, in order."""
+        found = set[str]()
+        for line in self._measured():
+            found.update(named(line))
+        return sorted(found)
 
-    def _names(self) -> Iterator[str]:
-        for line in (*self.past.steps, *self.past.evaluations):
-            yield from named(line)
+    def _measured(self) -> Iterator[StepLine | EvaluationLine]:
+        return chain(self.past.steps, self.past.evaluations)
 
 
 def read_folder(folder: Path) -> Readings:
-    """All that the journal says now."""
+    """Everything that the journal of a run holds now."""
     readings = Readings(folder)
     readings.refresh()
     return readings

@@ -1,5 +1,5 @@
-"""Where every token of a run went, and every group: sums of what the store holds, which are what
-the run's own books say.
+"""The ledger of a run: what became of every token and every group. These are sums over the store,
+and they agree with the run's own books.
 """
 
 from collections import Counter, defaultdict
@@ -26,14 +26,14 @@ MEANINGS: Mapping[Reason, str] = {
     Reason.SHUTDOWN: "of groups that the end of the run cut short",
     Reason.ABANDONED: "of requests that were cancelled, or failed before their answer was complete",
 }
-"""What tokens are in the ledger for."""
+"""The meaning of each reason, for the reader of a ledger."""
 
 _KEY = "epoch, position, attempt"
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerLine:
-    """Tokens of one source by what became of them, of rollouts that have ended."""
+    """The tokens of one source's rollouts that have ended, by what became of them."""
 
     source: str
     tokens: Mapping[tuple[Fate, Reason | None], int]
@@ -45,11 +45,13 @@ class LedgerLine:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
+    """The places of a run's tokens and groups."""
+
     accounts: Accounts
-    """Of groups (I1) and tokens (I3)."""
+    """The accounts of groups (I1) and tokens (I3)."""
     sources: tuple[LedgerLine, ...]
     in_flight: int
-    """Tokens of completed turns of rollouts that go on: in no account yet."""
+    """Tokens of completed turns of rollouts that go on. They are in no account yet."""
     mistakes: tuple[str, ...]
     """What does not add up; empty where every token is in one place."""
 
@@ -59,7 +61,7 @@ class Ledger:
 
 
 def ledger_of(folder: Path) -> Ledger:
-    """Of one moment, also while the run goes on."""
+    """The ledger of one moment, also while the run goes on."""
     with reading(folder) as store:
         sources = _sources(store)
         total = Counter[tuple[Fate, Reason | None]]()
@@ -87,8 +89,8 @@ def _sources(store: StoreReading) -> tuple[LedgerLine, ...]:
 
 
 def _accounts(store: StoreReading, total: Mapping[tuple[Fate, Reason | None], int]) -> Accounts:
-    """Groups whose step was made are trained, in a checkpoint or not; one that is to be run again
-    counts with its next try.
+    """The accounts of the run. A group whose step was made counts as trained, in a checkpoint or
+    not. A group that is to be run again counts with its next try.
     """
     groups = Counter[str]()
     dropped = Counter[str]()
@@ -119,7 +121,7 @@ def _accounts(store: StoreReading, total: Mapping[tuple[Fate, Reason | None], in
 
 
 def _mistakes(store: StoreReading, accounts: Accounts) -> list[str]:
-    """A store that facts alone have written has none."""
+    """What does not add up. A store that only facts have written has no mistakes."""
     found: list[str] = []
     ((open_, early),) = store.ask(
         "SELECT COALESCE(SUM(fate = 'waiting' AND (state IN ('trained', 'dropped') OR "

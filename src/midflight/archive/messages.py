@@ -1,5 +1,5 @@
-"""Messages of a token record: the text of each token, and the record cut where the model's chat
-template begins a message.
+"""Reads the messages of a token record: it cuts the record where the model's chat template begins a
+message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from midflight.types import Bool, Int32, Json
 from midflight.types.rollouts import spans
 
 _SIGN = "\ue000"
-"""Stands for content where the template is asked how it writes it."""
+"""The content of the messages that the template is asked to write, to learn how it writes them."""
 _USER: dict[str, Json] = {"role": "user", "content": f"{_SIGN}"}
 _ASSISTANT: dict[str, Json] = {"role": "assistant", "content": f"{_SIGN}"}
 _CALL: Json = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -30,8 +30,8 @@ _CALL: Json = {"id": "call_0", "type": "function", "function": {"name": "f", "ar
 
 @dataclass(frozen=True, slots=True)
 class MessageSaid:
-    """One message of a conversation, and the tokens [begin, end) that it is written in, its marks
-    too.
+    """One message of a conversation, and the tokens [begin, end) in which it and its marks are
+    written.
     """
 
     role: str
@@ -41,7 +41,7 @@ class MessageSaid:
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     written: bool = False
-    """Whether the model wrote it; else it read it."""
+    """Whether the model wrote it; otherwise the model read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class MessageReader:
 
     @classmethod
     def of_run(cls, folder: Path, *, tools: str = AUTO, reasoning: str = AUTO) -> MessageReader:
-        """By the tokenizer that the run began with."""
+        """The reader that uses the tokenizer with which the run began."""
         try:
             return cls(Tokenizer.load(folder / "start"), tools, reasoning)
         except ModelNotFound as error:
@@ -74,39 +74,40 @@ class MessageReader:
         return MessageFormat(self.tokenizer, tools=self.tools, reasoning=self.reasoning)
 
     def pieces(self, token_ids: Int32) -> tuple[str, ...]:
-        """The text of each token; joined they are the text of all. A letter of several tokens is
-        with the last of them.
+        """The text of each token. Joined they are the text of all tokens. A letter that takes
+        several tokens is in the piece of the last of them.
         """
         detokenizer = IncrementalDetokenizer(self.tokenizer, keep=self.tokenizer.special_token_ids)
         pieces = [detokenizer.push(int(token)) for token in token_ids]
-        if pieces and (rest := detokenizer.finish()):
-            pieces[-1] += rest
+        if pieces:
+            pieces[-1] += detokenizer.finish()
         return tuple(pieces)
 
     def messages(
         self, token_ids: Int32, generated: Bool, pieces: Sequence[str]
     ) -> tuple[MessageSaid, ...]:
-        """[T] each. Without a chat template what the model read is the user's, and what it wrote
-        the assistant's.
+        """The messages of a record; the arguments are [T] each. Without a chat template, what the
+        model read is a message of the user, and what it wrote one of the assistant.
         """
         starts = list(accumulate(map(len, pieces), initial=0))
         text = "".join(pieces)
-        found = [
-            (match.start(), match.end(), mark)
-            for match in (self._opening.finditer(text) if self._opening else ())
-            if not generated[_token_at(starts, match.start())]
-            and (mark := self._by_opening[match[0]])
-        ]
-        if not found:
+        openings: list[re.Match[str]] = []
+        if self._opening is not None:
+            for match in self._opening.finditer(text):
+                if not generated[_token_at(starts, match.start())]:
+                    openings.append(match)
+        if not openings:
             return self._unmarked(token_ids, spans(generated))
-        edges = [*(start for start, _, _ in found), len(text)]
-        said = [
-            self._message(token_ids, generated, starts, text, opened, mark, end)
-            for (_, opened, mark), end in zip(found, edges[1:], strict=True)
-        ]
-        before = text[: edges[0]]
-        if self._plain(token_ids[: _token_at(starts, edges[0])]).strip():
-            said.insert(0, MessageSaid("system", 0, _token_at(starts, edges[0]), before))
+        ends = [match.start() for match in openings[1:]] + [len(text)]
+        said: list[MessageSaid] = []
+        begin = openings[0].start()
+        first = _token_at(starts, begin)
+        if self._plain(token_ids[:first]).strip():
+            said.append(MessageSaid("system", 0, first, text[:begin]))
+        for match, end in zip(openings, ends, strict=True):
+            mark = self._by_opening[match[0]]
+            message = self._message(token_ids, generated, starts, text, match.end(), mark, end)
+            said.append(message)
         return tuple(said)
 
     def _message(
@@ -119,21 +120,17 @@ class MessageReader:
         mark: _Mark,
         end: int,
     ) -> MessageSaid:
-        """Of letters [opened, end), behind its opening."""
-        begin, first, last = (
-            _token_at(starts, at) for at in (opened - len(mark.opening), opened, end)
-        )
-        if mark.role != "assistant":
-            content = text[opened:end].removesuffix(mark.ending)
-            return MessageSaid(
-                mark.role,
-                begin,
-                last,
-                content
-                if content != text[opened:end]
-                else content.removesuffix(mark.ending.rstrip()),
-            )
-        return self._assistant(token_ids, generated, begin, first, last, text[: starts[first]])
+        """The message of letters [opened, end), which follow its opening."""
+        begin = _token_at(starts, opened - len(mark.opening))
+        first = _token_at(starts, opened)
+        last = _token_at(starts, end)
+        if mark.role == "assistant":
+            return self._assistant(token_ids, generated, begin, first, last, text[: starts[first]])
+        letters = text[opened:end]
+        content = letters.removesuffix(mark.ending)
+        if content == letters:
+            content = letters.removesuffix(mark.ending.rstrip())
+        return MessageSaid(mark.role, begin, last, content)
 
     def _assistant(
         self, token_ids: Int32, generated: Bool, begin: int, first: int, last: int, before: str
@@ -156,16 +153,15 @@ class MessageReader:
     def _unmarked(
         self, token_ids: Int32, parts: Sequence[tuple[int, int, bool]]
     ) -> tuple[MessageSaid, ...]:
-        plain = (
-            (begin, end, wrote, self._plain(token_ids[begin:end])) for begin, end, wrote in parts
-        )
-        return tuple(
-            MessageSaid("assistant" if wrote else "user", begin, end, text, written=wrote)
-            for begin, end, wrote, text in plain
-        )
+        said: list[MessageSaid] = []
+        for begin, end, wrote in parts:
+            role = "assistant" if wrote else "user"
+            text = self._plain(token_ids[begin:end])
+            said.append(MessageSaid(role, begin, end, text, written=wrote))
+        return tuple(said)
 
     def _plain(self, token_ids: Int32) -> str:
-        """Without the marks of the template; those of calls and thinking stay."""
+        """The text without the marks of the template. The marks of calls and thinking stay."""
         return self.tokenizer.decode(
             token_ids.tolist(), skip_special=True, keep=self.format.kept_token_ids
         )
@@ -178,23 +174,36 @@ class MessageReader:
 
     @cached_property
     def _opening(self) -> re.Pattern[str] | None:
-        """The longest first: a tool's answer may be written as a kind of user's message."""
-        longest = sorted(self._by_opening, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest))) if longest else None
+        """Matches an opening, the longest first: a tool's answer may be written as a kind of user's
+        message.
+        """
+        longest_first = sorted(self._by_opening, key=len, reverse=True)
+        if not longest_first:
+            return None
+        return re.compile("|".join(map(re.escape, longest_first)))
 
     def _marks(self) -> list[_Mark]:
-        """A role that the template refuses has none."""
+        """The marks of each role. A role that the template refuses has none."""
         user_end = self._around(_USER)[-1:]
         assistant_end = self._around(_USER, _ASSISTANT)[-1:]
         if not user_end or not assistant_end:
             return []
         asked = self._around(_USER, _ASSISTANT)
         answered = self._around(_USER, _ASSISTANT, _USER)
-        opens = {"user": answered[2:3], "assistant": asked[1:2]}
+        # A template may refuse a second message of the user.
+        before_user = answered[2] if answered else ""
         marks = [
-            _Mark("user", "".join(opens["user"]).removeprefix(assistant_end[0]), user_end[0]),
+            _Mark("user", before_user.removeprefix(assistant_end[0]), user_end[0]),
             _Mark("assistant", asked[1].removeprefix(user_end[0]), assistant_end[0]),
         ]
+        marks += self._tool_marks()
+        system = self._around({"role": "system", "content": _SIGN}, _USER)
+        if len(system) == 3:
+            marks.append(_Mark("system", system[0], system[1].removesuffix(marks[0].opening)))
+        return marks
+
+    def _tool_marks(self) -> list[_Mark]:
+        """The marks of a tool's answers: of the first in a message, and of those after it."""
         calling: dict[str, Json] = {**_ASSISTANT, "tool_calls": [_CALL]}
         tool: dict[str, Json] = {
             "role": "tool",
@@ -203,21 +212,21 @@ class MessageReader:
             "name": "f",
         }
         for before in (calling, _ASSISTANT):
-            if len(parts := self._around(_USER, before, tool, tool)) == 5:
-                called = self._around(_USER, before)[-1]
-                between = parts[3]
-                ending = self._around(_USER, before, tool)[-1]
-                marks += [_Mark("tool", parts[2].removeprefix(called), ending)]
-                if not between.startswith(ending):  # several answers in one message
-                    marks.append(_Mark("tool", between, ending))
-                break
-        if len(parts := self._around({"role": "system", "content": _SIGN}, _USER)) == 3:
-            marks.append(_Mark("system", parts[0], parts[1].removesuffix(marks[0].opening)))
-        return marks
+            parts = self._around(_USER, before, tool, tool)
+            if len(parts) != 5:
+                continue
+            called = self._around(_USER, before)[-1]
+            between = parts[3]
+            ending = self._around(_USER, before, tool)[-1]
+            marks = [_Mark("tool", parts[2].removeprefix(called), ending)]
+            if not between.startswith(ending):  # several answers in one message
+                marks.append(_Mark("tool", between, ending))
+            return marks
+        return []
 
     def _around(self, *messages: Mapping[str, Json]) -> list[str]:
-        """The template's own text before, between and after the contents; nothing where it refuses
-        them or adds to them.
+        """The template's own text before, between and after the contents. It is empty where the
+        template refuses the messages or adds others.
         """
         try:
             parts = self.tokenizer.render(messages).split(_SIGN)
@@ -228,12 +237,14 @@ class MessageReader:
 
 def _token_at(starts: Sequence[int], letter: int) -> int:
     """The first token that begins at this letter or later."""
-    return int(np.searchsorted(np.asarray(starts[:-1]), letter, side="left")) if letter else 0
+    if not letter:
+        return 0
+    return int(np.searchsorted(np.asarray(starts[:-1]), letter, side="left"))
 
 
 def as_chat(messages: Sequence[MessageSaid]) -> list[dict[str, Json]]:
-    """In the form that chat APIs and `datasets` take: calls have ids, and each answer of a tool
-    names the call that it is of.
+    """The messages in the form that chat APIs and `datasets` take: calls have ids, and each answer
+    of a tool names the call that it answers.
     """
     made: list[dict[str, Json]] = []
     waiting: list[tuple[str, str]] = []
@@ -246,14 +257,16 @@ def as_chat(messages: Sequence[MessageSaid]) -> list[dict[str, Json]]:
             waiting = [(f"call_{number + at}", call.name) for at, call in enumerate(said.calls)]
             number += len(waiting)
             message["tool_calls"] = [
-                {
-                    "id": name,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for (name, _), call in zip(waiting, said.calls, strict=True)
+                _call(call_id, call) for (call_id, _), call in zip(waiting, said.calls, strict=True)
             ]
         if said.role == "tool" and waiting:
-            message["tool_call_id"], message["name"] = waiting.pop(0)
+            call_id, name = waiting.pop(0)
+            message["tool_call_id"] = call_id
+            message["name"] = name
         made.append(message)
     return made
+
+
+def _call(call_id: str, call: ToolCall) -> dict[str, Json]:
+    function: dict[str, Json] = {"name": call.name, "arguments": call.arguments}
+    return {"id": call_id, "type": "function", "function": function}

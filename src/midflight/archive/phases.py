@@ -1,9 +1,10 @@
-"""The phases of a run, and which side bounded each stretch of its training: by how much, and which
-knob to turn.
+"""The phases of a run, with the side that bounded each stretch of its training, by how much, and
+which option to change.
 
-Of a finished run as a whole its summary says so. A stretch is judged by its timeline: the trainer
-is busy while it makes a step, an engine while any request is placed on it, and a slot of it while
-an answer grows, from its first token to its end: not while a request queues.
+For a finished run as a whole, its summary says this. A stretch is judged by its timeline: the
+trainer is busy while it makes a step, an engine while any request is placed on it. A slot of an
+engine is busy while an answer grows, from its first token to its end, and not while a request
+queues.
 """
 
 import itertools
@@ -18,14 +19,18 @@ from midflight.config import derived, load_config
 from midflight.config.cores import CoreUse, core_use
 from midflight.errors import MidflightError
 from midflight.observe import timeline
+from midflight.observe.bottleneck import judge
 from midflight.observe.machine import processors_of
-from midflight.observe.status import Bound, busy_words, judge
-from midflight.types import Kind
+from midflight.observe.readable import busy_words
+from midflight.observe.status import Bound
+from midflight.types import Kind, TurnTimes
 
 STRETCHES = 3
-"""The beginning, the middle and the end of the training: a run that changes sides shows it."""
+"""The training is cut into a beginning, a middle and an end, which show a run that changes
+sides.
+"""
 MIN_STEPS = 2
-"""Of a stretch that is judged."""
+"""A stretch with fewer steps is not judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +55,26 @@ class RunPhase:
 
     @property
     def verdict(self) -> str:
-        """In words; empty where nothing is judged."""
+        """The side that bounded the phase, in words; empty where nothing is judged."""
         if self.bound is Bound.UNKNOWN:
             return ""
-        return (
-            f"{self.bound}: "
-            f"{busy_words(engine_busy=self.engine_busy, trainer_busy=self.trainer_busy, slots_used=self.slots_used)}"
+        busy = busy_words(
+            engine_busy=self.engine_busy,
+            trainer_busy=self.trainer_busy,
+            slots_used=self.slots_used,
         )
+        return f"{self.bound}: {busy}"
 
 
 def phases_of(folder: Path, *, seconds: float | None = None) -> list[RunPhase]:
-    """Empty where the run has no timeline. `seconds`: that the run took in all, with what came
-    before its rollout process and after it.
+    """The phases of a run; empty where it has no timeline. `seconds` is how long the run took in
+    all, including the time before and after its rollout process.
     """
     lines = timeline.read_timeline(folder / timeline.TIMELINE)
     room = room_of(folder)
     rollouts = [line for line in lines if isinstance(line, timeline.RolloutTimed)]
-    steps = sorted(
-        (line for line in lines if isinstance(line, timeline.StepTimed)),
-        key=lambda step: step.ended,
-    )
+    steps = [line for line in lines if isinstance(line, timeline.StepTimed)]
+    steps.sort(key=lambda step: step.ended)
     if not rollouts:
         return []
     begin = min(rollout.began for rollout in rollouts)
@@ -80,16 +85,13 @@ def phases_of(folder: Path, *, seconds: float | None = None) -> list[RunPhase]:
         found.append(RunPhase("evaluation before", begin, first))
     if steps:
         found += _stretches(lines, steps, first, room)
-        last = max(
-            (line.at for line in lines if isinstance(line, timeline.ScoreTimed)), default=0.0
-        )
+        scored = [line.at for line in lines if isinstance(line, timeline.ScoreTimed)]
+        last = max(scored, default=0.0)
         if last > steps[-1].ended:
             found.append(RunPhase("evaluation after", steps[-1].ended, last))
     counted = found[-1].ended - begin if found else 0.0
-    return [
-        RunPhase("start, warm start and end", 0.0, max(begin, (seconds or 0.0) - counted)),
-        *found,
-    ]
+    rest = max(begin, (seconds or 0.0) - counted)
+    return [RunPhase("start, warm start and end", 0.0, rest), *found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +99,15 @@ class Room:
     """The slots and cores that the run had."""
 
     slots: int | None = None
-    """Requests that may decode together: what engines have room for, or rollouts that may run."""
+    """How many requests may decode together: the slots of the engines, or the rollouts that may run
+    where these are fewer.
+    """
     cores: CoreUse = field(default_factory=CoreUse)
 
 
 def room_of(folder: Path) -> Room:
-    """Reads the configuration of the run in this folder. Where that cannot be read, nothing is
-    known.
+    """Reads the room from the configuration of the run in this folder. Where that cannot be read,
+    nothing is known.
     """
     try:
         config = load_config(folder / "config.toml")
@@ -117,12 +121,13 @@ def room_of(folder: Path) -> Room:
 def _stretches(
     lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float, room: Room
 ) -> Iterator[RunPhase]:
-    """The training whole, and its stretches where there are steps enough."""
+    """Judges the training as a whole, and its stretches where there are enough steps."""
     yield _judged("training", lines, steps, began, room)
     each = len(steps) // STRETCHES
     if each < MIN_STEPS:
         return
-    edges = [0, *(each * number for number in range(1, STRETCHES)), len(steps)]
+    edges = [each * number for number in range(STRETCHES)]
+    edges.append(len(steps))
     for first, behind in itertools.pairwise(edges):
         since = began if first == 0 else steps[first - 1].ended
         name = f"steps {steps[first].version} to {steps[behind - 1].version}"
@@ -137,21 +142,17 @@ def _judged(
     room: Room,
 ) -> RunPhase:
     ended = steps[-1].ended
-    turns = [
-        turn
-        for line in lines
-        if isinstance(line, timeline.RolloutTimed)
-        for turn in line.turns
-        if turn.placed
-    ]
+    turns: list[TurnTimes] = []
+    for line in lines:
+        if isinstance(line, timeline.RolloutTimed):
+            turns += [turn for turn in line.turns if turn.placed]
     engine = _share(((turn.placed[0][1], turn.ended) for turn in turns), began, ended)
     trainer = _share(((step.began, step.ended) for step in steps), began, ended)
     waits = defaultdict[str, float](float)
     for line in lines:
         if isinstance(line, timeline.WaitTimed):
-            waits[f"{line.who} for {line.for_whom}"] += max(
-                0.0, min(line.ended, ended) - max(line.began, began)
-            )
+            seconds = max(0.0, min(line.ended, ended) - max(line.began, began))
+            waits[f"{line.who} for {line.for_whom}"] += seconds
     used = slots_used(turns, began, ended, slots=room.slots)
     bound, advice = judge(
         engine_busy=engine, trainer_busy=trainer, slots_used=used, cores=room.cores
@@ -163,11 +164,10 @@ def _judged(
 
 
 def _share(spans: Iterable[tuple[float, float]], began: float, ended: float) -> float | None:
-    """Of the time between, that which some span covers."""
+    """The share of the time between `began` and `ended` that some span covers."""
     if ended <= began:
         return None
-    return min(
-        1.0,
-        sum(max(0.0, min(until, ended) - max(since, began)) for since, until in merged(spans))
-        / (ended - began),
-    )
+    covered = 0.0
+    for since, until in merged(spans):
+        covered += max(0.0, min(until, ended) - max(since, began))
+    return min(1.0, covered / (ended - began))

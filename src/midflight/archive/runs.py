@@ -1,5 +1,5 @@
-"""Runs in their folders: found under a folder, checked, and described, without a word to the
-processes that make them.
+"""Finds, checks and describes runs from their folders alone, without asking the processes that make
+them.
 """
 
 import re
@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,21 +23,21 @@ from midflight.types import Json
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
 MAX_DEPTH = 3
-"""Folders below the one that is searched: `runs/team/name` is found from `runs` and from where it
-lies, and no disk is read through.
+"""How many folders deep a search goes: `runs/team/name` is found from the folder of `runs`, and no
+whole disk is read.
 """
 
 
 class RunCondition(StrEnum):
-    """What became of a run, by what lies in its folder."""
+    """What became of a run, as its folder shows."""
 
     RUNNING = "running"
     """A living process holds the folder."""
     FINISHED = "finished"
     """It made its model, or its last step."""
     STOPPED = "stopped"
-    """It ended in order before its last step; what there is can be read, and `--resume` goes on
-    from the last checkpoint.
+    """It ended in order before its last step. Its folder can be read, and `--resume` goes on from
+    the last checkpoint.
     """
     CRASHED = "crashed"
     """The process that held the folder died without giving it back."""
@@ -50,20 +51,20 @@ class RunDescription:
     condition: RunCondition
     step: int
     steps: int | None
-    """That were asked for; none where the configuration does not say."""
+    """How many steps were asked for; None where the configuration does not say."""
     reward: float | None
-    """Mean of the training rollouts since the step before the last."""
+    """Mean reward of the training rollouts since the step before the last."""
     heldout: float | None
-    """Of the first source, in its last evaluation."""
+    """Mean reward on the held-out tasks of the first source, in its last evaluation."""
     started: str
     """When the last start was, as local time."""
     seconds: float
-    """That it had run for at its last line, over all its starts."""
+    """How long it had run when its last line was written, over all its starts."""
 
 
 @dataclass(frozen=True)
 class ArchivedRun:
-    """One run. `slug` tells it apart from the others that are looked at, in addresses and as a
+    """One run. `slug` tells it from the other runs that are looked at, in addresses and as a
     label.
     """
 
@@ -72,17 +73,17 @@ class ArchivedRun:
 
     @cached_property
     def readings(self) -> Readings:
-        """The same at each look: it reads only what is new."""
+        """The reader of the run's journal. It is kept, so that each look reads only what is new."""
         return read_folder(self.folder)
 
     def journal(self) -> Readings:
-        """With what was appended until now. `RunGone` where the run was deleted."""
+        """The journal with what was appended until now. `RunGone` where the run was deleted."""
         self.readings.refresh()
         return self.readings
 
     def config(self) -> Mapping[str, Any]:
-        """All options by section, as the run wrote them down at its last start; empty where it did
-        not yet.
+        """All options by section, as the run wrote them down at its last start. It is empty where
+        the run has not written them yet.
         """
         try:
             return tomllib.loads((self.folder / CONFIG).read_text())
@@ -93,20 +94,18 @@ class ArchivedRun:
                     "was looked at."
                 ) from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError):
-            pass  # being written, or a user's own
+            pass  # it is being written, or a user wrote it
         return {}
 
     def describe(self) -> RunDescription:
         past = self.journal().past
         config = self.config().get("run", {})
-        last = past.steps[-1] if past.steps else None
-        step = last.step if last else 0
+        step = past.steps[-1].step if past.steps else 0
         rewards = [line.reward for line in past.steps if line.reward is not None]
-        scores = [
-            line.mean_reward
-            for line in past.evaluations
-            if line.source == past.evaluations[0].source
-        ]
+        heldout = None
+        for line in past.evaluations:
+            if line.source == past.evaluations[0].source:
+                heldout = line.mean_reward
         steps = cast("int | None", config.get("steps"))
         return RunDescription(
             name=str(config.get("name") or self.folder.name),
@@ -114,31 +113,31 @@ class ArchivedRun:
             step=step,
             steps=steps,
             reward=rewards[-1] if rewards else None,
-            heldout=scores[-1] if scores else None,
+            heldout=heldout,
             started=_started(self.folder),
             seconds=past.seconds,
         )
 
     def condition(self, step: int, steps: int | None) -> RunCondition:
-        """By lock and products, for a run that has made `step` of `steps`."""
-        if (holder := holder_of(self.folder)) is not None:
+        """The condition of a run that has made `step` of `steps`, by its lock and what it made."""
+        holder = holder_of(self.folder)
+        if holder is not None:
             return RunCondition.RUNNING if holder.lives else RunCondition.CRASHED
-        made = any((self.folder / name).exists() for name in ("model", "adapter"))
-        return (
-            RunCondition.FINISHED
-            if made or (steps is not None and step >= steps)
-            else RunCondition.STOPPED
-        )
+        if (self.folder / "model").exists() or (self.folder / "adapter").exists():
+            return RunCondition.FINISHED
+        if steps is not None and step >= steps:
+            return RunCondition.FINISHED
+        return RunCondition.STOPPED
 
 
 def open_run(folder: Path) -> ArchivedRun:
-    """`NoRun` where the folder holds none."""
+    """The run in a folder. `NoRun` where it holds none."""
     return open_runs([folder])[0]
 
 
 def open_runs(folders: Sequence[Path]) -> tuple[ArchivedRun, ...]:
-    """Each folder a run, in this order, no folder twice. `NoRun` names one that is not there or
-    holds none, and what to give instead.
+    """The runs in these folders, in this order, without duplicates. `NoRun` names a folder that is
+    missing or holds no run, and says what to give instead.
     """
     distinct = list(dict.fromkeys(folder.resolve() for folder in folders))
     for folder in distinct:
@@ -149,7 +148,7 @@ def open_runs(folders: Sequence[Path]) -> tuple[ArchivedRun, ...]:
 
 
 def runs_under(folder: Path) -> tuple[ArchivedRun, ...]:
-    """The folder itself where it is a run, else those below it, in order of their paths. `NoRun`
+    """The run in the folder itself, or else the runs below it in the order of their paths. `NoRun`
     where there is no such folder.
     """
     if not folder.is_dir():
@@ -167,10 +166,9 @@ def _check(folder: Path) -> None:
             f"{folder} is not a folder; `midflight runs DIR` lists the runs below a folder."
         )
     if not is_run(folder):
-        within = [
-            found.relative_to(folder).as_posix() for found in sorted(_found(folder, MAX_DEPTH))
-        ]
-        below = f" There are runs below it: {', '.join(within[:5])}." if within else ""
+        within = sorted(_found(folder, MAX_DEPTH))[:5]
+        names = [found.relative_to(folder).as_posix() for found in within]
+        below = f" There are runs below it: {', '.join(names)}." if names else ""
         raise NoRun(f"{folder} is no run: it has neither {JOURNAL} nor {STORE}.{below}")
 
 
@@ -178,7 +176,7 @@ def _found(folder: Path, depth: int) -> Iterator[Path]:
     if is_run(folder):
         yield folder
     elif depth:
-        # one that is being deleted holds nothing
+        # A folder that is being deleted holds nothing.
         with suppress(PermissionError, FileNotFoundError):
             for inner in folder.iterdir():
                 if inner.is_dir() and not inner.name.startswith(".") and not inner.is_symlink():
@@ -186,8 +184,8 @@ def _found(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _slugs(folders: Iterable[Path]) -> list[str]:
-    """The name of each folder, as a part of an address; with its number where another has the
-    same.
+    """The name of each folder, as a part of an address. It has a number where an earlier folder has
+    the same name.
     """
     taken: dict[str, int] = {}
     found: list[str] = []
@@ -199,13 +197,13 @@ def _slugs(folders: Iterable[Path]) -> list[str]:
 
 
 def _started(folder: Path) -> str:
-    if (holder := holder_of(folder)) is not None:
+    holder = holder_of(folder)
+    if holder is not None:
         return holder.since
     for name in (CONFIG, JOURNAL, STORE):
         with suppress(OSError):
-            return time.strftime(
-                "%Y-%m-%d %H:%M:%S", time.localtime((folder / name).stat().st_mtime)
-            )
+            written = time.localtime((folder / name).stat().st_mtime)
+            return time.strftime("%Y-%m-%d %H:%M:%S", written)
     return ""
 
 
@@ -213,34 +211,36 @@ def _started(folder: Path) -> str:
 
 
 def flat(config: Mapping[str, Any], before: str = "") -> dict[str, Json]:
-    """Every option by its dotted name; tables of a list by their number:
+    """Every option by its dotted name. A table in a list has its number in the name:
     `environment.sources.0.weight`.
     """
     found: dict[str, Json] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
             found |= flat(cast("Mapping[str, Any]", value), f"{before}{name}.")
-        elif (
-            isinstance(value, list)
-            and value
-            and all(isinstance(each, Mapping) for each in cast("list[object]", value))
-        ):
-            found |= flat(
-                {str(at): each for at, each in enumerate(cast("list[object]", value))},
-                f"{before}{name}.",
-            )
+        elif _is_list_of_tables(value):
+            tables = {str(number): table for number, table in enumerate(value)}
+            found |= flat(tables, f"{before}{name}.")
         else:
             found[f"{before}{name}"] = value
     return found
 
 
+def _is_list_of_tables(value: object) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(each, Mapping) for each in cast("list[object]", value))
+
+
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Json]]:
-    """The options that are not the same in all, each with its value in every configuration; none
-    where it is unset. Where each run lies is no difference.
+    """The options that differ, each with its value in every configuration, or None where it is
+    unset. The folder of a run is no difference.
     """
     flats = [flat(config) for config in configs]
-    names = dict.fromkeys(name for one in flats for name in one)
-    values = {name: [one.get(name) for one in flats] for name in names if name != "run.folder"}
-    return {
-        name: found for name, found in values.items() if any(value != found[0] for value in found)
-    }
+    names = dict.fromkeys(chain.from_iterable(flats))
+    found: dict[str, list[Json]] = {}
+    for name in names:
+        values = [one.get(name) for one in flats]
+        if name != "run.folder" and any(value != values[0] for value in values):
+            found[name] = values
+    return found

@@ -1,6 +1,7 @@
 """Conversations and the ledger of a run as text, for terminals."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,21 +14,21 @@ from midflight.archive.messages import MessageSaid
 from midflight.archive.stored import reading
 from midflight.errors import NoRun
 from midflight.observe.completions import cut, indented
-from midflight.observe.status import number as as_text
-from midflight.types import Fate, GroupKey, Kind, RolloutKey, Version
+from midflight.observe.readable import number as as_text
+from midflight.types import Fate, GroupKey, Kind, Reason, RolloutKey, Version
 
 _MARKS = {"system": "#", "user": ">", "assistant": "<", "tool": "="}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleChoice:
-    """Which rollouts are shown; without a choice the newest."""
+    """Which rollouts are shown; without a choice these are the newest."""
 
     number: int
     kind: Kind = Kind.TRAINING
-    """Of those that the run learns from, or of held-out tasks."""
+    """Rollouts that the run learns from, or those of held-out tasks."""
     versions: tuple[Version, Version] | None = None
-    """Of groups that steps trained on, by the first and the last version that these made."""
+    """The first and the last version that the steps on them made."""
     source: str = ""
     best: bool = False
     worst: bool = False
@@ -35,19 +36,25 @@ class SampleChoice:
 
 
 def chosen(folder: Path, choice: SampleChoice) -> list[RolloutKey]:
-    """`NoRun` where there is none."""
-    where, values = conditions(
-        GroupFilter(kind=choice.kind, versions=choice.versions, source=choice.source)
-    )
-    scored = choice.best or choice.worst
-    reward = "reward IS NULL" if choice.failed else "reward IS NOT NULL" if scored else "1"
-    by = ["reward DESC" if choice.best else "reward"] if scored else []
-    order = ", ".join([*by, "epoch DESC", "position DESC", "attempt DESC", "sample"])
+    """The keys of the rollouts that are shown. `NoRun` where there is none."""
+    groups = GroupFilter(kind=choice.kind, versions=choice.versions, source=choice.source)
+    where, values = conditions(groups)
+    by_reward = choice.best or choice.worst
+    if choice.failed:
+        reward = "reward IS NULL"
+    elif by_reward:
+        reward = "reward IS NOT NULL"
+    else:
+        reward = "1"
+    order = "epoch DESC, position DESC, attempt DESC, sample"
+    if by_reward:
+        order = f"{'reward DESC' if choice.best else 'reward'}, {order}"
     with reading(folder, choice.kind) as store:
         found = store.ask(
             "SELECT epoch, position, attempt, sample FROM rollouts JOIN groups g USING (epoch, "
             f"position, attempt) WHERE {where} AND {reward} ORDER BY {order} LIMIT ?",
-            *(*values, choice.number),
+            *values,
+            choice.number,
         )
     if not found:
         raise NoRun(f"{folder} has no such rollout that has ended; ask for others, or wait.")
@@ -55,83 +62,67 @@ def chosen(folder: Path, choice: SampleChoice) -> list[RolloutKey]:
 
 
 def in_words(seen: ConversationSeen, *, whole: bool = False) -> str:
-    """Messages in order, `>` what was said to the model, `<` what it said; long ones are cut unless
-    `whole`.
+    """The messages of a rollout in order. `>` marks what the model read, `<` what it wrote. Long
+    messages are cut unless `whole`.
     """
-    task = seen.group.task
-    rollout = seen.rollout
-    head = f"{seen.key}: {task.source}, task {task.id}"
-    if rollout is None:
-        lines = [f"{head}, not ended"]
-    else:
-        made_of = ", ".join(
-            f"{name} {as_text(value)}" for name, value in rollout.components.items()
-        )
-        lines = [
-            (
-                f"{head}, reward {as_text(rollout.reward)}{f' ({made_of})' if made_of else ''}; "
-                f"{seen.group.fate}"
-            )
-        ]
-        lines += [f"  failed: {rollout.error or 'without an error'}"] * (rollout.reward is None)
+    lines = _head(seen)
     for at, branch in enumerate(seen.branches):
         if at:
             lines.append(f"  branch {at + 1}, from token {branch.shared} on:")
         lines += [_message(said, whole) for said in branch.messages if said.end > branch.shared]
         uses = Counter(map(str, branch.uses))
         lines.append("  tokens: " + ", ".join(f"{number} {use}" for use, number in uses.items()))
-    return "\n".join(
-        [
-            *lines,
-            *(
-                []
-                if seen.branches
-                else ["  nothing of it can be trained on, so its tokens are not kept"]
-            ),
-        ]
-    )
+    if not seen.branches:
+        lines.append("  nothing of it can be trained on, so its tokens are not kept")
+    return "\n".join(lines)
+
+
+def _head(seen: ConversationSeen) -> list[str]:
+    task = seen.group.task
+    rollout = seen.rollout
+    head = f"{seen.key}: {task.source}, task {task.id}"
+    if rollout is None:
+        return [f"{head}, not ended"]
+    reward = as_text(rollout.reward)
+    if rollout.components:
+        parts = [f"{name} {as_text(value)}" for name, value in rollout.components.items()]
+        reward += f" ({', '.join(parts)})"
+    lines = [f"{head}, reward {reward}; {seen.group.fate}"]
+    if rollout.reward is None:
+        lines.append(f"  failed: {rollout.error or 'without an error'}")
+    return lines
 
 
 def _message(said: MessageSaid, whole: bool) -> str:
     mark = f"  {_MARKS.get(said.role, '?')} "
     show = str if whole else cut
-    parts = [indented(f"(thinks) {show(said.reasoning)}", mark)] if said.reasoning else []
-    parts += (
-        [indented(show(said.content), mark)] if said.content or not (said.calls or parts) else []
-    )
-    return "\n".join(
-        [
-            *parts,
-            *(indented(f"calls {call.name} {show(call.arguments)}", mark) for call in said.calls),
-        ]
-    )
+    parts: list[str] = []
+    if said.reasoning:
+        parts.append(indented(f"(thinks) {show(said.reasoning)}", mark))
+    if said.content or not (said.calls or parts):
+        parts.append(indented(show(said.content), mark))
+    for call in said.calls:
+        parts.append(indented(f"calls {call.name} {show(call.arguments)}", mark))
+    return "\n".join(parts)
 
 
 def ledger_table(ledger: Ledger) -> Table:
-    """A line for each place where tokens are, a column for each source, and what the place
-    means.
+    """A line for each place where tokens are, with a column for each source and the meaning of the
+    place.
     """
-    table = Table("tokens", *(line.source for line in ledger.sources), "all", "", box=None)
-    places = sorted(
-        {place for line in ledger.sources for place in line.tokens},
-        key=lambda place: (list(Fate).index(place[0]), place[1] or ""),
-    )
+    sources = [line.source for line in ledger.sources]
+    blank = [""] * len(sources)
+    table = Table("tokens", *sources, "all", "", box=None)
     received = [line.received for line in ledger.sources]
-    table.add_row(
-        "generated", *(f"{n:,}" for n in (*received, sum(received))), "by rollouts that have ended"
-    )
-    for fate, reason in places:
+    table.add_row("generated", *_with_sum(received), "by rollouts that have ended")
+    for fate, reason in _places(ledger):
         numbers = [line.tokens.get((fate, reason), 0) for line in ledger.sources]
-        name = f"  {fate}" + (f": {reason}" if reason else "")
-        table.add_row(
-            name, *(f"{n:,}" for n in (*numbers, sum(numbers))), MEANINGS[reason] if reason else ""
-        )
-    table.add_row(
-        "in flight",
-        *[""] * len(received),
-        f"{ledger.in_flight:,}",
-        "completed turns of rollouts that go on",
-    )
+        if reason:
+            table.add_row(f"  {fate}: {reason}", *_with_sum(numbers), MEANINGS[reason])
+        else:
+            table.add_row(f"  {fate}", *_with_sum(numbers), "")
+    in_flight = f"{ledger.in_flight:,}"
+    table.add_row("in flight", *blank, in_flight, "completed turns of rollouts that go on")
     accounts = ledger.accounts
     groups = {
         "trained": accounts.trained,
@@ -139,10 +130,22 @@ def ledger_table(ledger: Ledger) -> Table:
         "leased": accounts.leased,
         "running": accounts.running,
     }
-    table.add_row("groups", *[""] * len(received), f"{accounts.submitted:,}", "")
-    for name, number in {
-        **groups,
-        **{f"dropped: {reason}": n for reason, n in accounts.dropped.items()},
-    }.items():
-        table.add_row(f"  {name}", *[""] * len(received), f"{number:,}", "")
+    for reason, number in accounts.dropped.items():
+        groups[f"dropped: {reason}"] = number
+    table.add_row("groups", *blank, f"{accounts.submitted:,}", "")
+    for name, number in groups.items():
+        table.add_row(f"  {name}", *blank, f"{number:,}", "")
     return table
+
+
+def _places(ledger: Ledger) -> list[tuple[Fate, Reason | None]]:
+    """Every place where tokens of some source are, in the order of the fates."""
+    found = set[tuple[Fate, Reason | None]]()
+    for line in ledger.sources:
+        found.update(line.tokens)
+    fates = list(Fate)
+    return sorted(found, key=lambda place: (fates.index(place[0]), place[1] or ""))
+
+
+def _with_sum(numbers: Sequence[int]) -> list[str]:
+    return [f"{number:,}" for number in numbers] + [f"{sum(numbers):,}"]

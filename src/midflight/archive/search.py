@@ -1,5 +1,5 @@
-"""Full-text search over the rollouts of a run: an index in a file of the viewer's own, which grows
-with the run. The run's folder is not touched.
+"""Full-text search over the rollouts of a run. Its index is in a file of the viewer's own, which
+grows with the run. The run's folder is not touched.
 """
 
 import hashlib
@@ -22,16 +22,16 @@ from midflight.trajectories.database import decode_rows, decode_scored, naming
 from midflight.types import Kind
 
 AT_ONCE = 200
-"""Rollouts that one transaction adds: about 30 ms at 300 tokens each, so that a page is not kept
+"""How many rollouts one transaction adds: about 30 ms at 300 tokens each, so that no page is kept
 waiting.
 """
 SHAPE = 2
-"""Of the index; another one is made anew."""
+"""The version of the index's tables. An index of another version is made anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """How far the index is: rollouts that can be found, of those that the store has."""
+    """How far the index is: how many of the rollouts in the store can be found."""
 
     done: int
     total: int
@@ -47,28 +47,31 @@ class WordIndex:
     def __init__(self, folder: Path, kind: Kind = Kind.TRAINING) -> None:
         self._folder = folder
         self._kind = kind
-        store = self._store = file_of(folder, kind).resolve()
-        with suppress(FileNotFoundError):
-            place = f"{SHAPE}:{store}:{store.stat().st_ino}".encode()
-            self.path = cache_folder() / f"{hashlib.sha256(place).hexdigest()[:24]}.sqlite"
-            return
-        with reading(folder, kind):  # says what is wrong with the folder
-            raise AssertionError("a store that is not there was opened")
+        self._store = file_of(folder, kind).resolve()
+        try:
+            inode = self._store.stat().st_ino
+        except FileNotFoundError:
+            with reading(folder, kind):  # says what is wrong with the folder
+                raise AssertionError("a store that is not there was opened") from None
+        place = f"{SHAPE}:{self._store}:{inode}".encode()
+        self.path = cache_folder() / f"{hashlib.sha256(place).hexdigest()[:24]}.sqlite"
 
     @staticmethod
     def query(words: str) -> str:
-        """What FTS5 is asked: each word as the beginning of one, what stands in quotes as it
-        stands.
+        """The query for FTS5. Each word is the beginning of a word; what is in quotes is searched
+        as it is.
         """
-        terms = re.findall(r'"([^"]*)"|(\S+)', words)
-        return " ".join(
-            f'"{phrase}"' if phrase else f'"{word.replace(chr(34), "")}"*'
-            for phrase, word in terms
-            if phrase or word
-        )
+        terms: list[str] = []
+        for phrase, word in re.findall(r'"([^"]*)"|(\S+)', words):
+            if phrase:
+                terms.append(f'"{phrase}"')
+            elif word:
+                without_quotes = word.replace('"', "")
+                terms.append(f'"{without_quotes}"*')
+        return " ".join(terms)
 
     def grow(self, seconds: float) -> Indexed:
-        """Adds what the store has and the index has not, for about so long at most."""
+        """Adds what the store has and the index has not. It takes at most about `seconds`."""
         end = time.monotonic() + seconds
         tokenizer = Tokenizer.load(self._folder / "start")
         with closing(self._open()) as index, reading(self._folder, self._kind) as store:
@@ -81,31 +84,25 @@ class WordIndex:
         return Indexed(min(done, last), last)
 
     def _add(self, index: sqlite3.Connection, store: StoreReading, tokenizer: Tokenizer) -> int:
-        """The next rollouts, in one transaction: two viewers don't add the same."""
+        """Adds the next rollouts in one transaction, so that two viewers don't add the same."""
         with _transaction(index, self.path):
             after = _number(index)
             for number, *key, task, error, rows, scored in store.ask(
                 "SELECT r.rowid, epoch, position, attempt, sample, task, error, rows, scored "
                 "FROM rollouts r JOIN groups USING (epoch, position, attempt) WHERE r.rowid > ? "
                 "ORDER BY r.rowid LIMIT ?",
-                *(after, AT_ONCE),
+                after,
+                AT_ONCE,
             ):
                 after = number
                 asked = store.task(task)
                 fields = store.decoded(decode_scored, scored).fields
-                said = [
-                    tokenizer.decode(np.asarray(row.token_ids).tolist())
-                    for row in store.decoded(decode_rows, rows)
-                ]
-                text = "\n".join(
-                    [
-                        asked.id,
-                        asked.source,
-                        error or "",
-                        *([json.dumps(fields)] if fields else []),
-                        *said,
-                    ]
-                )
+                lines = [asked.id, asked.source, error or ""]
+                if fields:
+                    lines.append(json.dumps(fields))
+                for row in store.decoded(decode_rows, rows):
+                    lines.append(tokenizer.decode(np.asarray(row.token_ids).tolist()))
+                text = "\n".join(lines)
                 index.execute("INSERT INTO said (rowid, text) VALUES (?, ?)", (number, text))
                 index.execute("INSERT OR REPLACE INTO told VALUES (?, ?, ?, ?, ?)", (number, *key))
             index.execute("UPDATE reached SET number = ?", (after,))
@@ -118,24 +115,23 @@ class WordIndex:
         with naming(self.path):
             index = sqlite3.connect(self.path, isolation_level=None, timeout=10.0)
             index.execute("PRAGMA journal_mode = WAL")
-            index.execute("PRAGMA synchronous = OFF")  # what a power cut takes is made again
+            # What a power cut takes is indexed again.
+            index.execute("PRAGMA synchronous = OFF")
             with _transaction(index, self.path):
-                if not index.execute(
-                    "SELECT 1 FROM sqlite_master WHERE name = 'reached'"
-                ).fetchone():
-                    index.execute("CREATE VIRTUAL TABLE said USING fts5(text, content = '')")
-                    # A rollout that was kept anew has a new number, and is not found by what it
-                    # said before.
-                    index.execute(
-                        "CREATE TABLE told (number INTEGER PRIMARY KEY, epoch INTEGER, position "
-                        "INTEGER, attempt INTEGER, sample INTEGER, UNIQUE (epoch, position, "
-                        "attempt, sample))"
-                    )
-                    index.execute(
-                        "CREATE TABLE reached (number INTEGER NOT NULL, store TEXT NOT NULL)"
-                    )
-                    index.execute("INSERT INTO reached VALUES (0, ?)", (str(self._store),))
+                tables = "SELECT 1 FROM sqlite_master WHERE name = 'reached'"
+                if not index.execute(tables).fetchone():
+                    self._create(index)
         return index
+
+    def _create(self, index: sqlite3.Connection) -> None:
+        index.execute("CREATE VIRTUAL TABLE said USING fts5(text, content = '')")
+        # A rollout that was kept anew has a new number, and is not found by what it said before.
+        index.execute(
+            "CREATE TABLE told (number INTEGER PRIMARY KEY, epoch INTEGER, position INTEGER, "
+            "attempt INTEGER, sample INTEGER, UNIQUE (epoch, position, attempt, sample))"
+        )
+        index.execute("CREATE TABLE reached (number INTEGER NOT NULL, store TEXT NOT NULL)")
+        index.execute("INSERT INTO reached VALUES (0, ?)", (str(self._store),))
 
 
 @contextmanager
@@ -151,12 +147,12 @@ def _transaction(index: sqlite3.Connection, path: Path) -> Generator[None]:
 
 
 def _number(index: sqlite3.Connection) -> int:
-    """Of the last rollout that was added."""
+    """The number of the last rollout that was added."""
     return index.execute("SELECT number FROM reached").fetchone()[0]
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/midflight/words`; what lies there may be deleted at any time."""
+    """`$XDG_CACHE_HOME/midflight/words`. Its files may be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "midflight" / "words"
 
 
@@ -169,9 +165,6 @@ def forget_deleted() -> None:
         ):
             (store,) = index.execute("SELECT store FROM reached").fetchone()
             if not Path(store).exists():
-                for name in (
-                    path,
-                    path.with_name(f"{path.name}-wal"),
-                    path.with_name(f"{path.name}-shm"),
-                ):
-                    name.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+                path.with_name(f"{path.name}-wal").unlink(missing_ok=True)
+                path.with_name(f"{path.name}-shm").unlink(missing_ok=True)

@@ -1,5 +1,5 @@
-"""A run's store, opened to be read: also while its run goes on, and after a crash. What is not a
-store comes out as a clear error.
+"""Opens a run's store for reading, also while its run goes on and after a crash. A file that is no
+store gives a clear error.
 """
 
 import sqlite3
@@ -13,7 +13,7 @@ import msgspec
 
 from midflight.errors import MidflightError, NoRun, RunGone, StoreCorrupt
 from midflight.observe.failures import failure_class
-from midflight.observe.status import duration
+from midflight.observe.readable import duration
 from midflight.trajectories.database import Value, decode_task, look, naming
 from midflight.trajectories.heldout import HELDOUT
 from midflight.trajectories.pairs import STORE, readable, shard_stores
@@ -23,7 +23,7 @@ Decoded = TypeVar("Decoded")
 
 
 class StoreReading:
-    """One look at a store: a transaction of its own, so that all that is asked in it is of one
+    """One look at a store. It is a transaction of its own, so that all its answers belong to one
     moment.
     """
 
@@ -33,12 +33,9 @@ class StoreReading:
         self.path = path
         self.kind = kind
         self._connection = connection
-        for name, function in (
-            ("source_of", _source),
-            ("task_of", _task_id),
-            ("failure_of", failure_class),
-        ):
-            connection.create_function(name, 1, function, deterministic=True)
+        connection.create_function("source_of", 1, _source, deterministic=True)
+        connection.create_function("task_of", 1, _task_id, deterministic=True)
+        connection.create_function("failure_of", 1, failure_class, deterministic=True)
 
     def ask(self, sql: str, *values: Value) -> list[tuple[Any, ...]]:
         """All rows; their columns have the types that the schema gives them."""
@@ -46,12 +43,12 @@ class StoreReading:
             return self._connection.execute(sql, values).fetchall()
 
     def each(self, sql: str, *values: Value) -> Iterator[tuple[Any, ...]]:
-        """Row by row, for what would not fit into memory."""
+        """The rows one by one, for results that would not fit into memory."""
         with naming(self.path):
             yield from self._connection.execute(sql, values)
 
     def beside(self, path: Path) -> None:
-        """Lets `beside.TABLE` of another file be asked too."""
+        """Attaches another file, whose tables can then be asked as `beside.TABLE`."""
         with naming(path):
             self._connection.execute("COMMIT")
             self._connection.execute("ATTACH ? AS beside", (f"{path.resolve().as_uri()}?mode=ro",))
@@ -71,20 +68,20 @@ class StoreReading:
 
 
 def file_of(folder: Path, kind: Kind) -> Path:
-    """Where rollouts of a kind are kept. What was said to held-out tasks has the tables of the
-    store: the epoch is the version that answered.
+    """The file in which rollouts of a kind are kept. The file of held-out tasks has the tables of a
+    store; the epoch in it is the version that answered.
     """
-    return (
-        folder / HELDOUT
-        if kind is Kind.EVALUATION
-        else readable(folder, store_folder_of(folder))[0]
-    )
+    if kind is Kind.EVALUATION:
+        return folder / HELDOUT
+    path, _ = readable(folder, store_folder_of(folder))
+    return path
 
 
 @contextmanager
 def reading(folder: Path, kind: Kind = Kind.TRAINING) -> Generator[StoreReading]:
-    """The store of the run in a folder, or its newest copy where that is all there is here. `NoRun`
-    where it has none yet, `RunGone` where the folder vanished."""
+    """Opens the store of the run in a folder, or its newest copy where only a copy is here. `NoRun`
+    where the run has none yet, `RunGone` where the folder vanished.
+    """
     path = file_of(folder, kind)
     if not path.is_file():
         raise _missing(folder, kind)
@@ -106,42 +103,39 @@ def reading(folder: Path, kind: Kind = Kind.TRAINING) -> Generator[StoreReading]
 
 
 def _join_shards(connection: sqlite3.Connection, folder: Path) -> None:
-    """Where several gateways have each a store: their tables, which share no group, are read as
-    one. Leases are numbered by each.
+    """Lets the stores of several gateways be read as one. Their tables share no group. Each gateway
+    numbers its own leases, so that these get new numbers.
     """
     shards = shard_stores(folder)
     if not shards:
         return
     for number, path in enumerate(shards):
         connection.execute(f"ATTACH ? AS shard{number}", (f"{path.resolve().as_uri()}?mode=ro",))
-    schemas = ["main", *(f"shard{number}" for number in range(len(shards)))]
+    schemas = ["main"] + [f"shard{number}" for number in range(len(shards))]
     for table in ("groups", "rollouts", "turns", "fates", "leases"):
         columns = [name for _, name, *_ in connection.execute(f"PRAGMA main.table_info({table})")]
         unions: list[str] = []
         for number, schema in enumerate(schemas):
-            chosen = (
-                f"lease * {len(schemas)} + {number} AS lease" if name == "lease" else name
-                for name in columns
-            )
-            unions.append(f"SELECT {', '.join(chosen)} FROM {schema}.{table}")
+            lease = f"lease * {len(schemas)} + {number} AS lease"
+            chosen = ", ".join(lease if name == "lease" else name for name in columns)
+            unions.append(f"SELECT {chosen} FROM {schema}.{table}")
         connection.execute(f"CREATE TEMP VIEW {table} AS {' UNION ALL '.join(unions)}")
 
 
 def store_folder_of(folder: Path) -> Path | None:
-    """As the run's configuration says."""
+    """The folder of the store, where the run's configuration names one."""
     try:
-        found = cast(
-            "dict[str, object]",
-            tomllib.loads((folder / "config.toml").read_text()).get("run") or {},
-        ).get("store_folder")
+        config = tomllib.loads((folder / "config.toml").read_text())
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
         return None
+    run = cast("dict[str, object]", config.get("run") or {})
+    found = run.get("store_folder")
     return Path(found) if isinstance(found, str) else None
 
 
 def copy_in_words(folder: Path) -> str | None:
-    """That what is read of a run is a copy, and how old that is; none where it is the store
-    itself.
+    """A sentence that says that a copy of the run's store is read, and how old it is. None where
+    the store itself is read.
     """
     _, copy = readable(folder, store_folder_of(folder))
     if copy is None:
@@ -182,13 +176,13 @@ def group_key(columns: Iterable[int]) -> GroupKey:
 
 
 def rollout_key(text: str) -> RolloutKey:
-    """Of `epoch-position-attempt-sample`, as `str` of a key writes it; an epoch below 0 is of
-    posted tasks, `evaluation-` before it of an evaluation.
+    """The key that `str` of a key writes as `epoch-position-attempt-sample`. An epoch below 0
+    belongs to posted tasks, and `evaluation-` before it marks an evaluation.
     """
     named = text.removeprefix(f"{Kind.EVALUATION}-")
     kind = Kind.TRAINING if named == text else Kind.EVALUATION
-    sign, rest = (-1, named[1:]) if named.startswith("-") else (1, named)
-    parts = rest.split("-")
+    sign = -1 if named.startswith("-") else 1
+    parts = named.removeprefix("-").split("-")
     if len(parts) != 4 or not all(part.isdecimal() for part in parts):
         raise NoRun(
             f"{text!r} names no rollout; it is EPOCH-POSITION-ATTEMPT-SAMPLE, such as 0-12-0-3."

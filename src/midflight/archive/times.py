@@ -1,5 +1,5 @@
-"""When things happened in a run, from its timeline: what the newest lines say, and what was
-appended since the last look.
+"""When things happened in a run: the lines of its timeline, and the times that are computed from
+them.
 """
 
 import gc
@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,11 +19,7 @@ from midflight.archive.journal import Tail
 from midflight.observe.recent import Spans, common_length
 from midflight.observe.timeline import (
     TIMELINE,
-    BatchTimed,
-    Began,
     CommitTimed,
-    DropTimed,
-    EngineTimed,
     RolloutTimed,
     ScoreTimed,
     StepTimed,
@@ -32,20 +29,20 @@ from midflight.observe.timeline import (
 from midflight.types import Kind, TurnTimes
 
 NEWEST_BYTES = 4 * 2**20
-"""Of a long timeline, and of each earlier part of it: about ten thousand rollouts, read in a tenth
-of a second.
+"""How much is read of a long timeline, and of each earlier part of it: about ten thousand rollouts,
+in a tenth of a second.
 """
 
 NEAR_BYTES = 4096
-"""Of a place in a timeline: from here on line by line."""
+"""When a place in a timeline is known to within this many bytes, it is searched line by line."""
 
 _decode = msgspec.json.Decoder(Timed).decode
 
 
 @contextmanager
 def _uncollected() -> Generator[None]:
-    """Without searches for garbage, which would take more time than the reading: what is read has
-    no cycles.
+    """Turns the garbage collector off for a while. It would take more time than the reading, and
+    what is read has no cycles.
     """
     was = gc.isenabled()
     gc.disable()
@@ -58,16 +55,16 @@ def _uncollected() -> Generator[None]:
 
 @dataclass(slots=True)
 class Times:
-    """What a timeline said, by kind, in the order of its lines: the newest, or a part that does not
-    change.
+    """The lines of a timeline by kind, in their order. They are the newest ones, or a part that
+    does not change.
     """
 
     folder: Path
     part: "TimelinePart | None" = None
     newest: int = NEWEST_BYTES
-    """Bytes of a longer one that are read at first, where no part is asked for."""
+    """How many bytes of a longer timeline are read at first, where no part is asked for."""
     rollouts: list[RolloutTimed] = field(default_factory=list[RolloutTimed])
-    """Training ones."""
+    """Rollouts of training tasks."""
     evaluated: list[RolloutTimed] = field(default_factory=list[RolloutTimed])
     steps: list[StepTimed] = field(default_factory=list[StepTimed])
     commits: list[CommitTimed] = field(default_factory=list[CommitTimed])
@@ -77,7 +74,9 @@ class Times:
     _was_read: bool = False
 
     def refresh(self) -> bool:
-        """Whether anything is new. What a later version of Midflight wrote is passed over."""
+        """Reads what is new, and says whether anything is. Lines of a later version of Midflight
+        are passed over.
+        """
         if self.part is None:
             self._tail = self._tail or Tail(self.folder / TIMELINE, newest=self.newest)
             anew, lines = self._tail.new()
@@ -86,20 +85,20 @@ class Times:
             lines = [] if self._was_read else self.part.lines(self.folder)
             self._was_read = True
         if anew:
-            for kept in (
-                self.rollouts,
-                self.evaluated,
-                self.steps,
-                self.commits,
-                self.waits,
-                self.scores,
-            ):
-                kept.clear()
+            self._clear()
         with _uncollected():
             for line in lines:
                 with suppress(msgspec.DecodeError):
                     self._sort(_decode(line))
         return anew or bool(lines)
+
+    def _clear(self) -> None:
+        self.rollouts.clear()
+        self.evaluated.clear()
+        self.steps.clear()
+        self.commits.clear()
+        self.waits.clear()
+        self.scores.clear()
 
     def _sort(self, line: Timed) -> None:
         match line:
@@ -121,14 +120,14 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class TimelinePart:
-    """Some of a timeline's bytes, whole lines; and in seconds of the run where the parts before and
-    after it begin, none where there is none.
-    """
+    """Some whole lines of a timeline, as its bytes [begin, end)."""
 
     begin: int
     end: int
     earlier: float | None
+    """The beginning of the part before it, in seconds of the run; None where there is none."""
     later: float | None
+    """The beginning of the part after it, in seconds of the run; None where there is none."""
 
     def lines(self, folder: Path) -> list[bytes]:
         with (folder / TIMELINE).open("rb") as file:
@@ -137,8 +136,8 @@ class TimelinePart:
 
 
 def part_from(folder: Path, seconds: float) -> TimelinePart | None:
-    """From what was written at that time on; None where the newest part has all of it. Lines are in
-    the order of their times, but for instants.
+    """The part that begins with the first line written at that time or later; None where the newest
+    part has all of it. Lines are in the order of their times, except for instants.
     """
     try:
         with (folder / TIMELINE).open("rb") as file:
@@ -147,42 +146,53 @@ def part_from(folder: Path, seconds: float) -> TimelinePart | None:
             end = _line_at(file, begin + NEWEST_BYTES)
             if end >= size:
                 return None
-            earlier = _seconds_at(file, _line_at(file, begin - NEWEST_BYTES)) if begin else None
+            earlier = None
+            if begin:
+                earlier = _seconds_at(file, _line_at(file, begin - NEWEST_BYTES))
             return TimelinePart(begin, end, earlier, _seconds_at(file, end))
     except FileNotFoundError:
         return None
 
 
 def before_newest(folder: Path) -> float | None:
-    """Where the part before the newest begins, in seconds of the run; None where the newest is all
-    there is.
+    """The beginning of the part before the newest, in seconds of the run; None where the newest is
+    all there is.
     """
     try:
         with (folder / TIMELINE).open("rb") as file:
-            over = file.seek(0, os.SEEK_END) - NEWEST_BYTES
-            return _seconds_at(file, _line_at(file, over - NEWEST_BYTES)) if over > 0 else None
+            newest = file.seek(0, os.SEEK_END) - NEWEST_BYTES
+            if newest <= 0:
+                return None
+            return _seconds_at(file, _line_at(file, newest - NEWEST_BYTES))
     except FileNotFoundError:
         return None
 
 
 def _place(file: BinaryIO, seconds: float, size: int) -> int:
-    """Of the first line that was written then or later: by halving, and at last line by line."""
-    # what lies before `low` was written earlier, what lies from `high` on was not
+    """The offset of the first line that was written then or later. It is found by halving, and at
+    last line by line.
+    """
+    # Lines before `low` were written earlier, lines from `high` on were not.
     low = 0
     high = size
-    while high - low > NEAR_BYTES and (middle := _line_at(file, (low + high) // 2)) < high:
+    while high - low > NEAR_BYTES:
+        middle = _line_at(file, (low + high) // 2)
+        if middle >= high:
+            break
         if _seconds_at(file, middle) < seconds:
             low = middle
         else:
             high = middle
     file.seek(low)
-    while (line := file.readline()) and _seconds(line) < seconds:
+    for line in file:
+        if _seconds(line) >= seconds:
+            break
         low += len(line)
     return low
 
 
 def _line_at(file: BinaryIO, offset: int) -> int:
-    """Where the first line begins that begins there or later."""
+    """The offset of the first line that begins at `offset` or later."""
     if offset <= 0:
         return 0
     file.seek(offset - 1)
@@ -190,36 +200,41 @@ def _line_at(file: BinaryIO, offset: int) -> int:
 
 
 def _seconds_at(file: BinaryIO, offset: int) -> float:
-    """Of the first line from there on that can be read; infinite behind the last."""
+    """When the first line from `offset` on that can be read was written; infinite behind the
+    last.
+    """
     file.seek(offset)
-    return next((found for line in file if (found := _seconds(line)) > -math.inf), math.inf)
+    for line in file:
+        seconds = _seconds(line)
+        if seconds > -math.inf:
+            return seconds
+    return math.inf
 
 
 def _seconds(line: bytes) -> float:
-    """When it was written. One that cannot be read, as one that a crash cut short, counts as
-    early.
+    """When a line was written. A line that cannot be read, for instance because a crash cut it
+    short, counts as early.
     """
     try:
         read = _decode(line)
     except msgspec.DecodeError:
         return -math.inf
-    return (
-        read.at
-        if isinstance(read, Began | BatchTimed | CommitTimed | ScoreTimed | DropTimed | EngineTimed)
-        else read.ended
-    )
+    if isinstance(read, RolloutTimed | StepTimed | WaitTimed):
+        return read.ended
+    return read.at
 
 
 def engine_spans(rollouts: Iterable[RolloutTimed], *, gap: float = 0.0) -> dict[str, Spans]:
-    """When each engine worked on some answer: from where it got the request to where the next
-    engine did, or the answer ended.
+    """When each engine worked on some answer: from getting the request until the next engine got it
+    or the answer ended.
 
     Pauses shorter than `gap` seconds are closed.
     """
     found: defaultdict[str, Spans] = defaultdict(Spans)
     for rollout in rollouts:
         for turn in rollout.turns:
-            ends = [*(at for _, at in turn.placed[1:]), turn.ended]
+            ends = [at for _, at in turn.placed[1:]]
+            ends.append(turn.ended)
             for (engine, began), ended in zip(turn.placed, ends, strict=True):
                 found[engine].add(began, ended + gap)
     for spans in found.values():
@@ -229,24 +244,26 @@ def engine_spans(rollouts: Iterable[RolloutTimed], *, gap: float = 0.0) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Of the time from the first step begun to the last ended; none where that is no time."""
+    """Shares of the time from the beginning of the first step to the end of the last. They are None
+    where that is no time.
+    """
 
     engines: float | None = None
-    """In which some engine had a request."""
+    """The share in which some engine had a request."""
     trainer: float | None = None
     both: float | None = None
     slots: float | None = None
-    """Of the requests that could have decoded together, those that did."""
+    """The mean share of the slots that decoded a request."""
 
 
 def busy_shares(times: Times, *, slots: int | None = None) -> Shares:
-    """`slots`: requests that may decode together, in all engines."""
-    begin, end = (
-        (times.steps[0].began, max(step.ended for step in times.steps))
-        if times.steps
-        else (0.0, 0.0)
-    )
-    if (seconds := end - begin) <= 0:
+    """`slots` is how many requests all engines may decode together."""
+    if not times.steps:
+        return Shares()
+    begin = times.steps[0].began
+    end = max(step.ended for step in times.steps)
+    seconds = end - begin
+    if seconds <= 0:
         return Shares()
     engines = Spans()
     trainer = Spans()
@@ -256,49 +273,49 @@ def busy_shares(times: Times, *, slots: int | None = None) -> Shares:
     for step in times.steps:
         trainer.add(step.began, step.ended)
     both = common_length(engines, trainer) / seconds
-    turns = (turn for rollout in (*times.rollouts, *times.evaluated) for turn in rollout.turns)
-    return Shares(
-        engines.length() / seconds,
-        trainer.length() / seconds,
-        both,
-        slots_used(turns, begin, end, slots=slots),
-    )
+    turns: list[TurnTimes] = []
+    for rollout in chain(times.rollouts, times.evaluated):
+        turns += rollout.turns
+    used = slots_used(turns, begin, end, slots=slots)
+    return Shares(engines.length() / seconds, trainer.length() / seconds, both, used)
 
 
 def slots_used(
     turns: Iterable[TurnTimes], began: float, ended: float, *, slots: int | None
 ) -> float | None:
-    """Of the slots in the time between, the share in which an answer grew."""
+    """The share of the slots' time between `began` and `ended` in which an answer grew."""
     if not slots or ended <= began:
         return None
-    grew = sum(
-        max(0.0, min(turn.ended, ended) - max(turn.sampled[0][1], began))
-        for turn in turns
-        if turn.sampled
-    )
+    grew = 0.0
+    for turn in turns:
+        if turn.sampled:
+            first_token = turn.sampled[0][1]
+            grew += max(0.0, min(turn.ended, ended) - max(first_token, began))
     return min(1.0, grew / (slots * (ended - began)))
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Where the seconds of rollouts went, as means."""
+    """What the seconds of rollouts were spent on, as means."""
 
     generating: float
     """From the first token of each answer to its end."""
     waiting: float
-    """From each request to its first token: for a free engine, for one that had stopped, for the
-    prompt to be read.
+    """From each request to its first token: waiting for a free engine, for an engine that had
+    stopped, or for the prompt to be read.
     """
     environment: float
     """The rest: the agent itself, its tools, its reward."""
 
 
 def split(rollouts: Sequence[RolloutTimed]) -> Split | None:
-    """None where nothing is known of when answers were given."""
+    """The split of these rollouts; None where it is not known when answers were given."""
     known = [rollout for rollout in rollouts if rollout.turns]
     if not known:
         return None
-    generating = waiting = rest = 0.0
+    generating = 0.0
+    waiting = 0.0
+    rest = 0.0
     for rollout in known:
         inside = 0.0
         for turn in rollout.turns:

@@ -2,9 +2,9 @@
 engine, step, handover and evaluation on one time axis.
 
 The format is that of Chrome's trace events, as JSON. Times are microseconds since the run began.
-Slices of a track lie beside or inside each other, never across. What is estimated says so in its
+Slices of a track lie beside or inside each other, never across. An estimate says so in its
 arguments: when an engine began to take a version in, and what an agent did between two answers,
-which nobody but the agent knows.
+which only the agent knows.
 """
 
 import heapq
@@ -18,8 +18,10 @@ import msgspec
 from midflight.archive.runs import open_run
 from midflight.errors import ConfigError
 from midflight.observe import timeline
-from midflight.observe.journal import PastLines, write_whole
-from midflight.types import Json, Kind, TurnTimes, Version
+from midflight.observe.atomic_write import write_whole
+from midflight.observe.history import PastLines
+from midflight.observe.lines import AlarmLine
+from midflight.types import Json, Kind, TurnTimes
 
 RUN, TRAINER, ENGINES, EVALUATIONS, WAITS, ROLLOUTS, EVALUATED = range(1, 8)
 """Groups of tracks, in the order in which they are shown."""
@@ -57,7 +59,7 @@ class RunTrace(
     frozen=True,
     rename={"events": "traceEvents", "unit": "displayTimeUnit", "about": "otherData"},
 ):
-    """The file."""
+    """The content of a trace file."""
 
     events: list[TraceEvent]
     unit: str = "ms"
@@ -65,7 +67,7 @@ class RunTrace(
 
 
 def trace_of(folder: Path) -> RunTrace:
-    """Of the run in a folder, also while it goes on. `NoRun` where there is none."""
+    """The trace of the run in a folder, also while it goes on. `NoRun` where there is none."""
     run = open_run(folder)
     past = run.journal().past
     lines = timeline.read_timeline(folder / timeline.TIMELINE)
@@ -78,19 +80,26 @@ def trace_of(folder: Path) -> RunTrace:
             f"{timeline.TIMELINE} is not there: the run was made by an older Midflight, and steps "
             "are drawn from its journal alone"
         )
-    events = [*_of_journal(past, with_steps=not lines), *Drawing(lines).events()]
+    events = list(_of_journal(past, with_steps=not lines))
+    events += Drawing(lines).events()
     shown = {event.pid for event in events}
-    return RunTrace(
-        [*(name for pid in TITLES if pid in shown for name in _titled(pid)), *events], about=about
-    )
+    titles: list[TraceEvent] = []
+    for pid in TITLES:
+        if pid in shown:
+            titles += _titled(pid)
+    return RunTrace(titles + events, about=about)
 
 
 def slice_of(
     name: str, track: tuple[int, int], began: float, ended: float, **args: Json
 ) -> TraceEvent:
-    """Both ends are rounded alike, so that what lies inside another does so afterwards."""
+    """A slice. Both ends are rounded alike, so that a slice inside another stays inside it."""
     begin = _micro(began)
     return TraceEvent(name, "X", *track, ts=begin, dur=max(0, _micro(ended) - begin), args=args)
+
+
+def instant_of(name: str, track: tuple[int, int], at: float, **args: Json) -> TraceEvent:
+    return TraceEvent(name, "i", *track, _micro(at), s="t", args=args)
 
 
 def _micro(seconds: float) -> int:
@@ -108,7 +117,7 @@ def _titled(pid: int) -> Iterator[TraceEvent]:
 
 
 def _of_journal(past: PastLines, *, with_steps: bool) -> Iterator[TraceEvent]:
-    """Counters, alarms and checkpoints; the steps too where nothing else has them."""
+    """Draws counters, alarms and checkpoints, and the steps where no timeline has them."""
     for line in past.steps:
         counters = {
             "reward": line.reward,
@@ -122,27 +131,18 @@ def _of_journal(past: PastLines, *, with_steps: bool) -> Iterator[TraceEvent]:
             if value is not None:
                 yield TraceEvent(name, "C", RUN, ts=_micro(line.seconds), args={"value": value})
         if with_steps:
-            yield slice_of(
-                f"step {line.version}",
-                (TRAINER, 1),
-                line.seconds - line.step_seconds,
-                line.seconds,
-                tokens=line.tokens,
-            )
+            began = line.seconds - line.step_seconds
+            name = f"step {line.version}"
+            yield slice_of(name, (TRAINER, 1), began, line.seconds, tokens=line.tokens)
     for alarm in past.alarms:
-        yield TraceEvent(
-            f"alarm: {alarm.name}",
-            "i",
-            RUN,
-            1,
-            _micro(alarm.seconds),
-            s="g",
-            args={"text": alarm.text},
-        )
+        yield _alarm(alarm)
     for saved in past.checkpoints:
-        yield TraceEvent(
-            f"checkpoint {saved.version}", "i", TRAINER, 1, _micro(saved.seconds), s="t"
-        )
+        yield instant_of(f"checkpoint {saved.version}", (TRAINER, 1), saved.seconds)
+
+
+def _alarm(alarm: AlarmLine) -> TraceEvent:
+    at = _micro(alarm.seconds)
+    return TraceEvent(f"alarm: {alarm.name}", "i", RUN, 1, at, s="g", args={"text": alarm.text})
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +171,9 @@ class Drawing:
         yield from self._evaluations()
         yield from self._waits()
         training = [rollout for rollout in self._rollouts if rollout.of is Kind.TRAINING]
+        evaluated = [rollout for rollout in self._rollouts if rollout.of is Kind.EVALUATION]
         yield from self._in_lanes(ROLLOUTS, training)
-        yield from self._in_lanes(
-            EVALUATED, [rollout for rollout in self._rollouts if rollout.of is Kind.EVALUATION]
-        )
+        yield from self._in_lanes(EVALUATED, evaluated)
 
     # --- Trainer, engines, evaluations, waits ---
 
@@ -189,20 +188,13 @@ class Drawing:
             )
 
     def _engines(self) -> Iterator[TraceEvent]:
-        busy: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-        for turn in (turn for rollout in self._rollouts for turn in rollout.turns):
-            for (engine, placed), (_, until) in zip(
-                turn.placed, [*turn.placed[1:], ("", turn.ended)], strict=True
-            ):
-                busy[engine].append((placed, until))
-        names = sorted(
-            {
-                *busy,
-                *self._pauses,
-                *(line.engine for line in self._lines if isinstance(line, timeline.EngineTimed)),
-            }
-        )
-        for number, engine in enumerate(names):
+        busy = self._busy()
+        changes: defaultdict[str, list[timeline.EngineTimed]] = defaultdict(list)
+        for line in self._lines:
+            if isinstance(line, timeline.EngineTimed):
+                changes[line.engine].append(line)
+        names = busy.keys() | self._pauses.keys() | changes.keys()
+        for number, engine in enumerate(sorted(names)):
             work = (ENGINES, 2 * number + 1)
             handovers = (ENGINES, 2 * number + 2)
             yield from _named(work, f"{engine}: generating")
@@ -210,21 +202,28 @@ class Drawing:
             for began, ended in merged(busy[engine]):
                 yield slice_of("generating", work, began, ended)
             yield from self._handovers(engine, handovers)
-            for line in self._lines:
-                if isinstance(line, timeline.EngineTimed) and line.engine == engine:
-                    text = line.event or ("back" if line.lost is None else "lost")
-                    yield TraceEvent(
-                        text,
-                        "i",
-                        *work,
-                        _micro(line.at),
-                        s="t",
-                        args={} if line.lost is None else {"why": line.lost},
-                    )
+            for change in changes[engine]:
+                if change.lost is None:
+                    yield instant_of(change.event or "back", work, change.at)
+                else:
+                    yield instant_of(change.event or "lost", work, change.at, why=change.lost)
+
+    def _busy(self) -> defaultdict[str, list[tuple[float, float]]]:
+        """The spans in which each engine had a request."""
+        busy: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        for rollout in self._rollouts:
+            for turn in rollout.turns:
+                ends = [at for _, at in turn.placed[1:]]
+                ends.append(turn.ended)
+                for (engine, placed), until in zip(turn.placed, ends, strict=True):
+                    busy[engine].append((placed, until))
+        return busy
 
     def _handovers(self, engine: str, track: tuple[int, int]) -> Iterator[TraceEvent]:
         free = 0.0
-        for commit in (commit for commit in self._commits if commit.engine == engine):
+        for commit in self._commits:
+            if commit.engine != engine:
+                continue
             paused = max(free, commit.at - commit.pause_seconds)
             staged = max(free, paused - commit.stage_seconds)
             yield slice_of(f"stage v{commit.version}", track, staged, paused, begin=ESTIMATED)
@@ -232,36 +231,31 @@ class Drawing:
             free = commit.at
 
     def _evaluations(self) -> Iterator[TraceEvent]:
-        """Each from the begin of its first rollout since the score before."""
-        scores = [line for line in self._lines if isinstance(line, timeline.ScoreTimed)]
-        for number, source in enumerate(dict.fromkeys(score.source for score in scores), start=1):
-            yield from _named((EVALUATIONS, number), source)
+        """Draws each evaluation from the beginning of its first rollout since the score before."""
+        scores: defaultdict[str, list[timeline.ScoreTimed]] = defaultdict(list)
+        for line in self._lines:
+            if isinstance(line, timeline.ScoreTimed):
+                scores[line.source].append(line)
+        for number, (source, of_source) in enumerate(scores.items(), start=1):
+            track = (EVALUATIONS, number)
+            yield from _named(track, source)
             begins = sorted(
                 r.began for r in self._rollouts if r.of is Kind.EVALUATION and r.source == source
             )
             last = 0.0
-            for score in (score for score in scores if score.source == source):
+            for score in of_source:
                 began = next((begin for begin in begins if last <= begin <= score.at), score.at)
-                yield slice_of(
-                    f"evaluation of v{score.version}",
-                    (EVALUATIONS, number),
-                    began,
-                    score.at,
-                    mean_reward=score.mean_reward,
-                )
+                name = f"evaluation of v{score.version}"
+                yield slice_of(name, track, began, score.at, mean_reward=score.mean_reward)
                 last = score.at
 
     def _waits(self) -> Iterator[TraceEvent]:
-        waits = [line for line in self._lines if isinstance(line, timeline.WaitTimed)]
-        for number, name in enumerate(
-            sorted({f"{wait.who} for {wait.for_whom}" for wait in waits}), start=1
-        ):
+        waits: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        for line in self._lines:
+            if isinstance(line, timeline.WaitTimed):
+                waits[f"{line.who} for {line.for_whom}"].append((line.began, line.ended))
+        for number, (name, spans) in enumerate(sorted(waits.items()), start=1):
             yield from _named((WAITS, number), name)
-            spans = [
-                (wait.began, wait.ended)
-                for wait in waits
-                if f"{wait.who} for {wait.for_whom}" == name
-            ]
             for began, ended in merged(spans):
                 yield slice_of("waits", (WAITS, number), began, ended)
 
@@ -270,7 +264,9 @@ class Drawing:
     def _in_lanes(
         self, pid: int, rollouts: Sequence[timeline.RolloutTimed]
     ) -> Iterator[TraceEvent]:
-        """Each in the first lane that is free from its begin to the end of its step."""
+        """Draws each rollout in the first lane that is free from its beginning to the end of its
+        step.
+        """
         free: list[tuple[float, int]] = []
         for rollout in sorted(rollouts, key=lambda rollout: rollout.began):
             events = list(self._life(rollout))
@@ -279,7 +275,8 @@ class Drawing:
             else:
                 lane = len(free) + 1
                 yield from _named((pid, lane), f"lane {lane}")
-            yield from (msgspec.structs.replace(event, pid=pid, tid=lane) for event in events)
+            for event in events:
+                yield msgspec.structs.replace(event, pid=pid, tid=lane)
             ended = max((event.ts or 0) + (event.dur or 0) for event in events) / 1e6
             heapq.heappush(free, (max(ended, rollout.ended), lane))
 
@@ -290,28 +287,26 @@ class Drawing:
             "reward": rollout.reward,
             "tokens": rollout.num_tokens,
         }
-        args |= {"failed by": rollout.failure} if rollout.failure else {}
+        if rollout.failure:
+            args["failed by"] = rollout.failure
         yield slice_of(f"rollout {name}", NOWHERE, rollout.began, rollout.ended, **args)
         yield from self.turns(rollout)
-        fate = (
-            self._fates.get(rollout.key[:3], _GroupEnd())
-            if rollout.of is Kind.TRAINING and rollout.reward is not None
-            else _GroupEnd()
-        )
+        fate = _GroupEnd()
+        if rollout.of is Kind.TRAINING and rollout.reward is not None:
+            fate = self._fates.get(rollout.key[:3], fate)
         step = fate.step
         dropped = fate.dropped
         if step is not None and step.began >= rollout.ended:
             yield slice_of("waiting", NOWHERE, rollout.ended, step.began, until="its step began")
             yield slice_of(f"trained v{step.version}", NOWHERE, step.began, step.ended)
         elif dropped is not None and dropped.at >= rollout.ended:
-            yield slice_of(
-                "waiting", NOWHERE, rollout.ended, dropped.at, until="its group was dropped"
-            )
-            yield TraceEvent(f"dropped: {dropped.reason}", "i", *NOWHERE, _micro(dropped.at), s="t")
+            until = "its group was dropped"
+            yield slice_of("waiting", NOWHERE, rollout.ended, dropped.at, until=until)
+            yield instant_of(f"dropped: {dropped.reason}", NOWHERE, dropped.at)
 
     def turns(self, rollout: timeline.RolloutTimed) -> Iterator[TraceEvent]:
-        """Turns that ran beside each other are drawn one after another, as far as they go beyond
-        the one before.
+        """Draws the turns one after another. It draws only the part of a
+        turn that goes beyond the end of the one before.
         """
         at = rollout.began
         gap = "before the first call"
@@ -328,21 +323,16 @@ class Drawing:
             at = ended
             gap = "tool"
         if rollout.ended - at > SHORTEST:
-            yield slice_of(
-                "reward" if rollout.turns else "environment",
-                NOWHERE,
-                at,
-                rollout.ended,
-                what=ESTIMATED,
-            )
+            name = "reward" if rollout.turns else "environment"
+            yield slice_of(name, NOWHERE, at, rollout.ended, what=ESTIMATED)
 
     def _paused(self, turn: TurnTimes, began: float, ended: float) -> Iterator[TraceEvent]:
         for engine in dict.fromkeys(engine for engine, _ in turn.placed):
             for since, until in self._pauses[engine]:
                 if since < ended and until > began:
-                    yield slice_of(
-                        "paused", NOWHERE, max(since, began), min(until, ended), engine=engine
-                    )
+                    since = max(since, began)
+                    until = min(until, ended)
+                    yield slice_of("paused", NOWHERE, since, until, engine=engine)
 
 
 NOWHERE = (0, 0)
@@ -350,18 +340,20 @@ NOWHERE = (0, 0)
 
 
 def phases(turn: TurnTimes, *, began: float, ended: float) -> Iterator[tuple[str, float, float]]:
-    """Name, begin and end of what a turn went through: waiting for an engine, its prompt being
-    read, and the tokens of each version.
+    """Name, beginning and end of what a turn went through: waiting for an engine, the reading of
+    its prompt, and the tokens of each version.
     """
     marks: list[tuple[float, str]] = [(turn.began, "queued")]
-    versions: list[tuple[Version, float]] = list(turn.sampled)
+    versions = turn.sampled
     for number, (_, at) in enumerate(turn.placed):
         until = turn.placed[number + 1][1] if number + 1 < len(turn.placed) else turn.ended
         if number == 0 or any(at <= sampled < until for _, sampled in versions):
             marks.append((at, "prefill"))
     marks += [(at, f"segment v{version}") for version, at in versions]
     marks.sort(key=lambda mark: mark[0])
-    for (since, name), (until, _) in zip(marks, [*marks[1:], (turn.ended, "")], strict=True):
+    ends = [at for at, _ in marks[1:]]
+    ends.append(turn.ended)
+    for (since, name), until in zip(marks, ends, strict=True):
         since = max(since, began)
         until = min(until, ended)
         if until > since:
@@ -369,7 +361,7 @@ def phases(turn: TurnTimes, *, began: float, ended: float) -> Iterator[tuple[str
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """The spans joined where they touch, in order."""
+    """The spans in order, joined where they touch."""
     begun: tuple[float, float] | None = None
     for since, until in sorted(spans):
         if begun is not None and since <= begun[1]:
@@ -383,7 +375,7 @@ def merged(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]
 
 
 def _fates(lines: Sequence[timeline.Timed]) -> Mapping[tuple[int, ...], _GroupEnd]:
-    """Of each group the last word: a batch that was taken back is followed by another."""
+    """What became of each group at last: a batch that was taken back is followed by another."""
     steps = {
         line.lease: line
         for line in lines
@@ -392,19 +384,18 @@ def _fates(lines: Sequence[timeline.Timed]) -> Mapping[tuple[int, ...], _GroupEn
     found: dict[tuple[int, ...], _GroupEnd] = {}
     for line in lines:
         if isinstance(line, timeline.BatchTimed):
-            found |= {group: _GroupEnd(step=steps.get(line.lease)) for group in line.groups}
+            trained = _GroupEnd(step=steps.get(line.lease))
+            found.update(dict.fromkeys(line.groups, trained))
         elif isinstance(line, timeline.DropTimed):
             found[line.group] = _GroupEnd(dropped=line)
     return found
 
 
 def write_trace(folder: Path, out: Path) -> RunTrace:
-    """`ConfigError` where the file cannot be written."""
+    """Writes the trace of a run. `ConfigError` where the file cannot be written."""
     if out.is_dir() or not out.absolute().parent.is_dir():
-        raise ConfigError(
-            f"writing {out}: {'it is a folder' if out.is_dir() else 'its folder is not there'}; "
-            "give --out a file in a folder that is."
-        )
+        why = "it is a folder" if out.is_dir() else "its folder is not there"
+        raise ConfigError(f"writing {out}: {why}; give --out a file in a folder that is.")
     made = trace_of(folder)
     try:
         write_whole(out, msgspec.json.encode(made))

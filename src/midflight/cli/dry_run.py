@@ -21,7 +21,7 @@ from midflight.config.notes import notes
 from midflight.config.seats import device_map
 from midflight.config.transport import chosen_transport, version_bytes
 from midflight.config.unset import shown_derived
-from midflight.observe.status import size
+from midflight.observe.readable import size
 from midflight.run.launcher import opening
 from midflight.run.launcher.folder import kept
 from midflight.run.launcher.preflight import Findings, Prompt

@@ -26,7 +26,7 @@ from midflight.config.sections import RunSection
 from midflight.errors import ConfigError, MidflightError
 from midflight.models.gguf_folders import model_folder
 from midflight.observe.machine import PACKAGES, package_version
-from midflight.observe.status import size
+from midflight.observe.readable import size
 from midflight.run.launcher.trial import Patience, TrialFailed, answer_of
 from midflight.types import Json
 

@@ -16,7 +16,7 @@ from midflight.config.memory import memory_estimate, total_bytes
 from midflight.config.unset import ADAPTER_FACTOR, copying_rate, learning_rate, max_tokens
 from midflight.errors import ConfigError
 from midflight.models.sizes import ModelSizes
-from midflight.observe.status import duration, percent, size
+from midflight.observe.readable import duration, percent, size
 from midflight.run.launcher.measured import Measured
 
 MEMORY_SHARE = 0.7

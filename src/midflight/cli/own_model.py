@@ -20,7 +20,7 @@ from midflight.config.folders import check_tokenizer
 from midflight.errors import ConfigError
 from midflight.models.gguf_folders import model_folder
 from midflight.models.sizes import sizes_of
-from midflight.observe.status import size
+from midflight.observe.readable import size
 from midflight.run.launcher.measured import Measured
 
 OWN_TASKS = "tasks.jsonl"

@@ -32,7 +32,7 @@ def runs(
     """Lists the runs below a folder: what became of each, how far it came, its rewards."""
     from midflight.archive.runs import runs_under
     from midflight.cli.returned import put_back_below
-    from midflight.observe.status import duration, number
+    from midflight.observe.readable import duration, number
 
     put_back_below(folder)
     found = runs_under(folder)
@@ -98,7 +98,7 @@ def compare(
 
 def _numbers(chosen: Sequence[ArchivedRun]) -> Iterator[tuple[str, ...]]:
     """Rows of a table with a column for each run."""
-    from midflight.observe.status import UNKNOWN, duration, number
+    from midflight.observe.readable import UNKNOWN, duration, number
 
     described = [run.describe() for run in chosen]
     past = [run.journal().past for run in chosen]

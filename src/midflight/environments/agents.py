@@ -1,5 +1,5 @@
-"""How an agent is run: with which client, on which thread, and on a task of its own. `AgentHost` is
-where a rollout has that done.
+"""How an agent is run: with which client, on which thread, and on its own copy of the task. A
+rollout has an `AgentHost` do that.
 """
 
 from __future__ import annotations
@@ -32,40 +32,44 @@ if TYPE_CHECKING:
 
 
 class Environment(Protocol):
-    """What a rollout runs: a coroutine function or a plain one. The result is checked by
-    `checked_result`, so its type is anything.
+    """The function that a rollout runs: a coroutine function or a plain one. `checked_result`
+    checks the result, which may therefore have any type.
     """
 
     def __call__(self, task: Task, client: Any, /) -> Any: ...
 
 
 class AgentHost(Protocol):
+    """Runs agents, in this process or in others."""
+
     async def run(self, task: Task, session: SessionHandle) -> object:
         """Runs an agent on its own copy of the task. Waits for what it returns, which is not
-        checked yet; raises what it raises. Ended by the agent, or by cancellation, after which
-        nothing of it is heard any more."""
+        checked yet, and raises what it raises. It is ended by the agent, or by cancellation, after
+        which nothing comes from the agent any more.
+        """
         ...
 
     async def judge(
         self, task: Task, attempts: Sequence[Unjudged], *, name: str
     ) -> Sequence[Result]:
-        """Scores attempts of one group that `run` returned, under a name in the place of a
-        session's. Waits for the functions that do it; raises what they raise."""
+        """Scores attempts of one group that `run` returned, under a name in the place of a session.
+        Waits for the functions that do it, and raises what they raise.
+        """
         ...
 
     def excused(self, session_id: str) -> float:
-        """Seconds so far that were not the agent's: it had no place to run, or no processor."""
+        """Seconds so far that the agent could not use: it had no place to run, or no processor."""
         ...
 
     def tool_seconds(self, session_id: str) -> float:
-        """Seconds so far in which it ran tools that have limits of their own, as far as these
-        go.
+        """Seconds so far in which the agent ran tools that have limits of their own, up to these
+        limits.
         """
         ...
 
 
 class AgentsHere:
-    """Implements `AgentHost` on the event loop of this process; a plain function gets a thread of
+    """Implements `AgentHost` on the event loop of this process. A plain function gets a thread of
     its own for each rollout.
     """
 
@@ -76,7 +80,9 @@ class AgentsHere:
         client_for: Callable[[SessionHandle], AsyncOpenAI],
         plain_client_for: Callable[[SessionHandle], OpenAI],
     ) -> None:
-        """Both make the client of a session; the caller owns and closes their connections."""
+        """Both functions make the client of a session. The caller owns their connections and closes
+        them.
+        """
         self._environment = environment
         self._client_for = client_for
         self._plain_client_for = plain_client_for
@@ -84,10 +90,13 @@ class AgentsHere:
 
     async def run(self, task: Task, session: SessionHandle) -> object:
         own = replace(task, data=copy.deepcopy(task.data))
-        client = self._client_for(session) if self._is_async else self._plain_client_for(session)
-        work = functools.partial(self._environment, own, client)
-        found = await (work() if self._is_async else in_thread(work))
-        # none where somebody else made the client
+        if self._is_async:
+            client = self._client_for(session)
+            found = await self._environment(own, client)
+        else:
+            client = self._plain_client_for(session)
+            found = await in_thread(functools.partial(self._environment, own, client))
+        # A client that was not made here has no such attribute.
         beside: Beside | None = getattr(client, "beside", None)
         if beside is not None and beside.trouble:
             raise UntrackedUnavailable(
@@ -103,51 +112,52 @@ class AgentsHere:
         )
 
     def excused(self, session_id: str) -> float:
-        """What the environment itself says, if it does."""
+        """The seconds that the environment itself excuses, if it does."""
         said: Callable[[str], float] | None = getattr(self._environment, "excused_seconds", None)
         return 0.0 if said is None else said(session_id)
 
     def tool_seconds(self, session_id: str) -> float:
-        """An agent's own tools are its own time."""
+        """The tools of an agent of one's own count as its own time."""
         del session_id
         return 0.0
 
 
 def is_async(environment: Environment) -> bool:
-    """Whether it is to be awaited; else it is a plain function."""
-    return inspect.iscoroutinefunction(environment) or inspect.iscoroutinefunction(
-        getattr(environment, "__call__", None)  # noqa: B004
-    )
+    """Whether the environment is to be awaited. Otherwise it is a plain function."""
+    call = getattr(environment, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(environment) or inspect.iscoroutinefunction(call)
 
 
 async def in_thread(work: Callable[[], object]) -> object:
-    """Waits for a thread of its own, which ends no process that ends before it. After a
-    cancellation nobody hears of it any more.
+    """Runs the work in a thread of its own, and waits for it. The thread does not keep a process
+    alive. After a cancellation its result is ignored.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[object] = loop.create_future()
 
     def tell(value: object, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_result(value) if error is None else done.set_exception(error)
+        if done.done():
+            return
+        if error is None:
+            done.set_result(value)
+        else:
+            done.set_exception(error)
 
     def run() -> None:
         value = None
         error = None
         try:
             value = work()
+        except StopIteration as failure:  # a future takes no such error
+            error = AgentFailed(f"StopIteration: {failure}")
         except Exception as failure:
-            error = (
-                AgentFailed(f"StopIteration: {failure}")
-                if isinstance(failure, StopIteration)
-                else failure
-            )
+            error = failure
         except BaseException as failure:  # it would end the loop
             error = AgentFailed(f"{type(failure).__name__}: {failure}")
         with contextlib.suppress(RuntimeError):  # the loop may have ended meanwhile
             loop.call_soon_threadsafe(tell, value, error)
 
-    context = contextvars.copy_context()  # whose code it is
+    context = contextvars.copy_context()  # it tells which rollout the code belongs to
     threading.Thread(target=context.run, args=(run,), name="agent", daemon=True).start()
     return await done
 
@@ -163,18 +173,19 @@ _SECRET = re.compile(r"(/s/[^/.\s]+\.)[^/\s]+")
 
 
 def without_secrets(text: str) -> str:
-    """`...` in place of the secret in the address of a session: messages name sessions by their id
-    only.
+    """The text with `...` in place of the secret in the address of a session: messages name
+    sessions by their id only.
     """
     return _SECRET.sub(r"\1...", text)
 
 
 class HideSecrets(logging.Filter):
-    """For logs."""
+    """Hides secrets in the records of a log."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
-        if (hidden := without_secrets(message)) != message:
+        hidden = without_secrets(message)
+        if hidden != message:
             record.msg = hidden
             record.args = ()
         return True
@@ -184,19 +195,19 @@ _hide = HideSecrets()
 
 
 def hide_secrets() -> None:
-    """Hides them in the logs of the clients' libraries from now on. May be called again."""
+    """Hides secrets in the logs of the clients' libraries from now on. It may be called again."""
     for name in LOGGERS:
         logging.getLogger(name).addFilter(_hide)
 
 
 class SharedClients:
-    """Makes the client of a session; an async context manager that closes the pools. Clients need
-    not be closed, and an agent that closes its own takes no other along: that does nothing, and a
-    pool that was closed all the same is made anew.
+    """Makes the client of a session. It is an async context manager that closes the pools. Clients
+    need not be closed. An agent that closes its client does no harm to others: the call does
+    nothing, and a pool that was closed all the same is made anew.
 
-    Proxies of the surroundings are not used: the gateway is ours. Requests have no deadline of
-    their own, because a paused gateway may keep them waiting; the rollout has one. There may be as
-    many connections as rollouts, which are bounded.
+    Proxies that environment variables name are not used, because the gateway is ours. Requests have
+    no deadline of their own, because a paused gateway may keep them waiting; the rollout has one.
+    There may be as many connections as rollouts, which are bounded.
     """
 
     def __init__(
@@ -207,8 +218,10 @@ class SharedClients:
         public_url: str = "",
     ) -> None:
         """`transport` takes the place of the network, for agents on the event loop of the gateway's
-        own process. `untracked`: where what is not trained is answered; what is outside the run is
-        reached over the network, and by proxies. `public_url`: `gateway.public_url`."""
+        own process. `untracked` says where requests are answered that are not trained. Servers
+        outside the run are reached over the network, and by proxies. `public_url` is
+        `gateway.public_url`.
+        """
         hide_secrets()
         self._sdk = _Sdk()
         self._public_url = public_url.rstrip("/")
@@ -228,8 +241,8 @@ class SharedClients:
         return client
 
     def plain_client_for(self, session: SessionHandle) -> PlainClient:
-        """For an agent in a thread of its own. It goes over the network, also where `transport` is
-        given.
+        """The client for an agent in a thread of its own. It goes over the network, also where
+        `transport` is given.
         """
         if self._plain is None or self._plain.is_closed():
             self._plain = self._sdk.plain_client()
@@ -242,12 +255,9 @@ class SharedClients:
     def _beyond(self, *, is_async: bool) -> Any:
         """Connections out of the run."""
         if is_async not in self._outside or self._outside[is_async].is_closed:
-            made = (
-                self._sdk.openai.DefaultAsyncHttpxClient
-                if is_async
-                else self._sdk.openai.DefaultHttpxClient
-            )
-            self._outside[is_async] = made(limits=self._sdk.limits)
+            openai = self._sdk.openai
+            kind = openai.DefaultAsyncHttpxClient if is_async else openai.DefaultHttpxClient
+            self._outside[is_async] = kind(limits=self._sdk.limits)
         return self._outside[is_async]
 
     async def __aenter__(self) -> SharedClients:
@@ -262,14 +272,16 @@ class SharedClients:
         await self.close()
 
     async def close(self) -> None:
-        """Waits until the connections are closed; they end by themselves."""
+        """Waits until the connections are closed, which end by themselves."""
         await self._sdk.openai.AsyncOpenAI.close(self._client)
         if self._plain is not None:
             self._sdk.openai.OpenAI.close(self._plain)
-        if (outside := self._outside.get(True)) is not None:
+        outside = self._outside.get(True)
+        if outside is not None:
             await outside.aclose()
-        if (plain := self._outside.get(False)) is not None:
-            plain.close()
+        plain_outside = self._outside.get(False)
+        if plain_outside is not None:
+            plain_outside.close()
 
 
 class _Sdk:
@@ -283,8 +295,8 @@ class _Sdk:
                 "environments need the package openai; install it with: pip install "
                 "'midflight[openai]'."
             ) from error
-        # The SDK looks whether this is loaded, and takes for whole what a thread is still
-        # importing.
+        # The SDK looks whether httpx2 is loaded, and would take it as complete while a thread is
+        # still importing it.
         with contextlib.suppress(ImportError):
             import httpx2 as _  # noqa: F401
         from midflight.environments import clients

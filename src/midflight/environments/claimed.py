@@ -1,4 +1,4 @@
-"""Rollouts that are run elsewhere: each waits on a board until a worker outside claims it, runs an
+"""Rollouts that are run elsewhere. Each waits on a board until a worker outside claims it, runs an
 agent, and posts the reward.
 """
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 Said: TypeAlias = "Result | float | None"
-"""What is said of a rollout from outside: its reward, or more than that."""
+"""What a worker outside posts for a rollout: its reward, or a whole result."""
 OUTSIDE = "a worker outside"
-"""Whom a rollout waits for that nobody has claimed."""
+"""What an unclaimed rollout waits for."""
 MAX_REMEMBERED = 10_000
 """How many ended claims are remembered with their rewards, so that a worker may send a reward
-again. Later it gets an error.
+again. After that it gets an error.
 """
 
 
@@ -39,12 +39,12 @@ class Offer:
 
 
 def reward_in(said: Said) -> float | None:
-    """The number of it. What is said has been checked, so that none is late."""
+    """The number of a reward. What is posted has been checked, so that no reward is late."""
     return cast("float | None", said.reward) if isinstance(said, Result) else said
 
 
 class Board:
-    """What is offered and what is claimed. Synchronous; it never waits.
+    """The offers and the claims. It is synchronous and never waits.
 
     An offer is claimed once. If its worker dies it ends with the rollout's deadline, and a further
     attempt is a new offer. It holds at most the rollouts in flight, which admission limits.
@@ -56,11 +56,11 @@ class Board:
         self._ended: OrderedDict[str, asyncio.Future[Said]] = OrderedDict()
         self._waiting: list[asyncio.Future[None]] = []
         self._unclaimed: dict[str, Stopwatch] = {}
-        """Of the rollouts that are offered or claimed, how long nobody had claimed them."""
+        """How long the rollouts that are offered or claimed were unclaimed, by session."""
         self._claimed_at: float | None = None
-        """When a worker claimed one last."""
+        """When a worker claimed a rollout last."""
         self._ended_at = -math.inf
-        """When the last one ended that was claimed."""
+        """When a claimed rollout ended last."""
 
     @property
     def num_offered(self) -> int:
@@ -71,9 +71,8 @@ class Board:
         return len(self._claimed)
 
     def __contains__(self, session_id: str) -> bool:
-        return (
-            session_id in self._claimed or session_id in self._offered or session_id in self._ended
-        )
+        known = (self._claimed, self._offered, self._ended)
+        return any(session_id in sessions for sessions in known)
 
     def offer(self, offer: Offer) -> None:
         self._offered[offer.session_id] = offer
@@ -83,10 +82,12 @@ class Board:
 
     def claim(self, most: int) -> list[Offer]:
         """The oldest offers, `most` at most. From now on they belong to the caller."""
-        taken = [self._offered.popitem(last=False)[1] for _ in range(min(most, len(self._offered)))]
-        self._claimed.update((offer.session_id, offer) for offer in taken)
-        for offer in taken:
-            self._unclaimed[offer.session_id].stop()
+        taken: list[Offer] = []
+        while self._offered and len(taken) < most:
+            session_id, offer = self._offered.popitem(last=False)
+            self._claimed[session_id] = offer
+            self._unclaimed[session_id].stop()
+            taken.append(offer)
         if taken:
             self._claimed_at = asyncio.get_running_loop().time()
         return taken
@@ -98,15 +99,11 @@ class Board:
         now = asyncio.get_running_loop().time()
         seconds = self.unclaimed_seconds(next(iter(self._offered)))
         idle = 0.0 if self._claimed else min(seconds, now - self._ended_at)
-        return Unclaimed(
-            len(self._offered),
-            seconds,
-            idle,
-            None if self._claimed_at is None else now - self._claimed_at,
-        )
+        since_claim = None if self._claimed_at is None else now - self._claimed_at
+        return Unclaimed(len(self._offered), seconds, idle, since_claim)
 
     def whereabouts(self, session_id: str) -> Whereabouts:
-        """Says where a rollout is that has begun."""
+        """The place of a rollout that has begun."""
         return Whereabouts(OUTSIDE, waits=True) if session_id in self._offered else HERE
 
     def unclaimed_seconds(self, session_id: str) -> float:
@@ -164,11 +161,12 @@ class Board:
         return self._ended.get(session_id) if offer is None else offer.reward
 
     def changed(self) -> asyncio.Future[None]:
-        """A future that is done at the next offer. Each offer wakes one waiter, the longest waiting
-        first.
+        """A future that is done at the next offer. Each offer wakes the waiter that has waited
+        longest.
         """
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting = [*(w for w in self._waiting if not w.done()), waiter]
+        self._waiting = [other for other in self._waiting if not other.done()]
+        self._waiting.append(waiter)
         return waiter
 
     def pass_on(self) -> None:
@@ -178,19 +176,22 @@ class Board:
 
     def _wake(self) -> None:
         while self._waiting:
-            if not (waiter := self._waiting.pop(0)).done():
+            waiter = self._waiting.pop(0)
+            if not waiter.done():
                 waiter.set_result(None)
                 return
 
 
 async def claims(board: Board, *, most: int, wait_seconds: float) -> list[Offer]:
-    """Waits for at least one offer; ended by it, by the time (then the list is empty), or by
-    cancellation when the worker disconnects.
+    """Claims offers. Waits for at least one, for `wait_seconds` at most, after which the list is
+    empty, or until cancellation when the worker disconnects.
     """
     try:
         async with asyncio.timeout(wait_seconds):
-            while not (taken := board.claim(most)):
+            taken = board.claim(most)
+            while not taken:
                 await board.changed()
+                taken = board.claim(most)
             return taken
     except TimeoutError:
         return []
@@ -199,21 +200,18 @@ async def claims(board: Board, *, most: int, wait_seconds: float) -> list[Offer]
 
 
 class Claimed:
-    """The environment. `run` connects its board with the routes that workers call."""
+    """The environment of such rollouts. `run` connects its board with the routes that workers
+    call.
+    """
 
     def __init__(self) -> None:
         self.board = Board()
 
     async def __call__(self, task: Task, client: AsyncOpenAI) -> Said:
-        """Offers the task and waits for a worker's reward; ended by it, or by the rollout's
-        deadline.
-        """
-        offer = Offer(
-            task,
-            client.api_key.partition(".")[0],
-            client.api_key,
-            asyncio.get_running_loop().create_future(),
-        )
+        """Offers the task and waits for a worker's reward, or until the rollout's deadline."""
+        session_id, _, _ = client.api_key.partition(".")
+        reward: asyncio.Future[Said] = asyncio.get_running_loop().create_future()
+        offer = Offer(task, session_id, client.api_key, reward)
         self.board.offer(offer)
         try:
             return await offer.reward
@@ -226,4 +224,4 @@ class Claimed:
 
 
 claimed = Claimed
-"""As `environment.entry`: `midflight.environments.claimed:claimed`."""
+"""The name for `environment.entry`: `midflight.environments.claimed:claimed`."""

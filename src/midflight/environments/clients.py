@@ -1,8 +1,8 @@
-"""The clients that agents get: OpenAI's, bound to one session, and what else of its rollout an
-agent may ask. Importing this imports `openai`, which takes a second.
+"""The clients that agents get: OpenAI's, bound to one session, with the other parts of the rollout
+that an agent may ask. Importing this imports `openai`, which takes a second.
 
-`Client` and `PlainClient` are the same but for waiting; `PartsOfRollout` says what they have beyond
-the SDK's.
+`Client` and `PlainClient` are the same except for waiting. `PartsOfRollout` defines what they have
+beyond the SDK's clients.
 """
 
 import os
@@ -17,16 +17,19 @@ from midflight.errors import ConfigError, UntrackedUnavailable
 from midflight.types.names import UNTRACKED, part_of
 
 _ITS_OWN = frozenset({400, 409, 413, 422})
-"""Answers that blame the request: they say nothing against the server, and are the agent's to deal
-with.
+"""Answers that blame the request. They say nothing about the server, and the agent must deal with
+them.
 """
 
 
 def key_of(section: UntrackedSection) -> str:
-    """`ConfigError` where it names a variable that is not there."""
+    """The key of the untracked server. `ConfigError` where the section names a variable that is not
+    there.
+    """
     if not section.api_key_env:
         return "none"
-    if not (key := os.environ.get(section.api_key_env)):
+    key = os.environ.get(section.api_key_env)
+    if not key:
         raise ConfigError(
             f"environment.untracked.api_key_env names {section.api_key_env}, and there is no such "
             "variable here; set it."
@@ -36,19 +39,19 @@ def key_of(section: UntrackedSection) -> str:
 
 @dataclass(slots=True)
 class Beside:
-    """Of one rollout, and shared by all its clients."""
+    """What all clients of one rollout share."""
 
     section: UntrackedSection
     pool: Callable[[], Any]
-    """Connections to what is outside the run."""
+    """Connections to servers outside the run."""
     public_url: str = ""
-    """With which the gateway's address begins on other machines; empty: as here."""
+    """The beginning of the gateway's address on other machines; empty where it is as here."""
     trouble: str = ""
-    """What the last request to something untracked ended with; empty after an answer."""
+    """The error with which the last untracked request ended; empty after an answer."""
 
 
 class PartsOfRollout:
-    """What a client has beyond the SDK's."""
+    """The parts of a client beyond those of the SDK's."""
 
     beside: Beside | None = None
     is_untracked = False
@@ -56,11 +59,11 @@ class PartsOfRollout:
     with_options: Any
 
     def untracked(self) -> Self:
-        """A client for judges and simulated users: no token of it is recorded or trained. It asks
-        `environment.untracked.url`, or the engines that are reserved for this, whose weights stay
-        as they are; `ConfigError` where a run has neither.
+        """A client for judges and simulated users. None of its tokens is recorded or trained. It
+        asks `environment.untracked.url`, or the engines that are reserved for this, whose weights
+        stay as they are. `ConfigError` where a run has neither.
 
-        While that cannot be had, requests raise `UntrackedUnavailable`, and a rollout that ends
+        While these do not answer, requests raise `UntrackedUnavailable`, and a rollout that ends
         then has failed, whatever it returns (I10).
         """
         section = UntrackedSection(engines=1) if self.beside is None else self.beside.section
@@ -82,16 +85,18 @@ class PartsOfRollout:
     @property
     def public_url(self) -> str:
         """The address of the same session for an agent on another machine, such as a program in a
-        box elsewhere: it begins with `gateway.public_url`, where that is set. Whoever has it can
-        ask the model in this session, and nothing else."""
+        box elsewhere. It begins with `gateway.public_url`, where that is set. With this address one
+        can ask the model in this session, and nothing else.
+        """
         _, named, rest = self._address.partition(f"/s/{self.api_key}")
         begin = self.beside.public_url if self.beside is not None and named else ""
         return f"{begin}{named}{rest}" if begin else self._address
 
     def role(self, name: str) -> Self:
         """A client of another role in the same rollout, such as a critic, or the other side of a
-        game: it has a session of its own, is trained with the reward that `Result.roles` has under
-        its name, and is compared with the same role in the group's other rollouts."""
+        game. The role has a session of its own. It is trained with the reward that `Result.roles`
+        has under its name, and compared with the same role in the group's other rollouts.
+        """
         if name == UNTRACKED:
             raise ConfigError(
                 f"client.role({name!r}): a role is trained; take another name, or call "
@@ -100,7 +105,7 @@ class PartsOfRollout:
         return self._part(name)
 
     def _part(self, name: str) -> Self:
-        """The same rollout's session of that name: it has an address of its own."""
+        """A client of the rollout's session of that name, which has an address of its own."""
         named = part_of(self.api_key, name)
         return self.with_options(base_url=self._address.replace(self.api_key, named), api_key=named)
 
@@ -114,21 +119,19 @@ class PartsOfRollout:
             self.beside.trouble = ""
 
     def lost(self, error: APIConnectionError | APIStatusError) -> UntrackedUnavailable | None:
-        """What is to be raised in its place, where it says that a judge cannot be had."""
-        if not self.is_untracked or (
-            isinstance(error, APIStatusError) and error.status_code in _ITS_OWN
-        ):
+        """The error to raise in its place, where it says that an untracked server does not
+        answer.
+        """
+        if not self.is_untracked:
             return None
-        where = (
-            self._address
-            if self.beside is not None and self.beside.section.url
-            else "an engine of the run"
-        )
-        remedy = (
-            "see that it runs and takes environment.untracked's key"
-            if where.startswith("http")
-            else "see the engines' logs"
-        )
+        if isinstance(error, APIStatusError) and error.status_code in _ITS_OWN:
+            return None
+        where = "an engine of the run"
+        if self.beside is not None and self.beside.section.url:
+            where = self._address
+        remedy = "see the engines' logs"
+        if where.startswith("http"):
+            remedy = "see that it runs and takes environment.untracked's key"
         found = UntrackedUnavailable(
             f"asking {where} by client.untracked(): {type(error).__name__}: {error}; {remedy}."
         )
@@ -149,7 +152,7 @@ class Client(PartsOfRollout, AsyncOpenAI):
     with_options = copy
 
     async def request(self, *args: Any, **options: Any) -> Any:
-        """As the SDK's. Waits for the answer, and for further tries."""
+        """Does what the SDK's method does. Waits for the answer, and for further tries."""
         try:
             answer = await super().request(*args, **options)
         except (APIConnectionError, APIStatusError) as error:
@@ -159,7 +162,7 @@ class Client(PartsOfRollout, AsyncOpenAI):
 
 
 class PlainClient(PartsOfRollout, OpenAI):
-    """The same of `openai.OpenAI`, for an agent in a thread of its own."""
+    """`openai.OpenAI`, for one session of a rollout whose agent has a thread of its own."""
 
     def copy(self, **options: Any) -> Self:
         made = super().copy(**options)
@@ -170,7 +173,7 @@ class PlainClient(PartsOfRollout, OpenAI):
     with_options = copy
 
     def request(self, *args: Any, **options: Any) -> Any:
-        """As the SDK's. Waits for the answer, and for further tries."""
+        """Does what the SDK's method does. Waits for the answer, and for further tries."""
         try:
             answer = super().request(*args, **options)
         except (APIConnectionError, APIStatusError) as error:
@@ -180,10 +183,14 @@ class PlainClient(PartsOfRollout, OpenAI):
 
 
 class SessionClient(Client):
+    """A client whose pool others use too."""
+
     async def close(self) -> None:
         """Does nothing: the pool is shared."""
 
 
 class PlainSessionClient(PlainClient):
+    """A client whose pool others use too."""
+
     def close(self) -> None:
         """Does nothing: the pool is shared."""

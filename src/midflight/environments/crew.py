@@ -1,30 +1,31 @@
-"""Rollouts that worker processes run: who runs which, what of their deadlines was not theirs, and
-what becomes of them when a worker hangs or dies. Synchronous but for `run`, which waits for one
-agent.
+"""The crew: the worker processes, and the rollouts that they run. It is synchronous except for
+`run`, which waits for one agent.
 
-A rollout waits in line until a worker takes it. If its worker is lost, either it is to blame and
-has failed, or it begins again with another worker and is given its completed turns (I8): neither
-its retries nor its deadline have been used up. To blame is
+A rollout waits in line until a worker takes it. The seconds that were no fault of its own do not
+count against its deadline. If its worker is lost, the rollout has failed where it is to blame.
+Otherwise it begins again with another worker, which is given its completed turns (I8), and neither
+its retries nor its deadline have been used up. The blame lies
 
-- nobody, where the launcher says so: the worker was stopped from outside;
-- the rollout that blocked its worker's event loop, as the worker's own watch saw it;
-- else the only one that the worker had, unless it was waiting for the gateway;
-- else nobody yet. Those that were not waiting for the gateway begin again alone in a worker, so
-  that the next time it is known.
+- with no rollout, where the launcher says that the worker was stopped from outside;
+- with the rollout that blocked its worker's event loop, as the worker's own watch saw;
+- otherwise with the only rollout that the worker had, unless that was waiting for the gateway;
+- otherwise with no rollout yet. Those that were not waiting for the gateway begin again alone in a
+  worker, so that the cause is known the next time.
 
-Agents are judged here. Whether a worker lives is judged by the launcher's watchdog, which hears its
-process; the crew hears its event loop, by the connection that rollouts come and go on. It asks the
-launcher to end a worker
+The crew judges agents. The launcher's watchdog, which hears a worker's process, judges whether the
+worker lives. The crew hears a worker's event loop, on the connection that carries the rollouts. It
+asks the launcher to end a worker
 
-- whose loop an agent blocks that is past its rollout's deadline;
-- whose loop an agent blocks for `stall_seconds`, not waiting for the gateway, while others are held
-  up. All begin again, each alone, where the blocking one may go on to its deadline;
-- of which nothing was heard for longer than `stall_seconds`: its connection is lost, or the
-  launcher finds the same;
+- whose loop is blocked by an agent that is past its rollout's deadline;
+- whose loop an agent has blocked for `stall_seconds` without waiting for the gateway, while others
+  are held up. All of them begin again, each alone in a worker, where the blocking one may go on to
+  its deadline;
+- that was not heard for longer than `stall_seconds`: its connection is lost, or the launcher finds
+  the same;
 - with many agents that have not ended with their rollouts.
 
-To all of these seconds comes the delay of words as it was measured, of this process or of half of
-the workers.
+The measured delay of messages, of this process or of half of the workers, is added to all of these
+seconds.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import NamedTuple, Protocol, cast
 
 from midflight.delays import Lateness, delay_of
@@ -44,29 +46,32 @@ from midflight.ports import SessionHandle
 from midflight.types import Result, Task
 
 BEAT_SECONDS = 1.0
-"""Between two beats of a worker's event loop."""
+"""Seconds between two heartbeats of a worker's event loop."""
 LOOK_SECONDS = 1.0
-"""Between two looks for workers that hang."""
+"""Seconds between two looks for workers that hang."""
 SILENT_BEATS = 3
-"""A worker that was not heard for so many beats is blocked, or stopped, or has no processor: it
-gets nothing new, and its rollouts' time does not count, but for that of one that is known to block
-it."""
+"""A worker that was not heard for this many heartbeats is blocked, or stopped, or has no processor.
+It gets nothing new, and the time of its rollouts does not count, except for that of one that is
+known to block it.
+"""
 REST_SECONDS = 2.0
-"""Later than the launcher finds a worker's process stopped or silent: it knows why."""
+"""The crew acts this much later than the launcher, which finds a worker's process stopped or silent
+and knows why.
+"""
 MEMORY = 4
-"""So many times `stall_seconds` a delay is remembered."""
+"""A delay is remembered for this many times `stall_seconds`."""
 GRACE_SECONDS = 5.0
-"""For an agent whose rollout has ended to end too, and for its `finally` blocks."""
+"""How long an agent, with its `finally` blocks, may take to end after its rollout."""
 MAX_LEFT = 16
-"""Agents of ended rollouts that a worker may have left running, such as threads that sleep; with
-more it is started anew.
+"""How many agents of ended rollouts, such as threads that sleep, a worker may have left running.
+With more the worker is started anew.
 """
 MAX_LOST = 3
-"""Workers that a rollout may lose before it counts as their death's cause."""
+"""How many workers a rollout may lose before it counts as the cause of their death."""
 
 
 class Recorder(Protocol):
-    """The gateway, as far as agents that begin again need it."""
+    """The part of the gateway that agents need which begin again."""
 
     def reopen(self, session_id: str) -> SessionHandle: ...
     def awaits(self, session_id: str) -> bool: ...
@@ -78,7 +83,7 @@ class Assignment:
 
     task: Task
     data: str
-    """The task's, as JSON."""
+    """The data of the task, as JSON."""
     session: SessionHandle
     began: float
     since: float
@@ -89,16 +94,16 @@ class Assignment:
     excused: float = 0.0
     tools: ToolTime = field(default_factory=lambda: ToolTime())
     num_lost: int = 0
-    """Workers that it was with when they died, and that it may have ended."""
+    """How many workers died with it, and may have died through it."""
     attempts: str | None = None
-    """Of a group that has ended and is to be scored, as JSON; then there is no agent, and `session`
-    is only a name.
+    """The attempts of a group that has ended and is to be scored, as JSON. Then there is no agent,
+    and `session` is only a name.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class GroupName:
-    """Stands where a session would: the name of a group that is scored."""
+    """The name of a group that is scored, in the place of a session."""
 
     session_id: str
     base_url: str = ""
@@ -106,20 +111,20 @@ class GroupName:
 
 
 class Whereabouts(NamedTuple):
-    """Where a rollout is that has begun."""
+    """The place of a rollout that has begun."""
 
     part: str
-    """The worker that has it, or that it waits for; empty where agents run in this process."""
+    """The worker that has it or for which it waits; empty where agents run in this process."""
     waits: bool = False
-    """It is in line for a place there."""
+    """Whether it is in line for a place there."""
 
 
 HERE = Whereabouts("")
 
 
 class ToWorker(Protocol):
-    """The way to one worker. Synchronous; what is sent to a worker that has gone is lost, like all
-    that was there.
+    """Sends to one worker. It is synchronous. What is sent to a worker that has gone is lost, like
+    everything that was there.
     """
 
     def run(self, job: Assignment) -> None: ...
@@ -136,19 +141,21 @@ class Seat:
     words: Lateness
     jobs: dict[str, Assignment] = field(default_factory=dict[str, Assignment])
     left: dict[str, float] = field(default_factory=dict[str, float])
-    """Sessions whose rollout has ended, and since when its agent has not."""
+    """Sessions whose rollout has ended while its agent runs on, with the time of that end."""
     culprit: str | None = None
     """The session whose agent blocks the loop."""
     where: str = ""
     condemned: bool = False
     spared: bool = False
-    """No agent is to blame for the worker's end."""
+    """Whether no agent is to blame for the worker's end."""
 
     def guilty(self) -> str | None:
         """The session that is to blame for the worker's death."""
-        return self.culprit or (
-            next(iter(self.jobs)) if len(self.jobs) == 1 and not self.left else None
-        )
+        if self.culprit:
+            return self.culprit
+        if len(self.jobs) == 1 and not self.left:
+            return next(iter(self.jobs))
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +167,8 @@ class HungWorker:
 
 
 class Crew:
-    """Implements `AgentHost`. All connected workers, and the rollouts that they run or that wait
-    for one.
+    """All connected workers, and the rollouts that they run or that wait for one. Implements
+    `AgentHost`.
     """
 
     def __init__(
@@ -172,14 +179,16 @@ class Crew:
         names: Sequence[str] = (),
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`names` of the workers that there are to be. `say` is told what people should know."""
+        """`names` are those of all workers that are to join. `say` is called with what people
+        should know.
+        """
         self._recorder = recorder
         self._stall_seconds = stall_seconds
         self._names = names
         self._say = say
         self._looks = Lateness(LOOK_SECONDS, memory_seconds=MEMORY * stall_seconds)
         self._delay = 0.0
-        """Of words, as of the last look."""
+        """The delay of messages at the last look."""
         self._line: deque[Assignment] = deque()
         self._seats: dict[str, Seat] = {}
         self._jobs: dict[str, Assignment] = {}
@@ -189,19 +198,28 @@ class Crew:
     # --- AgentHost --------------------------------------------------------------------------------
 
     async def run(self, task: Task, session: SessionHandle) -> object:
-        """As the port. Waits for a worker and for the agent there; ended also by the loss of
-        workers, when the agent is to blame.
+        """As the port says. Waits for a worker and for the agent there. It is ended also by the
+        loss of workers, when the agent is to blame.
         """
+        return await self._ended(self._assignment(task, session))
+
+    def _assignment(
+        self, task: Task, session: SessionHandle, *, attempts: str | None = None
+    ) -> Assignment:
         loop = asyncio.get_running_loop()
-        return await self._ended(
-            Assignment(
-                task, _written(task), session, loop.time(), loop.time(), loop.create_future()
-            )
+        return Assignment(
+            task,
+            _written(task),
+            session,
+            began=loop.time(),
+            since=loop.time(),
+            ended=loop.create_future(),
+            attempts=attempts,
         )
 
     async def _ended(self, job: Assignment) -> object:
-        """Waits for what the worker says of it; begins it again elsewhere while it is lost through
-        no fault of its own.
+        """Waits for what the worker says about an assignment. It begins the assignment again
+        elsewhere while that is lost through no fault of its own.
         """
         loop = asyncio.get_running_loop()
         session_id = job.session.session_id
@@ -223,34 +241,27 @@ class Crew:
     async def judge(
         self, task: Task, attempts: Sequence[Unjudged], *, name: str
     ) -> Sequence[Result]:
-        """As the port, in a worker. Waits as `run` does."""
-        loop = asyncio.get_running_loop()
+        """As the port says, in a worker. Waits as `run` does."""
         written = json.dumps([asdict(attempt) for attempt in attempts])
-        job = Assignment(
-            task,
-            _written(task),
-            GroupName(name),
-            loop.time(),
-            loop.time(),
-            loop.create_future(),
-            attempts=written,
-        )
+        job = self._assignment(task, GroupName(name), attempts=written)
         return cast("Sequence[Result]", await self._ended(job))
 
     def excused(self, session_id: str) -> float:
-        """See the port: the time in line, in a worker that somebody else blocks or that has no
-        processor, and with workers that were lost.
+        """See the port. This is the time in line, in a worker that another agent blocks or that has
+        no processor, and with workers that were lost.
         """
         job = self._jobs.get(session_id)
         if job is None:
             return 0.0
         if job.seat is None:
             return job.excused + self._now() - job.since
-        return job.excused + (0.0 if job.seat.culprit == session_id else self._silence(job.seat))
+        if job.seat.culprit == session_id:
+            return job.excused
+        return job.excused + self._silence(job.seat)
 
     def whereabouts(self, session_id: str) -> Whereabouts:
-        """Of one that is in line: the worker that has not joined, or that does nothing; else any,
-        for all have too many.
+        """The place of a rollout. One that is in line waits for a worker that has not joined or
+        that does nothing, or else for any worker, because all have too many.
         """
         job = self._jobs.get(session_id)
         if job is None:
@@ -259,7 +270,8 @@ class Crew:
             return Whereabouts(job.seat.name)
         missing = [name for name in self._names if name not in self._seats]
         idle = [seat.name for seat in self._seats.values() if seat.condemned or self._silence(seat)]
-        return Whereabouts(next(iter([*missing, *idle, *self._seats]), ""), waits=True)
+        awaited = next(chain(missing, idle, self._seats), "")
+        return Whereabouts(awaited, waits=True)
 
     def tool_seconds(self, session_id: str) -> float:
         """See the port."""
@@ -270,18 +282,21 @@ class Crew:
 
     def join(self, name: str, outlet: ToWorker) -> Seat:
         words = Lateness(BEAT_SECONDS, memory_seconds=MEMORY * self._stall_seconds)
-        seat = self._seats[name] = Seat(name, outlet, self._now(), words)
+        seat = Seat(name, outlet, self._now(), words)
+        self._seats[name] = seat
         self._assign()
         return seat
 
     def hear(self, seat: Seat) -> None:
-        """Any word of the worker's loop: a silence is over, and nobody's but of whoever is known to
-        have blocked it. A word that is late says that the machine or this process was busy, which
-        is nobody's time either."""
+        """A message of the worker's loop has come, which ends a silence. The silence is excused for
+        every rollout except one that is known to have blocked the loop. A late message says that
+        the machine or this process was busy, and that time is excused too.
+        """
         silence = self._silence(seat)
         late = max(0.0, self._now() - seat.heard - BEAT_SECONDS)
         for session_id, job in seat.jobs.items():
-            job.excused += 0.0 if session_id == seat.culprit else (silence or late)
+            if session_id != seat.culprit:
+                job.excused += silence or late
         seat.words.came(self._now(), counts=seat.culprit is None)
         seat.heard = self._now()
         seat.culprit = None
@@ -289,8 +304,8 @@ class Crew:
             self._assign()
 
     def blocked(self, name: str, session_id: str | None, *, where: str, seconds: float) -> None:
-        """The worker's watch, which is a thread, sees its loop blocked, by this session's agent if
-        that is known.
+        """The worker's watch, which is a thread, has seen its loop blocked, by the agent of this
+        session if that is known.
         """
         seat = self._seats.get(name)
         if seat is None:
@@ -304,37 +319,52 @@ class Crew:
             )
 
     def spare(self, name: str) -> None:
-        """The launcher is about to end the worker, for what no agent did."""
-        if (seat := self._seats.get(name)) is not None:
-            seat.condemned = seat.spared = True
+        """The launcher is about to end the worker, for a reason that is no agent's fault."""
+        seat = self._seats.get(name)
+        if seat is not None:
+            seat.condemned = True
+            seat.spared = True
 
     def in_tools(self, seat: Seat, session_id: str, limit: float | None) -> None:
-        """The worker's agent runs tools, for `limit` seconds at most; None: no more."""
-        if (job := seat.jobs.get(session_id)) is not None:
-            job.tools.end() if limit is None else job.tools.begin(limit)
+        """The worker's agent has begun to run tools, for `limit` seconds at most. With None it has
+        ended them.
+        """
+        job = seat.jobs.get(session_id)
+        if job is None:
+            return
+        if limit is None:
+            job.tools.end()
+        else:
+            job.tools.begin(limit)
 
     def ended(
         self, seat: Seat, session_id: str, *, result: object = None, error: Exception | None = None
     ) -> None:
-        """The worker's agent has ended, with its result or an error; or was cancelled, and nobody
+        """The worker's agent has ended with its result or an error, or it was cancelled and nothing
         waits for it any more.
         """
         seat.left.pop(session_id, None)
         job = seat.jobs.pop(session_id, None)
         if job is not None and not job.ended.done():
-            job.ended.set_result(result) if error is None else job.ended.set_exception(error)
+            if error is None:
+                job.ended.set_result(result)
+            else:
+                job.ended.set_exception(error)
         self._assign()
 
     def leave(self, seat: Seat) -> None:
         """The worker is gone, and its agents with it."""
         if self._seats.get(seat.name) is seat:
             del self._seats[seat.name]
-        for job in [job for job in seat.jobs.values() if not job.ended.done()]:
-            job.ended.set_exception(self._loss(seat, job))
+        for job in list(seat.jobs.values()):
+            if not job.ended.done():
+                job.ended.set_exception(self._loss(seat, job))
         seat.jobs.clear()
 
     def _loss(self, seat: Seat, job: Assignment) -> AgentFailed | AgentLost:
-        """Whether a rollout has failed with its worker, or begins again."""
+        """The error of a rollout whose worker is gone. It says whether the rollout has failed or
+        begins again.
+        """
         if seat.spared:
             return AgentLost(f"{seat.name} was ended for what no agent did")
         is_guilty = seat.guilty() == job.session.session_id
@@ -355,17 +385,17 @@ class Crew:
     def look(self) -> list[HungWorker]:
         """The workers to be ended now. Each is named once."""
         self._looks.came(self._now())
-        self._delay = delay_of(
-            self._looks, (seat.words for seat in self._seats.values()), self._now()
-        )
-        found = [
-            HungWorker(seat.name, why)
-            for seat in self._seats.values()
-            if not seat.condemned and (why := self._hangs(seat))
-        ]
+        words = (seat.words for seat in self._seats.values())
+        self._delay = delay_of(self._looks, words, self._now())
+        found: list[HungWorker] = []
+        for seat in self._seats.values():
+            why = None if seat.condemned else self._hangs(seat)
+            if why is not None:
+                found.append(HungWorker(seat.name, why))
         for hung in found:
-            self._seats[hung.name].condemned = True
-            if self._seats[hung.name].culprit is not None:
+            seat = self._seats[hung.name]
+            seat.condemned = True
+            if seat.culprit is not None:
                 self._all_alone(hung.why)
         return found
 
@@ -394,15 +424,14 @@ class Crew:
         return None
 
     def _holds_up(self, seat: Seat, culprit: str, silence: float) -> str | None:
-        """An agent alone in its worker has all of its deadline. One that waits for the gateway does
-        nothing that could hang.
+        """Why the worker is to be ended for an agent that blocks it and holds up others, if it
+        is.
         """
-        if (
-            len(seat.jobs) == 1
-            or silence < self._bound()
-            or (culprit in seat.jobs and self._waits_for_gateway(seat.jobs[culprit]))
-        ):
-            return None
+        is_alone = len(seat.jobs) == 1
+        if is_alone or silence < self._bound():
+            return None  # alone in its worker, an agent has all of its deadline
+        if culprit in seat.jobs and self._waits_for_gateway(seat.jobs[culprit]):
+            return None  # it does nothing that could hang
         seat.spared = True
         for job in seat.jobs.values():
             job.alone = True
@@ -432,14 +461,15 @@ class Crew:
             job.seat.outlet.cancel(session_id)
 
     def _assign(self) -> None:
-        """Gives whoever waits to the workers. A rollout that is to be alone waits for a worker
-        without any; one is kept free for it.
+        """Gives the waiting rollouts to the workers. A rollout that is to be alone waits for a
+        worker without any, and one worker is kept free for it.
         """
         now = self._now()
         kept = deque[Assignment]()
         while self._line:
             job = self._line.popleft()
-            if (seat := self._seat_for(job, kept)) is None:
+            seat = self._seat_for(job, kept)
+            if seat is None:
                 kept.append(job)
             else:
                 job.seat = seat
@@ -449,18 +479,20 @@ class Crew:
         self._line = kept
 
     def _seat_for(self, job: Assignment, before: deque[Assignment]) -> Seat | None:
-        able = [
-            seat for seat in self._seats.values() if not seat.condemned and not self._silence(seat)
-        ]
-        free = sorted(
-            (seat for seat in able if not any(other.alone for other in seat.jobs.values())),
-            key=lambda seat: len(seat.jobs),
-        )
+        """The worker for a rollout, or None. `before` are the rollouts that wait before it."""
+        free = [seat for seat in self._seats.values() if self._takes_more(seat)]
+        free.sort(key=lambda seat: len(seat.jobs))
         if self.alone or job.alone:
             job.alone = True
             return free[0] if free and not free[0].jobs else None
-        kept = any(other.alone for other in before)  # the first that will have none is theirs
-        return next(iter(free[kept:]), None)
+        if any(other.alone for other in before):
+            free = free[1:]  # the first worker that has no rollout is kept for those
+        return free[0] if free else None
+
+    def _takes_more(self, seat: Seat) -> bool:
+        if seat.condemned or self._silence(seat):
+            return False
+        return not any(job.alone for job in seat.jobs.values())
 
     def _all_alone(self, why: str) -> None:
         if not self.alone:
@@ -475,9 +507,11 @@ class Crew:
         return job.attempts is None and self._recorder.awaits(job.session.session_id)
 
     def _silence(self, seat: Seat) -> float:
-        """Seconds without a word, 0 while they are few."""
+        """Seconds without a message, or 0 while they are few."""
         seconds = self._now() - seat.heard
-        return seconds if seconds > SILENT_BEATS * BEAT_SECONDS + self._delay else 0.0
+        if seconds <= SILENT_BEATS * BEAT_SECONDS + self._delay:
+            return 0.0
+        return seconds
 
     def _bound(self) -> float:
         """Seconds of silence after which a worker hangs."""

@@ -1,8 +1,8 @@
-"""Which task of a source is tried next, by how often its rollouts have passed lately.
+"""Chooses the task of a source that is tried next, by how often its rollouts have passed lately.
 
-A draw follows from the seed, its position, the groups that have ended and the tasks under way, in
-whatever order those ended. So a resumed run draws what the run that it goes on from would have
-drawn.
+A draw follows from the seed, its position, the groups that have ended and the tasks under way. The
+order in which those ended does not matter. A resumed run therefore draws what the run before it
+would have drawn.
 """
 
 import random
@@ -19,7 +19,7 @@ from midflight.types.rollouts import GroupScores
 
 
 class Pool(StrEnum):
-    """Of a task, by its pass rate."""
+    """The pool of a task, by its pass rate."""
 
     UNSEEN = "unseen"
     HARD = "hard"
@@ -28,14 +28,14 @@ class Pool(StrEnum):
 
 
 HOPEFUL = (Pool.UNSEEN, Pool.LEARNABLE)
-"""Those that `curriculum.target` is about."""
+"""The pools from which the share `curriculum.target` of the tasks is drawn."""
 Passes = tuple[GroupKey, int, int]
-"""A group that has ended: how many of its rollouts passed, and of how many that were scored."""
+"""A group that has ended, with how many of its rollouts passed and how many were scored."""
 
 
 class SourcePools:
-    """The tasks of one source, by their place in it. Those under way are in no pool that is drawn
-    from.
+    """The tasks of one source by pool, each by its place in the source. Tasks under way are not
+    drawn.
     """
 
     def __init__(self, size: int, section: CurriculumSection) -> None:
@@ -43,25 +43,25 @@ class SourcePools:
         self._section = section
         self._ended = defaultdict[int, list[Passes]](list)
         self._under_way = Counter[int]()
-        self.passed = self.scored = 0
-        """Rollouts that pass rates look back on."""
+        self.passed = 0
+        self.scored = 0
+        """Rollouts that pass rates look back on, and how many of them passed."""
         self._sort()
 
     def _sort(self) -> None:
-        """Puts all tasks into their pools; rising places, so that a pool is the same however it
+        """Puts all tasks into their pools. Places rise in a pool, so that it is the same however it
         came about.
         """
+        unseen = (place for place in range(self._size) if place not in self._ended)
         self._free = {pool: array("I") for pool in Pool}
-        self._free[Pool.UNSEEN] = array(
-            "I", (place for place in range(self._size) if place not in self._ended)
-        )
+        self._free[Pool.UNSEEN] = array("I", unseen)
         for place in sorted(self._ended):
             self._free[self.pool(place)].append(place)
         self.sizes = {pool: len(places) for pool, places in self._free.items()}
-        """Tasks of each pool, those under way too."""
+        """How many tasks each pool has, including those under way."""
 
     def restore(self, ended: Iterable[tuple[int, Passes]]) -> None:
-        """What ended before any task was begun here."""
+        """Learns from groups that had ended before any task was begun here."""
         for place, passes in ended:
             self._learn(place, passes)
         self._sort()
@@ -74,8 +74,8 @@ class SourcePools:
         self._under_way[place] += 1
 
     def end(self, place: int, passes: Passes) -> None:
-        """A group that was begun has ended; one without a scored rollout says nothing of the task
-        (I10).
+        """A group that was begun has ended. A group without a scored rollout says nothing about the
+        task (I10).
         """
         self.sizes[self.pool(place)] -= 1
         self._learn(place, passes)
@@ -87,7 +87,7 @@ class SourcePools:
 
     def _learn(self, place: int, passes: Passes) -> None:
         """Keeps the newest groups that have `window` scored rollouts together. They are the newest
-        by key, so the order of ends does not matter.
+        by key, so that the order of their ends does not matter.
         """
         if not passes[2]:
             return
@@ -109,15 +109,16 @@ class SourcePools:
         return sum(passed for _, passed, _ in ended) / sum(scored for *_, scored in ended)
 
     def pool(self, place: int) -> Pool:
-        if (rate := self.rate(place)) is None:
+        rate = self.rate(place)
+        if rate is None:
             return Pool.UNSEEN
         if rate < self._section.hard_below:
             return Pool.HARD
         return Pool.EASY if rate > self._section.easy_above else Pool.LEARNABLE
 
     def chance(self, place: int) -> float:
-        """Of the task to be taken when it comes up: 4 p (1 - p) and at least `floor`, 1 where
-        nothing is known of it.
+        """The chance that a task is taken when it comes up: 4 p (1 - p) and at least `floor`, and 1
+        where nothing is known about it.
 
         With rewards of 0 and 1, p (1 - p) is the variance of the reward, and the expected square of
         the advantage of a rollout.
@@ -128,7 +129,7 @@ class SourcePools:
         return max(self._section.floor, 4 * rate * (1 - rate))
 
     def choose(self, chance: random.Random) -> int:
-        """The place of a task that is not under way; of any, where all are."""
+        """The place of a task that is not under way, or of any task where all are."""
         pools = self._side(chance)
         total = sum(map(len, pools))
         if not total:
@@ -139,19 +140,16 @@ class SourcePools:
                 return place
 
     def _side(self, chance: random.Random) -> Sequence[Sequence[int]]:
-        """The pools to draw from: by the target, or all of them; where one side is empty the
-        other.
+        """The pools to draw from: all of them, or one side by the target. Where that side is empty
+        they are all.
         """
+        every = list(self._free.values())
         target = self._section.target
-        wanted = (
-            set(Pool)
-            if target is None
-            else set(HOPEFUL)
-            if chance.random() < target
-            else set(Pool) - set(HOPEFUL)
-        )
-        sides = [places for pool, places in self._free.items() if pool in wanted]
-        return sides if any(sides) else list(self._free.values())
+        if target is None:
+            return every
+        is_hopeful = chance.random() < target
+        side = [places for pool, places in self._free.items() if (pool in HOPEFUL) == is_hopeful]
+        return side if any(side) else every
 
 
 def _nth(pools: Iterable[Sequence[int]], number: int) -> int:
@@ -163,8 +161,9 @@ def _nth(pools: Iterable[Sequence[int]], number: int) -> int:
 
 
 class Curriculum:
-    """Which task each position of the stream has, and what came of it. Sources keep their shares.
-    Posted tasks, whose epochs are below 0, are tried once each and are no part of it."""
+    """Chooses the task of each position of the stream, and learns how it went. Sources keep their
+    shares. Posted tasks, whose epochs are below 0, are tried once each and are no part of it.
+    """
 
     def __init__(
         self,
@@ -174,19 +173,21 @@ class Curriculum:
         seed: int,
         place_at: Callable[[int, int], tuple[int, int]],
     ) -> None:
-        """`sizes` of the sources. `place_at` gives by epoch and index the number of the source that
-        has its turn, and the place of its task.
+        """`sizes` are the numbers of tasks of the sources. `place_at` gives, by epoch and index,
+        the number of the source that has its turn and the place of its task.
         """
-        self._pools = [SourcePools(size, section) for size in sizes] if section.chooses else []
+        self._pools: list[SourcePools] = []
+        if section.chooses:
+            self._pools = [SourcePools(size, section) for size in sizes]
         self._section = section
         self._seed = seed
         self._place_at = place_at
         self.chosen: dict[tuple[int, int], int] = {}
-        """By position the place of a task that was chosen here, or before a crash."""
+        """The places of the tasks that were chosen, here or before a crash, by position."""
 
     def choose(self, source: int, epoch: int, index: int) -> None:
-        """Chooses the task of a position whose turn it is; without a curriculum it has the one that
-        it has.
+        """Chooses the task of a position whose turn it is. Without a curriculum, the position keeps
+        the task that it has.
         """
         if self._pools:
             chance = random.Random(f"{self._seed}|curriculum|{epoch}|{index}")
@@ -202,19 +203,20 @@ class Curriculum:
         return TaskDrawn(key, pool.value, self.sizes, self.pass_rate)
 
     def ended(self, key: GroupKey, rewards: Sequence[float]) -> None:
-        """It has ended, with the rewards of those of its rollouts that have one."""
-        if self._pools and key.epoch >= 0:
-            source, place = self._place_at(key.epoch, key.index)
-            self._pools[source].end(
-                place,
-                (key, sum(reward >= self._section.passes for reward in rewards), len(rewards)),
-            )
+        """A group has ended, with the rewards of those of its rollouts that have one."""
+        if not self._pools or key.epoch < 0:
+            return
+        source, place = self._place_at(key.epoch, key.index)
+        num_passed = sum(reward >= self._section.passes for reward in rewards)
+        self._pools[source].end(place, (key, num_passed, len(rewards)))
 
     def restore(self, groups: Iterable[GroupScores]) -> None:
-        """What was chosen before a crash, and what came of it."""
+        """Takes what was chosen before a crash, and how it went."""
         ended = defaultdict[int, list[tuple[int, Passes]]](list)
-        for group in (group for group in groups if group.key.epoch >= 0):
+        for group in groups:
             key = group.key
+            if key.epoch < 0:
+                continue
             if group.task.place is not None:
                 self.chosen[key.epoch, key.index] = group.task.place
             if self._pools and group.is_over:
@@ -225,11 +227,17 @@ class Curriculum:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Tasks of each pool, in all sources."""
-        return {pool.value: sum(source.sizes[pool] for source in self._pools) for pool in Pool}
+        """How many tasks each pool has, in all sources."""
+        sizes = dict.fromkeys([pool.value for pool in Pool], 0)
+        for source in self._pools:
+            for pool, size in source.sizes.items():
+                sizes[pool.value] += size
+        return sizes
 
     @property
     def pass_rate(self) -> float | None:
-        """Share of the rollouts that passed, of those that pass rates look back on."""
+        """Which share passed of the rollouts that pass rates look back on; None without any."""
         scored = sum(source.scored for source in self._pools)
-        return sum(source.passed for source in self._pools) / scored if scored else None
+        if not scored:
+            return None
+        return sum(source.passed for source in self._pools) / scored

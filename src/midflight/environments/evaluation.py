@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from midflight.config.sections import SuiteSection
-from midflight.environments.rollout import Slots
+from midflight.environments.group import Slots
 from midflight.types import GroupKey, Kind, RolloutKey, Task, Trajectory, Version
 from midflight.types.facts import Evaluated, EvaluationKept, Record, RolloutEnded
 
@@ -20,11 +20,11 @@ UNFINISHED = (
 
 
 class RolloutsOfOneVersion(Protocol):
-    """What runs one rollout; `RolloutRunner` is one."""
+    """Runs one rollout. `RolloutRunner` implements it."""
 
     async def run(self, key: RolloutKey, task: Task, *, version: Version) -> Trajectory:
-        """Without reward, and with an error that says so, where any of its tokens is of another
-        version.
+        """The trajectory of a rollout. Where a version other than `version` sampled any of its
+        tokens, it has no reward, and an error that says so.
         """
         ...
 
@@ -35,14 +35,14 @@ class SourceScore:
 
     source: str
     mean_reward: float | None
-    """Over the scored tasks; None if there is none (I10: a failure is no zero)."""
+    """The mean over the scored tasks; None if there is none (I10: a failure is no zero)."""
     num_scored: int
     num_failed: int
-    """Tasks without reward."""
+    """How many tasks have no reward."""
     error: str | None = None
-    """Why the first of them has none; each says so in its `RolloutEnded`."""
+    """Why the first of these has none. Each says so in its `RolloutEnded`."""
     at: dict[str, float] = field(default_factory=dict[str, float])
-    """Of a suite: how it sampled, `pass@k` and `best@k`."""
+    """For a suite: how it sampled, `pass@k` and `best@k`."""
 
     @property
     def num_tasks(self) -> int:
@@ -50,9 +50,10 @@ class SourceScore:
 
 
 def evaluation_key(position: int, *, sample: int = 0) -> RolloutKey:
-    """Key of the task at this position of the list. The same in every evaluation, so that two of
-    them differ by the weights alone. Samples are in groups of their own: functions that score a
-    group score each answer by itself."""
+    """The key of the task at this position of the list. It is the same in every evaluation, so that
+    two of them differ by the weights alone. Each sample is in a group of its own, so that functions
+    that score a group score each answer by itself.
+    """
     return RolloutKey(
         GroupKey(epoch=0, index=position, attempt=sample), sample=0, kind=Kind.EVALUATION
     )
@@ -60,25 +61,26 @@ def evaluation_key(position: int, *, sample: int = 0) -> RolloutKey:
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """`rollouts` sample as the suite says."""
+    """A suite of the configuration, with the `rollouts` that sample as it says."""
 
     section: SuiteSection
     temperature: float
     rollouts: RolloutsOfOneVersion
 
     def tasks_of(self, tasks: Sequence[Task]) -> list[Task]:
-        """Each as often as it is asked; samples of one task stand together."""
+        """Its tasks, each as often as it is asked. The samples of one task stand together."""
         wanted = self.section.sources
-        return [
-            task
-            for task in tasks
-            if not wanted or task.source in wanted
-            for _ in range(self.section.samples)
-        ]
+        found: list[Task] = []
+        for task in tasks:
+            if not wanted or task.source in wanted:
+                found += [task] * self.section.samples
+        return found
 
 
 class Evaluator:
-    """Runs evaluations. `rollouts` must be untracked: no token of theirs is trained on."""
+    """Runs evaluations. `rollouts` must be untracked, because none of their tokens is trained
+    on.
+    """
 
     def __init__(
         self,
@@ -89,8 +91,8 @@ class Evaluator:
         keep: int = 0,
         suites: Sequence[Suite] = (),
     ) -> None:
-        """`keep`: rollouts of each source that are kept of an evaluation, those of its first tasks:
-        the same in each, to be compared.
+        """`keep` is how many rollouts of each source are kept from an evaluation. They are those of
+        its first tasks, the same in each evaluation, so that they can be compared.
         """
         self._rollouts = rollouts
         self._slots = slots
@@ -99,53 +101,54 @@ class Evaluator:
         self._suites = suites
 
     def num_rollouts(self, tasks: Sequence[Task]) -> int:
-        """Of an evaluation, suites included."""
+        """How many rollouts an evaluation has, including its suites."""
         return len(tasks) + sum(len(suite.tasks_of(tasks)) for suite in self._suites)
 
     async def run(
         self, tasks: Sequence[Task], *, version: Version, over: asyncio.Event | None = None
     ) -> tuple[SourceScore, ...]:
-        """Scores of each source in order of appearance. Waits for all rollouts, each ended by its
-        deadline; cancellation ends all.
+        """The scores of each source in order of appearance. Waits for all rollouts, each of which
+        its deadline ends. Cancellation ends them all.
 
-        Every scored task was answered by `version` alone. `over`, once set, ends what is
-        unfinished: those tasks have failed.
+        Every scored task was answered by `version` alone. Once `over` is set it ends the unfinished
+        rollouts, whose tasks have then failed.
         """
-        kept = set[int]()
-        seen = Counter[str]()
-        for i, task in enumerate(tasks):
-            kept |= {i} if seen[task.source] < self._keep else set()
-            seen[task.source] += 1
         over = over or asyncio.Event()
+        kept = self._kept(tasks)
         keyed = [(evaluation_key(i), task) for i, task in enumerate(tasks)]
-        usual = _scores(
-            await self._tried(self._rollouts, keyed, version=version, over=over, kept=kept)
-        )
-        self._tell(usual, version=version)
+        found = await self._tried(self._rollouts, keyed, version=version, over=over, kept=kept)
+        every = _scores(found)
+        self._tell(every, version=version)
         for suite in self._suites:
-            keyed = [
-                (evaluation_key(i // suite.section.samples, sample=i % suite.section.samples), task)
-                for i, task in enumerate(suite.tasks_of(tasks))
-            ]
+            keyed = _keyed_samples(suite.tasks_of(tasks), suite.section.samples)
             found = await self._tried(suite.rollouts, keyed, version=version, over=over)
             scores = suite_scores(suite.section, found, temperature=suite.temperature)
             self._tell(scores, version=version)
-            usual += scores
-        return usual
+            every += scores
+        return every
+
+    def _kept(self, tasks: Sequence[Task]) -> set[int]:
+        """The positions of the tasks whose rollouts are kept: the first of each source."""
+        kept = set[int]()
+        seen = Counter[str]()
+        for i, task in enumerate(tasks):
+            if seen[task.source] < self._keep:
+                kept.add(i)
+            seen[task.source] += 1
+        return kept
 
     def _tell(self, scores: Sequence[SourceScore], *, version: Version) -> None:
         for score in scores:
-            self._record(
-                Evaluated(
-                    version,
-                    score.source,
-                    score.num_scored,
-                    score.mean_reward,
-                    score.num_failed,
-                    score.error,
-                    score.at or None,
-                )
+            evaluated = Evaluated(
+                version,
+                score.source,
+                score.num_scored,
+                score.mean_reward,
+                score.num_failed,
+                score.error,
+                score.at or None,
             )
+            self._record(evaluated)
 
     async def _tried(
         self,
@@ -156,26 +159,24 @@ class Evaluator:
         over: asyncio.Event,
         kept: Container[int] = (),
     ) -> list[Trajectory]:
-        """Waits for all; ended as `run` says."""
+        """Waits for all rollouts, and is ended as `run` says."""
         started = asyncio.get_running_loop().time()
+        running: list[asyncio.Task[Trajectory]] = []
         async with asyncio.TaskGroup() as group:
-            running = [
-                group.create_task(
-                    self._try(rollouts, key, task, version=version, keep=i in kept),
-                    name=f"evaluation {key}",
-                )
-                for i, (key, task) in enumerate(keyed)
-            ]
+            for i, (key, task) in enumerate(keyed):
+                trying = self._try(rollouts, key, task, version=version, keep=i in kept)
+                running.append(group.create_task(trying, name=f"evaluation {key}"))
             ending = group.create_task(_end(running, over))
             await asyncio.gather(*running, return_exceptions=True)
             ending.cancel()
         seconds = asyncio.get_running_loop().time() - started
-        return [
-            self._unfinished(*keyed[i], seconds=seconds)
-            if rollout.cancelled()
-            else rollout.result()
-            for i, rollout in enumerate(running)
-        ]
+        found: list[Trajectory] = []
+        for (key, task), rollout in zip(keyed, running, strict=True):
+            if rollout.cancelled():
+                found.append(self._unfinished(key, task, seconds=seconds))
+            else:
+                found.append(rollout.result())
+        return found
 
     async def _try(
         self,
@@ -186,7 +187,7 @@ class Evaluator:
         version: Version,
         keep: bool,
     ) -> Trajectory:
-        """Waits for a slot, freed by another rollout's end, and for the rollout."""
+        """Waits for a slot, which another rollout's end frees, and for the rollout."""
         async with self._slots:
             made = await rollouts.run(key, task, version=version)
         if keep:
@@ -194,26 +195,33 @@ class Evaluator:
         return made
 
     def _unfinished(self, key: RolloutKey, task: Task, *, seconds: float) -> Trajectory:
-        """What a rollout left that was ended; `seconds` since the evaluation began."""
-        error = UNFINISHED
-        self._record(
-            RolloutEnded(
-                key,
-                task.source,
-                reward=None,
-                num_tokens=0,
-                num_versions=0,
-                seconds=seconds,
-                error=error,
-            )
+        """The trajectory of a rollout that was ended, `seconds` after the evaluation began."""
+        ended = RolloutEnded(
+            key,
+            task.source,
+            reward=None,
+            num_tokens=0,
+            num_versions=0,
+            seconds=seconds,
+            error=UNFINISHED,
         )
+        self._record(ended)
         return Trajectory(
-            key, task.id, task.source, reward=None, rows=(), error=error, seconds=seconds
+            key, task.id, task.source, reward=None, rows=(), error=UNFINISHED, seconds=seconds
         )
+
+
+def _keyed_samples(tasks: Sequence[Task], samples: int) -> list[tuple[RolloutKey, Task]]:
+    """The tasks of a suite with their keys. Each task stands `samples` times in a row."""
+    keyed: list[tuple[RolloutKey, Task]] = []
+    for i, task in enumerate(tasks):
+        position, sample = divmod(i, samples)
+        keyed.append((evaluation_key(position, sample=sample), task))
+    return keyed
 
 
 async def _end(rollouts: Sequence[asyncio.Task[Trajectory]], over: asyncio.Event) -> None:
-    """Waits for the evaluation to be over; ended with it."""
+    """Waits until `over` is set, then ends the rollouts. It is cancelled with the evaluation."""
     await over.wait()
     for rollout in rollouts:
         rollout.cancel()
@@ -245,8 +253,8 @@ def _score(source: str, found: Sequence[Trajectory]) -> SourceScore:
 def suite_scores(
     section: SuiteSection, found: Sequence[Trajectory], *, temperature: float
 ) -> tuple[SourceScore, ...]:
-    """By source, under the name of the suite. A task with fewer than k scored answers is in no mean
-    of that k (I10).
+    """The scores by source, under the name of the suite. A task with fewer than k scored answers is
+    in no mean of that k (I10).
     """
     of_tasks = [found[i : i + section.samples] for i in range(0, len(found), section.samples)]
     return tuple(
@@ -261,38 +269,39 @@ def _suite_score(
     *,
     temperature: float,
 ) -> SourceScore:
-    rewards = [
-        [t.reward for t in answers if t.reward is not None]
-        for answers in of_tasks
-        if answers[0].source == score.source
-    ]
+    rewards: list[list[float]] = []
+    for answers in of_tasks:
+        if answers[0].source == score.source:
+            rewards.append([t.reward for t in answers if t.reward is not None])
     at = {"samples": float(section.samples), "temperature": temperature}
     for k in section.ks:
-        enough = [each for each in rewards if len(each) >= k]
-        if enough:
-            at[f"pass@{k}"] = math.fsum(
-                pass_at(len(each), sum(r >= section.passes for r in each), k) for each in enough
-            ) / len(enough)
-            at[f"best@{k}"] = math.fsum(best_at(each, k) for each in enough) / len(enough)
+        passed: list[float] = []
+        best: list[float] = []
+        for scored in rewards:
+            if len(scored) >= k:
+                num_passed = sum(reward >= section.passes for reward in scored)
+                passed.append(pass_at(len(scored), num_passed, k))
+                best.append(best_at(scored, k))
+        if passed:
+            at[f"pass@{k}"] = math.fsum(passed) / len(passed)
+            at[f"best@{k}"] = math.fsum(best) / len(best)
     return replace(score, source=f"{section.name}/{score.source}", at=at)
 
 
 def pass_at(num_answers: int, num_passed: int, k: int) -> float:
-    """The chance that of k answers, drawn from `num_answers` without replacement, at least one has
-    passed.
+    """The chance that at least one of k answers has passed, which are drawn from `num_answers`
+    without replacement.
 
         1 - C(n - c, k) / C(n, k)
 
-    Chen et al. 2021, eq. 1: without bias, unlike 1 - (1 - c/n)^k.
+    Chen et al. 2021, eq. 1. It has no bias, unlike 1 - (1 - c/n)^k.
     """
     return 1 - math.comb(num_answers - num_passed, k) / math.comb(num_answers, k)
 
 
 def best_at(rewards: Sequence[float], k: int) -> float:
-    """The mean of the largest of k rewards, over all ways to draw k of them: the i-th smallest is
-    it in C(i - 1, k - 1) of C(n, k).
+    """The mean of the largest of k rewards, over all ways to draw k of them. The i-th smallest
+    reward is the largest in C(i - 1, k - 1) of the C(n, k) ways.
     """
-    ways = math.comb(len(rewards), k)
-    return (
-        math.fsum(reward * math.comb(i, k - 1) for i, reward in enumerate(sorted(rewards))) / ways
-    )
+    weighted = [reward * math.comb(i, k - 1) for i, reward in enumerate(sorted(rewards))]
+    return math.fsum(weighted) / math.comb(len(rewards), k)

@@ -1,12 +1,12 @@
-"""Servers of tools that speak the Model Context Protocol: started or asked, and begun again when
-they are lost.
+"""Servers of tools that speak the Model Context Protocol. They are started or asked, and begun
+again when they are lost.
 
-A call that a server's death cuts off fails its rollout (I10): nobody knows whether it was made.
-What the tool itself says, its errors too, is an answer.
+A call that a server's death cuts off fails its rollout (I10), because it is not known whether the
+call was made. What the tool itself says is an answer, also when it is an error.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
-| `_Connection.run` (one each connection) | nothing | its end | whoever closes it; the server, when it does not come up |
+| `_Connection.run` (one for each connection) | nothing | its end | `close`; the server, when it does not come up |
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 from midflight.config.agents import McpSection
@@ -30,7 +31,7 @@ _log = logging.getLogger(__name__)
 CONNECTION_CLOSED = -32000
 """The protocol's own code for a connection that ended under a call."""
 CLOSE_SECONDS = 5.0
-"""For a server to end after its connection is closed."""
+"""How long a server may take to end after its connection is closed."""
 
 
 class McpServerLost(EnvironmentFailed):
@@ -67,7 +68,7 @@ class _Connection:
         self.task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Waits to be closed; ended also by a server that does not come up, which `client`
+        """Waits to be closed. It is ended also by a server that does not come up, which `client`
         tells.
         """
         try:
@@ -103,7 +104,7 @@ def _client(section: McpSection) -> Client:
 
 
 class McpServer:
-    """A server that is begun again when it is lost. `open` and `close` frame its use."""
+    """A server that is begun again when it is lost. It is used between `open` and `close`."""
 
     def __init__(self, section: McpSection, tasks: asyncio.TaskGroup) -> None:
         self._section = section
@@ -113,8 +114,8 @@ class McpServer:
         self.tools: list[McpTool] = []
 
     async def open(self) -> None:
-        """Waits until it is there and has told its tools; ended by `start_seconds`. `McpServerLost`
-        says why it is not.
+        """Waits until the server is there and has told its tools, for `start_seconds` at most.
+        `McpServerLost` says why it is not there.
         """
         async with self._opening:
             if self._connection is not None:
@@ -138,8 +139,8 @@ class McpServer:
             self._connection = connection
 
     async def call(self, name: str, arguments: Mapping[str, Json]) -> str:
-        """Waits for the answer; ended by its caller's deadline. A server that is lost is begun
-        again for the next call.
+        """Waits for the answer, until its caller's deadline. A server that is lost is begun again
+        for the next call.
         """
         from mcp import MCPError
 
@@ -177,7 +178,7 @@ class McpServer:
         )
 
     async def close(self) -> None:
-        """Waits until it has ended, for some seconds at most."""
+        """Waits until the connection has ended, for `CLOSE_SECONDS` at most."""
         connection = self._connection
         self._connection = None
         if connection is not None:
@@ -187,7 +188,7 @@ class McpServer:
 
 
 async def _listed(client: Client) -> list[Tool]:
-    """Its tools, of all pages."""
+    """The tools of a server, from all pages."""
     page = await client.list_tools()
     found = list(page.tools)
     while page.next_cursor:
@@ -203,9 +204,9 @@ def _said(error: BaseException) -> str:
 
 
 def _how(section: McpSection) -> str:
-    return (
-        f"`{' '.join(section.command)}`" if section.command else f"a client against {section.url}"
-    )
+    if section.command:
+        return f"`{' '.join(section.command)}`"
+    return f"a client against {section.url}"
 
 
 class McpServers:
@@ -216,10 +217,12 @@ class McpServers:
         self._tasks = asyncio.TaskGroup()
         self._of_run: list[McpServer] = []
         self.start_seconds = sum([section.start_seconds for section in sections], 0.0)
-        """That all of them may take to come up, one after another."""
+        """How long all of them may take to come up, one after another."""
 
     async def __aenter__(self) -> McpServers:
-        """One that does not come up is tried again by the first rollout that needs it."""
+        """Makes the servers of the run. They come up when the first rollout needs them. One that
+        does not come up is tried again by the next rollout.
+        """
         if self._sections:
             await self._tasks.__aenter__()
         self._of_run = [
@@ -231,21 +234,24 @@ class McpServers:
         if self._sections:
             for server in self._of_run:
                 await _closed(server)
-            # its tasks are at their end: an error of the caller's is none of theirs
+            # Its tasks have ended, and an error of the caller does not concern them.
             await self._tasks.__aexit__(None, None, None)
 
     @asynccontextmanager
     async def of_rollout(self) -> AsyncGenerator[list[McpTool]]:
-        """The tools of a rollout. Waits for servers that are not there yet; its own end with it."""
+        """The tools of a rollout. Waits for servers that are not there yet. The rollout's own
+        servers end with it.
+        """
         own = [
             McpServer(section, self._tasks)
             for section in self._sections
             if section.per == "rollout"
         ]
+        servers = self._of_run + own
         try:
-            for server in (*self._of_run, *own):
+            for server in servers:
                 await server.open()
-            yield [tool for server in (*self._of_run, *own) for tool in server.tools]
+            yield list(chain.from_iterable(server.tools for server in servers))
         finally:
             for server in own:
                 await _closed(server)
@@ -259,22 +265,21 @@ async def _closed(server: McpServer) -> None:
 
 
 async def check_servers(sections: Sequence[McpSection]) -> list[str]:
-    """Names of their tools. `ConfigError` for one that does not come up, or for a name that two
-    have.
+    """The names of the servers' tools. `ConfigError` for a server that does not come up, or for a
+    name that two tools have.
     """
-    places: dict[str, str] = {}
-    async with McpServers(
-        [section.model_copy(update={"per": "rollout"}) for section in sections]
-    ) as servers:
+    per_rollout = [section.model_copy(update={"per": "rollout"}) for section in sections]
+    names: list[str] = []
+    async with McpServers(per_rollout) as servers:
         try:
             async with servers.of_rollout() as tools:
                 for tool in tools:
-                    if tool.name in places:
+                    if tool.name in names:
                         raise ConfigError(
                             f"environment.mcp: two servers have a tool {tool.name!r}; leave one of "
                             "them out."
                         )
-                    places[tool.name] = tool.name
+                    names.append(tool.name)
         except McpServerLost as error:
             raise ConfigError(f"environment.mcp: {error}") from error
-    return list(places)
+    return names

@@ -1,10 +1,11 @@
 """Tasks from the `reasoning-gym` package, split into training and held-out by content.
 
-Seeds do not split: reasoning-gym makes entry i of a dataset from seed + i, so the entries of seeds
-0 and 1 are the same but for one, and distinct seeds draw the same words anyway. Here a hash of the
-content and the seed decides: contents of low hash are held out. Size and options do not matter, so
-a content once held out stays so when the numbers change. Only where a dataset has too few contents
-for that, the limit between low and high moves until both sides have what was asked for.
+Seeds cannot split: reasoning-gym makes entry i of a dataset from seed + i, so that the entries of
+seeds 0 and 1 are the same except for one, and distinct seeds draw the same words anyway. Here a
+hash of the content and the seed decides: contents of low hash are held out. Size and options do not
+matter, so that a content once held out stays held out when the numbers change. Only where a dataset
+has too few contents for that, the limit between low and high moves until both sides have what was
+asked for.
 """
 
 import dataclasses
@@ -22,12 +23,12 @@ from midflight.types import Json, Task
 HELDOUT_SHARE = 1 / 8
 """Share of all contents on the held-out side: about what the defaults (256 beside 2000) ask for."""
 MAX_DRAWS_PER_TASK = 32
-"""Entries drawn per content asked for, at most: bounds the search in a dataset that repeats
-itself.
+"""How many entries are drawn per content asked for, at most. It bounds the search in a dataset that
+repeats itself.
 """
 BARREN_DRAWS = 8
-"""Draws without a new content, per content known, after which a dataset counts as exhausted (one of
-the last would be missed with e^-8).
+"""After this many draws without a new content, per content known, a dataset counts as exhausted.
+One of the last contents would be missed with a chance of e^-8.
 """
 
 
@@ -49,7 +50,7 @@ class _Distinct:
     entry: dict[str, Any]
     content: str
     rank: int
-    """Of its content."""
+    """The rank of its content."""
 
 
 def draw_tasks(
@@ -65,13 +66,13 @@ def draw_tasks(
     source: str | None = None,
     on_entry: Callable[[], None] = lambda: None,
 ) -> DrawnTasks:
-    """`size` training and `heldout` held-out tasks of distinct content; the two share no value of
-    the field `content`.
+    """`size` training and `heldout` held-out tasks of distinct content. The two sides share no
+    value of the field `content`.
 
     `Task.data` has `question` (by the format `prompt`), `answer` (text, or None if the dataset has
     no single one), `dataset` and `metadata`. Equal arguments give equal tasks. `ConfigError` if the
     dataset, an option or a field is unknown, or if there are fewer distinct contents than asked
-    for. `only`: a regular expression for whole contents; others are passed over. `on_entry` is
+    for. `only` is a regular expression for whole contents; others are passed over. `on_entry` is
     called for each entry that is drawn.
     """
     kept = pattern_of(only)
@@ -88,22 +89,19 @@ def draw_tasks(
     low = [item for item in found if item.rank < limit][:heldout]
     high = [item for item in found if item.rank >= limit][:size]
     _check_enough(len(high), len(low), size=size, heldout=heldout, dataset=dataset, content=content)
-    training, held = (
-        tuple(
-            _task(
-                item.entry,
-                task_id=str(item.number),
-                source=source or dataset,
-                dataset=dataset,
-                prompt=prompt,
-            )
-            for item in side
+
+    def made(item: _Distinct) -> Task:
+        return _task(
+            item.entry,
+            task_id=str(item.number),
+            source=source or dataset,
+            dataset=dataset,
+            prompt=prompt,
         )
-        for side in (high, low)
-    )
+
     return DrawnTasks(
-        training=training,
-        heldout=held,
+        training=tuple(map(made, high)),
+        heldout=tuple(map(made, low)),
         training_contents=frozenset(item.content.casefold() for item in high),
         heldout_contents=frozenset(item.content.casefold() for item in low),
     )
@@ -120,8 +118,8 @@ def _search(
     seed: int,
     on_entry: Callable[[], None],
 ) -> tuple[list[_Distinct], int]:
-    """Draws until both sides of the usual limit are full, or the dataset is exhausted. Distinct
-    contents in order, and the limit.
+    """Draws until both sides of the usual limit are full, or the dataset is exhausted. Returns the
+    distinct contents in order, and the limit.
     """
     usual = round(HELDOUT_SHARE * 2**64)
     max_draws = MAX_DRAWS_PER_TASK * (size + round(heldout / HELDOUT_SHARE))
@@ -141,11 +139,13 @@ def _search(
         if max(missing.values()) <= 0:
             break
     items = list(found.values())
-    return items, usual if max(missing.values()) <= 0 else _limit(items, heldout)
+    if max(missing.values()) <= 0:
+        return items, usual
+    return items, _limit(items, heldout)
 
 
 def pattern_of(only: str) -> re.Pattern[str] | None:
-    """Compiled; `ConfigError` where it is no regular expression."""
+    """The compiled pattern. `ConfigError` where it is no regular expression."""
     try:
         return re.compile(only) if only else None
     except re.error as error:
@@ -159,23 +159,30 @@ def rank_of(content: str, *, seed: int) -> int:
     """A hash of seed and content, below 2**64. Letter case does not count, so that `Word` is not
     held out from `word`.
     """
-    return int.from_bytes(
-        hashlib.blake2b(f"{seed}|{content.casefold()}".encode(), digest_size=8).digest(), "little"
-    )
+    return _hashed(f"{seed}|{content.casefold()}")
+
+
+def _hashed(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _limit(found: Sequence[_Distinct], heldout: int) -> int:
     """The limit that holds out the `heldout` contents of lowest rank, for a dataset that was
     exhausted.
     """
+    if heldout <= 0:
+        return 0
+    if heldout > len(found):
+        return 2**64
     ranks = sorted(item.rank for item in found)
-    return ranks[heldout - 1] + 1 if 0 < heldout <= len(ranks) else 2**64 * (heldout > 0)
+    return ranks[heldout - 1] + 1
 
 
 def _entries(
     dataset: str, options: Mapping[str, Any], *, seed: int, max_draws: int
 ) -> Iterator[dict[str, Any]]:
-    """Entries of the dataset. Its own seed is a hash of ours, so that neighbouring seeds do not
+    """The entries of the dataset. Its own seed is a hash of ours, so that neighbouring seeds do not
     draw the same entries.
     """
     factory = _factory()
@@ -184,15 +191,9 @@ def _entries(
             f"environment source {dataset!r} is not a dataset of "
             f"reasoning-gym.{nearest(dataset, factory.DATASETS)}"
         )
-    _check_options(
-        dataset, options, known=[f.name for f in dataclasses.fields(factory.DATASETS[dataset][1])]
-    )
-    start = (
-        int.from_bytes(
-            hashlib.blake2b(f"{seed}|{dataset}".encode(), digest_size=8).digest(), "little"
-        )
-        % 2**30
-    )
+    _, config = factory.DATASETS[dataset]
+    _check_options(dataset, options, known=[field.name for field in dataclasses.fields(config)])
+    start = _hashed(f"{seed}|{dataset}") % 2**30
     try:
         made = factory.create_dataset(dataset, **options, seed=start, size=max_draws)
         for i in range(max_draws):
@@ -231,14 +232,13 @@ def _check_options(dataset: str, options: Mapping[str, Any], *, known: Sequence[
 
 
 def _fields(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What a prompt or `content` may name: the metadata, and the entry's own two fields before
-    them.
+    """The fields that a prompt or `content` may name: those of the metadata, and the entry's own
+    two, which come first.
     """
-    return {
-        **cast(dict[str, Any], entry.get("metadata") or {}),
-        "question": entry["question"],
-        "answer": entry["answer"],
-    }
+    fields = dict(cast(dict[str, Any], entry.get("metadata") or {}))
+    fields["question"] = entry["question"]
+    fields["answer"] = entry["answer"]
+    return fields
 
 
 def _content(entry: Mapping[str, Any], field: str, dataset: str) -> str:
@@ -286,11 +286,9 @@ def _check_enough(
     training: int, held: int, *, size: int, heldout: int, dataset: str, content: str
 ) -> None:
     if training < size or held < heldout:
-        remedy = (
-            f"lower size to {training}"
-            if training and held == heldout
-            else "lower heldout and size"
-        )
+        remedy = "lower heldout and size"
+        if training and held == heldout:
+            remedy = f"lower size to {training}"
         raise ConfigError(
             f"environment source {dataset!r}: size = {size} and heldout = {heldout}, but only "
             f"{training + held} distinct values of {content!r} were found; {remedy}, or widen the "
@@ -299,7 +297,7 @@ def _check_enough(
 
 
 def _json(value: Any) -> Json:
-    """Metadata as plain JSON: tuples become lists, what JSON lacks becomes text."""
+    """Metadata as plain JSON. Tuples become lists, and what JSON does not have becomes text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

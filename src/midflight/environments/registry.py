@@ -1,14 +1,14 @@
-"""Finding the environment that a configuration names, and what runs it: the built-in loop, or a
+"""Finds the environment that a configuration names, and runs it: as the built-in loop, or as a
 function of the user's, whose rollouts reward functions may score.
 
 An environment is one function `(task, client) -> reward`, or a class without constructor arguments
-whose instances are called like one. An async one gets an async client; a plain one a synchronous
-client, and a thread for each rollout. The decorator `environment` checks that where it is written,
-and may give it a name for reports.
+whose instances are called like one. An async environment gets an async client. A plain one gets a
+synchronous client, and a thread for each rollout. The decorator `environment` checks this where the
+environment is written, and may give it a name for reports.
 """
 
 import inspect
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, cast, overload
@@ -23,9 +23,10 @@ from midflight.environments.agents import (
     SharedClients,
     is_async,
 )
-from midflight.environments.conversation import BuiltInLoop, Post, completed, is_stateful, judged
+from midflight.environments.conversation import BuiltInLoop, Post, completed, judged
 from midflight.environments.reward_functions import Dialogue, Rewards
 from midflight.environments.scoring import Unjudged, result_of
+from midflight.environments.stateful import is_stateful
 from midflight.errors import ConfigError, TaskFieldMissing
 from midflight.ports import SessionHandle
 from midflight.types import Json, Result, Task
@@ -44,7 +45,7 @@ def environment(target: F, /) -> F: ...
 def environment(*, name: str) -> Callable[[F], F]: ...
 def environment(target: F | None = None, /, *, name: str | None = None) -> F | Callable[[F], F]:
     """Marks a function or class as an environment, as `@environment` or `@environment(name="...")`.
-    `ConfigError` if it is none.
+    `ConfigError` if it cannot be one.
     """
 
     def mark(found: F) -> F:
@@ -56,7 +57,7 @@ def environment(target: F | None = None, /, *, name: str | None = None) -> F | C
 
 
 def environment_name(found: Environment) -> str:
-    """The name for reports: the one given to the decorator, else that of the function or class."""
+    """The name for reports: the one given to the decorator, or that of the function or class."""
     name = getattr(found, _NAME, None) or getattr(found, "__name__", None)
     return str(name or type(found).__name__)
 
@@ -65,16 +66,13 @@ def load_environment(entry: str) -> Environment:
     """The environment at `module:function`. The current folder is searched too. `ConfigError` says
     what is wrong and how to mend it.
     """
-    return environment_at(
-        load_entry(
-            entry, option="environment.entry", such_as="midflight.environments.single_turn:answer"
-        ),
-        entry,
-    )
+    such_as = "midflight.environments.single_turn:answer"
+    found = load_entry(entry, option="environment.entry", such_as=such_as)
+    return environment_at(found, entry)
 
 
 def environment_at(found: object, entry: str) -> Environment:
-    """What an entry named, if it is one."""
+    """The environment that an entry named, if it is one."""
     _check_shape(found, entry)
     return cast(Environment, found() if inspect.isclass(found) else found)
 
@@ -95,18 +93,21 @@ def _check_shape(found: object, where: str) -> None:
 
 
 def _call_of(found: object) -> Callable[..., object] | None:
-    """What runs when `found` is called, or for a class when its instances are; None if neither can
-    be.
+    """The function that runs when `found` is called, or for a class when its instances are called.
+    None if they cannot be called.
     """
     if inspect.isclass(found):
-        return next(
-            (cls.__dict__["__call__"] for cls in found.__mro__ if "__call__" in cls.__dict__), None
-        )
-    return found if inspect.isroutine(found) else getattr(found, "__call__", None)  # noqa: B004
+        for cls in found.__mro__:
+            if "__call__" in cls.__dict__:
+                return cls.__dict__["__call__"]
+        return None
+    if inspect.isroutine(found):
+        return found
+    return getattr(found, "__call__", None)  # noqa: B004
 
 
 def _bind(found: object, call: Callable[..., object]) -> None:
-    """Raises `TypeError` unless the arguments fit: none for a class's constructor, two for the
+    """Raises `TypeError` unless the arguments fit: none for a class's constructor, and two for the
     call.
     """
     if inspect.isclass(found):
@@ -120,35 +121,33 @@ def _bind(found: object, call: Callable[..., object]) -> None:
 
 
 class AgentProgram:
-    """What `[environment]` names, imported and checked: `ConfigError` says what cannot be used and
-    how to mend it.
+    """The program that `[environment]` names, imported and checked. `ConfigError` says what cannot
+    be used and how to mend it.
     """
 
     def __init__(self, section: EnvironmentSection) -> None:
         self._section = section
-        found = (
-            None
-            if is_built_in(section)
-            else load_entry(agent_of(section), option="environment.entry", such_as="my_agent:run")
-        )
+        found: object = None
+        if not is_built_in(section):
+            entry = agent_of(section)
+            found = load_entry(entry, option="environment.entry", such_as="my_agent:run")
         self._stateful = cast("type", found) if is_stateful(found) else None
         self.is_built_in = found is None or self._stateful is not None
-        self.environment: Environment | None = (
-            None if self.is_built_in else environment_at(found, agent_of(section))
-        )
-        self._loop = BuiltInLoop(section, stateful=self._stateful) if self.is_built_in else None
-        self.rewards = (
-            Rewards(section.rewards, section.sandbox) if self._loop is None else self._loop.rewards
-        )
+        self.environment: Environment | None = None
+        if self.is_built_in:
+            self.rewards = BuiltInLoop(section, stateful=self._stateful).rewards
+        else:
+            self.environment = environment_at(found, agent_of(section))
+            self.rewards = Rewards(section.rewards, section.sandbox)
 
     @property
     def cancels(self) -> bool:
-        """Whether its agents can be cancelled; threads end by themselves."""
+        """Whether its agents can be cancelled. Threads end by themselves."""
         return self.environment is None or is_async(self.environment)
 
     def check_columns(self, tasks: Sequence[Task]) -> None:
-        """`ConfigError` for a reward that asks for a column of no source. What an environment's
-        `fields` have is known only in a rollout.
+        """`ConfigError` for a reward that asks for a column that no source has. The names in an
+        environment's `fields` are known only in a rollout.
         """
         if self.is_built_in:
             self.rewards.check_columns(tasks)
@@ -157,8 +156,8 @@ class AgentProgram:
     async def host(
         self, post: Post, clients: Callable[[], AbstractAsyncContextManager[SharedClients]]
     ) -> AsyncGenerator[AgentHost]:
-        """Within it agents may run. `post` reaches the gateway; `clients` is asked for where an
-        environment wants the SDK's.
+        """Agents may run within it. `post` reaches the gateway. `clients` is called where an
+        environment wants the SDK's clients.
         """
         if self.environment is None:
             async with BuiltInLoop(self._section, post, stateful=self._stateful) as conversations:
@@ -174,8 +173,8 @@ class AgentProgram:
 
 
 class ScoredAgents:
-    """Implements `AgentHost` around another: reward functions score what its environment gives in
-    `fields`.
+    """Implements `AgentHost` around another one. Reward functions score what the environment gives
+    in `fields`.
     """
 
     def __init__(self, host: AgentHost, rewards: Rewards) -> None:
@@ -183,21 +182,20 @@ class ScoredAgents:
         self._rewards = rewards
 
     async def run(self, task: Task, session: SessionHandle) -> Result | Unjudged:
-        """As the port. An environment that says nothing but None could not run its agent: that is
-        not scored (I10).
+        """As the port says. An environment that returns nothing but None could not run its agent,
+        and is not scored (I10).
         """
         said = await result_of(await self._host.run(task, session), task=task)
-        if isinstance(said, Unjudged) or (
-            said.reward is None and not said.fields and not said.components
-        ):
+        if isinstance(said, Unjudged):
+            return said
+        if said.reward is None and not said.fields and not said.components:
             return said
         attempt = self._attempt(task, said)
-        own: Mapping[str, Any] = said.components or (
-            {} if said.reward is None else {"environment": said.reward}
-        )
-        scored = await completed(
-            self._rewards, attempt, {**own, **await self._rewards.score(attempt)}
-        )
+        components: dict[str, Any] = dict(said.components)
+        if not components and said.reward is not None:
+            components["environment"] = said.reward
+        components.update(await self._rewards.score(attempt))
+        scored = await completed(self._rewards, attempt, components)
         return replace(scored, turns=tuple(said.turns), roles=dict(said.roles))
 
     async def judge(
@@ -215,18 +213,12 @@ class ScoredAgents:
         fields = said.fields
         messages = said.fields.get("messages")
         if not isinstance(messages, list):
-            asked = next(
-                (
-                    name
-                    for name in ("messages", "completion", "completions")
-                    if self._rewards.asks_for(name)
-                ),
-                None,
-            )
-            if asked is not None and asked not in fields:
+            names = ("messages", "completion", "completions")
+            asked = [name for name in names if self._rewards.asks_for(name)]
+            if asked and asked[0] not in fields:
                 raise TaskFieldMissing(
                     f"scoring task {task.id} of {task.source}: a reward function asks for "
-                    f"{asked!r}, and the environment does not give the "
+                    f"{asked[0]!r}, and the environment does not give the "
                     'conversation; let it return Result(..., fields={"messages": [...]}).'
                 )
             messages = []

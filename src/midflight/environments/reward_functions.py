@@ -1,11 +1,12 @@
-"""Reward functions: found, checked before a run starts, and called with what the names of their
-parameters ask for.
+"""Reward functions. They are found and checked before a run starts, and called with the arguments
+that the names of their parameters ask for.
 """
 
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 from midflight.config.agents import RewardSection, SandboxSection
@@ -19,7 +20,7 @@ from midflight.types import Json, Result, Task
 
 T = TypeVar("T")
 OF_ONE = ("task", "messages", "completion", "prompt", "environment", "log_metric", "sandbox")
-"""What a function may ask for by name, beside the columns of the task and the fields of the
+"""Names that a function may ask for, beside the columns of the task and the fields of the
 environment's result.
 """
 OF_MANY = (
@@ -32,7 +33,7 @@ OF_MANY = (
     "log_extra",
     "sandbox",
 )
-"""The same of a function of TRL's shape, whose columns are lists."""
+"""The same for a function of TRL's shape, whose columns are lists."""
 SHAPE = (
     "a reward is `def name(completion, answer) -> float` with the parameters it needs of task, "
     "messages, completion and the task's columns, or of TRL's shape, `def name(completions, "
@@ -46,11 +47,11 @@ class Dialogue:
 
     task: Task
     messages: list[dict[str, Json]]
-    """All of it, the prompt too."""
+    """The whole conversation, including the prompt."""
     num_prompt: int
-    """Messages of the prompt."""
+    """How many of the messages are the prompt."""
     completion_ids: list[int] = field(default_factory=list[int])
-    """Ids of all that the model said, where they were asked for."""
+    """The token ids of all answers, where a function asks for them."""
     fields: Mapping[str, Json] = field(default_factory=dict[str, Json])
     environment: object = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
@@ -58,47 +59,41 @@ class Dialogue:
     @property
     def completion(self) -> str:
         """The last answer as text."""
-        said = next(
-            (
-                message
-                for message in reversed(self.messages[self.num_prompt :])
-                if message.get("role") == "assistant"
-            ),
-            None,
-        )
-        return str((said or {}).get("content") or "")
+        for message in reversed(self.messages[self.num_prompt :]):
+            if message.get("role") == "assistant":
+                return str(message.get("content") or "")
+        return ""
 
     @property
     def columns(self) -> Mapping[str, Json]:
         return {**self.task.data, **self.fields}
 
     def said(self) -> str | list[dict[str, Json]]:
-        """As TRL has it: a text where the prompt is one, else the messages after it."""
-        return (
-            self.completion
-            if isinstance(self.task.prompt, str)
-            else self.messages[self.num_prompt :]
-        )
+        """The completion as TRL gives it: a text where the prompt is one, otherwise the messages
+        after the prompt.
+        """
+        if isinstance(self.task.prompt, str):
+            return self.completion
+        return self.messages[self.num_prompt :]
 
 
 def place_of(function: object) -> str:
-    """Where it is written, such as `correct (rewards.py:12)`."""
+    """The place at which a function is written, such as `correct (rewards.py:12)`."""
     bare = inspect.unwrap(function) if callable(function) else function
-    bare = getattr(bare, "func", bare)  # of a partial
-    code = getattr(bare, "__code__", None) or getattr(
-        getattr(bare, "__call__", None),  # noqa: B004
-        "__code__",
-        None,
-    )
+    bare = getattr(bare, "func", bare)  # the function of a partial
+    call = getattr(bare, "__call__", None)  # noqa: B004
+    code = getattr(bare, "__code__", None) or getattr(call, "__code__", None)
     name = getattr(bare, "__qualname__", type(bare).__name__)
-    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else str(name)
+    if code is None:
+        return str(name)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 class RewardFunction:
     """One of `environment.rewards`."""
 
     sandbox: Sandbox | None = None
-    """Where one that asks for it runs what the model wrote."""
+    """The sandbox in which a function that asks for one runs what the model wrote."""
 
     def __init__(self, section: RewardSection, function: Callable[..., object]) -> None:
         """`ConfigError` names file, line and function if it cannot be called."""
@@ -117,13 +112,15 @@ class RewardFunction:
         self.named = {
             p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         }
-        if odd := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
+        nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+        if nameless:
             raise ConfigError(
-                f"environment.rewards: {self.place} has {odd[0]!r} by position only; let "
+                f"environment.rewards: {self.place} has {nameless[0]!r} by position only; let "
                 f"parameters have names: {SHAPE}."
             )
         self.is_of_group = "completions" in self.named
-        if (unknown := self._options.keys() - self.named.keys()) and not self._takes_all:
+        unknown = self._options.keys() - self.named.keys()
+        if unknown and not self._takes_all:
             raise ConfigError(
                 f"environment.rewards: {self.place} has no {min(unknown)!r} for its "
                 f"option.{nearest(min(unknown), self.named)}"
@@ -131,8 +128,9 @@ class RewardFunction:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What every task must have, or the environment's fields."""
-        given = {*(OF_MANY if self.is_of_group else OF_ONE), *self._options}
+        """The columns that every task must have, or the fields of the environment's result."""
+        given = set[str](OF_MANY if self.is_of_group else OF_ONE)
+        given.update(self._options)
         return tuple(
             name for name, p in self.named.items() if p.default is p.empty and name not in given
         )
@@ -141,47 +139,44 @@ class RewardFunction:
         return name in self.named or (self._takes_all and self.is_of_group)
 
     async def score(self, attempt: Dialogue) -> Mapping[str, float | None]:
-        """By component: the label, or `label/name` of each of a dict. Waits for the function, in a
-        thread of its own if it is plain.
+        """The reward by component: the label, or `label/name` for each name of a dict. Waits for
+        the function, which has a thread of its own if it is plain.
         """
-        columns = attempt.columns
-        values: dict[str, object] = {
-            **columns,
-            "task": attempt.task,
-            "messages": attempt.messages,
-            "completion": attempt.completion,
-            "prompt": attempt.task.prompt,
-            "environment": attempt.environment,
-            "log_metric": attempt.metrics.__setitem__,
-            "sandbox": self.sandbox,
-            **self._options,
-        }
-        found = await self._called({name: values[name] for name in self._wanted(values, attempt)})
+        values: dict[str, object] = dict(attempt.columns)
+        values["task"] = attempt.task
+        values["messages"] = attempt.messages
+        values["completion"] = attempt.completion
+        values["prompt"] = attempt.task.prompt
+        values["environment"] = attempt.environment
+        values["log_metric"] = attempt.metrics.__setitem__
+        values["sandbox"] = self.sandbox
+        values.update(self._options)
+        found = await self._called(self._wanted(values, attempt))
         return self._components(found, attempt.task)
 
     async def score_group(self, attempts: Sequence[Dialogue]) -> list[Mapping[str, float | None]]:
-        """Of a function of TRL's shape: called once for all of them."""
+        """The components of each attempt, from a function of TRL's shape: it is called once for all
+        of them.
+        """
 
         def log_metric(name: str, value: float) -> None:
             for attempt in attempts:
                 attempt.metrics[name] = value
 
-        names = list(dict.fromkeys(name for attempt in attempts for name in attempt.columns))
-        values: dict[str, object] = {
-            **{name: [attempt.columns.get(name) for attempt in attempts] for name in names},
-            "prompts": [attempt.task.prompt for attempt in attempts],
-            "completions": [attempt.said() for attempt in attempts],
-            "completion_ids": [attempt.completion_ids for attempt in attempts],
-            "environments": [attempt.environment for attempt in attempts],
-            "trainer_state": None,
-            "log_metric": log_metric,
-            "log_extra": ignored,
-            "sandbox": self.sandbox,
-            **self._options,
-        }
-        found = await self._called(
-            {name: values[name] for name in self._wanted(values, attempts[0])}
-        )
+        columns = [attempt.columns for attempt in attempts]
+        values: dict[str, object] = {}
+        for name in dict.fromkeys(chain.from_iterable(columns)):
+            values[name] = [of_attempt.get(name) for of_attempt in columns]
+        values["prompts"] = [attempt.task.prompt for attempt in attempts]
+        values["completions"] = [attempt.said() for attempt in attempts]
+        values["completion_ids"] = [attempt.completion_ids for attempt in attempts]
+        values["environments"] = [attempt.environment for attempt in attempts]
+        values["trainer_state"] = None
+        values["log_metric"] = log_metric
+        values["log_extra"] = ignored
+        values["sandbox"] = self.sandbox
+        values.update(self._options)
+        found = await self._called(self._wanted(values, attempts[0]))
         listed = _as_list(found)
         if listed is None or len(listed) != len(attempts):
             raise BadReward(
@@ -194,9 +189,9 @@ class RewardFunction:
             for value, attempt in zip(listed, attempts, strict=True)
         ]
 
-    def _wanted(self, values: Mapping[str, object], attempt: Dialogue) -> list[str]:
-        """The names to pass. `TaskFieldMissing` for one that the task has not got, which the
-        function needs.
+    def _wanted(self, values: Mapping[str, object], attempt: Dialogue) -> dict[str, Any]:
+        """The arguments to pass. `TaskFieldMissing` names a column that the function needs and the
+        task does not have.
         """
         task = attempt.task
         for name in self.columns:
@@ -207,12 +202,13 @@ class RewardFunction:
                     f"{name!r}, and the task has {has}; add it to the data, or give the parameter "
                     "a default."
                 )
-        return [name for name in (values if self._takes_all else self.named) if name in values]
+        if self._takes_all:
+            return dict(values)
+        return {name: values[name] for name in self.named if name in values}
 
     async def _called(self, arguments: dict[str, Any]) -> object:
-        if inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
-            getattr(self.function, "__call__", None)  # noqa: B004
-        ):
+        call = getattr(self.function, "__call__", None)  # noqa: B004
+        if inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call):
             return await cast(Any, self.function)(**arguments)
         found = await in_thread(lambda: self.function(**arguments))
         return await found if inspect.isawaitable(found) else found
@@ -222,29 +218,33 @@ class RewardFunction:
         if found is None:
             return {self.label: None}
         if isinstance(found, Mapping):
-            parts = cast("Mapping[object, object]", found)
-            return {
-                f"{self.label}/{name}": None
-                if value is None
-                else number_in(value, f"{said} for {name!r}")
-                for name, value in parts.items()
-            }
+            components: dict[str, float | None] = {}
+            for name, value in cast("Mapping[object, object]", found).items():
+                component = f"{self.label}/{name}"
+                components[component] = None
+                if value is not None:
+                    components[component] = number_in(value, f"{said} for {name!r}")
+            return components
         return {self.label: number_in(found, said)}
 
 
 def ignored(name: str, values: object) -> None:
-    """TRL's `log_extra` adds columns to a table of completions, which there is none of here."""
+    """Takes the place of TRL's `log_extra`, which adds columns to a table of completions. There is
+    no such table here.
+    """
     del name, values
 
 
 def _as_list(found: object) -> list[object] | None:
-    """Of a list, an array or a tensor."""
+    """The items of a list, an array or a tensor; None where it is none of these."""
     listed = getattr(found, "tolist", lambda: found)()
-    return list(cast("Sequence[object]", listed)) if isinstance(listed, list | tuple) else None
+    if not isinstance(listed, list | tuple):
+        return None
+    return list(cast("Sequence[object]", listed))
 
 
 async def together(running: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Waits for all of them; ended by the first error, which cancels the others and is raised as it
+    """Waits for all of them, or until the first error, which cancels the others and is raised as it
     is.
     """
     try:
@@ -262,12 +262,8 @@ class Rewards:
         """`ConfigError` if one cannot be imported or called, or asks for a sandbox that cannot be
         made here.
         """
-        such_as = "midflight.rewards:exact_match"
-        found = [
-            (section, load_entry(section.entry, option="environment.rewards", such_as=such_as))
-            for section in sections
-        ]
-        for section, function in found:
+        found = [_loaded(section) for section in sections]
+        for section, function in zip(sections, found, strict=True):
             if not callable(function):
                 raise ConfigError(
                     f"environment.rewards: {section.entry} is {function!r:.200}, which cannot be "
@@ -275,9 +271,10 @@ class Rewards:
                 )
         self.functions = [
             RewardFunction(section, cast("Callable[..., object]", function))
-            for section, function in found
+            for section, function in zip(sections, found, strict=True)
         ]
-        if asking := [function for function in self.functions if "sandbox" in function.named]:
+        asking = [function for function in self.functions if "sandbox" in function.named]
+        if asking:
             made = sandbox_of(sandbox)
             for function in asking:
                 function.sandbox = made
@@ -285,15 +282,17 @@ class Rewards:
         self.of_group = [function for function in self.functions if function.is_of_group]
 
     def check_columns(self, tasks: Sequence[Task]) -> None:
-        """`ConfigError` for a column that none of these has; give one task of each source."""
-        known = {name for task in tasks for name in task.data}
+        """`ConfigError` for a column that none of these tasks has. Give one task of each source."""
+        known = set[str]()
+        for task in tasks:
+            known.update(task.data)
         for function in self.functions:
             for name in function.columns:
                 if name not in known:
+                    given = OF_MANY if function.is_of_group else OF_ONE
                     raise ConfigError(
                         f"environment.rewards: {function.place} has the parameter {name!r}, which "
-                        "is a column of no "
-                        f"source.{nearest(name, known | {*(OF_MANY if function.is_of_group else OF_ONE)})} "
+                        f"is a column of no source.{nearest(name, known.union(given))} "
                         "Rename it, or give it a default."
                     )
 
@@ -302,48 +301,54 @@ class Rewards:
 
     @property
     def asks_for_episodes(self) -> bool:
-        """Some function of a group wants the environments' objects, which are where the rollouts
-        are.
+        """Whether some function of a group wants the environments' objects, which are in the
+        processes of the rollouts.
         """
         return any("environments" in function.named for function in self.of_group)
 
     async def score(
         self, attempt: Dialogue, functions: Sequence[RewardFunction] | None = None
     ) -> Mapping[str, float | None]:
-        """The components that these functions give, together: those of one attempt, unless told
-        otherwise.
+        """The components that these functions give, all together. Without `functions` they are
+        those of one attempt.
         """
+        if functions is None:
+            functions = self.of_one
         began = asyncio.get_running_loop().time()
-        found = await together(
-            [
-                function.score(attempt)
-                for function in (self.of_one if functions is None else functions)
-            ]
-        )
+        found = await together([function.score(attempt) for function in functions])
         if found:
             attempt.metrics["rewards/seconds"] = asyncio.get_running_loop().time() - began
-        return {name: value for components in found for name, value in components.items()}
+        every: dict[str, float | None] = {}
+        for components in found:
+            every.update(components)
+        return every
 
     async def score_group(self, attempts: Sequence[Dialogue]) -> list[dict[str, float | None]]:
         """The components that functions of TRL's shape give, for each attempt."""
         of_each: list[dict[str, float | None]] = [{} for _ in attempts]
         for function in self.of_group:
-            for components, found in zip(
-                of_each, await function.score_group(attempts), strict=True
-            ):
+            scored = await function.score_group(attempts)
+            for components, found in zip(of_each, scored, strict=True):
                 components.update(found)
         return of_each
 
     def total(self, components: Mapping[str, float | None]) -> float | None:
-        """The weighted sum of those that apply; none if none does."""
+        """The weighted sum of the components that apply; None if none does."""
         weights = {function.label: function.weight for function in self.functions}
-        there = [(name, value) for name, value in components.items() if value is not None]
-        if not there:
+        applying = {name: value for name, value in components.items() if value is not None}
+        if not applying:
             return None
-        return sum(
-            value * weights.get(name, weights.get(name.partition("/")[0], 1.0))
-            for name, value in there
-        )
+        total = 0.0
+        for name, value in applying.items():
+            label, _, _ = name.partition("/")
+            total += value * weights.get(name, weights.get(label, 1.0))
+        return total
+
+
+def _loaded(section: RewardSection) -> object:
+    return load_entry(
+        section.entry, option="environment.rewards", such_as="midflight.rewards:exact_match"
+    )
 
 
 def result_of_attempt(

@@ -1,21 +1,20 @@
-"""The rollout of one agent (a session, its client, an environment under a deadline, a checked
-reward), and the rollouts of one task together.
+"""The rollout of one agent: a session, its client, an environment under a deadline, and a checked
+reward.
 """
 
 import asyncio
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 from midflight.allowance import Allowance, Expired
 from midflight.config.bounds import RolloutBound
 from midflight.environments.agents import AgentHost, without_secrets
+from midflight.environments.judging import Judging
 from midflight.environments.rollout_time import RolloutTime, unbounded
 from midflight.environments.scoring import (
     UNSCORED,
-    Judging,
     Unjudged,
     result_of,
     scored_roles,
@@ -33,7 +32,6 @@ from midflight.errors import (
 )
 from midflight.ports import SessionHandle, Sessions
 from midflight.types import (
-    GroupKey,
     Reason,
     Result,
     RolloutKey,
@@ -48,54 +46,56 @@ from midflight.types.facts import Record, RolloutEnded
 
 
 class FateSink(Protocol):
-    """Where the fates of tokens go that no trajectory carries on (I3). Synchronous; never
+    """Takes the fates of tokens that no trajectory carries on (I3). It is synchronous and never
     raises.
     """
 
     def session_closed(
         self, key: RolloutKey, *, masked: Mapping[Reason, int], dropped: Mapping[Reason, int]
     ) -> None:
-        """What the gateway itself masked and dropped in a tracked session. Once for every session
-        that was opened.
+        """Takes what the gateway itself masked and dropped in a tracked session. It is called once
+        for every session that was opened.
         """
         ...
 
     def rows_discarded(self, key: RolloutKey, rows: tuple[Row, ...], *, reason: Reason) -> None:
-        """Rows of a tracked session that end here: of a cancelled rollout, or of one that is tried
-        again.
+        """Takes the rows of a tracked session that end here: those of a cancelled rollout, or of
+        one that is tried again.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the environment's part of a rollout ended: its reward is None exactly if `error` says
-    why, or the environment said None.
+    """How the environment's part of a rollout ended. Its reward is None exactly if `error` says
+    why, or if the environment returned None.
     """
 
     result: Result
     error: str | None = None
     trace: str | None = None
     unjudged: Unjudged | None = None
-    """What is scored beside the others of the group, once they have ended; then there is no result
-    yet.
+    """The attempt, where it is scored together with the others of the group once they have ended.
+    Then there is no result yet.
     """
 
 
 GRACE_SECONDS = 5.0
-"""For an agent to end after it was cancelled, and after it was cancelled again: it may have things
-to close.
+"""How long an agent may take to end after it was cancelled, and again after it was cancelled a
+second time: it may have things to close.
 """
 OWN = __file__.rpartition("/")[0]
-"""Where no agent of a user's is."""
+"""The folder of this package, in which no user's agent is."""
 MAX_ABANDONED = 100
-"""Agents that live on though they were cancelled twice: each may hold memory, or spin. More of them
-end the run.
+"""How many agents may live on though they were cancelled twice. Each may hold memory, or spin. More
+of them end the run.
 """
 
 
 class RolloutRunner:
-    """Runs rollouts, any number at once. It knows which run, and the agents that refused to end."""
+    """Runs rollouts, any number at once. It knows which rollouts run, and which agents refused to
+    end.
+    """
 
     def __init__(
         self,
@@ -113,14 +113,15 @@ class RolloutRunner:
         delayed_seconds: Callable[[], float] = lambda: 0.0,
         trouble: Callable[[], str] = str,
     ) -> None:
-        """`rollout_seconds` that an agent may take by itself, and the last `bound` on a whole
-        rollout: see `RolloutTime`. `outage_seconds` so far in which no engine took requests, one
-        going on now included; `delayed_seconds` in which this process had no processor, where
-        agents run here. `trouble` says what else may be to blame for a rollout that takes too long,
-        such as engines that take no requests; empty if nothing is.
+        """`rollout_seconds` is how long an agent may take by itself, and `bound` gives the last
+        bound on a whole rollout: see `RolloutTime`. `outage_seconds` gives the seconds so far in
+        which no engine took requests, including an outage that goes on. `delayed_seconds` gives
+        those in which this process had no processor, where agents run here. `trouble` says what
+        else may be to blame for a rollout that takes too long, such as engines that take no
+        requests. It is empty if nothing is.
 
-        `tracked=False` is evaluation: `fates` hears nothing of it. `own`: the agents are
-        Midflight's own and end when they are cancelled.
+        With `tracked=False`, which is for evaluation, `fates` is not called. With `own` the agents
+        are Midflight's own and end when they are cancelled.
         """
         self._sessions = sessions
         self._agents = agents
@@ -137,22 +138,23 @@ class RolloutRunner:
         self._judging = Judging(agents, seconds=rollout_seconds)
         self._abandoned = set[asyncio.Task[Outcome]]()
         self.running: dict[str, tuple[RolloutKey, float]] = {}
-        """Key and begin of each rollout under way, by its session, in the loop's time; the earliest
-        first.
+        """The key and the beginning, in the loop's time, of each rollout under way, by its session.
+        The earliest comes first.
         """
         self.times: dict[str, RolloutTime] = {}
-        """Of those whose agents run, what their seconds go to."""
+        """What the seconds of rollouts are spent on whose agents run, by session."""
 
     async def run(
         self, key: RolloutKey, task: Task, *, version: Version | None = None
     ) -> Trajectory:
-        """One attempt at a task. Waits for the environment; ended by its deadline and two graces,
-        or by cancellation, which propagates.
+        """Makes one attempt at a task. Waits for the environment. It is ended by the deadline and
+        two graces, or by cancellation, which propagates.
 
         The session is closed whatever happens. An exception of the environment or the gateway, a
-        bad reward or a missed deadline gives a trajectory without reward and with `error` (I10);
-        only what is priced at the whole run, such as a `ConfigError`, is raised. With `version`, so
-        does any token of another: the reward is that of one version, or there is none.
+        bad reward or a missed deadline gives a trajectory without reward and with `error` (I10).
+        Only an error that is priced at the whole run, such as a `ConfigError`, is raised. With
+        `version`, a token of another version gives no reward either: the reward is that of one
+        version, or there is none.
         """
         started = asyncio.get_running_loop().time()
         self._judging.joined(key.group)
@@ -173,22 +175,20 @@ class RolloutRunner:
         record = self._close(key, session, discard=False)
         if version is not None and record.versions - {version}:
             mixed = ", ".join(map(str, sorted(record.versions)))
-            outcome = Outcome(
-                UNSCORED,
-                outcome.error
-                or f"asked of version {version} alone, it was answered by version {mixed}",
-            )
+            why = f"asked of version {version} alone, it was answered by version {mixed}"
+            outcome = Outcome(UNSCORED, outcome.error or why)
         outcome = await self._judged(key, task, outcome, record)
         if len(outcome.result.turns) > record.num_answers:
             outcome = _failure(_too_many_turns(task, outcome.result, record))
-        if unscored := unscored_role(outcome.result, record):
+        unscored = unscored_role(outcome.result, record)
+        if unscored:
             outcome = _failure(_unscored_role(task, unscored))
         return self._finish(key, task, outcome, record=record, started=started)
 
     async def _judged(
         self, key: RolloutKey, task: Task, outcome: Outcome, record: SessionRecord
     ) -> Outcome:
-        """Waits for the others of the group where they are scored together; no session is open any
+        """Waits for the others of the group where they are scored together. No session is open any
         more.
         """
         if outcome.unjudged is None:
@@ -204,8 +204,8 @@ class RolloutRunner:
             raise
 
     async def _outcome(self, task: Task, session: SessionHandle) -> Outcome:
-        """The agent has a task of its own, in no group: what it does to its task it does to itself,
-        and none waits for ever for its end.
+        """Runs the agent on a task of its own, in no group: what the agent does to its task it does
+        to itself, and nothing waits for ever for its end.
         """
         spent = self._time(session.session_id)
         allowance = Allowance(self._rollout_seconds, left=spent.left)
@@ -251,18 +251,16 @@ class RolloutRunner:
         if attempt.cancelled():
             return Outcome(
                 UNSCORED,
-                (
-                    "the environment let a CancelledError of its own escape; catch it where the "
-                    "inner task is awaited"
-                ),
+                "the environment let a CancelledError of its own escape; catch it where the "
+                "inner task is awaited",
             )
         return attempt.result()
 
     async def _outcome_here(
         self, task: Task, session: SessionHandle, allowance: Allowance, spent: RolloutTime
     ) -> Outcome:
-        """An agent that is trusted needs no task of its own. Waits for its end; ended by the
-        allowance.
+        """Runs an agent that is trusted, and therefore needs no task of its own. Waits for its end,
+        or until the allowance is spent.
         """
         try:
             async with allowance:
@@ -273,9 +271,9 @@ class RolloutRunner:
     async def _attempt(self, task: Task, session: SessionHandle) -> Outcome:
         try:
             found = await result_of(await self._agents.run(task, session), task=task)
-            return (
-                Outcome(UNSCORED, unjudged=found) if isinstance(found, Unjudged) else Outcome(found)
-            )
+            if isinstance(found, Unjudged):
+                return Outcome(UNSCORED, unjudged=found)
+            return Outcome(found)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # SystemExit too: it is the agent that exits
@@ -323,45 +321,47 @@ class RolloutRunner:
         roles, rows, lost = scored_roles(result, record) if record else ({}, (), ())
         if lost and self._tracked:
             self._fates.rows_discarded(key, lost, reason=Reason.NO_REWARD)
+        components = {name: value for name, value in result.components.items() if value is not None}
         trajectory = Trajectory(
-            *(key, task.id, task.source, result.reward, rows),
+            key,
+            task.id,
+            task.source,
+            result.reward,
+            rows,
             truncated=record.truncated if record else False,
             room=record.room if record else None,
             error=outcome.error,
             seconds=asyncio.get_running_loop().time() - started,
-            components={
-                name: value for name, value in result.components.items() if value is not None
-            },
+            components=components,
             metrics=shown(result),
             turn_rewards=tuple(result.turns),
             fields=result.fields,
             roles=roles,
         )
-        self._record(
-            RolloutEnded(
-                key=key,
-                source=task.source,
-                reward=trajectory.reward,
-                num_tokens=trajectory.num_trainable
-                + (sum(record.masked.values()) if record else 0),
-                num_versions=num_versions(trajectory.rows),
-                seconds=trajectory.seconds,
-                error=outcome.error,
-                trace=outcome.trace,
-                num_turns=record.num_turns if record else 0,
-                truncated=trajectory.truncated,
-                started=started,
-                times=record.times if record else (),
-                components=trajectory.components,
-                metrics=trajectory.metrics,
-            )
+        num_masked = sum(record.masked.values()) if record else 0
+        ended = RolloutEnded(
+            key=key,
+            source=task.source,
+            reward=trajectory.reward,
+            num_tokens=trajectory.num_trainable + num_masked,
+            num_versions=num_versions(trajectory.rows),
+            seconds=trajectory.seconds,
+            error=outcome.error,
+            trace=outcome.trace,
+            num_turns=record.num_turns if record else 0,
+            truncated=trajectory.truncated,
+            started=started,
+            times=record.times if record else (),
+            components=trajectory.components,
+            metrics=trajectory.metrics,
         )
+        self._record(ended)
         return trajectory
 
 
 MAX_TRACE = 20_000
-"""Characters kept of a traceback: the end, where the error is. One of a library's retries can have
-many times as many.
+"""How many characters of a traceback are kept: the end, where the error is. A traceback of a
+library's retries can have many times as many.
 """
 
 
@@ -376,18 +376,23 @@ def _too_many_turns(task: Task, result: Result, record: SessionRecord) -> BadRew
 def _unscored_role(task: Task, name: str) -> BadReward:
     return BadReward(
         f"scoring task {task.id} of {task.source}: the role {name!r} asked the model, and has no "
-        "reward of its own; return "
-        f'Result(..., roles={{"{name}": ...}}), with None where it cannot be scored.'
+        f'reward of its own; return Result(..., roles={{"{name}": ...}}), with None where it '
+        "cannot be scored."
     )
 
 
 def num_versions(rows: tuple[Row, ...]) -> int:
     """How many versions sampled the generated tokens of these rows."""
-    return len(set[int]().union(*[row.versions[row.generated].tolist() for row in rows]))
+    versions = set[int]()
+    for row in rows:
+        versions.update(row.versions[row.generated].tolist())
+    return len(versions)
 
 
 async def _ended(attempt: asyncio.Task[Outcome]) -> bool:
-    """Cancels it, and again after a grace. Waits for its end, for two graces at most."""
+    """Cancels an attempt, and again after a grace. Waits for its end, for two graces at most.
+    Returns whether it has ended.
+    """
     for _ in range(2):
         attempt.cancel()
         await asyncio.wait([attempt], timeout=GRACE_SECONDS)
@@ -397,90 +402,25 @@ async def _ended(attempt: asyncio.Task[Outcome]) -> bool:
 
 
 def _place(attempt: asyncio.Task[Outcome]) -> str:
-    """Where the environment's own function waits, if it runs in this process."""
-    awaited = attempt.get_coro()
-    while (awaited := getattr(awaited, "cr_await", None)) is not None:
+    """The place at which the environment's own function waits, if it runs in this process."""
+    awaited = getattr(attempt.get_coro(), "cr_await", None)
+    while awaited is not None:
         frame = getattr(awaited, "cr_frame", None)
         if frame is not None and not frame.f_code.co_filename.startswith(OWN):
             return f" at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+        awaited = getattr(awaited, "cr_await", None)
     return ""
 
 
 def _failure(error: BaseException) -> Outcome:
-    """The price of an error: the rollout, unless it says it is the run (then it is raised
-    again).
+    """The outcome of a rollout that an error ended. An error that is priced at the run is raised
+    again.
     """
     if isinstance(error, MidflightError) and error.cost is Cost.RUN:
         raise error
     if isinstance(error, AgentFailed):
-        return Outcome(
-            UNSCORED, without_secrets(str(error)), without_secrets(error.trace or "") or None
-        )
+        trace = without_secrets(error.trace or "") or None
+        return Outcome(UNSCORED, without_secrets(str(error)), trace)
     trace = without_secrets("".join(traceback.format_exception(error)))
-    return Outcome(
-        UNSCORED, without_secrets(f"{type(error).__name__}: {error}"), trace[-MAX_TRACE:]
-    )
-
-
-class Rollouts(Protocol):
-    """What runs one rollout; `RolloutRunner` is one."""
-
-    async def run(self, key: RolloutKey, task: Task) -> Trajectory: ...
-
-
-class Slots(Protocol):
-    """Limits the rollouts in flight, first come first served; `asyncio.Semaphore` is one."""
-
-    async def __aenter__(self) -> object: ...
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> object: ...
-
-
-class GroupRunner:
-    """Runs groups, any number at once, within the shared `slots`."""
-
-    def __init__(
-        self, *, rollouts: Rollouts, slots: Slots, fates: FateSink, group_size: int, retries: int
-    ) -> None:
-        self._rollouts = rollouts
-        self._slots = slots
-        self._fates = fates
-        self._group_size = group_size
-        self._retries = retries
-
-    async def run(self, key: GroupKey, task: Task) -> list[Trajectory]:
-        """One trajectory for each sample, in their order; those that stayed without reward are
-        among them.
-
-        Waits for all of them; ended by cancellation, or by an error priced at the run, which
-        cancels the other samples.
-        """
-        async with asyncio.TaskGroup() as group:
-            keys = [RolloutKey(key, sample) for sample in range(self._group_size)]
-            running = [
-                group.create_task(self._sample(of, task), name=f"rollout {of}") for of in keys
-            ]
-        return [task.result() for task in running]
-
-    async def _sample(self, key: RolloutKey, task: Task) -> Trajectory:
-        """A rollout, tried again at most `retries` times while it has no reward. It keeps its slot:
-        its group is ageing.
-
-        Waits for a slot, freed by another rollout's end. A retry has the same key, hence the same
-        seeds, in a new session: what failed by infrastructure gives its tokens again, and an
-        environment that fails by its own fault fails again, a bounded time.
-        """
-        async with self._slots:
-            trajectory = await self._rollouts.run(key, task)
-            for _ in range(self._retries):
-                if trajectory.reward is not None:
-                    break
-                if trajectory.rows:
-                    self._fates.rows_discarded(key, trajectory.rows, reason=Reason.NO_REWARD)
-                trajectory = await self._rollouts.run(key, task)
-            return trajectory
+    text = without_secrets(f"{type(error).__name__}: {error}")
+    return Outcome(UNSCORED, text, trace[-MAX_TRACE:])

@@ -1,11 +1,13 @@
-"""What the seconds of a rollout went to: its agent's own work, which is limited, and all that it
-waited for. Synchronous.
+"""What the seconds of a rollout are spent on: its agent's own work, which is limited, and
+everything that it waits for. It is synchronous.
 
-    own    = seconds with no request under way, less what its host excuses: no place to run, a busy
-    machine, tools within their limits whole  = all seconds, less those without a place to run and
-    those in which no engine took requests
+    own    = seconds with no request under way, less what its host excuses:
+             no place to run, a busy machine, tools within their limits
+    whole  = all seconds, less those without a place to run
+             and those in which no engine took requests
 
-A rollout is late when `own` has reached `rollout_seconds`, or `whole` the last bound.
+A rollout is late when `own` has reached `rollout_seconds`, or when `whole` has reached the last
+bound.
 """
 
 import asyncio
@@ -18,7 +20,7 @@ from midflight.ports import RequestWatch
 
 
 class HostOfAgents(Protocol):
-    """An `AgentHost`, as far as this needs it."""
+    """The part of an `AgentHost` that is used here."""
 
     def excused(self, session_id: str) -> float: ...
     def tool_seconds(self, session_id: str) -> float: ...
@@ -29,8 +31,8 @@ def unbounded() -> RolloutBound:
 
 
 class RolloutTime:
-    """Of one rollout under way. Its own time grows between two events of the `watch`, or not at
-    all.
+    """The time of one rollout under way. Its own time grows between two events of the `watch`, or
+    not at all.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class RolloutTime:
         delayed: Callable[[], float],
         outage: Callable[[], float],
     ) -> None:
-        """`delayed`: seconds so far in which this process had no processor, where the agent runs
-        here. `outage`: in which no engine took requests."""
+        """`delayed` gives the seconds so far in which this process had no processor, where the
+        agent runs here. `outage` gives those in which no engine took requests.
+        """
         self._session_id = session_id
         self._own_seconds = own_seconds
         self._bound = bound
@@ -54,15 +57,16 @@ class RolloutTime:
         self._delayed = delayed
         self._outage = outage
         self._loop = asyncio.get_running_loop()
-        self.began = self._at = self._loop.time()
+        self.began = self._loop.time()
+        self._at = self.began
         self._own = 0.0
         self._waited = watch.waits
         self._num_restarts = watch.num_restarts
-        """As of the last look."""
+        """The number of restarts at the last look."""
         self._excused = self._now_excused()
         self._outage_before = outage()
         self.on_change: Callable[[], None] | None = None
-        """Called when its own time begins to be spent again."""
+        """It is called when the rollout's own time begins to be spent again."""
         watch.on_change = self._changed
 
     def close(self) -> None:
@@ -81,35 +85,39 @@ class RolloutTime:
         return max(0.0, self._loop.time() - self.began - excused)
 
     def left(self) -> float:
-        """Seconds that must pass before it can be late: infinite while nothing that is limited is
-        spent.
+        """Seconds that must pass before the rollout can be late. They are infinite while nothing
+        that is limited is spent.
         """
         self._advance()
         own = math.inf if self._waited else self._own_seconds - self._own
         bound = self._bound().seconds
-        return own if bound == math.inf else min(own, bound - self.whole)
+        if bound == math.inf:
+            return own
+        return min(own, bound - self.whole)
 
     @property
     def waits(self) -> bool:
-        """A request is under way."""
+        """Whether a request is under way."""
         return self._watch.waits
 
     def why_late(self) -> str:
-        """Which limit it has reached, what counted and what did not, and the remedy."""
+        """Which limit the rollout has reached, what counted and what did not, and the remedy."""
         own = self.own
         requests = self._watch.read()
         tools = self._host.tool_seconds(self._session_id)
         asked = f"{requests.num_requests} request{'' if requests.num_requests == 1 else 's'}"
         if own >= self._own_seconds * (1 - 1e-6):
-            left_out = [f"{requests.seconds:.0f} s of {asked}"] if requests.num_requests else []
-            left_out += [f"{tools:.0f} s of tools"] if tools else []
+            left_out: list[str] = []
+            if requests.num_requests:
+                left_out.append(f"{requests.seconds:.0f} s of {asked}")
+            if tools:
+                left_out.append(f"{tools:.0f} s of tools")
             excused = self._excused - tools
-            left_out += (
-                [f"{excused:.0f} s without a place to run or a processor"] if excused >= 1 else []
-            )
-            counted = f"its agent took {own:.0f} s by itself" + (
-                f" ({', '.join(left_out)} left out)" if left_out else ""
-            )
+            if excused >= 1:
+                left_out.append(f"{excused:.0f} s without a place to run or a processor")
+            counted = f"its agent took {own:.0f} s by itself"
+            if left_out:
+                counted += f" ({', '.join(left_out)} left out)"
             return (
                 f"{counted}, and environment.rollout_seconds is {self._own_seconds:g}; raise "
                 "it, or give the agent a limit of its own"
@@ -127,7 +135,9 @@ class RolloutTime:
             self.on_change()
 
     def _advance(self) -> None:
-        """What was excused while a request was under way is excused already."""
+        """Adds the time since the last look. Time that was excused while a request was under way is
+        not subtracted again.
+        """
         now = self._loop.time()
         excused = self._now_excused()
         if not self._waited:

@@ -1,8 +1,8 @@
-"""Tasks from rows of a user's own: what is asked, what is expected, and which of them are held out.
+"""Tasks from rows of a user's own: their prompts and answers, and which of them are held out.
 
-As with datasets of reasoning-gym a hash of content and seed decides: the contents of lowest hash
-are held out, so the order of the rows does not matter. A row whose content is held out, by this
-source or another one, is in no training.
+As with datasets of reasoning-gym, a hash of content and seed decides. The contents of lowest hash
+are held out, so that the order of the rows does not matter. A row whose content this source or
+another one holds out is not trained on.
 """
 
 import json
@@ -23,15 +23,17 @@ from midflight.errors import ConfigError, nearest
 from midflight.types import Json, Task
 
 Ranks = NDArray[np.uint64]
-"""By row, the hash of its content."""
+"""The hash of the content of each row."""
 
 
 class RowBroken(Exception):
-    """Why no task can be made of a row. Whoever knows where the row is says that too."""
+    """Says why no task can be made of a row. The code that knows where the row is adds its
+    place.
+    """
 
 
 class TaskMaker:
-    """Makes tasks of rows; `RowBroken` names column and option where one cannot be made."""
+    """Makes tasks of rows. `RowBroken` names column and option where a task cannot be made."""
 
     def __init__(self, section: SourceSection, *, name: str, option: str) -> None:
         """`option` is the source's own key, such as `environment.sources.0`."""
@@ -41,8 +43,8 @@ class TaskMaker:
         self._columns = _template_columns(section.prompt, option)
 
     def task(self, row: Columns, *, default_id: str) -> Task:
-        """Its data are all columns, with `question` or `messages` as the prompt, and `answer` where
-        an option names it.
+        """The task of a row. Its data are all columns, with `question` or `messages` as the prompt,
+        and `answer` where an option names it.
         """
         section = self._section
         prompt = self._prompt(row)
@@ -53,18 +55,15 @@ class TaskMaker:
             data["messages"] = self._with_system(prompt)
         if section.answer:
             data["answer"] = self._answer(self._column(row, section.answer, "answer"))
-        return Task(
-            self._id(self._column(row, section.id, "id")) if section.id else default_id,
-            self.name,
-            data,
-        )
+        task_id = default_id
+        if section.id:
+            task_id = self._id(self._column(row, section.id, "id"))
+        return Task(task_id, self.name, data)
 
     def content(self, row: Columns) -> str:
-        """What identifies the row's content."""
-        section = self._section
-        value = (
-            self._column(row, section.content, "content") if section.content else self._prompt(row)
-        )
+        """A text that identifies the row's content."""
+        name = self._section.content
+        value = self._column(row, name, "content") if name else self._prompt(row)
         return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
     def _column(self, row: Columns, name: str, option: str) -> Json:
@@ -108,11 +107,7 @@ class TaskMaker:
         if not isinstance(value, list) or not value:
             raise RowBroken(f"{column} holds {_short(value)}; {wanted}.")
         for number, message in enumerate(value):
-            if (
-                not isinstance(message, dict)
-                or not isinstance(message.get("role"), str)
-                or "content" not in message
-            ):
+            if not _is_message(message):
                 raise RowBroken(
                     f"{column}: message {number} is {_short(message)}; give it a role and a "
                     "content."
@@ -125,9 +120,10 @@ class TaskMaker:
         return value
 
     def _with_system(self, prompt: str | list[Json]) -> list[Json]:
-        messages: list[Json] = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        )
+        if isinstance(prompt, str):
+            messages: list[Json] = [{"role": "user", "content": prompt}]
+        else:
+            messages = prompt
         if not self._section.system:
             return messages
         if _role(messages[0]) == "system":
@@ -142,17 +138,13 @@ class TaskMaker:
     def _answer(self, value: Json) -> str:
         if isinstance(value, str):
             return value
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
-            raise RowBroken(
-                f"column {self._section.answer!r} holds {_short(value)}, and {self._option}.answer "
-                "takes a text or a number; correct the row, or leave the option out and let a "
-                "reward read the column."
-            )
-        return json.dumps(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return json.dumps(value)
+        raise RowBroken(
+            f"column {self._section.answer!r} holds {_short(value)}, and {self._option}.answer "
+            "takes a text or a number; correct the row, or leave the option out and let a "
+            "reward read the column."
+        )
 
     def _id(self, value: Json) -> str:
         if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
@@ -161,6 +153,12 @@ class TaskMaker:
                 "text or a whole number; correct the row."
             )
         return str(value)
+
+
+def _is_message(message: Json) -> bool:
+    if not isinstance(message, dict) or "content" not in message:
+        return False
+    return isinstance(message.get("role"), str)
 
 
 def _role(message: Json) -> Json:
@@ -173,7 +171,7 @@ def _short(value: Json) -> str:
 
 
 def _template_columns(prompt: str, option: str) -> tuple[str, ...] | None:
-    """The columns that a format names; None where the prompt is the name of a column."""
+    """The columns that a format names. None where the prompt is the name of a column."""
     if "{" not in prompt and "}" not in prompt:
         return None
     try:
@@ -194,7 +192,7 @@ def _template_columns(prompt: str, option: str) -> tuple[str, ...] | None:
 
 
 class RowTasks(Sequence[Task]):
-    """The tasks of some rows, by number. Nothing is kept: each is made again of its row.
+    """The tasks of some rows, by number. No task is kept: each is made again from its row.
     `ConfigError` names a broken row by its place.
     """
 
@@ -206,7 +204,9 @@ class RowTasks(Sequence[Task]):
         *,
         prefix: str = "",
     ) -> None:
-        """`numbers` of the rows, rising. `prefix` begins the ids of rows that have none."""
+        """`numbers` are those of the rows, rising. `prefix` begins the ids of rows that have
+        none.
+        """
         self.rows = rows
         self._maker = maker
         self._numbers = numbers
@@ -226,13 +226,13 @@ class RowTasks(Sequence[Task]):
         return self._task(number, self.rows[number])
 
     def __iter__(self) -> Iterator[Task]:
-        """In order, faster than one by one."""
+        """All tasks in order. This is faster than reading them one by one."""
         wanted = np.zeros(len(self.rows), bool)
         wanted[self._numbers] = True
         return (self._task(number, row) for number, row in enumerate(self.rows) if wanted[number])
 
     def place(self, place: int) -> str:
-        """Where the row of a task is."""
+        """The place of a task's row."""
         return self.rows.place(int(self._numbers[place]))
 
     def _task(self, number: int, row: Columns) -> Task:
@@ -247,10 +247,12 @@ class RowTasks(Sequence[Task]):
 
 @dataclass(frozen=True, slots=True)
 class SplitTasks:
+    """The tasks of a source, split into training and held-out ones."""
+
     training: RowTasks
     heldout: RowTasks
     num_left_out: int
-    """Rows that are in neither, because their content is held out already, here or by another
+    """Rows that are on neither side, because their content is held out already, here or by another
     source.
     """
 
@@ -266,11 +268,9 @@ class RowSource:
         self._pattern = pattern_of(section.only)
         self._maker = TaskMaker(section, name=name, option=self._option)
         self._rows = self._open()
-        self._apart = (
-            open_rows(section.heldout, option=f"{self._option}.heldout")
-            if isinstance(section.heldout, Path)
-            else None
-        )
+        self._apart: SourceRows | None = None
+        if isinstance(section.heldout, Path):
+            self._apart = open_rows(section.heldout, option=f"{self._option}.heldout")
         self._ranks = np.zeros(0, np.uint64)
         self._wanted: NDArray[np.bool_] | None = None
         if not len(self._rows):
@@ -291,24 +291,26 @@ class RowSource:
 
     def look(self) -> Ranks:
         """Looks at the contents of all rows, and returns the ranks of those that are held out, each
-        once. Rising.
+        once and in rising order.
         """
         self._ranks, self._wanted = self._ranks_of(self._rows)
         held = self._section.num_heldout
         if self._apart is not None:
-            return np.unique(self._ranks_of(self._apart)[0])
+            ranks, _ = self._ranks_of(self._apart)
+            return np.unique(ranks)
         distinct = np.unique(self._ranks if self._wanted is None else self._ranks[self._wanted])
         number = round(held * len(distinct)) if isinstance(held, float) else cast(int, held)
         if number >= len(distinct):
+            matching = "" if self._pattern is None else " that match only"
             raise ConfigError(
                 f"{self._option}.heldout is {held}, and {self._section.origin} has {len(distinct)} "
-                f"rows of distinct content{'' if self._pattern is None else ' that match only'}: "
-                "none would be left to train on; lower heldout."
+                f"rows of distinct content{matching}: none would be left to train on; lower "
+                "heldout."
             )
         return distinct[:number]
 
     def _ranks_of(self, rows: SourceRows) -> tuple[Ranks, NDArray[np.bool_] | None]:
-        """By row the rank of its content, and whether it matches the pattern."""
+        """The rank of the content of each row, and whether it matches the pattern."""
         ranks = np.empty(len(rows), np.uint64)
         wanted = None if self._pattern is None else np.empty(len(rows), bool)
         for number, row in enumerate(rows):
@@ -322,8 +324,9 @@ class RowSource:
         return ranks, wanted
 
     def split(self, own: Ranks, of_all: Ranks) -> SplitTasks:
-        """Without contents looked at every row is for training. `own` ranks are held out here,
-        `of_all` in no training.
+        """Splits the rows. Contents with the ranks `own` are held out here, and those with the
+        ranks `of_all` are not trained on. If the contents were not looked at, every row is for
+        training.
         """
         size = self._section.size
         if not len(self._ranks):
@@ -338,12 +341,10 @@ class RowSource:
             )
         training = self._tasks(trainable[:size])
         if self._apart is not None:
-            return SplitTasks(
-                training,
-                RowTasks(self._apart, self._maker, range(len(self._apart)), prefix="heldout-"),
-                left_out,
-            )
-        # a content that occurs again is asked once
+            every = range(len(self._apart))
+            heldout = RowTasks(self._apart, self._maker, every, prefix="heldout-")
+            return SplitTasks(training, heldout, left_out)
+        # A content that occurs several times is asked once.
         firsts = np.unique(self._ranks, return_index=True)[1]
         mine = np.sort(firsts[np.isin(self._ranks[firsts], own)]).astype(np.uint32)
         return SplitTasks(training, self._tasks(mine), left_out - len(mine))

@@ -1,6 +1,6 @@
-"""Rows of a user's own: from JSON lines and CSV by where each begins in the file, from Parquet and
-saved datasets mapped into memory, from a function as it gives them. However many there are, a row
-is read when it is asked for.
+"""Rows of a user's own. JSON lines and CSV are found by where each begins in the file, Parquet and
+saved datasets are mapped into memory, and a function gives rows itself. However many rows there
+are, a row is read when it is asked for.
 """
 
 import csv
@@ -22,9 +22,9 @@ Columns = dict[str, Json]
 CHUNK = 16 * 2**20
 """Bytes looked through at a time for the ends of lines."""
 SHOWN = 80
-"""Letters of a broken row that are shown."""
+"""How many letters of a broken row are shown."""
 MAX_ITERATED = 1_000_000
-"""Rows of an iterable, which is kept in memory whole."""
+"""How many rows an iterable may have, which is kept in memory as a whole."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -36,27 +36,25 @@ class SourceRows(Protocol):
     def __getitem__(self, number: int, /) -> Columns: ...
 
     def __iter__(self) -> Iterator[Columns]:
-        """All in order: faster than one by one."""
+        """All rows in order. This is faster than reading them one by one."""
         ...
 
     def place(self, number: int) -> str:
-        """Where the row is, for messages: `tasks.jsonl:17`."""
+        """The place of a row for messages, such as `tasks.jsonl:17`."""
         ...
 
 
 def open_rows(path: Path, *, option: str) -> SourceRows:
     """The rows of a file or folder, by the ending of its name. `ConfigError` says what is wrong
-    with it; nothing is kept open but the file.
+    with it. Only the file is kept open.
     """
     if path.is_dir():
         return DatasetRows(_saved(path, option), str(path))
     if not path.is_file():
-        near = (
-            ", ".join(sorted(other.name for other in path.parent.glob("*") if _known(other)))
-            if path.parent.is_dir()
-            else ""
-        )
-        there = f"; in {path.parent} there is {near}" if near else ""
+        near: list[str] = []
+        if path.parent.is_dir():
+            near = sorted(other.name for other in path.parent.glob("*") if _known(other))
+        there = f"; in {path.parent} there is {', '.join(near)}" if near else ""
         raise ConfigError(
             f"{option} is {str(path)!r}, and there is no such file or folder (the current folder "
             f"is {Path.cwd()}){there}."
@@ -75,18 +73,17 @@ def open_rows(path: Path, *, option: str) -> SourceRows:
 
 
 def _known(path: Path) -> bool:
-    return (
-        path.suffix.lower() in (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
-        or (path / "dataset_info.json").is_file()
-    )
+    if path.suffix.lower() in (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet"):
+        return True
+    return (path / "dataset_info.json").is_file()
 
 
 # --- Lines of a file ------------------------------------------------------------------------------
 
 
 class _FileLines:
-    """The lines of a file by number, with `skip_empty` of those that are not. Two numbers for each
-    are in memory.
+    """The lines of a file by number, with `skip_empty` without the empty ones. Two numbers for each
+    line are in memory.
     """
 
     def __init__(self, path: Path, *, skip_empty: bool) -> None:
@@ -100,33 +97,37 @@ class _FileLines:
         empty = [i for i in np.flatnonzero(lengths <= 2).tolist() if not self.raw(i).strip()]
         self.has_empty = bool(empty) and not skip_empty
         if empty and skip_empty:
-            self._begins, self._ends = np.delete(self._begins, empty), np.delete(self._ends, empty)
+            self._begins = np.delete(self._begins, empty)
+            self._ends = np.delete(self._ends, empty)
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def raw(self, number: int, last: int | None = None) -> bytes:
-        """The bytes of one line, or of it up to the line `last`."""
-        self._file.seek(begin := int(self._begins[number]))
-        read = self._file.read(int(self._ends[number if last is None else last]) - begin)
+        """The bytes of one line, or of the lines from it to the line `last`."""
+        begin = int(self._begins[number])
+        end = int(self._ends[number if last is None else last])
+        self._file.seek(begin)
+        read = self._file.read(end - begin)
         return read.removeprefix(_BOM) if begin == 0 else read
 
     def all(self) -> Iterator[bytes]:
         with self.path.open("rb") as file:
-            yield from (
-                line
-                for line in _without_mark(file)
-                if not self._skip_empty or len(line) > 2 or line.strip()
-            )
+            for line in _without_mark(file):
+                if not self._skip_empty or len(line) > 2 or line.strip():
+                    yield line
 
     def place(self, number: int) -> str:
-        """Counts the lines before it, empty ones too."""
+        """The place of a line in the file, where empty lines count too."""
         left = int(self._begins[number])
         before = 0
         with self.path.open("rb") as file:
-            while left > 0 and (chunk := file.read(min(left, CHUNK))):
-                before = before + chunk.count(b"\n")
-                left = left - len(chunk)
+            while left > 0:
+                chunk = file.read(min(left, CHUNK))
+                if not chunk:
+                    break
+                before += chunk.count(b"\n")
+                left -= len(chunk)
         return f"{self.path}:{before + 1}"
 
 
@@ -137,9 +138,7 @@ def _without_mark(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _line_ends(file: BinaryIO) -> tuple[NDArray[np.int64], bool]:
-    """Where each line ends, its newline included, and whether any of them holds a quotation
-    mark.
-    """
+    """The end of each line, including its newline, and whether any line holds a quotation mark."""
     found: list[NDArray[np.int64]] = []
     at = 0
     quoted = False
@@ -147,15 +146,16 @@ def _line_ends(file: BinaryIO) -> tuple[NDArray[np.int64], bool]:
     while chunk := file.read(CHUNK):
         found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + (at + 1))
         quoted = quoted or b'"' in chunk
-        at = at + len(chunk)
+        at += len(chunk)
         last = chunk[-1:]
     if last != b"\n":
         found.append(np.array([at], np.int64))
-    return (np.concatenate(found) if found else np.zeros(0, np.int64)), quoted
+    ends = np.concatenate(found) if found else np.zeros(0, np.int64)
+    return ends, quoted
 
 
 class JsonLines:
-    """An object a line."""
+    """A file with a JSON object on each line."""
 
     def __init__(self, path: Path) -> None:
         self._lines = _FileLines(path, skip_empty=True)
@@ -192,8 +192,8 @@ class JsonLines:
 
 
 class CsvRows:
-    """A header, then records; every value is a text. A record may go over several lines, where
-    these are in quotation marks.
+    """A file with a header, then records. Every value is a text. A record may take several lines
+    where these are in quotation marks.
     """
 
     def __init__(self, path: Path, *, separator: str) -> None:
@@ -216,7 +216,7 @@ class CsvRows:
             )
 
     def _records(self) -> NDArray[np.int64]:
-        """First and last line of each record, the header too. Shape [records, 2]."""
+        """First and last line of each record, including the header. Shape [records, 2]."""
         reader = self._reader(self._lines.all())
         spans: list[tuple[int, int]] = []
         before = 0
@@ -253,14 +253,14 @@ class CsvRows:
 
     def __iter__(self) -> Iterator[Columns]:
         records = (record for record in self._reader(self._lines.all()) if record)
-        return (
-            self._row(fields, number)
-            for number, fields in enumerate(records, start=-1)
-            if number >= 0
-        )
+        next(records, None)  # the header
+        for number, fields in enumerate(records):
+            yield self._row(fields, number)
 
     def _fields(self, number: int) -> list[str]:
-        return next(self._reader(self._lines.raw(*self._span(number)).splitlines(keepends=True)))
+        first, last = self._span(number)
+        lines = self._lines.raw(first, last).splitlines(keepends=True)
+        return next(self._reader(lines))
 
     def _span(self, number: int) -> tuple[int, int]:
         """First and last line of a record; -1 is the header."""
@@ -285,7 +285,7 @@ class CsvRows:
 
 
 class DatasetRows:
-    """A `datasets.Dataset`, whose columns lie in files that are mapped into memory."""
+    """A `datasets.Dataset`, whose columns are in files that are mapped into memory."""
 
     def __init__(self, dataset: Any, origin: str) -> None:
         self._dataset = dataset.with_format(None)
@@ -312,7 +312,7 @@ def _saved(path: Path, option: str) -> Any:
     datasets = _library(f"{option} is a folder, {str(path)!r}")
     try:
         found = datasets.load_from_disk(str(path))
-    except Exception as error:  # another library's: it may fail in any way
+    except Exception as error:  # another library may fail in any way
         raise ConfigError(
             f"{option} is {str(path)!r}, which datasets.load_from_disk cannot read: {error}; save "
             "it again."
@@ -326,7 +326,9 @@ def _saved(path: Path, option: str) -> Any:
 
 
 def _parquet(path: Path, option: str) -> Any:
-    """Written once, uncompressed, into the cache of `datasets`, and mapped from there."""
+    """A Parquet file. It is written once, uncompressed, into the cache of `datasets`, and mapped
+    from there.
+    """
     datasets = _library(f"{option} is a Parquet file, {str(path)!r}")
     datasets.disable_progress_bars()
     try:
@@ -353,7 +355,9 @@ def _library(said: str) -> Any:
 
 
 class GivenRows:
-    """A list, or whatever has a length and gives rows by number, such as a torch `Dataset`."""
+    """A list, or another object that has a length and gives rows by number, such as a torch
+    `Dataset`.
+    """
 
     def __init__(self, given: Sequence[object], origin: str) -> None:
         self._given = given
@@ -373,8 +377,8 @@ class GivenRows:
 
 
 def rows_of_entry(entry: str, arguments: Mapping[str, Json], *, option: str) -> SourceRows:
-    """What the function at `module:function` returns, or what stands there if it is no function.
-    `ConfigError` where these are no rows.
+    """The rows that the function at `module:function` returns, or the object there if it is no
+    function. `ConfigError` where these are no rows.
     """
     found = load_entry(entry, option=option, such_as="my_tasks:rows")
     if callable(found) and not hasattr(found, "__getitem__"):
@@ -394,20 +398,12 @@ def rows_of_entry(entry: str, arguments: Mapping[str, Json], *, option: str) -> 
 
 
 def _given(found: Any, entry: str, option: str) -> SourceRows:
-    # a datasets.Dataset
-    if (
-        hasattr(found, "with_format")
-        and hasattr(found, "column_names")
-        and hasattr(found, "__getitem__")
-    ):
+    if _has(found, "with_format", "column_names", "__getitem__"):  # a datasets.Dataset
         return DatasetRows(found, entry)
-    if (
-        hasattr(found, "__len__")
-        and hasattr(found, "__getitem__")
-        and not isinstance(found, str | bytes | Mapping)
-    ):
+    is_text_or_dict = isinstance(found, str | bytes | Mapping)
+    if _has(found, "__len__", "__getitem__") and not is_text_or_dict:
         return GivenRows(found, entry)
-    if not isinstance(found, Iterable) or isinstance(found, str | bytes | Mapping):
+    if not isinstance(found, Iterable) or is_text_or_dict:
         raise ConfigError(
             f"{option}: {entry} returned {type(found).__name__}, expected an iterable of dicts, or "
             "a Dataset of datasets or torch."
@@ -422,9 +418,13 @@ def _given(found: Any, entry: str, option: str) -> SourceRows:
     return GivenRows(kept, entry)
 
 
+def _has(found: object, *names: str) -> bool:
+    return all(hasattr(found, name) for name in names)
+
+
 def plain(row: object, place: str) -> Columns:
-    """A row as JSON has it: numbers of NumPy and torch become Python's, dates texts. `ConfigError`
-    names the column that has no such form.
+    """A row as JSON has it: numbers of NumPy and torch become Python's, and dates become texts.
+    `ConfigError` names the column that has no such form.
     """
     if not isinstance(row, Mapping):
         raise ConfigError(
@@ -446,7 +446,7 @@ def plain(row: object, place: str) -> Columns:
 
 
 def _number(value: Any) -> object:
-    """Of NumPy and torch: a number, or lists of them."""
+    """A number of NumPy or torch as Python's, or an array of them as lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise NotImplementedError(f"{type(value).__name__} has no form in JSON")

@@ -1,5 +1,5 @@
-"""The plainest environment (one question, one reply, right or wrong), and what others are written
-with too.
+"""The plainest environment: one question, one reply, right or wrong. Its pieces are for others,
+too.
 
 As `environment.entry` it runs in the rollout process, where it blocks nothing, and asks the gateway
 itself, without HTTP.
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 
 def exact_match(reply: str, answer: str) -> float:
-    """1.0 if the reply is the answer, but for white space around either; else 0.0."""
+    """1.0 if the reply is the answer, apart from white space around either, and 0.0 otherwise."""
     return float(reply.strip() == answer.strip())
 
 
 def text_field(task: Task, name: str) -> str:
-    """A field that must be there and hold text; `TaskFieldMissing` names the field, the task and
-    what the task has.
+    """A field that must be there and hold text. `TaskFieldMissing` names the field, the task and
+    the fields that the task has.
     """
     return task.text(name)
 
 
 async def answer(task: Task, client: AsyncOpenAI) -> float:
-    """Asks the task's prompt and compares the reply with `answer`. Waits for the reply; ended by
-    its caller.
+    """Asks the task's prompt and compares the reply with `answer`. Waits for the reply, or until
+    its caller cancels it.
     """
     messages = task.messages
     expected = task.text("answer")
@@ -61,8 +61,8 @@ class AnswersHere:
         )
 
     async def run(self, task: Task, session: SessionHandle) -> float:
-        """Waits for the reply, and a little before each further try, where the gateway is busy;
-        ended by its caller.
+        """Waits for the reply, and a little before each further try where the gateway is busy, or
+        until its caller cancels it.
         """
         messages = task.messages
         expected = task.text("answer")

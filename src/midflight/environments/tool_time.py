@@ -1,15 +1,15 @@
-"""How long an agent ran tools that have limits of their own. Synchronous."""
+"""How long an agent ran tools that have limits of their own. It is synchronous."""
 
 import asyncio
 from typing import Final
 
 UNLIMITED: Final = 1e9
-"""For tools that wait in a queue: JSON has no infinity."""
+"""The limit of tools that wait in a queue: JSON has no infinity."""
 
 
 class ToolTime:
-    """Of one rollout. A time under way counts up to its limit: past that the tool's limit has
-    failed, and the time is the agent's own.
+    """The time in tools of one rollout. A time under way counts up to its limit. Past that, the
+    tool's limit has failed, and the time is the agent's own.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class ToolTime:
         self._limit = 0.0
 
     def begin(self, limit: float) -> None:
-        """For so many seconds at most. One time under way ends with the next."""
+        """Begins a time of `limit` seconds at most. It ends a time that is under way."""
         self.end()
         self._since = asyncio.get_running_loop().time()
         self._limit = limit

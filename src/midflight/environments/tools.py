@@ -1,5 +1,5 @@
-"""Tools: functions that the model may call. Their schemas come from signature and docstring; errors
-and deadlines become messages.
+"""Tools: functions that the model may call. Their schemas come from signature and docstring. Errors
+and missed deadlines become messages.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ from midflight.errors import ConfigError, EnvironmentFailed, nearest
 from midflight.types import Json
 
 MAX_HUNG = 64
-"""Calls in threads that outlived their deadline and still run: each holds memory, or spins. With
+"""How many calls in threads may still run after their deadline: each holds memory, or spins. With
 more, rollouts fail and say so.
 """
 SHAPE = (
     "a tool is `def name(a: int, b: str = '') -> str` with a type for each parameter, async "
-    "or "
-    "plain"
+    "or plain"
 )
 
 
 class ToolMissed(Exception):
-    """A call that gave no answer; the message is what the model is told."""
+    """A call that gave no answer. The model is told the message."""
 
 
 class ToolSource(Protocol):
@@ -50,7 +49,7 @@ class ToolSource(Protocol):
     schema: Mapping[str, Json]
 
     async def call(self, arguments: Mapping[str, Json]) -> object:
-        """Waits for the answer. `ToolMissed`, or whatever the tool raises, becomes the answer; an
+        """Waits for the answer. `ToolMissed`, or whatever the tool raises, becomes the answer. An
         `EnvironmentFailed` fails the rollout.
         """
         ...
@@ -70,8 +69,8 @@ class CallableTool:
     def of(
         cls, function: Callable[..., object], *, where: str, skip_self: bool = False
     ) -> CallableTool:
-        """`ConfigError` names file, line and function of one without types. `skip_self`: a method
-        that is not bound yet.
+        """The tool of a function. `ConfigError` names file, line and function where types are
+        missing. With `skip_self` the function is a method that is not bound yet.
         """
         name = getattr(function, "__name__", type(function).__name__)
         place = place_of(function)
@@ -91,20 +90,19 @@ class CallableTool:
         return cls(name, {"type": "function", "function": schema}, function, adapter, place)
 
     def bound_to(self, instance: object) -> CallableTool:
-        """Of an environment's own object."""
-        return CallableTool(
-            self.name, self.schema, getattr(instance, self.name), self.arguments, self.place
-        )
+        """The same tool as a method of an environment's own object."""
+        method = getattr(instance, self.name)
+        return CallableTool(self.name, self.schema, method, self.arguments, self.place)
 
     async def call(self, arguments: Mapping[str, Json]) -> object:
         try:
             given = self.arguments.validate_json(json.dumps(arguments))
         except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, each['loc'])) or 'arguments'}: {each['msg']}"
-                for each in error.errors()
-            )
-            raise ToolMissed(f"{self.name} was called wrongly: {problems}") from None
+            problems: list[str] = []
+            for problem in error.errors():
+                place = ".".join(map(str, problem["loc"])) or "arguments"
+                problems.append(f"{place}: {problem['msg']}")
+            raise ToolMissed(f"{self.name} was called wrongly: {'; '.join(problems)}") from None
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**given)
         found = await _threads.run(lambda: self.function(**given), self.place)
@@ -112,21 +110,21 @@ class CallableTool:
 
 
 class _Threads:
-    """Calls of plain functions. One that outlives its deadline cannot be ended: it is counted until
-    it ends by itself.
+    """Calls plain functions in threads. A call that outlives its deadline cannot be ended: it is
+    counted until it ends by itself.
     """
 
     def __init__(self) -> None:
         self._hung: dict[object, str] = {}
 
     async def run(self, work: Callable[[], object], place: str) -> object:
-        """Waits for a thread; ended by it, or by cancellation, after which nobody hears of it any
-        more.
+        """Waits for a thread until it ends, or until cancellation, after which its result is
+        ignored.
         """
         if len(self._hung) >= MAX_HUNG:
+            places = ", ".join(sorted(set(self._hung.values())))
             raise EnvironmentFailed(
-                f"calling a tool: {MAX_HUNG} calls of "
-                f"{', '.join(sorted(set(self._hung.values())))} still run though their deadlines "
+                f"calling a tool: {MAX_HUNG} calls of {places} still run though their deadlines "
                 "are over; let them end by themselves, or write them as `async def`."
             )
         mark = object()
@@ -152,16 +150,18 @@ _threads = _Threads()
 
 
 def _arguments(function: Callable[..., object], said: str, *, skip_self: bool) -> TypeAdapter[Any]:
-    """What checks the arguments of a call and makes them of the types that the function names."""
+    """Checks the arguments of a call, and converts them to the types that the function names."""
     try:
         types = get_type_hints(function, include_extras=True)
     except NameError as error:
         raise ConfigError(f"{said} has a type that cannot be found: {error}; {SHAPE}.") from None
-    told = {
-        parameter.arg_name: parameter.description or "" for parameter in _described(function).params
-    }
+    described = _described(function).params
+    descriptions = {parameter.arg_name: parameter.description for parameter in described}
+    parameters = list(inspect.signature(function).parameters.values())
+    if skip_self:
+        parameters = parameters[1:]
     fields: dict[str, Any] = {}
-    for parameter in [*inspect.signature(function).parameters.values()][skip_self:]:
+    for parameter in parameters:
         if parameter.kind in (
             parameter.VAR_POSITIONAL,
             parameter.VAR_KEYWORD,
@@ -176,12 +176,12 @@ def _arguments(function: Callable[..., object], said: str, *, skip_self: bool) -
                 f"or whatever it is: {SHAPE}."
             )
         kind = types[parameter.name]
-        kind = (
-            Annotated[kind, Field(description=told[parameter.name])]
-            if told.get(parameter.name)
-            else kind
-        )
-        fields[parameter.name] = kind if parameter.default is parameter.empty else NotRequired[kind]
+        description = descriptions.get(parameter.name)
+        if description:
+            kind = Annotated[kind, Field(description=description)]
+        if parameter.default is not parameter.empty:
+            kind = NotRequired[kind]
+        fields[parameter.name] = kind
     make: Any = TypedDict  # its fields are known only now
     shape = make("Arguments", fields)
     shape.__pydantic_config__ = ConfigDict(extra="forbid")
@@ -200,7 +200,7 @@ class _Docs:
 
 
 def _described(function: Callable[..., object]) -> _Docs:
-    """What its docstring says, in Google's or NumPy's style or in neither."""
+    """The docstring of a function, in Google's or NumPy's style or in neither."""
     text = inspect.getdoc(function) or ""
     try:
         found: Docstring = parse(text)
@@ -215,27 +215,27 @@ def _line(error: BaseException) -> str:
 
 
 def _plain(schema: Any) -> Any:
-    """Without titles, which pydantic makes of names and which tell a model nothing."""
+    """A schema without titles, which pydantic makes from names and which tell a model nothing."""
     if isinstance(schema, list):
         return [_plain(each) for each in cast("list[Any]", schema)]
     if not isinstance(schema, dict):
         return schema
-    found = cast("dict[str, Any]", schema)
-    named = ("properties", "$defs")
-    kept = {
-        key: value for key, value in found.items() if key != "title" or not isinstance(value, str)
-    }
-    return {
-        key: {name: _plain(each) for name, each in value.items()}
-        if key in named and isinstance(value, dict)
-        else _plain(value)
-        for key, value in kept.items()
-    }
+    plain: dict[str, Any] = {}
+    for key, value in cast("dict[str, Any]", schema).items():
+        if key == "title" and isinstance(value, str):
+            continue
+        if key in ("properties", "$defs") and isinstance(value, dict):
+            # Here the keys are names, and a name may be "title".
+            named = cast("dict[str, Any]", value)
+            plain[key] = {name: _plain(each) for name, each in named.items()}
+        else:
+            plain[key] = _plain(value)
+    return plain
 
 
 def load_tools(entries: Sequence[str]) -> list[CallableTool | type]:
-    """Functions as tools, and classes with state as they are. `ConfigError` says what is wrong and
-    where.
+    """The functions as tools, and the classes with state as they are. `ConfigError` says what is
+    wrong and where.
     """
     found: list[CallableTool | type] = []
     for entry in entries:
@@ -256,15 +256,22 @@ def load_tools(entries: Sequence[str]) -> list[CallableTool | type]:
 
 @dataclass(slots=True)
 class Tally:
-    """Of one tool, or of all, in one rollout."""
+    """The calls of one tool, or of all, in one rollout."""
 
     calls: int = 0
     failures: int = 0
     seconds: float = 0.0
 
+    def metrics(self, name: str) -> dict[str, float]:
+        return {
+            f"{name}/calls": float(self.calls),
+            f"{name}/failures": float(self.failures),
+            f"{name}/seconds": float(self.seconds),
+        }
+
 
 class Toolbox:
-    """The tools of one rollout, and what became of their calls."""
+    """The tools of one rollout, with counts of their calls."""
 
     def __init__(
         self,
@@ -274,8 +281,9 @@ class Toolbox:
         slots: asyncio.Semaphore,
         one_by_one: bool,
     ) -> None:
-        """`seconds`: of each call, the wait for a slot not counted. `one_by_one`: those of one
-        answer run in their order, because they share a state."""
+        """`seconds` bound each call, without its wait for a slot. With `one_by_one` the calls of
+        one answer run in their order, because they share a state.
+        """
         self._tools = {tool.name: tool for tool in tools}
         self._seconds = seconds
         self._slots = slots
@@ -296,22 +304,18 @@ class Toolbox:
         return await together([self._answer(call) for call in calls])
 
     def metrics(self) -> dict[str, float]:
-        every = self._tallies
-        total = Tally(
-            *(
-                sum(getattr(tally, name) for tally in every.values())
-                for name in ("calls", "failures", "seconds")
-            )
-        )
-        total.calls = total.calls + self._unknown
-        total.failures = total.failures + self._unknown
-        named = {"tools": total, **{f"tools/{name}": tally for name, tally in every.items()}}
-        found = {
-            f"{name}/{key}": float(getattr(tally, key))
-            for name, tally in named.items()
-            for key in ("calls", "failures", "seconds")
-        }
-        return {**found, "tools/unknown": float(self._unknown)}
+        total = Tally()
+        for tally in self._tallies.values():
+            total.calls += tally.calls
+            total.failures += tally.failures
+            total.seconds += tally.seconds
+        total.calls += self._unknown
+        total.failures += self._unknown
+        found = total.metrics("tools")
+        for name, tally in self._tallies.items():
+            found |= tally.metrics(f"tools/{name}")
+        found["tools/unknown"] = float(self._unknown)
+        return found
 
     async def _answer(self, call: Mapping[str, Any]) -> dict[str, Json]:
         function = cast("Mapping[str, Any]", call.get("function") or {})
@@ -324,10 +328,8 @@ class Toolbox:
         tool = self._tools.get(name)
         if tool is None:
             self._unknown += 1
-            return {
-                **answer,
-                "content": f"error: there is no tool {name!r}.{nearest(name, self._tools)}",
-            }
+            answer["content"] = f"error: there is no tool {name!r}.{nearest(name, self._tools)}"
+            return answer
         tally = self._tallies[name]
         tally.calls += 1
         async with self._slots:
@@ -339,7 +341,8 @@ class Toolbox:
                 content = f"error: {missed}"
             finally:
                 tally.seconds += asyncio.get_running_loop().time() - began
-        return {**answer, "content": content}
+        answer["content"] = content
+        return answer
 
     async def _called(self, tool: ToolSource, written: str) -> str:
         """The answer as text. `ToolMissed` says what the model is told instead."""
@@ -364,7 +367,7 @@ class Toolbox:
 
 
 def as_text(answer: object) -> str:
-    """What the model reads: a text as it is, all else as JSON where that can be."""
+    """The answer that the model reads: a text as it is, everything else as JSON where possible."""
     if isinstance(answer, str):
         return answer
     try:

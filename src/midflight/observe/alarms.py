@@ -8,16 +8,17 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from midflight.observe.failures import Failures, most_common, own_frames, shortened
-from midflight.observe.status import is_incomplete, number
+from midflight.observe.readable import number
+from midflight.observe.status import is_incomplete
 from midflight.observe.teaching import LearningOptions, TeachingAlarms
 from midflight.types import Kind, Reason, facts
 
 REPEAT_SECONDS = 600.0
-"""Before the same is said again: what comes and goes must not fill a log."""
+"""Seconds before an alarm is repeated: a cause that comes and goes must not fill a log."""
 WINDOW = 64
 MIN_FAILED = 8
 FAILED_SHARE = 0.1
-"""Of the last 64 tries of rollouts, a tenth and 8 at least must have failed: one bad answer of a
+"""A tenth of the last 64 tries of rollouts, and at least 8, must have failed: one bad answer of a
 tool is no alarm.
 """
 EQUAL_STEPS = 3
@@ -27,9 +28,8 @@ no alarm.
 
 WHY_DROPPED = {
     Reason.NO_REWARD: (
-        "none of its rollouts had both a reward and an answer of the model; mend "
-        "the "
-        "environment or what it depends on"
+        "none of its rollouts had both a reward and an answer of the model; mend the environment "
+        "or what it depends on"
     ),
     Reason.TOO_FEW: (
         "too few of its rollouts could be scored; mend the environment, or lower "
@@ -52,14 +52,14 @@ USE_THE_CLIENT = (
     "with the base_url and api_key of that one: AsyncOpenAI(base_url=client.base_url, "
     "api_key=client.api_key)."
 )
-"""For an agent that asks another model than ours."""
+"""The advice where an agent asks another model than ours."""
 
 TOO_FAR = (
     "What it trains on is not what its policy would say: lower rollout.max_staleness or "
     "trainer.learning_rate, and look at mismatch/mean, which is of engine and trainer alone. "
     "trainer.on_alarm says what becomes of such a step."
 )
-"""For readings of the trainer that are out of their bounds."""
+"""The advice where readings of the trainer are out of their bounds."""
 
 _log = logging.getLogger(__name__)
 
@@ -78,8 +78,10 @@ class Alarms:
         learning: LearningOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`log`: where people find this process's log. `step_rollouts`: of one step; none where
-        training needs no differing rewards. `learning`: of a run that trains."""
+        """`log` is where people find this process's log. `step_rollouts` counts the rollouts of one
+        step; it is None where training needs no differing rewards. `learning` is given by a run
+        that trains.
+        """
         self._record = record
         self._log = log
         self._clock = clock
@@ -107,33 +109,25 @@ class Alarms:
             case facts.Stepped():
                 self._stepped(fact)
             case facts.Quarantined(engine=engine, error=error):
-                if self._say(
-                    "engine_lost",
-                    f"{engine} gets no more requests: {shortened(error)}",
-                    about=engine,
-                ):
+                text = f"{engine} gets no more requests: {shortened(error)}"
+                if self._say("engine_lost", text, about=engine):
                     self._lost.add(engine)
             case facts.Rejoined(engine=engine, version=version) if engine in self._lost:
                 self._lost.discard(engine)
-                self._record(
-                    facts.Alarmed(
-                        "engine_back", f"{engine} gets requests again, at version {version}"
-                    )
-                )
+                text = f"{engine} gets requests again, at version {version}"
+                self._record(facts.Alarmed("engine_back", text))
             case _:
                 pass
 
     def _stepped(self, step: facts.Stepped) -> None:
-        """One cause is said once: of the first steps it is their size."""
+        """Raises one alarm for one cause: for the first steps that is their size."""
         is_too_large = self._teaching is not None and self._teaching.stepped(step)
         if step.alarms and not is_too_large:
-            self._say(
-                "off_policy",
-                f"the step to version {step.version}: {'; '.join(step.alarms)}. {TOO_FAR}",
-            )
+            readings = "; ".join(step.alarms)
+            self._say("off_policy", f"the step to version {step.version}: {readings}. {TOO_FAR}")
 
     def _say(self, name: str, text: str, *, about: str = "") -> bool:
-        """Not again for a while: whether it was said."""
+        """Raises an alarm, unless the same was raised a short while ago. Returns whether it did."""
         now = self._clock()
         if now - self._said.get(name + about, -REPEAT_SECONDS) < REPEAT_SECONDS:
             return False
@@ -167,20 +161,14 @@ class Alarms:
             )
             self._say(
                 "failures",
-                (
-                    f"{seen}. They are in no mean and no gradient; mend the environment, or what "
-                    "it depends on."
-                ),
+                f"{seen}. They are in no mean and no gradient; mend the environment, or what "
+                "it depends on.",
             )
 
     def _first(self, name: str, rollout: facts.RolloutEnded) -> None:
-        """Once for each class, of which there are not many."""
-        lines = [
-            (
-                f"a rollout of {rollout.source} got no reward, the first by "
-                f"{shortened(rollout.error or 'a reward of None')}"
-            )
-        ]
+        """Raises the alarm on the first failure of a class, of which there are not many."""
+        error = shortened(rollout.error or "a reward of None")
+        lines = [f"a rollout of {rollout.source} got no reward, the first by {error}"]
         if rollout.trace is not None:
             _log.warning(
                 "the first %s of a rollout (%s of %s):\n%s",
@@ -197,10 +185,8 @@ class Alarms:
         if rollout.num_turns == 0:
             self._say(
                 "no_model_call",
-                (
-                    f"a rollout of {rollout.source} was scored {number(rollout.reward)} without an "
-                    f"answer of the model, so there is nothing to train on. {USE_THE_CLIENT}"
-                ),
+                f"a rollout of {rollout.source} was scored {number(rollout.reward)} without an "
+                f"answer of the model, so there is nothing to train on. {USE_THE_CLIENT}",
             )
         if rollout.key.kind is not Kind.TRAINING:
             return
@@ -217,11 +203,12 @@ class Alarms:
 
     def _evaluated(self, score: facts.Evaluated) -> None:
         total = score.num_tasks + score.num_failed
+        error = shortened(score.error or "a reward of None")
         self._say(
             "evaluation_incomplete",
             f"the held-out score of {score.source} at version {score.version} is "
             f"{number(score.mean_reward)} over {score.num_tasks} of {total} tasks; "
-            f"{score.num_failed} failed ({shortened(score.error or 'a reward of None')}). Do not "
+            f"{score.num_failed} failed ({error}). Do not "
             "compare it with other scores.",
             about=score.source,
         )

@@ -3,19 +3,21 @@ won by nonsense.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice, zip_longest
+from itertools import islice, zip_longest
 
 import numpy as np
 
-from midflight.observe.status import number
-from midflight.types import Batch, Trajectory, Version, facts
+from midflight.observe.readable import number
+from midflight.types import Batch, Group, Trajectory, Version, facts
 
 MAX_LETTERS = 600
-"""Of a prompt, and of what was written: whole answers can have a hundred thousand."""
+"""Letters shown of a prompt and of an answer: a whole answer can have a hundred thousand."""
 
 
 class Completions:
-    """Watches batches and steps, and tells rollouts of every `every`-th step; with 0 of none."""
+    """Watches batches and steps, and tells rollouts of every `every`-th step. With 0 it tells
+    none.
+    """
 
     def __init__(
         self,
@@ -25,56 +27,57 @@ class Completions:
         every: int,
         number: int,
     ) -> None:
-        """`number` of rollouts are told. `decode` makes token ids text."""
+        """`number` is how many rollouts of a step it tells. `decode` makes text of token ids."""
         self._tell = tell
         self._decode = decode
         self._every = every
         self._number = number
         self._batches: dict[Version, Batch] = {}
-        """By the version that the step on it makes; at most one is ahead of the step."""
+        """Batches by the version that the step on them makes. At most one is ahead of the step."""
 
     def apply(self, fact: facts.Fact) -> None:
         match fact:
-            case facts.Leased(batch=batch) if (
-                self._every and (batch.train_version + 1) % self._every == 0
-            ):
-                self._batches = {
-                    version: kept
-                    for version, kept in self._batches.items()
-                    if version > batch.train_version - 2
-                }
-                self._batches[batch.train_version + 1] = batch
-            case facts.Stepped(version=version) if (
-                batch := self._batches.pop(version, None)
-            ) is not None:
-                self._tell(
-                    facts.CompletionsShown(
-                        version, tuple(map(self._shown, islice(_in_turn(batch), self._number)))
-                    )
-                )
+            case facts.Leased(batch=batch):
+                self._leased(batch)
+            case facts.Stepped(version=version):
+                self._stepped(version)
             case _:
                 pass
 
-    def _shown(self, trajectory: Trajectory) -> facts.Shown:
-        return shown_of(trajectory, self._decode)
+    def _leased(self, batch: Batch) -> None:
+        made = batch.train_version + 1
+        if not self._every or made % self._every != 0:
+            return
+        oldest = batch.train_version - 1
+        self._batches = {
+            version: kept for version, kept in self._batches.items() if version >= oldest
+        }
+        self._batches[made] = batch
+
+    def _stepped(self, version: Version) -> None:
+        batch = self._batches.pop(version, None)
+        if batch is None:
+            return
+        chosen = islice(_in_turn(batch), self._number)
+        shown = tuple(shown_of(trajectory, self._decode) for trajectory in chosen)
+        self._tell(facts.CompletionsShown(version, shown))
 
 
 def shown_of(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> facts.Shown:
-    """Its longest row, cut where the model began to write; of a role where its own client asked
-    nothing.
+    """The longest row of a rollout, cut where the model began to write. A row of a role is taken
+    only where the rollout's own client asked nothing.
     """
     row = max(trajectory.rows, key=lambda row: (not row.role, len(row.token_ids)))
     begin = int(np.argmax(row.generated))
-    prompt, completion = (
-        decode(ids.tolist()) for ids in (row.token_ids[:begin], row.token_ids[begin:])
-    )
+    prompt = decode(row.token_ids[:begin].tolist())
+    completion = decode(row.token_ids[begin:].tolist())
     return facts.Shown(
         trajectory.source, trajectory.task_id, trajectory.reward, cut(prompt), cut(completion)
     )
 
 
 class LastRollout:
-    """The last rollout that can be shown. Only asked for it is made text."""
+    """The last rollout that can be shown. It is decoded only when it is asked for."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -94,55 +97,56 @@ class LastRollout:
 
 def _in_turn(batch: Batch) -> Iterator[Trajectory]:
     """The first of each group, then the second of each."""
-    with_rows = (
-        [trajectory for trajectory in group.trajectories if trajectory.rows]
-        for group in batch.groups
-    )
-    return (
-        trajectory
-        for trajectory in chain.from_iterable(zip_longest(*with_rows))
-        if trajectory is not None
-    )
+    for in_place in zip_longest(*[_with_rows(group) for group in batch.groups]):
+        for trajectory in in_place:
+            if trajectory is not None:
+                yield trajectory
+
+
+def _with_rows(group: Group) -> list[Trajectory]:
+    return [trajectory for trajectory in group.trajectories if trajectory.rows]
 
 
 def cut(text: str) -> str:
-    """In the middle, where it is long."""
+    """A long text without its middle."""
+    if len(text) <= MAX_LETTERS:
+        return text
     half = MAX_LETTERS // 2
-    return text if len(text) <= MAX_LETTERS else f"{text[:half]} [...] {text[-half:]}"
+    return f"{text[:half]} [...] {text[-half:]}"
 
 
 def in_words(completions: facts.CompletionsShown) -> str:
-    """For a terminal."""
+    """The text that a terminal shows."""
     lines = [f"version {completions.version} was trained on:"]
     for shown in completions.rollouts:
-        lines += [
-            f"  {shown.source}, task {shown.task_id}, reward {number(shown.reward)}",
-            indented(shown.prompt, "    > "),
-        ]
-        lines += [indented(shown.completion, "    < ")]
+        lines.append(f"  {shown.source}, task {shown.task_id}, reward {number(shown.reward)}")
+        lines.append(indented(shown.prompt, "    > "))
+        lines.append(indented(shown.completion, "    < "))
     return "\n".join(lines)
 
 
 def indented(text: str, mark: str) -> str:
-    """Each line behind a mark."""
+    """The text with a mark before each line."""
     return "\n".join(mark + line for line in visible(text).splitlines() or [""])
 
 
 def visible(text: str) -> str:
-    """For a terminal, which what a model writes must not steer: signs that cannot be printed are
-    dots. Lines stay.
+    """The text as a terminal may print it: a model must not steer the terminal by what it writes.
+    Characters that cannot be printed become dots, tabs become blanks, and lines stay.
     """
-    return "".join(
-        sign if sign.isprintable() or sign == "\n" else " " if sign == "\t" else "·"
-        for sign in text
-    )
+    return "".join(map(_visible_sign, text))
+
+
+def _visible_sign(sign: str) -> str:
+    if sign.isprintable() or sign == "\n":
+        return sign
+    return " " if sign == "\t" else "·"
 
 
 def in_a_line(sample: facts.Shown) -> str:
-    """For a log: the end of the prompt, and how the answer begins."""
-    prompt, completion = (
-        " ".join(visible(text).split()) for text in (sample.prompt[-60:], sample.completion[:120])
-    )
+    """The line of a log: the end of the prompt and the beginning of the answer."""
+    prompt = " ".join(visible(sample.prompt[-60:]).split())
+    completion = " ".join(visible(sample.completion[:120]).split())
     return (
         f"{sample.source}, task {sample.task_id}, reward {number(sample.reward)}: {prompt} → "
         f"{completion}"

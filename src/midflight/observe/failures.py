@@ -1,5 +1,5 @@
-"""Why rollouts failed: the class of an error, how often each was seen, and what of a traceback is
-the user's own code.
+"""Why rollouts failed: the class of an error, how often each was seen, and the frames of a
+traceback that are the user's own code.
 """
 
 import re
@@ -8,8 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 MAX_CLASSES = 16
-"""Classes told apart. Code that makes up a class for each failure would else fill logs and
-metrics.
+"""How many classes are told apart. Code that makes up a class for each failure would fill logs and
+metrics without this bound.
 """
 OTHER = "other"
 NO_REWARD = "no reward"
@@ -42,9 +42,14 @@ def failure_class(error: str | None) -> str:
 
 def most_common(counts: Counter[str], most: int = 4) -> str:
     """`30 ZeroDivisionError, 2 RolloutTimeout`."""
-    shown = [f"{count} {name}" for name, count in counts.most_common(most)]
-    left = counts.total() - sum(count for _, count in counts.most_common(most))
-    return ", ".join([*shown, *([f"{left} more"] if left else [])])
+    left = counts.total()
+    shown: list[str] = []
+    for name, count in counts.most_common(most):
+        shown.append(f"{count} {name}")
+        left -= count
+    if left:
+        shown.append(f"{left} more")
+    return ", ".join(shown)
 
 
 MAX_FRAMES = 3
@@ -58,15 +63,18 @@ _STANDARD = sysconfig.get_path("stdlib")
 
 
 def own_frames(trace: str) -> list[str]:
-    """The last places of a formatted traceback in the user's own files, `score.py:12 in score:
-    return 1 / 0`. Without one: the last place.
+    """The last places of a formatted traceback in the user's own files, such as `score.py:12 in
+    score: return 1 / 0`. Where no frame is the user's, it is the last place of all.
     """
-    places = [_place(found) for found in _FRAME.finditer(trace) if _is_users(found["file"])]
-    return places[-MAX_FRAMES:] or [_place(found) for found in _FRAME.finditer(trace)][-1:]
+    frames = list(_FRAME.finditer(trace))
+    users = [frame for frame in frames if _is_users(frame["file"])]
+    return [_place(frame) for frame in users[-MAX_FRAMES:] or frames[-1:]]
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith((_OURS, _STANDARD)) and not any(part in file for part in _PACKAGES)
+    if file.startswith((_OURS, _STANDARD)):
+        return False
+    return not any(part in file for part in _PACKAGES)
 
 
 def _place(found: re.Match[str]) -> str:

@@ -1,5 +1,5 @@
-"""What there is to learn from: how long rollouts are and what of them is trained, how many were cut
-short, how far rewards of a group differ.
+"""What a run has to learn from: how long rollouts are and how much of them is trained, how many
+were cut short, and how far the rewards of a group differ.
 """
 
 import math
@@ -22,24 +22,23 @@ class Histogram(msgspec.Struct, frozen=True):
 
 
 def histogram(values: Sequence[float]) -> Histogram:
-    """At least one value, in bins of one width from the smallest to the largest: as many as there
-    are whole numbers between, at most `MAX_BINS`.
+    """Counts values, of which there is at least one, in bins of equal width from the smallest to
+    the largest. There are `MAX_BINS` bins, or fewer where whole numbers do not need as many.
 
-    Where all are alike there is one bin, half to each side of them.
+    Where all values are alike there is one bin, half to each side of them.
     """
     low = min(values)
     high = max(values)
     if low == high:
         return Histogram((low - 0.5, high + 0.5), (len(values),))
-    bins = (
-        min(MAX_BINS, int(high - low) + 1)
-        if all(float(value).is_integer() for value in values)
-        else MAX_BINS
-    )
+    bins = MAX_BINS
+    if all(float(value).is_integer() for value in values):
+        bins = min(MAX_BINS, int(high - low) + 1)
     counts = [0] * bins
     for value in values:
         counts[min(int((value - low) / (high - low) * bins), bins - 1)] += 1
-    return Histogram(tuple(low + (high - low) * i / bins for i in range(bins + 1)), tuple(counts))
+    edges = tuple(low + (high - low) * i / bins for i in range(bins + 1))
+    return Histogram(edges, tuple(counts))
 
 
 LEARNED_FROM = (
@@ -49,12 +48,12 @@ LEARNED_FROM = (
     facts.Leased,
     facts.TaskDrawn,
 )
-"""The facts that say something of this. An engine's steps, hundreds a second, do not."""
+"""The facts that `Learning` counts. An engine's steps, hundreds a second, are not among them."""
 
 
 class Learning:
-    """Of the training rollouts with a reward, and of their groups: the last `window` of each, or
-    all.
+    """Keeps the last `window` training rollouts with a reward, and as many of their groups, or all
+    of them.
     """
 
     def __init__(self, window: int | None = None) -> None:
@@ -69,25 +68,24 @@ class Learning:
             case facts.RolloutEnded() if fact.key.kind is Kind.TRAINING and fact.reward is not None:
                 self._rollouts.append(fact)
             case facts.GroupFinished(group=group) if len(group.trajectories) > 1:
-                self._spreads.append(
-                    deviation([t.reward for t in group.trajectories if t.reward is not None])
-                )
-            # it never waited for a step
+                rewards = [t.reward for t in group.trajectories if t.reward is not None]
+                self._spreads.append(deviation(rewards))
             case facts.GroupClosed(reason=Reason.ZERO_SPREAD, alike=alike):
+                # Such a group never waited for a step, so that it was not in a `GroupFinished`.
                 self._spreads.append(0.0)
-                self._refilled.extend([] if alike is None else [f"refilled/{alike}"])
+                if alike is not None:
+                    self._refilled.append(f"refilled/{alike}")
             case facts.TaskDrawn():
                 self._drawn.append(fact)
             case facts.Leased(batch=batch):
-                self._trained.extend(
-                    t.num_trainable for group in batch.groups for t in group.trajectories if t.rows
-                )
+                for group in batch.groups:
+                    self._trained.extend(t.num_trainable for t in group.trajectories if t.rows)
             case _:
                 pass
 
     def histograms(self) -> dict[str, Histogram]:
-        """Rewards, and tokens of rollouts: generated, those of rollouts cut short, trained. What
-        there was none of is left out.
+        """The histograms of the rewards and of the tokens of rollouts: generated, of rollouts that
+        were cut short, and trained. One without values is left out.
         """
         lengths = [rollout.num_tokens for rollout in self._rollouts]
         cut = [rollout.num_tokens for rollout in self._rollouts if rollout.truncated]
@@ -115,23 +113,24 @@ class Learning:
         )
 
     def _curriculum(self) -> dict[str, float]:
-        """`refilled/...`: groups whose rewards were all alike, and `drawn/...`: tasks begun, both
-        counts; `pool/...` and `pass_rate` of the last.
+        """`refilled/...` counts groups whose rewards were all alike, `drawn/...` tasks that were
+        begun. `pool/...` and `pass_rate` are those of the last task that was drawn.
         """
-        found = Counter([*self._refilled, *(f"drawn/{drawn.pool}" for drawn in self._drawn)])
-        last = self._drawn[-1] if self._drawn else None
-        sizes = (
-            {}
-            if last is None
-            else {f"pool/{pool}": float(size) for pool, size in last.sizes.items()}
-        )
-        rate = {} if last is None or last.pass_rate is None else {"pass_rate": last.pass_rate}
-        return {name: float(number) for name, number in sorted(found.items())} | sizes | rate
+        counts = Counter(self._refilled)
+        counts.update(f"drawn/{drawn.pool}" for drawn in self._drawn)
+        found = {name: float(number) for name, number in sorted(counts.items())}
+        if self._drawn:
+            last = self._drawn[-1]
+            for pool, size in last.sizes.items():
+                found[f"pool/{pool}"] = float(size)
+            if last.pass_rate is not None:
+                found["pass_rate"] = last.pass_rate
+        return found
 
 
 def deviation(numbers: Sequence[float]) -> float:
-    """The standard deviation, over n - 1, of at least two numbers; exactly 0 where they are all
-    alike.
+    """The standard deviation, over n - 1, of at least two numbers. It is exactly 0 where they are
+    all alike.
     """
     if min(numbers) == max(numbers):
         return 0.0
@@ -139,22 +138,22 @@ def deviation(numbers: Sequence[float]) -> float:
     return math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1))
 
 
-def _lengths(rollouts: Iterable[facts.RolloutEnded]) -> dict[str, float]:
-    tokens = [(rollout.num_tokens, rollout.truncated) for rollout in rollouts]
-    every = [length for length, _ in tokens]
-    ended = [length for length, truncated in tokens if not truncated]
-    found = {"min": float(min(every)), "max": float(max(every))} if every else {}
+def _lengths(rollouts: Sequence[facts.RolloutEnded]) -> dict[str, float]:
+    every = [rollout.num_tokens for rollout in rollouts]
+    ended = [rollout.num_tokens for rollout in rollouts if not rollout.truncated]
+    found: dict[str, float] = {}
+    if every:
+        found["min"] = float(min(every))
+        found["max"] = float(max(every))
     if ended:
-        found |= {
-            "terminated_mean": sum(ended) / len(ended),
-            "terminated_min": float(min(ended)),
-            "terminated_max": float(max(ended)),
-        }
+        found["terminated_mean"] = sum(ended) / len(ended)
+        found["terminated_min"] = float(min(ended))
+        found["terminated_max"] = float(max(ended))
     return found
 
 
 def _means(said: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Of each name, over those that have it."""
+    """The mean of each name's values, over those that have it."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for each in said:
         for name, value in each.items():

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 import msgspec
 
 PROCESS_VARIABLE = "MIDFLIGHT_JSON_LOG"
-"""In the environment of a process whose log is to be JSON: its name."""
+"""The environment variable that makes the log of a process JSON. Its value names the process."""
 
 
 def json_line(
@@ -30,18 +30,17 @@ def json_line(
     trace: str = "",
     numbers: Mapping[str, object] | None = None,
 ) -> str:
-    """Without its end. What has no value is left out."""
-    record = {
+    """The line without its end. What has no value is left out."""
+    record: dict[str, object] = {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "level": level,
         "process": process,
         "logger": logger,
+        "message": message,
+        "trace": trace,
     }
-    kept = {
-        key: value
-        for key, value in {**record, "message": message, "trace": trace, **(numbers or {})}.items()
-        if value not in ("", None)
-    }
+    record.update(numbers or {})
+    kept = {key: value for key, value in record.items() if value not in ("", None)}
     return msgspec.json.encode(kept).decode()
 
 
@@ -53,11 +52,9 @@ class JsonRecords(logging.Handler):
         self._process = process
 
     def emit(self, record: logging.LogRecord) -> None:
-        trace = (
-            ""
-            if record.exc_info is None or record.exc_info[1] is None
-            else "".join(traceback.format_exception(record.exc_info[1]))
-        )
+        trace = ""
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            trace = "".join(traceback.format_exception(record.exc_info[1]))
         told = json_line(
             self._process,
             record.getMessage(),
@@ -69,7 +66,7 @@ class JsonRecords(logging.Handler):
 
 
 class PrintedLines(io.TextIOBase):
-    """Stands for standard output and standard error: each line that is printed is a record."""
+    """Replaces standard output or standard error: each line that is printed becomes a record."""
 
     encoding = "utf-8"  # type: ignore[assignment]
 
@@ -96,28 +93,33 @@ class PrintedLines(io.TextIOBase):
 
 
 def as_asked() -> None:
-    """For a child at its start: from now on its log is JSON, if the launcher wants it so."""
-    if process := os.environ.get(PROCESS_VARIABLE):
-        logging.getLogger().addHandler(JsonRecords(process))
-        sys.stdout = PrintedLines(process, level="info")
-        sys.stderr = PrintedLines(process, level="error")
-        sys.excepthook = lambda kind, error, trace: log_failure(error)
-        threading.excepthook = lambda found: (
-            None if found.exc_value is None else log_failure(found.exc_value)
-        )
+    """Makes the log of this process JSON from now on, if the launcher asked for that. A child calls
+    it at its start.
+    """
+    process = os.environ.get(PROCESS_VARIABLE)
+    if not process:
+        return
+    logging.getLogger().addHandler(JsonRecords(process))
+    sys.stdout = PrintedLines(process, level="info")
+    sys.stderr = PrintedLines(process, level="error")
+    sys.excepthook = lambda kind, error, trace: log_failure(error)
+    threading.excepthook = _log_failure_of_thread
+
+
+def _log_failure_of_thread(failed: threading.ExceptHookArgs) -> None:
+    if failed.exc_value is not None:
+        log_failure(failed.exc_value)
 
 
 def log_failure(error: BaseException) -> None:
-    """The traceback of a part's end, as text or as one record. `OSError` where the disk is full."""
-    if process := os.environ.get(PROCESS_VARIABLE):
-        trace = "".join(traceback.format_exception(error))
-        os.write(
-            2,
-            json_line(
-                process, f"{type(error).__name__}: {error}", level="error", trace=trace
-            ).encode()
-            + b"\n",
-        )
-    else:
+    """Writes the traceback of the error that ended a part, as text or as one record. `OSError`
+    where the disk is full.
+    """
+    process = os.environ.get(PROCESS_VARIABLE)
+    if not process:
         traceback.print_exception(error)
         sys.stderr.flush()
+        return
+    trace = "".join(traceback.format_exception(error))
+    line = json_line(process, f"{type(error).__name__}: {error}", level="error", trace=trace)
+    os.write(2, line.encode() + b"\n")

@@ -1,5 +1,5 @@
-"""On what a run is made: versions, system, processors, memory and devices, written into its folder
-when it starts. Imports no torch.
+"""The machine that a run is made on: versions, system, processors, memory and devices. A run writes
+them into its folder when it starts. This module imports no torch.
 """
 
 import json
@@ -8,38 +8,37 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-from midflight.observe.status import size
+from midflight.observe.readable import size
 from midflight.version import described
 
 MACHINE = "machine.json"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "openai")
-"""Those whose version may change what a run does."""
+"""Packages whose version may change what a run does."""
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _PROCESSORS = Path("/proc/cpuinfo")
 
 
 def machine() -> dict[str, str]:
-    """By name, in the order in which it is shown; what is not known is left out. No name of host or
-    user is in it.
+    """The description of this machine by name, in the order in which it is shown. What is not known
+    is left out. It has no name of a host or a user.
     """
-    found = {
+    found: dict[str, str | None] = {
         "midflight": described(),
         "python": platform.python_version(),
-        **{name: version for name in PACKAGES if (version := package_version(name)) is not None},
-        "system": platform.platform(terse=True),
-        "processors": (
-            f"{os.cpu_count() or 1} x {_line(_PROCESSORS, 'model name') or platform.machine()}"
-        ),
-        "memory": size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
-        "devices": ", ".join(
-            filter(None, (_line(path, "Model") for path in sorted(_GPUS.glob("*/information"))))
-        ),
     }
+    for name in PACKAGES:
+        found[name] = package_version(name)
+    processor = _line(_PROCESSORS, "model name") or platform.machine()
+    devices = [_line(path, "Model") for path in sorted(_GPUS.glob("*/information"))]
+    found["system"] = platform.platform(terse=True)
+    found["processors"] = f"{os.cpu_count() or 1} x {processor}"
+    found["memory"] = size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    found["devices"] = ", ".join(filter(None, devices))
     return {name: value for name, value in found.items() if value}
 
 
 def processors_of(folder: Path) -> int | None:
-    """How many the machine of the run in this folder had; None where it does not say."""
+    """How many processors the machine of the run in this folder had; None where it is not known."""
     try:
         said = json.loads((folder / MACHINE).read_bytes())["processors"]
         return int(said.partition(" x ")[0])
@@ -48,7 +47,7 @@ def processors_of(folder: Path) -> int | None:
 
 
 def package_version(name: str) -> str | None:
-    """Of an installed package."""
+    """The version of a package; None where it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

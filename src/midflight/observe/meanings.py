@@ -1,5 +1,5 @@
-"""What every number of a run means: the one place that says it. `python -m
-midflight.observe.reference docs/metrics.md` makes the page of it.
+"""The meaning of every number of a run, in the one place that defines it. `python -m
+midflight.observe.reference docs/metrics.md` makes the page from it.
 """
 
 import re
@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 
 class Meaning(NamedTuple):
-    """A number by its name for dashboards. In the name `<...>` stands for what a run calls by its
-    own names.
+    """A number by its name for dashboards. In the name, `<...>` stands for a name that the run
+    itself chose.
     """
 
     name: str
     formula: str
     unit: str = ""
     healthy: str = ""
-    """In a run that learns, in a few words; empty where it depends on the task."""
+    """Its value in a run that learns, in a few words; empty where it depends on the task."""
 
 
 _SHARE = "share, 0 to 1"
@@ -385,22 +385,20 @@ MEANINGS = (
         "at most 5 % of the tasks",
     ),
 )
-"""Those of a family that stand by themselves come before it."""
+"""A name without a placeholder comes before the family that would match it too."""
 
 
 def meaning_of(name: str) -> Meaning | None:
-    """Of a name that a run gave; none where it is not ours."""
+    """The meaning of a name that a run gave; None where it is not ours."""
     return next((meaning for meaning, pattern in _PATTERNS if pattern.fullmatch(name)), None)
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    """The last placeholder of a name may have blanks and slashes in it, earlier ones none."""
-    parts = re.split(r"<\w+>", name)
-    return re.compile(
-        "[^/]+".join(re.escape(part) for part in parts[:-1])
-        + (".+" if len(parts) > 1 else "")
-        + re.escape(parts[-1])
-    )
+    """The last placeholder of a name may stand for blanks and slashes, earlier ones may not."""
+    parts = [re.escape(part) for part in re.split(r"<\w+>", name)]
+    if len(parts) == 1:
+        return re.compile(parts[0])
+    return re.compile("[^/]+".join(parts[:-1]) + ".+" + parts[-1])
 
 
 _PATTERNS = [
@@ -522,7 +520,7 @@ STEP_KEYS = (
         ),
     ),
 )
-"""Of a line of kind `step`."""
+"""The keys of a line of kind `step`."""
 
 EVALUATION_KEYS = (
     (
@@ -559,7 +557,7 @@ EVALUATION_KEYS = (
         ),
     ),
 )
-"""Of a line of kind `evaluation`."""
+"""The keys of a line of kind `evaluation`."""
 
 ALARMS = (
     (
@@ -641,7 +639,7 @@ ALARMS = (
         "An engine, or the server that it speaks for, does not serve requests, or does again.",
     ),
 )
-"""The alarms, and when each is said."""
+"""The alarms, and when each is raised."""
 
 SUMMARY_KEYS = (
     (
@@ -751,7 +749,7 @@ SUMMARY_KEYS = (
         ),
     ),
 )
-"""Of the summary."""
+"""The keys of `summary.json`."""
 
 METRICS = (
     (
@@ -912,4 +910,4 @@ METRICS = (
         "Resident memory of the run's processes; pages that they share count in each.",
     ),
 )
-"""Of `/metrics`: names, labels, and what is counted."""
+"""The metrics of `/metrics`: names, labels and meanings."""

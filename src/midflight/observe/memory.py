@@ -1,8 +1,8 @@
-"""Peak memory of a run: proportional set sizes of a process and all its descendants, so that shared
-pages count once.
+"""The peak memory of a run: proportional set sizes of a process and all its descendants, so that
+shared pages count once.
 
-Linux only; where /proc is missing the peak is that of the kernel's own accounting, which counts
-shared pages in each process.
+This works on Linux only. Where /proc is missing, the peak comes from the kernel's own accounting,
+which counts shared pages in each process.
 """
 
 import resource
@@ -11,45 +11,45 @@ from pathlib import Path
 
 PROC = Path("/proc")
 GROWN = 1.01
-"""A peak that is missed by so little is none."""
+"""A resident size that has grown by less than this factor does not count as a new peak."""
 QUIET = 60
-"""Samples without growth after which the kernel is asked all the same: fewer pages may be shared
-than were.
+"""After this many samples without growth the kernel is asked all the same: fewer pages may be
+shared than before.
 """
 
 
 class PeakMemory:
-    """Call `sample` every so often; the peak between two samples is missed.
+    """The peak over all calls of `sample`; a peak between two calls is missed.
 
-    The kernel walks all pages of a process for its proportional size: 30 ms a gigabyte, in which
-    the process gets no new ones. So it is asked only when the resident size, which costs nothing,
-    has grown since it was asked last, and once in `QUIET` samples.
+    To find the proportional size of a process, the kernel walks all its pages: 30 ms a gigabyte, in
+    which the process gets no new pages. It is therefore asked only when the resident size, which
+    costs nothing, has grown since it was asked last, and once in `QUIET` samples.
     """
 
     def __init__(
         self, pid: int, *, elsewhere: Callable[[], int] = lambda: 0, proc: Path = PROC
     ) -> None:
-        """`elsewhere`: bytes of what belongs to it and is not below `pid` here, but on other
-        machines for instance.
+        """`elsewhere` gives the bytes of processes that belong to the run and are not descendants
+        of `pid`, for instance because they run on other machines.
         """
         self._pid = pid
         self._elsewhere = elsewhere
         self._proc = proc
-        self._peak = self._found = 0
+        self._peak = 0
+        self._found = 0
         self._resident = 0
-        """The largest at which the kernel was asked."""
+        """The largest resident size at which the kernel was asked."""
         self._num_quiet = 0
 
     def sample(self) -> float:
-        """Megabytes (2**20 bytes) of the process tree when it was asked last, which is now if there
-        may be a new peak.
+        """The size of the process tree in megabytes (2**20 bytes) when the kernel was asked last,
+        which is now if there may be a new peak.
         """
         if self._may_be_peak():
-            self._found = (
-                tree_bytes(self._pid, proc=self._proc)
-                if self._proc.is_dir()
-                else _accounted_bytes()
-            )
+            if self._proc.is_dir():
+                self._found = tree_bytes(self._pid, proc=self._proc)
+            else:
+                self._found = _accounted_bytes()
         now = self._found + self._elsewhere()
         self._peak = max(self._peak, now)
         return now / 2**20
@@ -59,14 +59,10 @@ class PeakMemory:
         return self._peak / 2**20
 
     def _may_be_peak(self) -> bool:
-        resident = (
-            sum(
-                resident_bytes(member, proc=self._proc)
-                for member in descendants(self._pid, proc=self._proc)
-            )
-            if self._proc.is_dir()
-            else 0
-        )
+        resident = 0
+        if self._proc.is_dir():
+            for member in descendants(self._pid, proc=self._proc):
+                resident += resident_bytes(member, proc=self._proc)
         self._num_quiet += 1
         if 0 < resident <= GROWN * self._resident and self._num_quiet < QUIET:
             return False
@@ -81,7 +77,7 @@ def tree_bytes(pid: int, *, proc: Path = PROC) -> int:
 
 
 def descendants(pid: int, *, proc: Path = PROC) -> list[int]:
-    """The process and all below it, as they are at this moment."""
+    """The process and its descendants, as they are at this moment."""
     children: dict[int, list[int]] = {}
     for folder in proc.iterdir():
         parent = _parent(folder) if folder.name.isdigit() else None
@@ -94,7 +90,7 @@ def descendants(pid: int, *, proc: Path = PROC) -> list[int]:
 
 
 def process_bytes(pid: int, *, proc: Path = PROC) -> int:
-    """PSS of one process, its RSS where the kernel doesn't give PSS, 0 when it is gone."""
+    """The PSS of one process, its RSS where the kernel doesn't give the PSS, 0 when it is gone."""
     for name, field in (("smaps_rollup", "Pss:"), ("status", "VmRSS:")):
         try:
             lines = (proc / str(pid) / name).read_text().splitlines()
@@ -107,7 +103,9 @@ def process_bytes(pid: int, *, proc: Path = PROC) -> int:
 
 
 def resident_bytes(pid: int, *, proc: Path = PROC) -> int:
-    """Pages that a process has in memory, also those that others have too; 0 when it is gone."""
+    """The bytes of a process that are in memory, including pages that it shares with others. 0 when
+    it is gone.
+    """
     try:
         return int((proc / str(pid) / "statm").read_text().split()[1]) * resource.getpagesize()
     except (OSError, IndexError):
@@ -115,28 +113,30 @@ def resident_bytes(pid: int, *, proc: Path = PROC) -> int:
 
 
 def resident(pid: int, *, proc: Path = PROC) -> dict[tuple[str, str], int]:
-    """Resident bytes of a launcher and of its children, by kind and pid. Cheap: shared pages count
-    in each, and nothing is walked.
+    """Resident bytes of a launcher and of its children, by kind and pid. This is cheap: shared
+    pages count in each process, and the kernel walks nothing.
 
-    The kind is the word after the module of a child's command line, such as `trainer`; empty where
-    /proc is not there.
+    The kind is the word after the module of a child's command line, such as `trainer`. The result
+    is empty where /proc is missing.
     """
+    kinds: dict[str, str] = {}
+    sizes: dict[str, int] = {}
     try:
         children = (proc / str(pid) / "task" / str(pid) / "children").read_text().split()
-        kinds = {
-            child: _kind((proc / child / "cmdline").read_bytes().split(b"\0")) for child in children
-        } | {str(pid): "launcher"}
-        sizes = {
-            child: int((proc / child / "statm").read_text().split()[1]) * resource.getpagesize()
-            for child in kinds
-        }
+        for child in children:
+            command = (proc / child / "cmdline").read_bytes().split(b"\0")
+            kinds[child] = _kind(command)
+        kinds[str(pid)] = "launcher"
+        for child in kinds:
+            pages = int((proc / child / "statm").read_text().split()[1])
+            sizes[child] = pages * resource.getpagesize()
     except (OSError, IndexError):  # one of them ended meanwhile
         return {}
     return {(kind, child): sizes[child] for child, kind in kinds.items() if kind}
 
 
 def _kind(command: list[bytes]) -> str:
-    """Empty where it is none of a run's processes."""
+    """The kind of a process by its command line; empty where it is no process of a run."""
     if b"midflight.run.launcher.child" in command[:-1]:
         return command[command.index(b"midflight.run.launcher.child") + 1].decode()
     return "trackers" if b"midflight.trackers.process" in command else ""

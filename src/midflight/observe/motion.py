@@ -1,9 +1,9 @@
-"""Whether a process moves: whoever waits for it goes on waiting as long as it does, however slow or
-busy the machine is.
+"""Tells whether a process moves. What waits for a process goes on waiting as long as it moves,
+however slow or busy the machine is.
 
-A process moves when it, or what is below it, takes processor time, reads or writes, waits for a
-processor that others have, or says something. One that does none of this for long hangs. Where
-there is no /proc every process counts as moving.
+A process moves when it or one of its descendants takes processor time, reads or writes, waits for a
+processor that others have, or says something. A process that does none of this for long hangs.
+Where there is no /proc every process counts as moving.
 """
 
 import os
@@ -16,45 +16,51 @@ from pathlib import Path
 from midflight.observe.memory import PROC, descendants
 
 COMPUTES_SHARE = 0.01
-"""Of a core: a process that uses less computes nothing. Threads that only look around take less."""
+"""Share of a core. A process that uses less computes nothing: threads that only look around take
+less.
+"""
 BYTES_A_SECOND = 16 * 1024
-"""A process that reads and writes less only says that it is there, as by its beats."""
+"""A process that reads and writes less than this only shows that it is there, by heartbeats for
+instance.
+"""
 BLIND_SECONDS = 5.0
-"""Between two looks: after more, this process stood itself, and the time says nothing of the
-other.
+"""After a longer time between two looks, this process itself stood still, and the time says nothing
+about the other process.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessWork:
-    """What a process and all below it have done since they began, and whether one of them is ready
-    to run.
+    """What a process and its descendants have done since they began, and whether one of them is
+    ready to run.
     """
 
     cpu_seconds: float
     num_bytes: int
-    """They read and wrote, pages that were read in when they were touched included."""
+    """Bytes that they read and wrote, including pages that were read in when they were touched."""
     is_runnable: bool = False
 
 
 def work_of(pid: int, *, proc: Path = PROC) -> ProcessWork | None:
-    """None where there is no /proc."""
+    """The work of a process and its descendants; None where there is no /proc."""
     if not proc.is_dir():
         return None
-    found = [
-        work
-        for member in descendants(pid, proc=proc)
-        if (work := _own_work(proc / str(member))) is not None
-    ]
-    return ProcessWork(
-        sum(work.cpu_seconds for work in found),
-        sum(work.num_bytes for work in found),
-        any(work.is_runnable for work in found),
-    )
+    cpu_seconds = 0.0
+    num_bytes = 0
+    is_runnable = False
+    for member in descendants(pid, proc=proc):
+        work = _own_work(proc / str(member))
+        if work is not None:
+            cpu_seconds += work.cpu_seconds
+            num_bytes += work.num_bytes
+            is_runnable = is_runnable or work.is_runnable
+    return ProcessWork(cpu_seconds, num_bytes, is_runnable)
 
 
 def _own_work(folder: Path) -> ProcessWork | None:
-    """Of one process and of those below it that have ended; None when it has ended itself."""
+    """The work of one process and of its descendants that have ended; None when it has ended
+    itself.
+    """
     try:
         # The command's name, in brackets, may itself hold brackets and spaces: the fields start
         # after the last one.
@@ -72,8 +78,8 @@ def _own_work(folder: Path) -> ProcessWork | None:
 
 
 def num_bytes_of(pid: int | str, *, proc: Path = PROC) -> int:
-    """What a process has read and written; `self` is this one. 0 where the kernel does not tell, as
-    of a process of another user.
+    """The bytes that a process has read and written; `self` is this process. 0 where the kernel
+    does not tell, for instance for a process of another user.
     """
     try:
         lines = (proc / str(pid) / "io").read_text().splitlines()
@@ -84,8 +90,8 @@ def num_bytes_of(pid: int | str, *, proc: Path = PROC) -> int:
 
 
 class WorkBelow:
-    """The processor seconds and bytes of this process and all below it so far. It looks at the
-    whole machine, so at most once in `seconds`.
+    """The processor seconds and bytes of this process and its descendants so far. It looks at all
+    processes of the machine, and therefore only once in `seconds`.
     """
 
     def __init__(self, *, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -98,16 +104,17 @@ class WorkBelow:
         now = self._clock()
         if self._looked is None or now - self._looked >= self._seconds:
             self._looked = now
-            if (work := work_of(os.getpid())) is not None:
+            work = work_of(os.getpid())
+            if work is not None:
                 self._found = (work.cpu_seconds, work.num_bytes)
         return self._found
 
 
 class WorkedSince:
-    """Says whether a process, or one below it, has worked since the last call. It is for callers
-    that ask now and then; see `Motion` for others.
+    """Says whether a process or one of its descendants has worked since the last call. It is for
+    callers that ask now and then; for others there is `Motion`.
 
-    The first answer is yes, because nothing is known of the time before.
+    The first answer is yes, because nothing is known about the time before.
     """
 
     def __init__(
@@ -136,17 +143,16 @@ class WorkedSince:
         moved_bytes = work.num_bytes - before.num_bytes
         if computed < 0 or moved_bytes < 0:
             return True  # a part of it has ended
-        is_starved = work.is_runnable and before.is_runnable
-        return (
-            is_starved
-            or computed > max(0.03, COMPUTES_SHARE * waited)
-            or moved_bytes > BYTES_A_SECOND * max(1.0, waited)
-        )
+        if work.is_runnable and before.is_runnable:
+            return True  # it waits for a processor
+        if computed > max(0.03, COMPUTES_SHARE * waited):
+            return True
+        return moved_bytes > BYTES_A_SECOND * max(1.0, waited)
 
 
 class Motion:
-    """Of one process. Synchronous: whoever waits for the process calls `look` about once a
-    second.
+    """Watches whether one process moves. It is synchronous: what waits for the process calls `look`
+    about once a second.
     """
 
     def __init__(
@@ -164,32 +170,35 @@ class Motion:
         self._was_runnable = False
         self._said = ""
         self.what = "takes processor time"
-        """What it did when it moved last."""
+        """What the process did when it moved last."""
 
     @property
     def seconds(self) -> float:
-        """Since this watches it."""
+        """How long it has watched the process."""
         return self._clock() - self.began
 
     def look(self, said: str = "") -> float:
-        """Seconds since it moved last. `said` is the last that it said: another word is motion."""
+        """Seconds since the process moved last. `said` is the last message of the process: a new
+        message is motion.
+        """
         now = self._clock()
         if now - self._looked > BLIND_SECONDS:
             self._moved += now - self._looked
         self._looked = now
-        if (what := self._moves(said, now)) is not None:
+        what = self._moves(said, now)
+        if what is not None:
             self.what = what
             self._moved = now
         return now - self._moved
 
     def _moves(self, said: str, now: float) -> str | None:
-        """What it does, as a verb; None where it does nothing that counts."""
+        """What the process does, as a verb; None where it does nothing that counts."""
         work = self._work(self._pid)
         before = self._before
         if work is None or before is None:
             return "is under way"
         has_spoken = said != self._said
-        # who only looks around is seen so by chance, once
+        # Once is not enough: a process that only looks around is seen runnable by chance.
         is_starved = work.is_runnable and self._was_runnable
         self._said = said
         self._was_runnable = work.is_runnable

@@ -3,26 +3,22 @@ and `eval/`. docs/metrics.md has the list.
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
-from midflight.observe.journal import EvaluationLine, Line, StepLine
+from midflight.observe.lines import EvaluationLine, Line, StepLine
 
 
 def named(line: Line) -> dict[str, float]:
-    """Of a step or of one source in an evaluation; nothing of other lines. What was not measured,
-    or is not finite, is left out.
+    """The numbers of a step, or of one source in an evaluation. Other lines have none. What was not
+    measured, or is not finite, is left out.
     """
     match line:
         case StepLine():
-            found = [*_train(line), *_rollout(line), *_tools(line)]
+            found = chain(_train(line), _rollout(line), _tools(line))
         case EvaluationLine():
-            found = [
-                (f"eval/{line.source}/reward", line.mean_reward),
-                (f"eval/{line.source}/num_tasks", line.num_tasks),
-                (f"eval/{line.source}/num_failed", line.num_failed),
-                *((f"eval/{line.source}/{name}", value) for name, value in (line.at or {}).items()),
-            ]
+            found = _evaluation(line)
         case _:
-            found = []
+            return {}
     return {name: float(value) for name, value in found if value is not None}
 
 
@@ -65,8 +61,16 @@ def _rollout(line: StepLine) -> Pairs:
     )
 
 
+def _evaluation(line: EvaluationLine) -> Pairs:
+    yield f"eval/{line.source}/reward", line.mean_reward
+    yield f"eval/{line.source}/num_tasks", line.num_tasks
+    yield f"eval/{line.source}/num_failed", line.num_failed
+    for name, value in (line.at or {}).items():
+        yield f"eval/{line.source}/{name}", value
+
+
 def _tools(line: StepLine) -> Pairs:
-    """Calls are a rollout's; a frequency of failures is of the calls, and seconds are a call's."""
+    """The frequency of calls is per rollout, that of failures per call; seconds are per call."""
     measured = line.metrics or {}
     for name, calls in measured.items():
         if name.startswith("tools/") and name.endswith("/calls"):

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midflight.errors import ConfigError
-from midflight.observe.journal import EvaluationLine, PastLines, StepLine, read_journal, write_whole
+from midflight.observe.atomic_write import write_whole
+from midflight.observe.history import PastLines, read_journal
+from midflight.observe.lines import EvaluationLine, StepLine
 from midflight.observe.motion import Motion
 
 if TYPE_CHECKING:
@@ -35,41 +37,31 @@ def draw_plot(journal: Path, picture: Path, *, title: str) -> None:
 
 
 def draw_history(history: PastLines, picture: Path, *, title: str) -> None:
-    """As `draw_plot`, of lines that were read before."""
+    """Does what `draw_plot` does, from lines that were read before."""
     with _figure(picture, title=title) as (top, bottom):
         _draw_reward(top, history)
         _draw_staleness(bottom, history.steps)
 
 
 def draw_comparison(runs: Mapping[str, PastLines], picture: Path, *, title: str) -> None:
-    """The same of several runs by their labels: the reward over all sources, held-out marks of each
-    run's first source, and the mean age of trained tokens. Errors as of `draw_plot`.
+    """Compares several runs, given by their labels: the reward over all sources, held-out marks of
+    each run's first source, and the mean age of trained tokens. It raises what `draw_plot` raises.
     """
     with _figure(picture, title=title) as (top, bottom):
         for color, (label, history) in zip(_cycle(len(runs)), runs.items(), strict=True):
-            scored = [(line.step, line.reward) for line in history.steps if line.reward is not None]
+            scored = [line for line in history.steps if line.reward is not None]
+            rewards = [line.reward for line in scored if line.reward is not None]
             top.plot(
-                [s for s, _ in scored],
-                moving_average([r for _, r in scored], MOVING_STEPS),
+                [line.step for line in scored],
+                moving_average(rewards, MOVING_STEPS),
                 color=color,
                 linewidth=2,
                 label=label,
             )
-            _mark_heldout(
-                top,
-                [
-                    line
-                    for line in history.evaluations
-                    if line.source == history.evaluations[0].source
-                ],
-                color,
-            )
-            aged = [
-                (line.step, line.staleness_mean)
-                for line in history.steps
-                if line.staleness_mean is not None
-            ]
-            bottom.plot([s for s, _ in aged], [a for _, a in aged], color=color, linewidth=1.4)
+            _mark_heldout(top, _of_first_source(history.evaluations), color)
+            aged = [line for line in history.steps if line.staleness_mean is not None]
+            ages = [line.staleness_mean for line in aged if line.staleness_mean is not None]
+            bottom.plot([line.step for line in aged], ages, color=color, linewidth=1.4)
         _style(top, "reward")
         top.legend(
             frameon=False, loc="best", title="moving mean; ◆ held out", title_fontsize="small"
@@ -78,9 +70,16 @@ def draw_comparison(runs: Mapping[str, PastLines], picture: Path, *, title: str)
         bottom.set_xlabel("step")
 
 
+def _of_first_source(evaluations: Sequence[EvaluationLine]) -> list[EvaluationLine]:
+    if not evaluations:
+        return []
+    first = evaluations[0].source
+    return [line for line in evaluations if line.source == first]
+
+
 def draw_work(runs: Mapping[str, PastLines], picture: Path, *, title: str) -> None:
-    """Tokens generated and trained per second, and below the length of rollouts, of runs by their
-    labels. Errors as of `draw_plot`.
+    """Draws the tokens that each run generated and trained per second, and below them the length of
+    its rollouts. It raises what `draw_plot` raises.
     """
     with _figure(picture, title=title) as (top, bottom):
         for color, (label, history) in zip(_cycle(len(runs)), runs.items(), strict=True):
@@ -101,14 +100,9 @@ def draw_work(runs: Mapping[str, PastLines], picture: Path, *, title: str) -> No
                 linestyle="--",
                 label=f"{before}trained",
             )
-            long = [
-                (line.step, line.generated_length)
-                for line in history.steps
-                if line.generated_length is not None
-            ]
-            bottom.plot(
-                [s for s, _ in long], [length for _, length in long], color=color, linewidth=1.4
-            )
+            long = [line for line in history.steps if line.generated_length is not None]
+            lengths = [line.generated_length for line in long if line.generated_length is not None]
+            bottom.plot([line.step for line in long], lengths, color=color, linewidth=1.4)
         _style(top, "tokens / s")
         top.set_ylim(bottom=0)
         top.legend(frameon=False, loc="best")
@@ -119,7 +113,7 @@ def draw_work(runs: Mapping[str, PastLines], picture: Path, *, title: str) -> No
 
 @contextmanager
 def _figure(picture: Path, *, title: str) -> Generator[tuple[Axes, Axes]]:
-    """Two pairs of axes, the upper for rewards; afterwards the picture is written, whole."""
+    """Gives two pairs of axes, the upper for rewards. At the end it writes the picture, whole."""
     try:
         import matplotlib
 
@@ -153,77 +147,69 @@ def drawn_by_itself(
     folder: Path, *, title: str, seconds: float, patient: bool = False
 ) -> str | None:
     """Draws a run's `plot.png` in a process of its own, because matplotlib may take long to be
-    imported. Waits for it, for `seconds` at most; where it is `patient`, those alone count in which
-    the process does nothing.
+    imported. Waits for it, for `seconds` at most. Where it is `patient`, only the time counts in
+    which the process does nothing.
 
-    Returns why there is no plot, with the remedy.
+    Returns why there is no plot, with the remedy; None where there is one.
     """
     command = [sys.executable, "-m", "midflight.observe.plot", str(folder), title]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as drawing:
         motion = Motion(drawing.pid)
         try:
-            while (
-                drawing.poll() is None and (motion.look() if patient else motion.seconds) < seconds
-            ):
+            while drawing.poll() is None:
+                waited = motion.look() if patient else motion.seconds
+                if waited >= seconds:
+                    break
                 with suppress(subprocess.TimeoutExpired):
                     drawing.communicate(timeout=min(1.0, seconds))
         except KeyboardInterrupt:
             return "no plot was drawn: interrupted"
         finally:
-            drawing.kill()  # what has ended by itself keeps its status
+            drawing.kill()  # a process that has ended by itself keeps its status
         _, errors = drawing.communicate()
     if drawing.returncode < 0:
         return (
             f"no plot was drawn within {seconds:g} s; draw it with: python -m "
             f"midflight.observe.plot {folder}"
         )
-    return (
-        None
-        if drawing.returncode == 0
-        else f"no plot was drawn: {errors.strip().splitlines()[-1:]}"
-    )
+    if drawing.returncode != 0:
+        return f"no plot was drawn: {errors.strip().splitlines()[-1:]}"
+    return None
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Mean of each value and up to `window - 1` before it."""
-    return [
-        sum(values[max(0, i + 1 - window) : i + 1]) / min(window, i + 1) for i in range(len(values))
-    ]
+    means: list[float] = []
+    for end in range(1, len(values) + 1):
+        recent = values[max(0, end - window) : end]
+        means.append(sum(recent) / len(recent))
+    return means
 
 
 def _draw_reward(axes: Axes, history: PastLines) -> None:
-    sources = list(
-        dict.fromkeys(name for line in history.steps for name in line.reward_by_source or {})
-    )
-    sources += [line.source for line in history.evaluations if line.source not in sources]
-    for color, source in zip(_cycle(len(sources)), dict.fromkeys(sources), strict=False):
-        steps = [line.step for line in history.steps if source in (line.reward_by_source or {})]
-        rewards = [
-            line.reward_by_source[source]
-            for line in history.steps
-            if line.reward_by_source and source in line.reward_by_source
-        ]
+    sources = _sources(history)
+    for color, source in zip(_cycle(len(sources)), sources, strict=True):
+        steps: list[int] = []
+        rewards: list[float] = []
+        for line in history.steps:
+            if line.reward_by_source and source in line.reward_by_source:
+                steps.append(line.step)
+                rewards.append(line.reward_by_source[source])
         axes.plot(steps, rewards, color=color, alpha=0.25, linewidth=0.8)
         axes.plot(
             steps, moving_average(rewards, MOVING_STEPS), color=color, linewidth=2, label=source
         )
         _mark_heldout(axes, [line for line in history.evaluations if line.source == source], color)
-    names = sorted({name for line in history.steps for name in line.components or {}})
+    names = _components(history.steps)
     for name, style in zip(names, cycle((":", "--", "-.")), strict=False):
-        there = [
-            (line.step, line.components[name])
-            for line in history.steps
-            if line.components and name in line.components
-        ]
-        means = moving_average([value for _, value in there], MOVING_STEPS)
-        axes.plot(
-            [step for step, _ in there],
-            means,
-            color=GREY,
-            linestyle=style,
-            linewidth=1.4,
-            label=name,
-        )
+        steps = []
+        values: list[float] = []
+        for line in history.steps:
+            if line.components and name in line.components:
+                steps.append(line.step)
+                values.append(line.components[name])
+        means = moving_average(values, MOVING_STEPS)
+        axes.plot(steps, means, color=GREY, linestyle=style, linewidth=1.4, label=name)
     _style(axes, "reward")
     low, high = axes.get_ylim()
     axes.set_ylim(min(0.0, low), max(1.02, high))
@@ -233,11 +219,28 @@ def _draw_reward(axes: Axes, history: PastLines) -> None:
         )
 
 
+def _sources(history: PastLines) -> list[str]:
+    """The sources of a run, in the order in which they are first seen."""
+    found: dict[str, None] = {}
+    for line in history.steps:
+        found.update(dict.fromkeys(line.reward_by_source or {}))
+    for line in history.evaluations:
+        found[line.source] = None
+    return list(found)
+
+
+def _components(steps: Sequence[StepLine]) -> list[str]:
+    found = set[str]()
+    for line in steps:
+        found.update(line.components or {})
+    return sorted(found)
+
+
 def _mark_heldout(axes: Axes, evaluations: Sequence[EvaluationLine], color: str) -> None:
     scored = [(line.step, line.mean_reward) for line in evaluations if line.mean_reward is not None]
     axes.scatter(
-        [s for s, _ in scored],
-        [r for _, r in scored],
+        [step for step, _ in scored],
+        [reward for _, reward in scored],
         color=color,
         marker="D",
         s=46,
@@ -262,9 +265,10 @@ def _draw_staleness(axes: Axes, steps: Sequence[StepLine]) -> None:
         line for line in steps if line.staleness_mean is not None and line.staleness_max is not None
     ]
     x = [line.step for line in aged]
+    oldest = [line.staleness_max or 0 for line in aged]
     axes.fill_between(
         x,
-        [line.staleness_max or 0 for line in aged],
+        oldest,
         color=GREY,
         alpha=0.25,
         step="mid",
@@ -280,7 +284,7 @@ def _draw_staleness(axes: Axes, steps: Sequence[StepLine]) -> None:
     )
     _style(axes, "staleness (versions)")
     axes.set_xlabel("step")
-    axes.set_ylim(0, max([1, *(line.staleness_max or 0 for line in aged)]) * 1.35)
+    axes.set_ylim(0, max(1, max(oldest, default=1)) * 1.35)
     if aged:
         axes.legend(frameon=False, loc="upper right", ncols=2, fontsize="small")
 
@@ -299,10 +303,7 @@ def _cycle(count: int) -> list[str]:
 
 if __name__ == "__main__":
     try:
-        draw_plot(
-            Path(sys.argv[1]) / "metrics.jsonl",
-            Path(sys.argv[1]) / "plot.png",
-            title=" ".join(sys.argv[2:]) or Path(sys.argv[1]).name,
-        )
+        run = Path(sys.argv[1])
+        draw_plot(run / "metrics.jsonl", run / "plot.png", title=" ".join(sys.argv[2:]) or run.name)
     except (ConfigError, OSError) as error:
         sys.exit(str(error))

@@ -1,11 +1,13 @@
-"""What has happened so far: facts added up to what terminal, journal and summary show."""
+"""What has happened in a run so far: facts added up to what terminal, journal and summary show."""
 
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 
 from midflight.config.cores import CoreUse
+from midflight.observe.bottleneck import judge
 from midflight.observe.failures import Failures
 from midflight.observe.learning import LEARNED_FROM, Learning
 from midflight.observe.recent import Mean, Overlap, Rate
@@ -17,7 +19,6 @@ from midflight.observe.status import (
     SourceStatus,
     Status,
     Totals,
-    judge,
 )
 from midflight.types import Accounts, Kind, Version, facts
 
@@ -26,7 +27,7 @@ RATE_SECONDS = 15.0
 REWARD_ROLLOUTS = 256
 """Window of the moving reward: two batches of the default size."""
 RECENT_BATCHES = 20
-"""Window of the staleness histogram and of the time per step that the ETA is taken from."""
+"""Window of the staleness histogram, and of the time per step from which the ETA is computed."""
 
 ENGINE = 0
 TRAINER = 1
@@ -34,7 +35,7 @@ TRAINER = 1
 
 @dataclass(slots=True)
 class SourceState:
-    """One source of tasks. Held-out scores are those of the first and of the last evaluation."""
+    """One source of tasks, with the held-out scores of its first and of its last evaluation."""
 
     reward: Mean = field(default_factory=lambda: Mean(REWARD_ROLLOUTS))
     num_rollouts: int = 0
@@ -49,22 +50,22 @@ class SourceState:
         reward = self.reward.value()
         if self.first is None or self.last is None:
             return SourceStatus(name, reward, self.num_rollouts)
-        again = None if self.last is self.first else self.last
+        evaluated_again = self.last is not self.first
         return SourceStatus(
             name,
             reward,
             self.num_rollouts,
             self.last.num_tasks,
             heldout_before=self.first.mean_reward,
-            heldout_last=again and again.mean_reward,
+            heldout_last=self.last.mean_reward if evaluated_again else None,
             failed_before=self.first.num_failed,
-            failed_last=again.num_failed if again else 0,
+            failed_last=self.last.num_failed if evaluated_again else 0,
         )
 
 
 class RunState:
-    """Adds up facts. Synchronous; `clock` is CLOCK_MONOTONIC, as in the events (on Linux the event
-    loop's time as well).
+    """Adds up facts. It is synchronous. `clock` is CLOCK_MONOTONIC, as in the events; on Linux that
+    is the event loop's time as well.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class RunState:
         cores: CoreUse = CoreUse(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`slots`: requests that may decode together, in all engines."""
+        """`slots` is how many requests all engines may decode together."""
         self._began = clock()
         self._clock = clock
         self._before = 0.0
@@ -91,9 +92,8 @@ class RunState:
         self._counts = Counter[str]()  # by the name of a field of `Totals`
         self.sources: dict[str, SourceState] = {}
         self.overlap = Overlap()
-        # in use since training began
         self._slots = slots
-        self._slot_seconds = 0.0
+        self._slot_seconds = 0.0  # in use since training began
         self._cores = cores
         self._evaluation = (0, 0)
         self._reward = Mean(REWARD_ROLLOUTS)
@@ -116,8 +116,8 @@ class RunState:
     # --- What the assembling code tells, because no station knows it ------------------------------
 
     def begin_phase(self, phase: Phase, *, num_tasks: int = 0) -> None:
-        """Overlap and waiting are shares of the time from `TRAINING` to the next other phase;
-        `num_tasks` is of an evaluation.
+        """Begins a phase. Overlap and waiting are shares of the time from `TRAINING` to the next
+        other phase; `num_tasks` counts the tasks of an evaluation.
         """
         self._evaluation = (0, num_tasks)
         if phase is Phase.TRAINING and self._phase is not Phase.TRAINING:
@@ -156,9 +156,9 @@ class RunState:
                 self._waits[fact.who, fact.for_whom] += fact.seconds
             case facts.Leased(staleness=ages):
                 self._ages.append(ages)
-                self._counts["max_token_staleness"] = max(
-                    self._counts["max_token_staleness"], 0, *(age for age, n in ages.items() if n)
-                )
+                oldest = max((age for age, tokens in ages.items() if tokens), default=0)
+                if oldest > self._counts["max_token_staleness"]:
+                    self._counts["max_token_staleness"] = oldest
             case facts.Stepped():
                 self._stepped(fact)
             case facts.WeightsCommitted(version=version) if version > self._live:
@@ -231,7 +231,9 @@ class RunState:
         self._unsaved.append((step.version, step.num_tokens))
 
     def _resumed(self, resumed: facts.Resumed) -> None:
-        """The store knows what was recorded after the journal's last line."""
+        """Takes counts from the store, which knows what was recorded after the journal's last
+        line.
+        """
         accounts = resumed.accounts
         failed = sum(resumed.failed.values())
         known = {
@@ -243,17 +245,18 @@ class RunState:
             self._counts[name] = max(self._counts[name], number)
         self._counts["trained_tokens"] = accounts.trained_tokens
         self._dropped = Counter(accounts.dropped)
-        for source in {**resumed.scored, **resumed.failed}:
+        for source in chain(resumed.scored, resumed.failed):
             number = resumed.scored.get(source, 0) + resumed.failed.get(source, 0)
             self.sources.setdefault(source, SourceState()).num_rollouts = number
 
     def _went_back(self, checkpoint: Version) -> None:
-        """A trainer that goes back while this process lives: its later steps are in no weights that
-        survive.
+        """Takes back the steps after a checkpoint, to which the trainer went back while this
+        process lives: they are in no weights that survive.
         """
-        for _, num_tokens in (lost for lost in self._unsaved if lost[0] > checkpoint):
-            self._step -= 1
-            self._counts["trained_tokens"] -= num_tokens
+        for version, num_tokens in self._unsaved:
+            if version > checkpoint:
+                self._step -= 1
+                self._counts["trained_tokens"] -= num_tokens
         self._unsaved.clear()
 
     # --- Reading ----------------------------------------------------------------------------------
@@ -269,15 +272,12 @@ class RunState:
 
     @property
     def seconds(self) -> float:
-        """That the run has run for, over all its starts."""
+        """How long the run has run, over all its starts."""
         return self._before + self._clock() - self._began
 
     def status(self) -> Status:
         now = self._clock()
         shares = self._shares(now)
-        num_running = sum(
-            running for running, at in self._running.values() if now - at < RATE_SECONDS
-        )
         used = self._used(now)
         bound, advice = judge(
             engine_busy=shares[ENGINE],
@@ -302,13 +302,9 @@ class RunState:
             totals=self.totals,
             generation_rate=self._generation.per_second(now),
             training_rate=self._training.per_second(now),
-            num_running=num_running,
+            num_running=self._num_running(now),
             quarantined=tuple(self._quarantined),
-            members=MemberChanges(
-                tuple(self._joined),
-                tuple(name for name, serves in self._joined.items() if not serves),
-                self._num_left,
-            ),
+            members=self._members(),
             failures=dict(self._failures.counts.most_common()),
             learning=self.learning.status(),
             trainer=self._trainer,
@@ -323,6 +319,14 @@ class RunState:
             advice=advice,
         )
 
+    def _num_running(self, now: float) -> int:
+        """Requests that decode, by the engines that said so lately."""
+        return sum(running for running, at in self._running.values() if now - at < RATE_SECONDS)
+
+    def _members(self) -> MemberChanges:
+        joining = tuple(name for name, serves in self._joined.items() if not serves)
+        return MemberChanges(tuple(self._joined), joining, self._num_left)
+
     def staleness(self) -> dict[int, int]:
         """Trained tokens by age over the recent batches, youngest first."""
         total: Counter[int] = Counter()
@@ -331,8 +335,8 @@ class RunState:
         return dict(sorted(total.items()))
 
     def _shares(self, now: float) -> tuple[float | None, float | None, float | None]:
-        """Engine, trainer and both, as shares of the training phase; none before a step of the
-        trainer shows its side.
+        """The shares of the training phase in which the engines, the trainer and both computed.
+        There are none before the first step of the trainer.
         """
         seconds = self.overlap.seconds(now)
         if seconds <= 0 or not self._step_ends:
@@ -341,6 +345,7 @@ class RunState:
         return min(1.0, engine / seconds), min(1.0, trainer / seconds), min(1.0, both / seconds)
 
     def _used(self, now: float) -> float | None:
+        """The mean share of the slots in use since training began, where it is known."""
         seconds = self.overlap.seconds(now)
         if not self._slots or seconds <= 0 or not self._step_ends:
             return None
@@ -348,14 +353,16 @@ class RunState:
 
     def _wait_shares(self, now: float) -> tuple[IdleTime, ...]:
         phase = self.overlap.seconds(now)
-        pairs = sorted(self._waits.items(), key=lambda item: -item[1])
-        return tuple(
-            IdleTime(who, whom, seconds, min(1.0, seconds / phase) if phase > 0 else 0.0)
-            for (who, whom), seconds in pairs
-        )
+        longest_first = sorted(self._waits.items(), key=lambda item: -item[1])
+        waits: list[IdleTime] = []
+        for (who, whom), seconds in longest_first:
+            share = min(1.0, seconds / phase) if phase > 0 else 0.0
+            waits.append(IdleTime(who, whom, seconds, share))
+        return tuple(waits)
 
     def _eta(self, now: float) -> float | None:
         if len(self._step_ends) < 2 or self._phase is not Phase.TRAINING:
             return None
-        each = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
-        return max(0.0, (self._steps - self._step) * each - (now - self._step_ends[-1]))
+        step_seconds = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
+        since_last = now - self._step_ends[-1]
+        return max(0.0, (self._steps - self._step) * step_seconds - since_last)

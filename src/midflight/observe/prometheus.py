@@ -1,4 +1,4 @@
-"""Counters for `GET /metrics`, as an observer: facts in, the text format out."""
+"""The metrics of `GET /metrics`: an observer that takes facts and writes the text format."""
 
 import math
 from bisect import bisect_left
@@ -45,7 +45,7 @@ LEARNING = (
 
 
 class Buckets:
-    """A histogram of what one thread counts for every request: the library's locks take more than
+    """A histogram that one thread fills at every request: the library's locks would cost more than
     the counting.
     """
 
@@ -65,14 +65,22 @@ class Buckets:
         return sum(self._numbers)
 
     def metric(self) -> Metric:
-        upto = [floatToGoString(bound) for bound in (*self._bounds, math.inf)]
+        upto = [floatToGoString(bound) for bound in self._bounds]
+        upto.append(floatToGoString(math.inf))
         buckets = list(zip(upto, accumulate(self._numbers), strict=True))
         return HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
+def _by_name(name: str, text: str, means: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=["name"])
+    for label, value in means.items():
+        family.add_metric([label], value)
+    return family
+
+
 class Metrics:
-    """One registry of its own, so that two gateways in one process (or test) don't share
-    counters.
+    """The metrics of one gateway. They have a registry of their own, so that two gateways in one
+    process (or test) don't share counters.
     """
 
     def __init__(self) -> None:
@@ -110,9 +118,9 @@ class Metrics:
         self.accounts: Callable[[], Accounts] | None = None
         self.learning: Callable[[], LearningStatus] = LearningStatus
         self.requests: Callable[[], Mapping[str, int]] = dict
-        """Requests under way, by engine: those that decode, and those that wait inside it."""
+        """Requests under way, by engine: those that it decodes, and those that wait inside it."""
         self.in_flight: Callable[[], Mapping[str, tuple[int, str]]] = dict
-        """How many rollouts may run at once, by kind, and what says so."""
+        """How many rollouts may run at once, by kind, and which option says so."""
         self.engines: Callable[[], Mapping[str, int]] = dict
         """How many engines are serving, joining, in quarantine or leaving."""
         self.memory: Callable[[], Mapping[tuple[str, str], int]] = dict
@@ -269,84 +277,84 @@ class Metrics:
         )
 
     def _forget(self, engine: str) -> None:
-        """What an engine is now is said of members alone; what it has done stays counted."""
+        """Removes what says how an engine is now, for it is no member any more. The counters of
+        what it has done stay.
+        """
         for gauge in (self._quarantined, self._served, self._running):
             with suppress(KeyError):
                 gauge.remove(engine)
         self._steps.pop(engine, None)
 
     def _of_engine(self, engine: str) -> tuple[Counter, Gauge, Histogram]:
-        """The metrics of every step; to look their labels up costs more than to count."""
+        """The metrics of an engine's steps. They are kept, because looking up their labels costs
+        more than counting.
+        """
         found = self._steps.get(engine)
         if found is None:
-            labelled = (
+            found = (
                 self._engine_tokens.labels(engine),
                 self._running.labels(engine),
                 self._step_seconds.labels(engine),
             )
-            found = self._steps[engine] = labelled
+            self._steps[engine] = found
         return found
 
     def _of_source(self, source: str) -> tuple[Histogram, Counter, Gauge]:
-        """The same for those of every scored rollout."""
+        """The metrics of a source's scored rollouts, kept for the same reason."""
         found = self._sources.get(source)
         if found is None:
-            labelled = (
+            found = (
                 self._rollout_seconds.labels(source),
                 self._rollouts.labels(source, "yes"),
                 self._reward.labels(source),
             )
-            found = self._sources[source] = labelled
+            self._sources[source] = found
         return found
 
     def collect(self) -> Iterable[Metric]:
-        """As it is when somebody asks: what there is to learn from of late, and the accounts over
-        all starts of the run.
+        """The metrics that are read when somebody asks: what there is to learn from of late, and
+        the accounts over all starts of the run.
         """
         yield from self._now()
         yield from self._answers()
-        learning = self.learning()
+        yield from self._recent(self.learning())
+        if self.accounts is not None:
+            yield from self._accounts(self.accounts())
+
+    def _recent(self, learning: LearningStatus) -> Iterable[Metric]:
         for field, name, text in LEARNING:
-            if (value := getattr(learning, field)) is not None:
+            value = getattr(learning, field)
+            if value is not None:
                 yield GaugeMetricFamily(name, text, value=value)
-        for name, text, means in (
-            (
-                "midflight_reward_component",
-                "Mean of a component of the reward in recent rollouts.",
-                learning.components,
-            ),
-            (
-                "midflight_environment_metric",
-                "Mean of what environments measured in recent rollouts.",
-                learning.metrics,
-            ),
-        ):
-            family = GaugeMetricFamily(name, text, labels=["name"])
-            for label, value in means.items():
-                family.add_metric([label], value)
-            yield family
-        if self.accounts is None:
-            return
-        a = self.accounts()
+        yield _by_name(
+            "midflight_reward_component",
+            "Mean of a component of the reward in recent rollouts.",
+            learning.components,
+        )
+        yield _by_name(
+            "midflight_environment_metric",
+            "Mean of what environments measured in recent rollouts.",
+            learning.metrics,
+        )
+
+    def _accounts(self, accounts: Accounts) -> Iterable[Metric]:
         groups = GaugeMetricFamily(
             "midflight_groups", "Groups of the run, by where they are.", labels=["state"]
         )
         for state in ("running", "waiting", "leased", "trained"):
-            groups.add_metric([state], getattr(a, state))
-        groups.add_metric(["dropped"], sum(a.dropped.values()))
+            groups.add_metric([state], getattr(accounts, state))
+        groups.add_metric(["dropped"], sum(accounts.dropped.values()))
         tokens = GaugeMetricFamily(
             "midflight_tokens",
             "Tokens of rollouts that have ended, by fate and reason.",
             labels=["fate", "reason"],
         )
-        whole = {Fate.WAITING: {"": a.waiting_tokens}, Fate.TRAINED: {"": a.trained_tokens}}
-        for fate, reasons in {
-            **whole,
-            Fate.MASKED: a.masked_tokens,
-            Fate.DROPPED: a.dropped_tokens,
-        }.items():
-            for reason, number in reasons.items():
-                tokens.add_metric([fate.value, reason], number)
+        tokens.add_metric([Fate.WAITING.value, ""], accounts.waiting_tokens)
+        tokens.add_metric([Fate.TRAINED.value, ""], accounts.trained_tokens)
+        for reason, number in accounts.masked_tokens.items():
+            tokens.add_metric([Fate.MASKED.value, reason], number)
+        for reason, number in accounts.dropped_tokens.items():
+            tokens.add_metric([Fate.DROPPED.value, reason], number)
         yield groups
         yield tokens
 
@@ -429,9 +437,8 @@ class Metrics:
             case facts.Checkpointed(version=version):
                 self._checkpointed.set(version)
             case facts.Evaluated(source=source):
-                self._heldout.labels(source).set(
-                    float("nan") if fact.mean_reward is None else fact.mean_reward
-                )
+                reward = float("nan") if fact.mean_reward is None else fact.mean_reward
+                self._heldout.labels(source).set(reward)
                 self._unscored.labels(source).set(fact.num_failed)
             case _:
                 pass
@@ -473,7 +480,7 @@ class Metrics:
             seconds, scored, reward = self._of_source(rollout.source)
             seconds.observe(rollout.seconds)
             scored.inc()
-            reward.inc(rollout.reward)  # of a gauge, as rewards may be negative
+            reward.inc(rollout.reward)  # a gauge, because rewards may be negative
 
     def _session(self, session: facts.SessionEnded) -> None:
         self._sessions.inc()
@@ -486,7 +493,7 @@ class Metrics:
                 counter.inc(number)
 
     def _resumed(self, resumed: facts.Resumed) -> None:
-        """These counters go on where those of the process that died stood."""
+        """Lets the counters go on where those of the process that died ended."""
         for counts, scored in ((resumed.scored, "yes"), (resumed.failed, "no")):
             for source, number in counts.items():
                 self._rollouts.labels(source, scored).inc(number)

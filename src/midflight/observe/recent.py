@@ -1,6 +1,4 @@
-"""Numbers over the recent past, and exact unions and intersections of the times when something was
-busy.
-"""
+"""Numbers over the recent past, and the exact time in which two sides were busy."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ from dataclasses import dataclass, field
 
 
 class Rate:
-    """Amount per second over the last `seconds`, or over the time since the first amount while that
-    is shorter.
+    """The amount per second over the last `seconds`, or over the time since the first amount while
+    that is shorter.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -21,8 +19,8 @@ class Rate:
         self._first: float | None = None
 
     def add(self, at: float, amount: float) -> None:
-        """Amounts of the same tenth of a second share an entry, which bounds memory by the
-        window.
+        """Adds an amount. Amounts of the same tenth of a second share an entry, so that the window
+        bounds the memory.
         """
         self._first = at if self._first is None else min(self._first, at)
         self._sum += amount
@@ -41,7 +39,7 @@ class Rate:
 
 
 class Mean:
-    """Mean of the last `size` numbers; `None` before the first, which is not zero."""
+    """The mean of the last `size` numbers. It is None before the first, which is not zero."""
 
     def __init__(self, size: int) -> None:
         self._recent: deque[float] = deque(maxlen=size)
@@ -54,11 +52,11 @@ class Mean:
 
 
 SLACK_SECONDS = 120.0
-"""How late an interval may arrive and still be counted exactly: longer than a step's report can be
-under way.
+"""How late an interval may arrive and still be counted exactly. A step's report is never under way
+for so long.
 """
 MAX_SPANS = 50_000
-"""Spans kept per side before the older half is settled whatever happens: a few MB."""
+"""How many spans of a side are kept, a few MB, before the older half is settled in any case."""
 
 
 @dataclass(slots=True)
@@ -96,7 +94,7 @@ class Spans:
 
 
 def common_length(a: Spans, b: Spans) -> float:
-    """Length of the intersection, in one pass over both."""
+    """The length of the intersection, found in one pass over both."""
     total = 0.0
     i = 0
     j = 0
@@ -112,9 +110,9 @@ def common_length(a: Spans, b: Spans) -> float:
 class Overlap:
     """How long two sides were busy, and both together, since `begin`.
 
-    What lies further back than `SLACK_SECONDS` before the newest end of both sides is settled into
-    sums and forgotten, so memory stays flat however long the run; an interval that arrives later
-    than that is counted from the settled line on.
+    Spans that lie further back than `SLACK_SECONDS` before the newest end of both sides are settled
+    into sums and forgotten, so that memory stays flat however long the run is. An interval that
+    arrives later than that is counted from the settled line on.
     """
 
     def __init__(self) -> None:
@@ -126,33 +124,36 @@ class Overlap:
         self._began: float | None = None
 
     def begin(self, at: float) -> None:
-        """Nothing before this counts."""
-        self._began = self._line = at
+        """Begins to count. What was before `at` does not count."""
+        self._began = at
+        self._line = at
 
     def finish(self, at: float) -> None:
-        """Nothing after this counts."""
+        """Ends the count. What is after `at` does not count."""
         self._end = at
         self._sides = (self._sides[0].cut(at), self._sides[1].cut(at))
 
     def seconds(self, now: float) -> float:
-        """Length of the time looked at, until `now` or the finish."""
-        return (
-            0.0
-            if self._began is None
-            else max(0.0, (now if self._end is None else self._end) - self._began)
-        )
+        """Seconds from the beginning of the count until its end, or until `now` while it goes
+        on.
+        """
+        if self._began is None:
+            return 0.0
+        end = now if self._end is None else self._end
+        return max(0.0, end - self._began)
 
     def add(self, side: int, start: float, end: float) -> None:
-        """Side 0 or 1 was busy in [start, end]. Before `begin` nothing is kept."""
+        """Counts that side 0 or 1 was busy in [start, end]. Before `begin` it keeps nothing."""
         if self._line is None:
             return
-        end = end if self._end is None else min(end, self._end)
-        self._sides[side].add(max(start, self._line), end)
+        if self._end is not None:
+            end = min(end, self._end)
+        spans = self._sides[side]
+        spans.add(max(start, self._line), end)
         self._latest[side] = max(self._latest[side], end)
-        crowded = len(self._sides[side].starts) > MAX_SPANS
-        if crowded:
-            self._settle(self._sides[side].starts[MAX_SPANS // 2])
-        elif len(self._sides[side].starts) % 1024 == 0:
+        if len(spans.starts) > MAX_SPANS:
+            self._settle(spans.starts[MAX_SPANS // 2])
+        elif len(spans.starts) % 1024 == 0:
             self._settle(min(self._latest) - SLACK_SECONDS)
 
     def busy(self) -> tuple[float, float, float]:
@@ -169,6 +170,7 @@ class Overlap:
             return
         a = self._sides[0].cut(line)
         b = self._sides[1].cut(line)
-        for number, seconds in enumerate((a.length(), b.length(), common_length(a, b))):
-            self._settled[number] += seconds
+        self._settled[0] += a.length()
+        self._settled[1] += b.length()
+        self._settled[2] += common_length(a, b)
         self._line = line

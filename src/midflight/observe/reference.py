@@ -15,7 +15,7 @@ BEGIN = (
 
 
 def reference() -> str:
-    """The part, as Markdown, from its first line on."""
+    """The generated part, as Markdown."""
     names = [(f"`{m.name}`", m.formula, m.unit, m.healthy) for m in meanings.MEANINGS]
     parts = [
         BEGIN,
@@ -47,16 +47,19 @@ def reference() -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [
-        head,
-        ["---"] * len(head),
-        *([cell.replace("|", "\\|") for cell in row] for row in rows),
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [_row(head), _row(["---"] * len(head))]
+    for row in rows:
+        escaped = [cell.replace("|", "\\|") for cell in row]
+        lines.append(_row(escaped))
+    return "\n".join(lines)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def written(page: str) -> str:
-    """What of a page stands before the generated part."""
+    """The part of a page before the generated one."""
     return page.partition(BEGIN.partition(" from ")[0])[0]
 
 

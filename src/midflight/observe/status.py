@@ -1,5 +1,5 @@
-"""A snapshot of a run, for whoever shows it: small, typed, and the same after a trip through
-msgspec as before. And how its numbers read.
+"""A snapshot of a run, for everything that shows it: small, typed, and unchanged by a trip through
+msgspec.
 """
 
 from collections import Counter
@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import TypeVar
 
-from midflight.config.cores import CoreUse
 from midflight.types import Accounts, Unclaimed, facts
 
 K = TypeVar("K")
@@ -48,11 +47,11 @@ class WarmStartStatus:
 
 @dataclass(frozen=True, slots=True)
 class SourceStatus:
-    """One source of tasks: recent reward of training rollouts, and mean reward on held-out tasks at
-    first and at last.
+    """One source of tasks: the recent reward of its training rollouts, and the mean reward on its
+    held-out tasks in the first and in the last evaluation.
 
-    After a single evaluation only `heldout_before` is known. `num_heldout` are the tasks scored in
-    the last one.
+    After a single evaluation only `heldout_before` is known. `num_heldout` counts the tasks scored
+    in the last evaluation.
     """
 
     name: str
@@ -62,8 +61,9 @@ class SourceStatus:
     heldout_before: float | None = None
     heldout_last: float | None = None
     failed_before: int = 0
-    """Held-out tasks without a score, which are in no mean, at first and at last."""
+    """Held-out tasks without a score in the first evaluation. They are in no mean."""
     failed_last: int = 0
+    """The same in the last evaluation."""
 
     @property
     def was_evaluated(self) -> bool:
@@ -75,7 +75,7 @@ class SourceStatus:
 
     @property
     def num_failed(self) -> int:
-        """In the last evaluation."""
+        """Held-out tasks without a score in the last evaluation."""
         return self.failed_last if self.was_evaluated_again else self.failed_before
 
     @property
@@ -84,10 +84,9 @@ class SourceStatus:
         them.
         """
         total = self.num_heldout + self.num_failed
-        return any(
-            is_incomplete(total - failed, failed)
-            for failed in (self.failed_before, self.failed_last)
-        )
+        if is_incomplete(total - self.failed_before, self.failed_before):
+            return True
+        return is_incomplete(total - self.failed_last, self.failed_last)
 
 
 INCOMPLETE_SHARE = 0.05
@@ -98,54 +97,39 @@ def is_incomplete(num_scored: int, num_failed: int) -> bool:
     return num_failed > INCOMPLETE_SHARE * (num_scored + num_failed)
 
 
-def heldout(source: SourceStatus, *, digits: int = 3) -> str:
-    """`0.500 → 0.800 (256 tasks)`, and how many failed."""
-    scores = number(source.heldout_before, digits=digits)
-    if source.was_evaluated_again:
-        scores += f" → {number(source.heldout_last, digits=digits)}"
-    if not source.failed_before and not source.failed_last:
-        return f"{scores} ({source.num_heldout} tasks)"
-    first = f"{source.failed_before} and " if source.was_evaluated_again else ""
-    mark = ": do not compare" if source.is_incomplete else ""
-    return (
-        f"{scores} ({first}{source.num_failed} of {source.num_heldout + source.num_failed} "
-        f"tasks failed{mark})"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class LearningStatus:
-    """Of recent training rollouts and groups. `None` before the first."""
+    """Means over recent training rollouts and groups. `None` before the first."""
 
     generated_length: float | None = None
     """Output tokens of a rollout that got a reward."""
     trained_length: float | None = None
     """Trainable tokens of a rollout in a batch: less where long ones are dropped or masked."""
     truncated_share: float | None = None
-    """Rollouts of which some turn was cut short by its limit."""
+    """Share of the rollouts in which a limit cut some turn short."""
     reward_spread: float | None = None
     """Standard deviation of the rewards within a group."""
     zero_spread_share: float | None = None
-    """Groups whose rewards are all alike, which teach nothing."""
+    """Share of the groups whose rewards are all alike, which teach nothing."""
     turns_mean: float | None = None
     """Answers of the model in a rollout that got a reward."""
     components: dict[str, float] = field(default_factory=dict[str, float])
-    """Means of what rewards are made of, over the rollouts that each applied to."""
+    """The mean of each component of the rewards, over the rollouts that it applied to."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """Means of what environments measured, over the rollouts that each was measured in."""
+    """The mean of each number that environments measured, over the rollouts that have it."""
     lengths: dict[str, float] = field(default_factory=dict[str, float])
-    """Smallest and largest output of a rollout that got a reward; and `terminated_...`, with the
-    mean, of those that were not cut short.
+    """Smallest and largest output of the rollouts that got a reward. `terminated_...`: the same and
+    the mean, over those that were not cut short.
     """
     curriculum: dict[str, float] = field(default_factory=dict[str, float])
-    """`refilled/...` and `drawn/...`, counts of groups; `pool/...`, tasks; `pass_rate`. Empty
-    without a curriculum and without refills.
+    """`refilled/...` and `drawn/...` count groups, `pool/...` counts tasks, and `pass_rate` is a
+    share. It is empty without a curriculum and without refills.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class IdleTime:
-    """`who` was idle because of `for_whom`, `seconds` in all, which is `share` of the training
+    """`who` was idle because of `for_whom` for `seconds` in all, which are `share` of the training
     phase.
     """
 
@@ -157,11 +141,11 @@ class IdleTime:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counts since the run began, over all its starts; what died with its processes was generated
-    all the same.
+    """Counts since the run began, over all its starts. Tokens that were lost when a process died
+    count as generated.
 
-    Steps that a resumed run has lost do not count as trained. Rewards of `None` count as rollouts,
-    as failed ones too.
+    Steps that a resumed run has lost do not count as trained. A rollout with a reward of `None`
+    counts as a rollout and as a failed one.
     """
 
     generated_tokens: int = 0
@@ -175,26 +159,26 @@ class Totals:
     failed_requests: int = 0
     """Requests that ended in an error at the agent's edge."""
     weight_updates: int = 0
-    """Versions that went live on at least one engine, the first one aside."""
+    """Versions that went live on at least one engine, without the first."""
     max_token_staleness: int = 0
     """Largest age of a trained token, in versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberChanges:
-    """Of the engines, since this process of the run began."""
+    """Which engines joined and left since this process of the run began."""
 
     joined: tuple[str, ...] = ()
-    """Those that came while the run went on, and are there."""
+    """Engines that joined while the run went on, and have not left."""
     joining: tuple[str, ...] = ()
-    """Those of them that have yet to get the current weights."""
+    """Those of `joined` that do not have the current weights yet."""
     num_left: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Everything defaults, so that a launcher can show the phases in which no rollout process lives
-    yet.
+    """What a run is doing and how it goes. Every field has a default, so that a launcher can show
+    the phases in which no rollout process lives yet.
     """
 
     phase: Phase = Phase.STARTING
@@ -203,14 +187,14 @@ class Status:
     steps: int = 0
     version: int = 0
     seconds: float = 0.0
-    """That the run has run for, over all its starts."""
+    """How long the run has run, over all its starts."""
     start_seconds: float = 0.0
-    """Since this start."""
+    """Seconds since this start."""
     eta_seconds: float | None = None
-    """Until the last step; none before two steps."""
+    """Seconds until the last step; none before two steps."""
     warm_start: WarmStartStatus | None = None
     evaluated: int = 0
-    """Tasks of the evaluation going on that are answered, of `to_evaluate`."""
+    """How many of the `to_evaluate` tasks of the present evaluation are answered."""
     to_evaluate: int = 0
     reward: float | None = None
     """Mean of recent training rollouts over all sources."""
@@ -227,8 +211,8 @@ class Status:
     quarantined: tuple[str, ...] = ()
     members: MemberChanges = MemberChanges()
     failures: dict[str, int] = field(default_factory=dict[str, int])
-    """Tries of rollouts without a reward, by the class of their error, since this process of the
-    run began; most first.
+    """Tries of rollouts that got no reward, by the class of their error, since this process of the
+    run began. The most frequent comes first.
     """
     learning: LearningStatus = LearningStatus()
     trainer: dict[str, float | None] = field(default_factory=dict[str, float | None])
@@ -242,34 +226,30 @@ class Status:
     engine_busy: float | None = None
     """Share of the training phase in which some engine computed; none before it."""
     slots_used: float | None = None
-    """Mean share of the requests that could have decoded together which did; none where it is not
-    known how many could.
+    """Mean share of the engines' slots that decoded a request; none where the number of slots is
+    not known.
     """
     trainer_busy: float | None = None
     overlap_share: float | None = None
-    """Share in which engine and trainer computed at the same time."""
+    """Share of the training phase in which engine and trainer computed at the same time."""
     bound: Bound = Bound.UNKNOWN
     advice: str = ""
-    """Which knob to turn, in a few words."""
+    """Which option to change, in a few words."""
     unclaimed: Unclaimed | None = None
     """The rollouts that wait for workers outside, where such workers run the agents."""
     sample: facts.Shown | None = None
-    """The last rollout that ended with tokens to train on, where it is to be shown."""
+    """The last rollout that ended with tokens to train on, where rollouts are shown."""
 
 
 def together(first: Status, others: Sequence[Status]) -> Status:
-    """Of several rollout processes: counts and rates of all, and the rest as the first says, which
-    has its part of the rollouts.
+    """The status of several rollout processes as one: counts and rates are summed, and the rest is
+    that of the first, which runs its part of the rollouts.
     """
-    every = (first, *others)
-    counted = {
-        name: sum(getattr(one.totals, name) for one in every) for name in asdict(first.totals)
-    }
-    counted["max_token_staleness"] = max(one.totals.max_token_staleness for one in every)
+    every = [first, *others]
     accounts = [one.accounts for one in every if one.accounts is not None]
     return replace(
         first,
-        totals=Totals(**counted),
+        totals=_summed_totals([one.totals for one in every]),
         accounts=_summed(accounts) if accounts else None,
         staleness=_sums(one.staleness for one in every),
         failures=_sums(one.failures for one in every),
@@ -279,19 +259,24 @@ def together(first: Status, others: Sequence[Status]) -> Status:
     )
 
 
+def _summed_totals(every: Sequence[Totals]) -> Totals:
+    counted = Counter[str]()
+    for totals in every:
+        counted.update(asdict(totals))
+    counted["max_token_staleness"] = max(totals.max_token_staleness for totals in every)
+    return Totals(**counted)
+
+
 def _summed(accounts: Sequence[Accounts]) -> Accounts:
-    numbers = (
-        "submitted",
-        "running",
-        "waiting",
-        "leased",
-        "trained",
-        "received_tokens",
-        "waiting_tokens",
-        "trained_tokens",
-    )
     return Accounts(
-        **{name: sum(getattr(one, name) for one in accounts) for name in numbers},
+        submitted=sum(one.submitted for one in accounts),
+        running=sum(one.running for one in accounts),
+        waiting=sum(one.waiting for one in accounts),
+        leased=sum(one.leased for one in accounts),
+        trained=sum(one.trained for one in accounts),
+        received_tokens=sum(one.received_tokens for one in accounts),
+        waiting_tokens=sum(one.waiting_tokens for one in accounts),
+        trained_tokens=sum(one.trained_tokens for one in accounts),
         dropped=_sums(one.dropped for one in accounts),
         masked_tokens=_sums(one.masked_tokens for one in accounts),
         dropped_tokens=_sums(one.dropped_tokens for one in accounts),
@@ -305,93 +290,6 @@ def _sums(counts: Iterable[Mapping[K, int]]) -> dict[K, int]:
     return dict(total.most_common())
 
 
-BALANCED = 0.1
-"""Idle shares that differ by less than this call for no change."""
-
-
-WAITS = 0.25
-"""A trainer that is idle for so long does not bound the run."""
-FREE = 0.5
-"""With so many slots free, more of them do not help."""
-
-
-def judge(
-    *,
-    engine_busy: float | None,
-    trainer_busy: float | None,
-    slots_used: float | None = None,
-    cores: CoreUse = CoreUse(),
-) -> tuple[Bound, str]:
-    """Compares how much of the training phase each side was idle. The side with less idle time
-    bounds the run.
-
-    An engine computes all the time also for one request: beside a trainer that seldom waits, what
-    is free of its slots is its idle share, where that is known. Beside one that waits, an engine
-    that computes all the time is what it waits for, however few its requests.
-    """
-    if engine_busy is None or trainer_busy is None:
-        return Bound.UNKNOWN, ""
-    trainer_idle = 1 - trainer_busy
-    free = None if slots_used is None else 1 - slots_used
-    engine_idle = 1 - engine_busy if free is None or trainer_idle >= WAITS else free
-    if trainer_idle >= engine_idle + BALANCED:
-        return (
-            Bound.GENERATION,
-            f"the trainer is idle {trainer_idle:.0%}{_more_generation(free, cores)}",
-        )
-    if trainer_idle >= WAITS:
-        return Bound.BALANCED, (
-            "both sides wait, for agents and their tools or for each other (trainer idle "
-            f"{trainer_idle:.0%}, engines {engine_idle:.0%}): a larger rollout.max_in_flight or "
-            "rollout.max_staleness"
-        )
-    if engine_idle >= trainer_idle + BALANCED:
-        return Bound.TRAINER, f"the engines are idle {engine_idle:.0%}: {_more_training(cores)}"
-    return Bound.BALANCED, "both sides are about equally busy"
-
-
-def _more_generation(free: float | None, cores: CoreUse) -> str:
-    """Advice by which engines make more, or the trainer needs less of them."""
-    if free is not None and free >= FREE:
-        return (
-            f", and {free:.0%} of the engines' slots are free: a larger rollout.max_in_flight "
-            "or rollout.max_staleness, quicker agents"
-        )
-    if not cores.are_full:
-        return ": more engine.count, engine.max_running or rollout.max_in_flight"
-    ways = [
-        *(
-            ["engine.lend = true, by which the trainer's cores generate while it waits"]
-            if cores.can_lend
-            else []
-        ),
-        *(["fewer trainer.threads for more engine.threads"] if cores.can_shift else []),
-        "shorter answers (environment.max_tokens, or what the prompt asks for)",
-        "a machine with more cores",
-    ]
-    return (
-        ", and every core computes already, so that more engines or threads would not help: "
-        f"{'; '.join(ways)}"
-    )
-
-
-def _more_training(cores: CoreUse) -> str:
-    if cores.are_full:
-        return (
-            "more trainer.threads for fewer engine.threads or engine.count, or more "
-            "trainer.micro_batch_tokens"
-        )
-    return "more trainer.threads or trainer.micro_batch_tokens, or fewer engines"
-
-
-def busy_words(
-    *, engine_busy: float | None, trainer_busy: float | None, slots_used: float | None = None
-) -> str:
-    """`engines busy 90% (35% of their slots), trainer busy 80%`."""
-    slots = "" if slots_used is None else f" ({percent(slots_used)} of their slots)"
-    return f"engines busy {percent(engine_busy)}{slots}, trainer busy {percent(trainer_busy)}"
-
-
 TRAINER_KEYS = (
     "mismatch/mean",
     "clip/low_share",
@@ -401,49 +299,4 @@ TRAINER_KEYS = (
     "grad_norm",
     "critic/explained_variance",
 )
-"""What of a step's metrics is shown while a run goes on; docs/metrics.md says what they are."""
-
-UNKNOWN = "–"
-
-
-def number(value: float | None, *, digits: int = 3) -> str:
-    return UNKNOWN if value is None else f"{value:.{digits}f}"
-
-
-def percent(share: float | None) -> str:
-    return UNKNOWN if share is None else f"{share:.0%}"
-
-
-def duration(seconds: float | None) -> str:
-    """`7 s`, `3 min 20 s`, `2 h 05 min`."""
-    if seconds is None:
-        return UNKNOWN
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def unclaimed_words(found: Unclaimed) -> str:
-    """`4 rollouts wait to be claimed, the oldest for 2 min 10 s; the last claim was 3 min 05 s
-    ago`.
-    """
-    waits = (
-        f"{found.number} rollouts wait to be claimed, the oldest"
-        if found.number > 1
-        else "1 rollout waits to be claimed,"
-    )
-    last = "no worker has claimed one so far"
-    if found.claimed_seconds is not None:
-        last = f"the last claim was {duration(found.claimed_seconds)} ago"
-    return f"{waits} for {duration(found.seconds)}; {last}"
-
-
-def size(num_bytes: float) -> str:
-    """`512 KB`, `3.4 MB`, `1.2 GB`, in powers of 1024."""
-    for unit, factor in (("GB", 2**30), ("MB", 2**20)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.1f} {unit}"
-    return f"{num_bytes / 1024:.0f} KB"
+"""The metrics of a step that are shown while a run goes on; docs/metrics.md defines them."""

@@ -1,27 +1,20 @@
-"""`summary.json`: how the run went, in the numbers by which it is judged; and the same as the last
-table of the terminal.
-"""
+"""`summary.json`: how the run went, in the numbers by which it is judged."""
 
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import msgspec
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
-from midflight.observe.failures import most_common
-from midflight.observe.journal import read_journal, write_whole
-from midflight.observe.status import LearningStatus, Status, busy_words, duration, heldout, percent
-from midflight.observe.terminal import learning
+from midflight.observe.atomic_write import write_whole
+from midflight.observe.history import read_journal
+from midflight.observe.status import LearningStatus, SourceStatus, Status
 from midflight.types import Accounts
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSummary:
-    """Mean reward on held-out tasks of one source, sampled at the policy's temperature, before and
-    after training.
+    """One source: the mean reward on its held-out tasks before and after training, sampled at the
+    policy's temperature.
     """
 
     heldout_before: float | None
@@ -36,7 +29,7 @@ class SourceSummary:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What was said at the start."""
+    """What the run said at its start."""
 
     loss: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -44,8 +37,8 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """docs/metrics.md defines every key. Those of the primary source stand alone, all sources under
-    `sources`.
+    """The keys of `summary.json`, which docs/metrics.md defines. The scores of the primary source
+    have keys of their own, those of all sources are under `sources`.
     """
 
     name: str
@@ -83,14 +76,14 @@ class Summary:
 
 
 def past_seconds(folder: Path) -> float:
-    """That a run which goes on in this folder has run for: as its last summary says, or its
-    journal, where it was killed since.
+    """How long the run in this folder has run before it goes on. Its last summary says so, or its
+    journal where it was killed since.
     """
-    summary = folder / "summary.json"
-    said = (
-        msgspec.json.decode(summary.read_bytes()).get("seconds", 0.0) if summary.exists() else 0.0
-    )
-    return max(said, read_journal(folder / "metrics.jsonl").seconds)
+    path = folder / "summary.json"
+    seconds = 0.0
+    if path.exists():
+        seconds = msgspec.json.decode(path.read_bytes()).get("seconds", 0.0)
+    return max(seconds, read_journal(folder / "metrics.jsonl").seconds)
 
 
 def summarise(
@@ -102,22 +95,12 @@ def summarise(
     before: float = 0.0,
     said: Said = Said(),
 ) -> Summary:
-    """From the last status. `primary` is the source whose held-out score counts; `before` are the
-    seconds of the starts before this one.
+    """The summary of a run whose last status this is. `primary` is the source whose held-out score
+    counts; `before` is how long the starts before this one ran, in seconds.
     """
-    sources = {
-        s.name: SourceSummary(
-            s.heldout_before,
-            s.heldout_last,
-            s.num_heldout,
-            s.reward,
-            s.failed_before,
-            s.failed_last,
-            s.is_incomplete,
-        )
-        for s in status.sources
-    }
+    sources = {source.name: _source_summary(source) for source in status.sources}
     first = sources.get(primary) if primary is not None else None
+    waits = {f"{wait.who} for {wait.for_whom}": round(wait.seconds, 3) for wait in status.waits}
     return Summary(
         name=status.name,
         primary=primary,
@@ -141,63 +124,24 @@ def summarise(
         learning=status.learning,
         failures=status.failures,
         sources=sources,
-        waits={f"{wait.who} for {wait.for_whom}": round(wait.seconds, 3) for wait in status.waits},
+        waits=waits,
         dropped=status.dropped,
         accounts=status.accounts,
+    )
+
+
+def _source_summary(source: SourceStatus) -> SourceSummary:
+    return SourceSummary(
+        heldout_before=source.heldout_before,
+        heldout_after=source.heldout_last,
+        num_heldout=source.num_heldout,
+        reward=source.reward,
+        failed_before=source.failed_before,
+        failed_after=source.failed_last,
+        incomplete=source.is_incomplete,
     )
 
 
 def write_summary(summary: Summary, path: Path) -> None:
     """The file is there whole or not at all."""
     write_whole(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-
-
-def summary_table(summary: Summary, status: Status) -> Table:
-    """The end of `midflight train`. `status` is what the summary was made of."""
-    table = Table(
-        title=f"{summary.name}: {summary.steps} steps in {duration(summary.seconds)}",
-        box=box.ROUNDED,
-        show_header=False,
-    )
-    table.add_column(style="bold")
-    table.add_column()
-    for source in status.sources:
-        table.add_row(
-            f"held-out {source.name}",
-            heldout(source),
-            style="yellow" if source.is_incomplete else "",
-        )
-    share = f" of {summary.rollouts:,}" if summary.rollouts else ""
-    table.add_row("weights went live", f"{summary.weight_updates} times")
-    table.add_row("rollouts spanning versions", f"{summary.rollouts_spanning_versions:,}{share}")
-    table.add_row(
-        "failed requests, rollouts", f"{summary.failed_requests}, {summary.failed_rollouts}"
-    )
-    if summary.failures:
-        table.add_row("failed by", most_common(Counter(summary.failures)), style="yellow")
-    if (a := summary.accounts) is not None:
-        waiting = a.running + a.waiting + a.leased
-        table.add_row(
-            "groups",
-            f"{a.trained:,} trained, {waiting:,} not yet, {sum(a.dropped.values()):,} dropped",
-        )
-    table.add_row(
-        "tokens trained", f"{summary.trained_tokens:,} of {summary.generated_tokens:,} generated"
-    )
-    for label, text in learning(status):
-        table.add_row(label, text)
-    table.add_row("oldest trained token", f"{summary.max_token_staleness} versions")
-    table.add_row("engine and trainer busy together", percent(summary.overlap_share))
-    busy = busy_words(
-        engine_busy=summary.engine_busy,
-        trainer_busy=summary.trainer_busy,
-        slots_used=summary.slots_used,
-    )
-    table.add_row("who was busy", f"{busy}: {summary.bound}")
-    if summary.advice:
-        table.add_row("advice", summary.advice)
-    table.add_row("peak memory", f"{summary.peak_memory_mb:,.0f} MB")
-    for label, lines in (("loss", summary.loss), ("notes", summary.notes)):
-        if lines:
-            table.add_row(label, Text("\n".join(lines)))  # its brackets are no markup
-    return table

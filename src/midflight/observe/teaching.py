@@ -8,26 +8,27 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
-from midflight.observe.status import number, percent
+from midflight.observe.readable import number, percent
 from midflight.types import Group, Kind, Reason, facts
 
 STEPS = 2
-"""The alarm on groups looks back on the groups of so many steps."""
+"""The alarm on groups looks back on the groups of this many steps."""
 MIN_GROUPS = 16
-"""It looks back on so many groups at least."""
+"""It looks back on at least this many groups."""
 ALIKE_SHARE = 0.75
 """It speaks where this share of those groups are alike. A group of 8 is alike more often than that
 where the model is right less than once in 28 times.
 """
 ROLLOUTS = 64
-"""The alarm on answers cut short looks back on so many rollouts."""
+"""The alarm on answers cut short looks back on this many rollouts."""
 MIN_ROLLOUTS = 32
-"""It says nothing before so many have ended."""
+"""It says nothing before this many have ended."""
 CUT_SHARE = 0.25
 """It speaks where this share of them were cut short."""
 FIRST_VERSIONS = 10
-"""The alarm on the size of steps watches so many versions. Later steps have other reasons to go
+"""The alarm on the size of steps watches this many versions. Later steps have other reasons to go
 far.
 """
 FAR = 0.25
@@ -40,21 +41,23 @@ LATER = " trainer.on_alarm says what becomes of such a step."
 
 @dataclass(frozen=True, slots=True)
 class LearningOptions:
-    """Options of the run that these alarms speak of."""
+    """The options of the run that these alarms mention."""
 
     group_size: int
     groups_per_step: int
     max_tokens: int
     max_context: int
     learning_rate: float | None
-    """None where another trains."""
+    """None where another program trains."""
     usual_rate: float
     """The learning rate that is usual for a model of this size."""
     draws_by_pass_rate: bool = False
     draws_others: bool = False
-    """`rollout.drop_zero_spread`: a group that is alike is replaced."""
+    """Whether `rollout.drop_zero_spread` replaces groups that are alike."""
     compares: bool = True
-    """Whether the rewards of a group are compared, so that one which is alike teaches nothing."""
+    """Whether the rewards of a group are compared, so that a group that is alike teaches
+    nothing.
+    """
     masks_truncated: bool = False
 
 
@@ -77,9 +80,9 @@ class TeachingAlarms:
             case facts.GroupFinished(group=group):
                 self._group(_rewards(group))
             case facts.GroupClosed(reason=Reason.ZERO_SPREAD, alike=alike):
-                self._group(
-                    () if alike is None else (float(alike == "passed"),) * self._options.group_size
-                )
+                if alike is not None:
+                    reward = float(alike == "passed")
+                    self._group((reward,) * self._options.group_size)
             case facts.RolloutEnded() if fact.key.kind is Kind.TRAINING and fact.reward is not None:
                 self._rollout(fact)
             case _:
@@ -92,21 +95,19 @@ class TeachingAlarms:
             return
         self._groups.append(rewards)
         alike = [group[0] for group in self._groups if min(group) == max(group)]
-        if len(self._groups) == self._groups.maxlen and len(alike) >= ALIKE_SHARE * len(
-            self._groups
-        ):
+        is_full = len(self._groups) == self._groups.maxlen
+        if is_full and len(alike) >= ALIKE_SHARE * len(self._groups):
             self._say("groups_alike", self._alike(alike))
 
     def _alike(self, alike: list[float]) -> str:
         total = len(self._groups)
-        rewards = [reward for group in self._groups for reward in group]
+        rewards = list(chain.from_iterable(self._groups))
         middle = (min(rewards) + max(rewards)) / 2
         num_low = sum(reward < middle for reward in alike)
-        spent = (
-            "others were drawn in their place"
-            if self._options.draws_others
-            else "they leave the weights as they are"
-        )
+        if self._options.draws_others:
+            spent = "others were drawn in their place"
+        else:
+            spent = "they leave the weights as they are"
         seen = (
             f"{len(alike)} of the last {total} groups ({percent(len(alike) / total)}) had one "
             f"reward for all their answers, {number(sum(alike) / len(alike))} in the mean: such a "
@@ -115,8 +116,7 @@ class TeachingAlarms:
         if min(rewards) == max(rewards):
             return (
                 f"{seen} No reward differs from another: are the tasks too easy or too hard, "
-                "or "
-                "does the reward not look at the answer?"
+                "or does the reward not look at the answer?"
             )
         if 2 * num_low >= len(alike):
             return f"{seen} Most are too hard: {self._for_hard()}."
@@ -128,10 +128,11 @@ class TeachingAlarms:
             f"raise rollout.group_size ({size}, {2 * size} would be next), so that a rare "
             "right answer is seen beside wrong ones"
         )
-        return f"{self._draw('take easier tasks, or a reward that is worth something on the way')}; or {larger}"
+        ways = self._draw("take easier tasks, or a reward that is worth something on the way")
+        return f"{ways}; or {larger}"
 
     def _draw(self, first: str) -> str:
-        """The options that change which groups are trained on, without those that are set
+        """The ways to change which groups are trained on: `first`, and the options that are not set
         already.
         """
         options = self._options
@@ -160,16 +161,13 @@ class TeachingAlarms:
         options = self._options
         total = len(self._rollouts)
         ended = [rollout.num_tokens for rollout in self._rollouts if not rollout.truncated]
-        long = (
-            f"; those that ended by themselves had at most {max(ended)} tokens"
-            if ended
-            else "; none ended by itself"
-        )
-        masked = (
-            ""
-            if options.masks_truncated
-            else ", and objective.mask_truncated = true keeps them out of the loss"
-        )
+        if ended:
+            long = f"; those that ended by themselves had at most {max(ended)} tokens"
+        else:
+            long = "; none ended by itself"
+        masked = ""
+        if not options.masks_truncated:
+            masked = ", and objective.mask_truncated = true keeps them out of the loss"
         return (
             f"{len(cut)} of the last {total} rollouts ({percent(len(cut) / total)}) were cut "
             f"short{long}. What is cut off is rewarded as it stands, often before the answer came, "
@@ -194,18 +192,16 @@ class TeachingAlarms:
                 "limit that the agent itself asks for"
             )
         wanted = 2 * options.max_tokens
-        room = (
-            f", with model.max_context ({options.max_context})"
-            if 2 * wanted > options.max_context
-            else ""
-        )
+        room = ""
+        if 2 * wanted > options.max_context:
+            room = f", with model.max_context ({options.max_context})"
         return f"Raise environment.max_tokens ({options.max_tokens}, {wanted} would be next){room}"
 
     # --- Steps that go too far --------------------------------------------------------------------
 
     def stepped(self, step: facts.Stepped) -> bool:
-        """Says it where the first steps went so far that the size of a step is to blame. True where
-        it did.
+        """Raises the alarm where one of the first steps went so far that its size is to blame.
+        Returns whether it did.
         """
         rate = self._options.learning_rate
         distance = max(abs(step.metrics.get("rho/k1", 0.0)), step.metrics.get("rho/k3", 0.0))
@@ -232,7 +228,7 @@ class TeachingAlarms:
 
 
 def lower_rate(rate: float, usual: float) -> float:
-    """The usual one, or where that is not lower a third; one digit."""
+    """The usual rate, or a third of `rate` where the usual one is not lower. It has one digit."""
     wanted = usual if usual < rate else rate / 3
     exponent = math.floor(math.log10(wanted))
     return float(f"{round(wanted / 10**exponent)}e{exponent}")

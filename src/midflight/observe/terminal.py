@@ -21,27 +21,18 @@ from rich.text import Text
 from midflight.observe.completions import in_a_line, visible
 from midflight.observe.failures import most_common
 from midflight.observe.logs import json_line
-from midflight.observe.status import (
-    UNKNOWN,
-    Bound,
-    MemberChanges,
-    Phase,
-    SourceStatus,
-    Status,
-    duration,
-    heldout,
-    number,
-    percent,
-    unclaimed_words,
-)
+from midflight.observe.readable import UNKNOWN, duration, heldout, number, percent, unclaimed_words
+from midflight.observe.status import Bound, MemberChanges, Phase, SourceStatus, Status
 from midflight.types import facts
 
 PLAIN_SECONDS = 5.0
-"""Between two lines of a log: often enough to see that it lives, seldom enough to read."""
+"""Seconds between two lines of a log: often enough to see that the run lives, seldom enough to
+read.
+"""
 
 SHOWN_SECONDS = 1.0
-"""Workers that claim one rollout after the other leave moments between two claims, which are no
-trouble.
+"""Seconds without a claim before unclaimed rollouts are shown as trouble: workers that claim one
+rollout after the other leave moments between two claims.
 """
 
 
@@ -57,14 +48,13 @@ class Terminal:
         clock: Callable[[], float] = time.monotonic,
         as_json: bool = False,
     ) -> None:
-        """`as_json`: everything is one JSON object a line, and nothing is redrawn."""
+        """With `as_json` each line is one JSON object, and nothing is redrawn."""
         self._console = console or Console()
         self._clock = clock
         self._json = as_json
-        redraws = self._console.is_terminal and not as_json
-        self._live = (
-            Live(console=self._console, auto_refresh=False, transient=True) if redraws else None
-        )
+        self._live: Live | None = None
+        if self._console.is_terminal and not as_json:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._last_line: tuple[float, Phase] | None = None
         self._last_step = 0
         self.status = Status()
@@ -91,41 +81,35 @@ class Terminal:
             self.say(plain_line(status), _numbers(status))
             if status.step > self._last_step:
                 self._last_step = status.step
-                self.say(
-                    "  ".join(
-                        [
-                            "",
-                            *(text for _, text in learning(status)),
-                            *([status.advice] if _is_lopsided(status) else []),
-                        ]
-                    )
-                )
-                if status.sample is not None:
-                    self.say(f"  last rollout: {in_a_line(status.sample)}")
+                self._say_step(status)
+
+    def _say_step(self, status: Status) -> None:
+        parts = [""] + [text for _, text in learning(status)]
+        if _is_lopsided(status):
+            parts.append(status.advice)
+        self.say("  ".join(parts))
+        if status.sample is not None:
+            self.say(f"  last rollout: {in_a_line(status.sample)}")
 
     def say(self, message: RenderableType, numbers: Mapping[str, object] | None = None) -> None:
         """Prints something that stays, above the live view. `numbers` stand beside it in JSON."""
         if self._json:
-            message = json_line(
-                "launcher",
-                (message if isinstance(message, str) else _drawn(message)).strip(),
-                numbers=numbers,
-            )
-        # as it is: brackets and colons are no markup, and a log's lines are not folded
+            text = message if isinstance(message, str) else _drawn(message)
+            message = json_line("launcher", text.strip(), numbers=numbers)
+        # A string is printed as it is: brackets and colons are no markup, and a log's lines are not
+        # folded.
         plain = isinstance(message, str)
         self._console.print(
             message, highlight=False, markup=not plain, emoji=not plain, soft_wrap=plain
         )
 
     def _line_is_due(self, phase: Phase) -> bool:
-        """Now and then, and at once when a phase begins."""
+        """A line is due when a phase begins, and every `PLAIN_SECONDS` after that."""
         now = self._clock()
-        if (
-            self._last_line is not None
-            and self._last_line[1] is phase
-            and now - self._last_line[0] < PLAIN_SECONDS
-        ):
-            return False
+        if self._last_line is not None:
+            said_at, last_phase = self._last_line
+            if last_phase is phase and now - said_at < PLAIN_SECONDS:
+                return False
         self._last_line = (now, phase)
         return True
 
@@ -137,24 +121,22 @@ def _drawn(message: RenderableType) -> str:
 
 
 def _numbers(status: Status) -> dict[str, object]:
-    found = {
+    return {
         "phase": status.phase.value,
         "step": status.step,
         "steps": status.steps,
         "version": status.version,
         "reward": status.reward,
-    }
-    rates = {
         "generation_rate": status.generation_rate,
         "training_rate": status.training_rate,
         "eta_seconds": status.eta_seconds,
+        "failures": status.failures or None,
     }
-    return {**found, **rates, "failures": status.failures or None}
 
 
 BAR_WIDTH = 30
 MAX_NAME = 36
-"""Letters of a run's name in the title, so that what it does stands behind it within 80 columns."""
+"""Letters of a run's name in the title, so that the phase fits behind it within 80 columns."""
 LEVELS = "▁▂▃▄▅▆▇█"
 MAX_WAITS = 3
 MAX_JOINED = 4
@@ -178,11 +160,9 @@ def panel(status: Status) -> RenderableType:
 def plain_line(status: Status) -> str:
     """The same in one line, where there is no terminal to redraw."""
     done, total, what = progress(status)
-    parts = [
-        f"{duration(status.seconds):>12}",
-        status.phase.value,
-        f"{what} {done}/{total}" if total else "",
-    ]
+    parts = [f"{duration(status.seconds):>12}", status.phase.value]
+    if total:
+        parts.append(f"{what} {done}/{total}")
     if status.phase is Phase.WARM_START and status.warm_start is not None:
         parts += [
             f"loss {number(status.warm_start.loss)}",
@@ -193,21 +173,19 @@ def plain_line(status: Status) -> str:
             f"reward {number(status.reward)}",
             f"version {status.version}",
             f"staleness {_mean_age(status)}",
-        ]
-        parts += [
             f"{status.generation_rate:,.0f} tok/s generated",
             f"{status.training_rate:,.0f} tok/s trained",
-        ]
-        parts += [
             f"ETA {duration(status.eta_seconds)}",
-            *(f"{w.who} waits for {w.for_whom} {w.share:.0%}" for w in status.waits[:1]),
         ]
+        if status.waits:
+            longest = status.waits[0]
+            parts.append(f"{longest.who} waits for {longest.for_whom} {longest.share:.0%}")
     parts += _troubles(status)
     return "  ".join(part for part in parts if part)
 
 
 def learning(status: Status) -> list[tuple[str, str]]:
-    """What the last steps had to learn from, and what the trainer says of them."""
+    """What the last steps had to learn from, and the trainer's readings of them."""
     said = (
         ("groups", _groups(status)),
         ("tasks", _tasks(status)),
@@ -218,7 +196,7 @@ def learning(status: Status) -> list[tuple[str, str]]:
 
 
 def progress(status: Status) -> tuple[int, int, str]:
-    """How far the phase is: done, total (0 if unknown), and of what."""
+    """How far the phase is: how many are done, of how many (0 if unknown), and what is counted."""
     if status.phase is Phase.WARM_START and status.warm_start is not None:
         return status.warm_start.step, status.warm_start.max_steps, "step"
     if status.phase is Phase.EVALUATION:
@@ -230,21 +208,12 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
     rows: list[tuple[str, RenderableType]] = [("progress", _bar(status))]
     if status.phase is Phase.WARM_START:
         return rows + _warm_start(status)
-    rows += [
-        ("reward" if index == 0 else "", _source(source))
-        for index, source in enumerate(status.sources)
-    ]
+    for index, source in enumerate(status.sources):
+        label = "reward" if index == 0 else ""
+        rows.append((label, _source(source)))
     rows += [(label, Text(text)) for label, text in learning(status)]
     if status.staleness:
-        rows.append(
-            (
-                "staleness",
-                Text(
-                    f"{_histogram(status.staleness)}  mean {_mean_age(status)}, most "
-                    f"{status.totals.max_token_staleness}"
-                ),
-            )
-        )
+        rows.append(("staleness", Text(_staleness(status))))
     if status.totals.generated_tokens:
         rows.append(("speed", Text(_speed(status))))
     if status.engine_busy is not None:
@@ -256,11 +225,12 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
     if status.waits:
         waits = (f"{w.who} for {w.for_whom} {w.share:.0%}" for w in status.waits[:MAX_WAITS])
         rows.append(("waiting", Text(", ".join(waits))))
-    return [
-        *rows,
-        *_trouble(status),
-        *([] if status.sample is None else [("last rollout", _sample(status.sample))]),
-    ]
+    troubles = _troubles(status)
+    if troubles:
+        rows.append(("trouble", Group(*[Text(line, style="yellow") for line in troubles])))
+    if status.sample is not None:
+        rows.append(("last rollout", _sample(status.sample)))
+    return rows
 
 
 PROMPT_LINES = 2
@@ -268,17 +238,19 @@ COMPLETION_LINES = 4
 
 
 def _sample(shown: facts.Shown) -> RenderableType:
-    """The end of its prompt and the beginning of what was written, each line cut at the panel's
-    edge.
+    """The end of a rollout's prompt and the beginning of its answer. Each line is cut at the edge
+    of the panel.
     """
-    lines = [(f"> {line}", "dim") for line in visible(shown.prompt).splitlines()[-PROMPT_LINES:]]
-    lines += [
-        (f"< {line}", "") for line in visible(shown.completion).splitlines()[:COMPLETION_LINES]
-    ]
     head = Text(f"{shown.source}, task {shown.task_id}, reward {number(shown.reward)}")
-    return Group(
-        head, *(Text(line, style=style, no_wrap=True, overflow="ellipsis") for line, style in lines)
-    )
+    prompt = visible(shown.prompt).splitlines()[-PROMPT_LINES:]
+    completion = visible(shown.completion).splitlines()[:COMPLETION_LINES]
+    lines = [_cut_line(f"> {line}", style="dim") for line in prompt]
+    lines += [_cut_line(f"< {line}", style="") for line in completion]
+    return Group(head, *lines)
+
+
+def _cut_line(line: str, *, style: str) -> Text:
+    return Text(line, style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _bar(status: Status) -> RenderableType:
@@ -297,22 +269,17 @@ def _bar(status: Status) -> RenderableType:
 def _warm_start(status: Status) -> list[tuple[str, RenderableType]]:
     if status.warm_start is None:
         return []
-    target = (
-        "" if status.warm_start.target is None else f", until {number(status.warm_start.target)}"
-    )
-    return [
-        ("loss", Text(number(status.warm_start.loss))),
-        ("accuracy", Text(f"{number(status.warm_start.accuracy)}{target}")),
-    ]
+    accuracy = number(status.warm_start.accuracy)
+    if status.warm_start.target is not None:
+        accuracy += f", until {number(status.warm_start.target)}"
+    return [("loss", Text(number(status.warm_start.loss))), ("accuracy", Text(accuracy))]
 
 
 def _source(source: SourceStatus) -> RenderableType:
-    scores = (
-        (f"   held out {heldout(source)}", "yellow" if source.is_incomplete else "")
-        if source.was_evaluated
-        else ""
-    )
-    return Text.assemble((f"{number(source.reward):>6}", "bold green"), f"  {source.name}", scores)
+    text = Text.assemble((f"{number(source.reward):>6}", "bold green"), f"  {source.name}")
+    if source.was_evaluated:
+        text.append(f"   held out {heldout(source)}", "yellow" if source.is_incomplete else "")
+    return text
 
 
 def _groups(status: Status) -> str:
@@ -353,7 +320,7 @@ _READINGS = {
     "grad_norm": "gradient norm",
     "critic/explained_variance": "critic explains",
 }
-"""How `TRAINER_KEYS` are called here; the two clips are added up."""
+"""The words for `TRAINER_KEYS` here. The two shares that are clipped are shown as their sum."""
 
 
 def _trainer(status: Status) -> str:
@@ -367,7 +334,9 @@ def _trainer(status: Status) -> str:
         for key, share in status.trainer.items()
         if key.startswith("clip/") and share is not None
     ]
-    return "  ".join([*shown, *([f"clipped {sum(clips):.1%}"] if clips else [])])
+    if clips:
+        shown.append(f"clipped {sum(clips):.1%}")
+    return "  ".join(shown)
 
 
 def _reading(value: float | None) -> str:
@@ -376,6 +345,11 @@ def _reading(value: float | None) -> str:
 
 def _is_lopsided(status: Status) -> bool:
     return status.bound in (Bound.GENERATION, Bound.TRAINER)
+
+
+def _staleness(status: Status) -> str:
+    most = status.totals.max_token_staleness
+    return f"{_histogram(status.staleness)}  mean {_mean_age(status)}, most {most}"
 
 
 def _histogram(staleness: dict[int, int]) -> str:
@@ -389,9 +363,9 @@ def _histogram(staleness: dict[int, int]) -> str:
 
 def _mean_age(status: Status) -> str:
     tokens = sum(status.staleness.values())
-    return (
-        f"{sum(age * n for age, n in status.staleness.items()) / tokens:.2f}" if tokens else UNKNOWN
-    )
+    if not tokens:
+        return UNKNOWN
+    return f"{sum(age * n for age, n in status.staleness.items()) / tokens:.2f}"
 
 
 def _speed(status: Status) -> str:
@@ -414,36 +388,27 @@ def _busy(status: Status) -> str:
 
 def _members(changes: MemberChanges) -> str:
     """`b, c joined (c yet to get the weights), 2 left`."""
-    names = [
-        *changes.joined[:MAX_JOINED],
-        *([f"{len(changes.joined) - MAX_JOINED} more"] if len(changes.joined) > MAX_JOINED else []),
-    ]
-    waiting = (
-        f" ({', '.join(changes.joining[:MAX_JOINED])} yet to get the weights)"
-        if changes.joining
-        else ""
-    )
-    said = [
-        f"{', '.join(names)} joined{waiting}" if names else "",
-        f"{changes.num_left} left" if changes.num_left else "",
-    ]
-    return ", ".join(filter(None, said))
-
-
-def _trouble(status: Status) -> list[tuple[str, RenderableType]]:
-    found = _troubles(status)
-    return [("trouble", Group(*(Text(line, style="yellow") for line in found)))] if found else []
+    names = list(changes.joined[:MAX_JOINED])
+    if len(changes.joined) > MAX_JOINED:
+        names.append(f"{len(changes.joined) - MAX_JOINED} more")
+    waiting = ""
+    if changes.joining:
+        waiting = f" ({', '.join(changes.joining[:MAX_JOINED])} yet to get the weights)"
+    said: list[str] = []
+    if names:
+        said.append(f"{', '.join(names)} joined{waiting}")
+    if changes.num_left:
+        said.append(f"{changes.num_left} left")
+    return ", ".join(said)
 
 
 def _troubles(status: Status) -> list[str]:
     found: list[str] = []
     t = status.totals
     if t.failed_rollouts or status.failures:
+        failed = f"{t.failed_rollouts:,} of {t.rollouts:,} rollouts failed"
         classes = most_common(Counter(status.failures))
-        found.append(
-            f"{t.failed_rollouts:,} of {t.rollouts:,} rollouts failed"
-            + (f": {classes}" if classes else "")
-        )
+        found.append(f"{failed}: {classes}" if classes else failed)
     if t.failed_requests:
         found.append(f"{t.failed_requests:,} requests failed")
     if status.quarantined:
@@ -451,8 +416,6 @@ def _troubles(status: Status) -> list[str]:
     if status.unclaimed is not None and status.unclaimed.idle_seconds >= SHOWN_SECONDS:
         found.append(unclaimed_words(status.unclaimed))
     if status.dropped:
-        found.append(
-            "groups dropped: "
-            + ", ".join(f"{count} {reason}" for reason, count in status.dropped.items())
-        )
+        counts = ", ".join(f"{count} {reason}" for reason, count in status.dropped.items())
+        found.append(f"groups dropped: {counts}")
     return found

@@ -18,11 +18,13 @@ from midflight.types import GroupKey, Kind, TurnTimes, Version, facts
 
 TIMELINE = "timeline.jsonl"
 FLUSH_SECONDS = 0.2
-"""Rollouts that end within them are given to the system together: to give it each by itself costs
-as much as to make its line.
+"""Rollouts that end within this time are flushed together: flushing each by itself costs as much as
+encoding its line.
 """
 SHORTEST_WAIT = 0.005
-"""Seconds. Shorter waits are hand-overs between loops, and there are thousands."""
+"""Seconds. Shorter waits have no line: they are hand-overs between loops, and there are
+thousands.
+"""
 
 
 class Began(msgspec.Struct, frozen=True, tag="start", tag_field="kind"):
@@ -49,7 +51,7 @@ class RolloutTimed(
     turns: tuple[TurnTimes, ...] = ()
     of: Kind = Kind.TRAINING
     failure: str | None = None
-    """The class of what it failed by."""
+    """The class of its error."""
     truncated: bool = False
 
 
@@ -63,6 +65,8 @@ class BatchTimed(msgspec.Struct, frozen=True, tag="batch", tag_field="kind"):
 
 
 class StepTimed(msgspec.Struct, frozen=True, omit_defaults=True, tag="step", tag_field="kind"):
+    """A step of the trainer, which made `version`."""
+
     lease: int
     version: Version
     began: float
@@ -72,8 +76,8 @@ class StepTimed(msgspec.Struct, frozen=True, omit_defaults=True, tag="step", tag
 
 
 class CommitTimed(msgspec.Struct, frozen=True, tag="commit", tag_field="kind"):
-    """An engine serves a version from `at` on; it had stood still for `pause_seconds`, and taken it
-    in for `stage_seconds` before that.
+    """An engine serves a version from `at` on. Before that it had stood still for `pause_seconds`,
+    and before the pause it had taken the version in for `stage_seconds`.
     """
 
     engine: str
@@ -102,18 +106,20 @@ class ScoreTimed(msgspec.Struct, frozen=True, tag="evaluation", tag_field="kind"
 
 
 class DropTimed(msgspec.Struct, frozen=True, tag="dropped", tag_field="kind"):
+    """A group was dropped."""
+
     group: tuple[int, int, int]
     reason: str
     at: float
 
 
 class EngineTimed(msgspec.Struct, frozen=True, tag="engine", tag_field="kind"):
-    """An engine was lost, or came back; or joined or left the run, as `event` says."""
+    """An engine was lost or came back. Where `event` is set, it joined or left the run."""
 
     engine: str
     at: float
     lost: str | None
-    """Why."""
+    """Why it was lost; None where it came back."""
     event: str | None = None
 
 
@@ -142,8 +148,8 @@ TIMED = (
     | facts.EngineJoined
     | facts.EngineLeft
 )
-"""The facts that have a line. An answer, a token and an engine's step have none: an answer's times
-come with its rollout.
+"""The facts that have a line. An answer, a token and an engine's step have none: the times of an
+answer come with its rollout.
 """
 
 _encode = msgspec.json.Encoder().encode
@@ -154,7 +160,7 @@ class Timeline:
     """Writes the lines as facts come in."""
 
     def __init__(self, path: Path, state: RunState, *, goes_on: bool) -> None:
-        """`goes_on`: the lines that are there stay."""
+        """With `goes_on` the lines that are there stay."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._state = state
         self._shift = state.seconds - time.monotonic()
@@ -171,31 +177,18 @@ class Timeline:
             case facts.RolloutEnded():
                 self._write(self._rollout(fact, now))
             case facts.Leased(batch=batch):
-                self._write(
-                    BatchTimed(
-                        batch.lease,
-                        batch.train_version,
-                        now,
-                        tuple(_place(group.key) for group in batch.groups),
-                    )
-                )
+                groups = tuple(_place(group.key) for group in batch.groups)
+                self._write(BatchTimed(batch.lease, batch.train_version, now, groups))
             case facts.Stepped(lease=lease, version=version, num_tokens=tokens, skipped=skipped):
-                self._write(
-                    StepTimed(
-                        lease,
-                        version,
-                        self._at(fact.started),
-                        self._at(fact.ended),
-                        tokens,
-                        skipped,
-                    )
-                )
+                began = self._at(fact.started)
+                ended = self._at(fact.ended)
+                self._write(StepTimed(lease, version, began, ended, tokens, skipped))
             case facts.WeightsCommitted(engine=engine, version=version):
-                self._write(
-                    CommitTimed(engine, version, now, fact.stage_seconds, fact.pause_seconds)
-                )
+                line = CommitTimed(engine, version, now, fact.stage_seconds, fact.pause_seconds)
+                self._write(line)
             case facts.Waited() if fact.seconds >= SHORTEST_WAIT:
-                self._write(WaitTimed(fact.who, fact.for_whom, round(now - fact.seconds, 6), now))
+                began = round(now - fact.seconds, 6)
+                self._write(WaitTimed(fact.who, fact.for_whom, began, now))
             case facts.Evaluated(version=version, source=source):
                 self._write(ScoreTimed(version, source, now, fact.mean_reward))
             case facts.GroupClosed(key=key, reason=reason):
@@ -214,8 +207,9 @@ class Timeline:
     def _rollout(self, ended: facts.RolloutEnded, now: float) -> RolloutTimed:
         failure = None if ended.reward is not None else failure_class(ended.error)
         began = self._at(ended.started) if ended.started else round(now - ended.seconds, 6)
+        group = ended.key.group
         return RolloutTimed(
-            (*_place(ended.key.group), ended.key.sample),
+            (group.epoch, group.index, group.attempt, ended.key.sample),
             ended.source,
             began,
             round(began + ended.seconds, 6),
@@ -244,7 +238,8 @@ class Timeline:
 
     def _write(self, line: Timed) -> None:
         self._file.write(_encode(line) + b"\n")
-        if not isinstance(line, RolloutTimed) or time.monotonic() >= self._flushed + FLUSH_SECONDS:
+        can_wait = isinstance(line, RolloutTimed)
+        if not can_wait or time.monotonic() >= self._flushed + FLUSH_SECONDS:
             self._file.flush()
             self._flushed = time.monotonic()
 
@@ -254,8 +249,8 @@ def _place(key: GroupKey) -> tuple[int, int, int]:
 
 
 def read_timeline(path: Path) -> Sequence[Timed]:
-    """Its lines, in the order in which they were written. A last line that is being written is left
-    out; a missing file is empty.
+    """The lines of a timeline, in the order in which they were written. A last line that is still
+    being written is left out; a missing file is empty.
     """
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     try:

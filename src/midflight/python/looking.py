@@ -12,7 +12,7 @@ import numpy as np
 from midflight.archive.journal import Tail
 from midflight.archive.stored import file_of
 from midflight.errors import ConfigError
-from midflight.observe.journal import Line, decode_line
+from midflight.observe.lines import Line, decode_line
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.pairs import shard_stores
 from midflight.trajectories.store import Store

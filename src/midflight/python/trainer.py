@@ -26,7 +26,7 @@ from midflight.cli.returned import put_back_at
 from midflight.config import Config
 from midflight.errors import ConfigError
 from midflight.models.gguf_folders import model_folder
-from midflight.observe.journal import CheckpointLine, EvaluationLine, Line, StepLine
+from midflight.observe.lines import CheckpointLine, EvaluationLine, Line, StepLine
 from midflight.observe.named import named
 from midflight.observe.status import Status
 from midflight.observe.summary import Summary

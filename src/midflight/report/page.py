@@ -1,9 +1,10 @@
-"""A run, or several, as a page to attach to a result: HTML in one file, which asks no network, or
-Markdown with its plots beside it.
+"""A run, or several, as a page to attach to a result: HTML in one file that loads nothing from a
+network, or Markdown with its plots beside it.
 """
 
 import base64
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +20,15 @@ from midflight.archive.runs import SUMMARY, ArchivedRun, differences, flat, open
 from midflight.archive.samples import SampleChoice, chosen, in_words
 from midflight.errors import ConfigError, MidflightError
 from midflight.observe import plot
-from midflight.observe.journal import PastLines, write_whole
+from midflight.observe.atomic_write import write_whole
+from midflight.observe.history import PastLines
 from midflight.observe.machine import MACHINE
-from midflight.observe.status import UNKNOWN, busy_words, duration, number
-from midflight.types import Fate, Json
+from midflight.observe.readable import UNKNOWN, busy_words, duration, number
+from midflight.types import Fate, Json, Reason
 
 FORMATS = {".html": "page.html", ".md": "page.md"}
 MAX_SAMPLES = 3
-"""Of each kind: a page is read by people."""
+"""How many samples of each kind are shown: a page is read by people."""
 SHOWN = {
     "best": "reward was highest",
     "worst": "reward was lowest",
@@ -46,18 +48,20 @@ _NUMBERS = {
     "overlap_share": "engines and trainer busy together",
     "peak_memory_mb": "peak memory, MB",
 }
-"""Of the summary, in the order in which they are shown."""
+"""The numbers of the summary that are shown, in their order, with their labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleShown:
+    """A rollout as text, and why it is shown."""
+
     why: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What the page says of one run."""
+    """What the page says about one run."""
 
     title: str
     folder: str
@@ -80,7 +84,9 @@ class RunReport:
 
 @dataclass(slots=True)
 class _Missing:
-    """Parts of a run that could not be read: the rest is shown, and each says why."""
+    """Collects the parts of a run that could not be read, each with its reason. The rest is
+    shown.
+    """
 
     notes: list[str] = field(default_factory=list[str])
 
@@ -93,18 +99,17 @@ class _Missing:
 
 
 def write_report(folders: Sequence[Path], out: Path) -> list[Path]:
-    """Writes the page; returns the files that were written. `ConfigError` before anything is
-    touched: no run, a run without steps, another ending than .html and .md, a file that cannot be
-    written."""
+    """Writes the page, and returns the files that were written. `ConfigError` before anything is
+    touched, where there is no run, a run without steps, another ending than .html and .md, or a
+    file that cannot be written.
+    """
     if out.suffix not in FORMATS:
         raise ConfigError(
             f"writing {out}: a report is {' or '.join(FORMATS)}; give --out a name that ends so."
         )
     if out.is_dir() or not out.absolute().parent.is_dir():
-        raise ConfigError(
-            f"writing {out}: {'it is a folder' if out.is_dir() else 'its folder is not there'}; "
-            "give --out a file in a folder that is."
-        )
+        why = "it is a folder" if out.is_dir() else "its folder is not there"
+        raise ConfigError(f"writing {out}: {why}; give --out a file in a folder that is.")
     runs = open_runs(folders)
     for run in runs:
         if not run.journal().past.steps:
@@ -112,25 +117,25 @@ def write_report(folders: Sequence[Path], out: Path) -> list[Path]:
                 f"{run.folder} has no steps yet, so that there is nothing to report; wait for the "
                 "first, or give another run."
             )
-    titles = {run.slug: run.describe().name if len(runs) == 1 else run.slug for run in runs}
-    reports = [report_of(run, titles[run.slug]) for run in runs]
+    titles = [run.slug for run in runs]
+    if len(runs) == 1:
+        titles = [runs[0].describe().name]
+    reports = [report_of(run, title) for run, title in zip(runs, titles, strict=True)]
     missing = _Missing()
-    pasts = {titles[run.slug]: run.journal().past for run in runs}
+    pasts = {title: run.journal().past for run, title in zip(runs, titles, strict=True)}
     pictures = cast("dict[str, bytes]", missing.tried("plots", lambda: _pictures(pasts), {}))
-    beside = (
-        {}
-        if out.suffix == ".html"
-        else {f"{out.stem}-{name}.png": png for name, png in pictures.items()}
-    )
-    shown = {
-        name: _inlined(png) if out.suffix == ".html" else f"{out.stem}-{name}.png"
-        for name, png in pictures.items()
-    }
+    beside: dict[str, bytes] = {}
+    shown: dict[str, str] = {}
+    for name, png in pictures.items():
+        if out.suffix == ".html":
+            shown[name] = _inlined(png)
+        else:
+            shown[name] = f"{out.stem}-{name}.png"
+            beside[shown[name]] = png
     options = differences([run.config() for run in runs]) if len(runs) > 1 else {}
-    text = (
-        _environment()
-        .get_template(FORMATS[out.suffix])
-        .render(reports=reports, pictures=shown, differences=options, notes=missing.notes)
+    template = _environment().get_template(FORMATS[out.suffix])
+    text = template.render(
+        reports=reports, pictures=shown, differences=options, notes=missing.notes
     )
     try:
         for name, png in beside.items():
@@ -141,11 +146,11 @@ def write_report(folders: Sequence[Path], out: Path) -> list[Path]:
             f"writing {out}: {error.strerror or error}; choose another --out, or make its folder "
             "writable."
         ) from error
-    return [out, *(out.with_name(name) for name in beside)]
+    return [out] + [out.with_name(name) for name in beside]
 
 
 def report_of(run: ArchivedRun, title: str) -> RunReport:
-    """`_Missing` says of each part that could not be read why it is not there."""
+    """The report of one run. Its notes say why a part that could not be read is missing."""
     missing = _Missing()
     past = run.journal().past
     folder = run.folder
@@ -166,8 +171,10 @@ def report_of(run: ArchivedRun, title: str) -> RunReport:
             f"no {MACHINE}: the run was made by an older Midflight, which did not write down where "
             "it ran"
         )
-    verdict, advice = (training.verdict, training.advice) if training else ("", "")
-    if summary.get("engine_busy") is not None:  # by the steps of the engines, which is more exact
+    verdict = training.verdict if training else ""
+    advice = training.advice if training else ""
+    if summary.get("engine_busy") is not None:
+        # The summary counts the steps of the engines, which is more exact.
         shares = {name: summary.get(name) for name in ("engine_busy", "trainer_busy", "slots_used")}
         verdict = f"{summary['bound']}: {busy_words(**shares)}"
         advice = str(summary["advice"])
@@ -183,11 +190,7 @@ def report_of(run: ArchivedRun, title: str) -> RunReport:
         alarms=tuple((f"step {alarm.step}: {alarm.name}", alarm.text) for alarm in past.alarms),
         samples=tuple(_samples(folder, missing)),
         ledger=() if ledger is None else tuple(_ledger(ledger)),
-        balance=""
-        if ledger is None
-        else "it balances"
-        if ledger.balanced
-        else "; ".join(ledger.mistakes),
+        balance="" if ledger is None else _balance(ledger),
         options=flat(run.config()),
         machine={name: str(value) for name, value in machine.items()},
         loss=tuple(map(str, cast("list[str]", summary.get("loss", ())))),
@@ -195,8 +198,12 @@ def report_of(run: ArchivedRun, title: str) -> RunReport:
     )
 
 
+def _balance(ledger: Ledger) -> str:
+    return "it balances" if ledger.balanced else "; ".join(ledger.mistakes)
+
+
 def _read(path: Path) -> dict[str, Any]:
-    """An object of JSON; empty where it is not there, or being written."""
+    """The JSON object in a file; empty where there is none, or it is being written."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
@@ -205,23 +212,19 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _numbers(summary: Mapping[str, Any], past: PastLines) -> Iterator[tuple[str, str]]:
     last = past.steps[-1]
-    said = {
-        "steps": last.step,
-        "seconds": past.seconds,
-        **msgspec.to_builtins(last.totals),
-        **summary,
-    }
+    known: dict[str, Any] = {"steps": last.step, "seconds": past.seconds}
+    known.update(msgspec.to_builtins(last.totals))
+    known.update(summary)
     for name, label in _NUMBERS.items():
-        value = said.get(name)
-        if value is not None:
-            yield (
-                label,
-                duration(value)
-                if name == "seconds"
-                else f"{value:,}"
-                if isinstance(value, int)
-                else number(value),
-            )
+        value = known.get(name)
+        if value is None:
+            continue
+        if name == "seconds":
+            yield label, duration(value)
+        elif isinstance(value, int):
+            yield label, f"{value:,}"
+        else:
+            yield label, number(value)
     if last.reward is not None:
         yield "reward, last step", number(last.reward)
 
@@ -246,7 +249,7 @@ def _samples(folder: Path, missing: _Missing) -> Iterator[SampleShown]:
         try:
             keys = chosen(folder, choice)
         except MidflightError:
-            continue  # none failed, say
+            continue  # there is no such rollout, for instance because none failed
         for key in keys:
             seen = missing.tried(
                 f"sample {key}",
@@ -258,27 +261,23 @@ def _samples(folder: Path, missing: _Missing) -> Iterator[SampleShown]:
 
 
 def _ledger(ledger: Ledger) -> Iterator[tuple[str, str, str]]:
-    places = sorted(
-        {place for line in ledger.sources for place in line.tokens},
-        key=lambda place: (list(Fate).index(place[0]), place[1] or ""),
-    )
-    yield (
-        "generated",
-        f"{sum(line.received for line in ledger.sources):,}",
-        "by rollouts that have ended",
-    )
-    for fate, reason in places:
-        total = sum(line.tokens.get((fate, reason), 0) for line in ledger.sources)
-        yield (
-            f"{fate}: {reason}" if reason else str(fate),
-            f"{total:,}",
-            MEANINGS[reason] if reason else "",
-        )
+    totals = Counter[tuple[Fate, Reason | None]]()
+    for line in ledger.sources:
+        totals.update(line.tokens)
+    fates = list(Fate)
+    places = sorted(totals, key=lambda place: (fates.index(place[0]), place[1] or ""))
+    yield "generated", f"{totals.total():,}", "by rollouts that have ended"
+    for place in places:
+        fate, reason = place
+        if reason:
+            yield f"{fate}: {reason}", f"{totals[place]:,}", MEANINGS[reason]
+        else:
+            yield str(fate), f"{totals[place]:,}", ""
     yield "in flight", f"{ledger.in_flight:,}", "completed turns of rollouts that go on"
 
 
 def _pictures(pasts: Mapping[str, PastLines]) -> dict[str, bytes]:
-    """PNGs by name."""
+    """The plots as PNGs, by name."""
     title = " and ".join(pasts)
     with tempfile.TemporaryDirectory(prefix="midflight-") as place:
         reward = Path(place) / "reward.png"
@@ -296,7 +295,7 @@ def _inlined(png: bytes) -> str:
 
 
 def _environment() -> jinja2.Environment:
-    """Text of models and users is escaped in HTML, and fenced in Markdown."""
+    """The templates. Text of models and users is escaped in HTML, and fenced in Markdown."""
     made = jinja2.Environment(
         loader=jinja2.PackageLoader("midflight.report", "."),
         autoescape=jinja2.select_autoescape(["html"]),
@@ -317,7 +316,7 @@ def fenced(text: str) -> str:
 
 
 def cell(text: object) -> str:
-    """Of a table in Markdown."""
+    """The text of a cell in a table of Markdown."""
     said = UNKNOWN if text is None else str(text)
     return said.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")
 

@@ -1,9 +1,9 @@
 """A small ring in this process: the production parts of a run, over whatever engines and trainer a
 test or an experiment brings.
 
-On virtual time with scripted engines and a `SimulatedTrainer`, or on the real clock with embedded
-engines and the real trainer. `ScriptedScorer` is a teacher whose scores follow from token and
-position alone, and which fails when it is told to.
+It runs on virtual time with scripted engines and a `SimulatedTrainer`, or on the real clock with
+embedded engines and the real trainer. `ScriptedScorer` is a teacher whose scores follow from token
+and position alone, and which fails when it is told to.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import numpy as np
 
 from midflight.config.sections import Config
 from midflight.environments.agents import AgentsHere, SharedClients
+from midflight.environments.posted import PostedTasks
 from midflight.environments.registry import Environment
-from midflight.environments.tasks import PostedTasks, Source
+from midflight.environments.sources import Source
 from midflight.gateway.http.http import build_app
 from midflight.observe.status import Phase
 from midflight.ports import Engine, SessionHandle
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedReport:
+    """The report of a simulated step."""
+
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     skipped: str | None = None
     alarms: tuple[str, ...] = ()
@@ -55,19 +58,20 @@ class SimulatedReport:
 
 class SimulatedTrainer:
     """Implements `run.training`'s `Steps` and `Outbox`. `on_step` sees each batch before its step
-    is made; what it raises, the step raises.
+    is made, and the step raises what `on_step` raises.
     """
 
     def __init__(
         self, *, version: Version = 0, on_step: Callable[[PackedBatch], None] | None = None
     ) -> None:
-        self.version = self._first = version
+        self.version = version
+        self._first = version
         self.num_steps = 0
         self.batches: list[PackedBatch] = []
         self.released: list[Version] = []
         self.passed_over: list[Version] = []
         self.begun: list[PackedBatch] = []
-        """What of the next batch was worked on before it was whole."""
+        """The parts of batches that were worked on before the batch was whole."""
         self._on_step = on_step
 
     @property
@@ -92,7 +96,7 @@ class SimulatedTrainer:
         return SimulatedReport()
 
     def publish(self, version: Version) -> WeightManifest:
-        """The first version is what scripted engines start with."""
+        """The manifest of a version. Scripted engines start with the first version."""
         fingerprint = "initial" if version == self._first else f"weights-{version}"
         return WeightManifest(version, fingerprint, "file", "nowhere", ())
 
@@ -104,8 +108,8 @@ class SimulatedTrainer:
 
 
 class SlowSteps:
-    """Stands between trainer and rollout side, and makes steps take time on the loop's clock, the
-    virtual one too.
+    """Stands between trainer and rollout side, and makes steps take time on the loop's clock, which
+    may be virtual.
 
     `to_thread` runs inline under virtual time, so a step's time passes here, between the batch and
     the report of its step.
@@ -148,7 +152,7 @@ class ScriptedScorer:
         self._failures: deque[Exception] = deque()
 
     def fail_next(self, error: Exception, *, times: int = 1) -> None:
-        """The next answers are this error."""
+        """Makes the next answers fail with this error."""
         self._failures.extend([error] * times)
 
     async def score(self, token_ids: Int32, row_offsets: Int32, *, temperature: float) -> Float32:
@@ -196,8 +200,8 @@ class SmallRing:
     async def serve(
         self, main: Coroutine[object, object, None], *beside: Coroutine[object, object, None]
     ) -> None:
-        """Rolls out for as long as `main` runs; waits for it. The failure of any part, of `beside`
-        too, ends all at once (I9).
+        """Makes rollouts for as long as `main` runs, and waits for it. The failure of any part,
+        `beside` included, ends all at once (I9).
         """
         await serve_while(
             main, self.system.run(), self.serving.watch(), self.serving.rejoin.run(), *beside
@@ -211,8 +215,8 @@ class SmallRing:
         service: RolloutService | None = None,
         stage: Stage = lambda: lambda: None,
     ) -> None:
-        """The whole run: `run.steps` steps. Waits for its end; see `serve`. `service` may stand
-        between trainer and system, to slow or to watch.
+        """Makes the whole run of `run.steps` steps, and waits for its end as `serve` does.
+        `service` may stand between trainer and system, to slow or to watch them.
         """
         loop = TrainingLoop(
             trainer,
@@ -244,11 +248,11 @@ async def open_ring(
     posted: PostedTasks | None = None,
     role: ShardRole = ALONE,
 ) -> AsyncGenerator[SmallRing]:
-    """Assembles a ring whose store is in `folder`; nothing runs yet. The engines serve `version`;
-    with `checkpoint` it goes on after a crash.
+    """Assembles a ring whose store is in `folder`, and runs nothing yet. The engines serve
+    `version`. With `checkpoint` the ring goes on after a crash.
 
     `client_for` may give agents another client than the SDK's, such as one that calls the gateway
-    without HTTP. Waits at its end for requests that are still being answered; those of ended
+    without HTTP. At its end this waits for requests that are still being answered. Those of ended
     rollouts are cancelled.
     """
     serving = Serving(

@@ -1,6 +1,6 @@
-"""Models without weights. Of `Script` the next token is a hash of everything before it, so every
-answer is known beforehand; `Replies` says what a test wrote down: tool calls, code, anything an
-agent should read.
+"""Models without weights. The next token of `Script` is a hash of everything before it, so that
+every answer is known beforehand. `Replies` says what a test wrote down: tool calls, code, anything
+that an agent should read.
 """
 
 import math
@@ -37,16 +37,16 @@ def scripted_tokenizer() -> Tokenizer:
 
 
 class ScriptedPolicy(Protocol[S]):
-    """What chooses a scripted engine's tokens: a function of the request and of the tokens so far,
-    and of nothing else (I5).
+    """Chooses a scripted engine's tokens. The choice depends on the request and on the tokens so
+    far, and on nothing else (I5).
 
-    `S` is what it keeps of them; states are values.
+    `S` is the state that it keeps of them. States are values.
     """
 
     @property
     def end_id(self) -> int: ...
     def start(self, request: GenerateRequest) -> S:
-        """After everything in `input_ids`."""
+        """The state after everything in `input_ids`."""
         ...
 
     def extend(self, state: S, token_id: int) -> S: ...
@@ -57,17 +57,19 @@ class ScriptedPolicy(Protocol[S]):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The deterministic "policy". A token depends on the seed and on every id before it, hence also
-    on its position.
+    """The deterministic "policy". A token depends on the seed and on every id before it, and
+    therefore also on its position.
 
-    A resumed request that misses, repeats or changes one token therefore gets another answer, and
-    tests see it (I5).
+    A resumed request that misses, repeats or changes one token gets another answer, and tests see
+    that (I5).
     """
 
     alphabet: tuple[int, ...] = tuple(b"abcdefghijklmnopqrstuvwxyz ")
     end_id: int = END
     mean_length: int | None = 40
-    """The end comes with chance 1 / `mean_length` at each token; `None` never ends by itself."""
+    """The end comes with chance 1 / `mean_length` at each token. With None an answer never ends by
+    itself.
+    """
     by_version: bool = False
     """Whether other weights (another version) choose other tokens."""
 
@@ -85,23 +87,27 @@ class Script:
         """The token after `state` under `version`, and its log-probability (made up, but always the
         same).
         """
-        bits = _mix(state + (version + 1) * _GAMMA & _MASK) if self.by_version else _mix(state)
+        if self.by_version:
+            state = state + (version + 1) * _GAMMA & _MASK
+        bits = _mix(state)
         ends = may_end and self.mean_length is not None and bits % self.mean_length == 0
         token_id = self.end_id if ends else self.alphabet[(bits >> 20) % len(self.alphabet)]
         return token_id, math.log(((bits >> 40) + 1) / (1 << 24))
 
 
 def likeliest(token_id: int, logprob: float, num: int) -> tuple[tuple[int, float], ...]:
-    """The `num` likeliest tokens where this one was chosen, likeliest first; always the same.
+    """The `num` likeliest tokens where this one was chosen, likeliest first. They are always the
+    same.
 
-    Made up: of the mass that the token leaves, the bytes after it have a half, a quarter, an
-    eighth, and so on.
+    They are made up: the bytes after the token have a half, a quarter, an eighth, and so on, of the
+    mass that the token leaves.
     """
     rest = max(-math.expm1(logprob), 1e-12)
-    others = [
-        ((token_id + k) % _NUM_BYTES, math.log(rest) - k * math.log(2)) for k in range(1, num + 1)
-    ]
-    return tuple(sorted([(token_id, logprob), *others], key=lambda pair: -pair[1])[:num])
+    pairs = [(token_id, logprob)]
+    for k in range(1, num + 1):
+        pairs.append(((token_id + k) % _NUM_BYTES, math.log(rest) - k * math.log(2)))
+    pairs.sort(key=lambda pair: -pair[1])
+    return tuple(pairs[:num])
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +120,8 @@ class ScriptedAnswer:
 
 
 class ScriptedRun(Generic[S]):
-    """One request on its way through the script. Synchronous; `peek` looks ahead, `accept` moves
-    on.
+    """One request on its way through the script. It is synchronous: `peek` looks ahead, and
+    `accept` moves on.
     """
 
     def __init__(
@@ -138,17 +144,15 @@ class ScriptedRun(Generic[S]):
         self.finish: Finish | None = None
 
     def peek(self, max_tokens: int, version: Version) -> list[tuple[int, float]]:
-        """Up to `max_tokens` next tokens under one version: fewer at the limit or at a token that
-        ends the answer.
+        """Up to `max_tokens` next tokens under one version. There are fewer at the limit, or where
+        a token ends the answer.
         """
         state = self._state
         tokens = list[tuple[int, float]]()
-        for index in range(
-            self.num_output, min(self.num_output + max_tokens, self._sampling.max_tokens)
-        ):
-            token_id, logprob = self._script.choose(
-                state, version, may_end=index >= self._sampling.min_tokens
-            )
+        end = min(self.num_output + max_tokens, self._sampling.max_tokens)
+        for index in range(self.num_output, end):
+            may_end = index >= self._sampling.min_tokens
+            token_id, logprob = self._script.choose(state, version, may_end=may_end)
             state = self._script.extend(state, token_id)
             tokens.append((token_id, logprob))
             if self._ends(token_id, index):
@@ -156,7 +160,7 @@ class ScriptedRun(Generic[S]):
         return tokens
 
     def accept(self, tokens: list[tuple[int, float]]) -> list[tuple[int, float]]:
-        """Moves on by these tokens, up to the one that ends the answer; sets `finish`."""
+        """Moves on by these tokens, up to the one that ends the answer, where it sets `finish`."""
         for taken, (token_id, _) in enumerate(tokens, start=1):
             self._state = self._script.extend(self._state, token_id)
             self.num_output += 1
@@ -172,10 +176,11 @@ class ScriptedRun(Generic[S]):
         return tokens
 
     def _ends(self, token_id: int, index: int) -> bool:
-        ends = token_id in self._sampling.stop_token_ids or (
-            token_id == self._script.end_id and not self._sampling.ignore_eos
-        )
-        return ends and index >= self._sampling.min_tokens
+        if index < self._sampling.min_tokens:
+            return False
+        if token_id in self._sampling.stop_token_ids:
+            return True
+        return token_id == self._script.end_id and not self._sampling.ignore_eos
 
 
 def play(
@@ -206,21 +211,22 @@ class Saying:
 
 @dataclass(frozen=True, slots=True)
 class Replies:
-    """A policy that answers by rule; give it to a `ScriptedEngine` as its script.
+    """A policy that answers by rule. Give it to a `ScriptedEngine` as its script.
 
-    `rule` makes the reply's text of the prompt's text. As a mapping, it holds what a prompt may
-    contain and what is replied to it: the key that comes last in the prompt counts, the empty key
-    where there is none; without one the request is refused.
+    `rule` makes the text of the reply from the text of the prompt. As a mapping, it holds texts
+    that a prompt may contain and the reply to each. The key that comes last in the prompt counts,
+    or the empty key where the prompt has none of them. Without an empty key such a request is
+    refused.
 
-    A reply is a function of the prompt alone, so a resumed request goes on where it was (I5). Its
-    log-probabilities are made up from the seed and every id before, so a request that misses,
+    A reply depends on the prompt alone, so that a resumed request goes on where it was (I5). Its
+    log-probabilities are made up from the seed and every id before, so that a request that misses,
     repeats or changes a token has others.
     """
 
     rule: Callable[[str], str] | Mapping[str, str]
     tokenizer: Tokenizer = field(default_factory=scripted_tokenizer)
     end_id: int = END
-    """Said after the reply. Before `min_tokens` a blank is said instead."""
+    """The token after the reply. Before `min_tokens` a blank takes its place."""
 
     def start(self, request: GenerateRequest) -> Saying:
         prompt = request.input_ids[: request.num_prompt_tokens]
@@ -240,13 +246,16 @@ class Replies:
     def _reply(self, prompt: str) -> str:
         if not isinstance(self.rule, Mapping):
             return self.rule(prompt)
-        found = max(
-            ((prompt.rfind(key) if key else 0, len(key), key) for key in self.rule),
-            default=(-1, 0, ""),
-        )
-        if found[0] < 0:
+        last_place = -1
+        last_key = ""
+        for key in sorted(self.rule, key=lambda key: (len(key), key)):
+            place = prompt.rfind(key) if key else 0
+            if place >= last_place:
+                last_place = place
+                last_key = key
+        if last_place < 0:
             raise RequestRejected(
                 f"replying: no reply is written for a prompt that ends with {prompt[-80:]!r}. Add "
                 "one to the rule."
             )
-        return self.rule[found[2]]
+        return self.rule[last_key]

@@ -1,7 +1,7 @@
-"""The scripted engine: every verb of the engine port on a model whose answers are known, with every
-fault on demand.
+"""The scripted engine: it has every verb of the engine port and a model whose answers are known,
+and it shows every fault on demand.
 
-It ships with the library: tests of agents, gateways and handovers run on it, on virtual time or on
+It ships with the library. Tests of agents, gateways and handovers run on it, on virtual time or on
 the real clock.
 """
 
@@ -43,15 +43,17 @@ CAPABLE = types.Capabilities(
     max_running=64,
     features=frozenset({types.Feature.TOP_LOGPROBS}),
 )
-"""Everything, but ways of sampling that a script cannot obey. Take a capability away with
+"""All capabilities except ways of sampling that a script cannot obey. Take a capability away with
 `dataclasses.replace`.
 
-One that is given features beyond these records what it is asked for in `ScriptedEngine.requests`,
-and says what it would have said.
+An engine that is given features beyond these records the requests for them in
+`ScriptedEngine.requests`, and gives the answer that it would have given without them.
 """
 
 _MAX_RECORDED = 100_000
-"""Requests and calls remembered for tests; a long simulation must not grow without end."""
+"""How many requests and calls are remembered for tests: a long simulation must not grow without
+end.
+"""
 
 
 class _ScriptedRequest:
@@ -67,11 +69,15 @@ class _ScriptedRequest:
         self.changed = asyncio.Event()
         self.ending: EngineUnavailable | types.FinishReason | None = None
         self.decoding: tuple[float, int] | None = None
-        """Since when the tokens now being decoded are, and how many they are."""
+        """When the tokens that are being decoded were begun, and how many they are."""
 
     def end(self, ending: EngineUnavailable | types.FinishReason) -> None:
         self.ending = ending
         self.changed.set()
+
+
+def _prompt_logprob(token_id: int) -> float:
+    return -(1 + token_id % 8) / 8
 
 
 class ScriptedEngine:
@@ -101,7 +107,7 @@ class ScriptedEngine:
         self.stage_seconds = stage_seconds
         self.commit_seconds = commit_seconds
         self.ignores_pause = False
-        """Says that it paused, and goes on."""
+        """Whether the engine says that it paused, and goes on."""
         self.mangle: Callable[[types.Chunk], Iterable[types.Chunk]] | None = None
         """Applied to every chunk before it is sent: makes malformed answers."""
         self.requests: deque[types.GenerateRequest] = deque(maxlen=_MAX_RECORDED)
@@ -113,12 +119,16 @@ class ScriptedEngine:
         self._served = self._initial
         self._staged: types.WeightManifest | None = None
         self._paused: types.PauseMode | None = None
-        self._stalled = self._dead = self._exhausted = False
+        self._stalled = False
+        self._dead = False
+        self._exhausted = False
         self._frozen: asyncio.Event | None = None
         self._waiting: list[_ScriptedRequest] = []
         self._running: list[_ScriptedRequest] = []
         self._empty = asyncio.Event()
-        self._num_tokens = self._num_unseeded = self._corrupt_commits = 0
+        self._num_tokens = 0
+        self._num_unseeded = 0
+        self._corrupt_commits = 0
         self._interruptions: list[tuple[int, Literal["abort", "die"]]] = []
         self._failures: defaultdict[Call, deque[BaseException]] = defaultdict(deque)
         self._hangs: Counter[Call] = Counter()
@@ -154,7 +164,7 @@ class ScriptedEngine:
 
     def interrupt(self, at: int, how: Literal["abort", "die"] = "abort") -> None:
         """When a request has `at` output tokens (0: before its first), it is aborted or the engine
-        dies. Once.
+        dies. This happens once.
         """
         bisect.insort(self._interruptions, (at, how))
 
@@ -163,7 +173,7 @@ class ScriptedEngine:
         self._corrupt_commits += 1
 
     def stall(self) -> None:
-        """Keeps all work and makes no progress, without a word, until `unstall`."""
+        """Keeps all work and makes no progress, without an error, until `unstall`."""
         self._stalled = True
         self._poke()
 
@@ -172,8 +182,8 @@ class ScriptedEngine:
         self._poke()
 
     def freeze(self) -> None:
-        """A stopped process: keeps its connections, makes no progress and answers nothing, until
-        `thaw` or `revive`.
+        """Behaves as a stopped process: it keeps its connections, makes no progress and answers
+        nothing, until `thaw` or `revive`.
         """
         self._frozen = self._frozen or asyncio.Event()
         self.stall()
@@ -185,19 +195,22 @@ class ScriptedEngine:
         self.unstall()
 
     def exhaust(self) -> None:
-        """Out of memory: it goes on with what it has, and takes no new weights until `revive`."""
+        """Behaves as if memory were full: it goes on with what it has, and takes no new weights
+        until `revive`.
+        """
         self._exhausted = True
 
     def die(self) -> None:
-        """Requests end with `EngineUnavailable`, and so does every call until `revive`."""
+        """Ends all requests with `EngineUnavailable`, and every call until `revive`."""
         self._dead = True
         for running in (*self._waiting, *self._running):
             running.end(self._gone())
 
     def revive(self) -> None:
-        """A new process: initial weights, nothing staged, not paused, no requests."""
+        """Behaves as a new process: initial weights, nothing staged, not paused, no requests."""
         self.thaw()
-        self._dead = self._exhausted = False
+        self._dead = False
+        self._exhausted = False
         self._served = self._initial
         self._staged = None
         self._paused = None
@@ -206,19 +219,15 @@ class ScriptedEngine:
     # --- The port ---------------------------------------------------------------------------------
 
     async def generate(self, request: types.GenerateRequest) -> AsyncIterator[types.Chunk]:
-        """Waits for a slot, for the end of a pause and for the tokens' time; ended by finish,
+        """Waits for a slot, for the end of a pause and for the tokens' time. It is ended by finish,
         abort, death or its caller.
         """
         await self._enter("generate")
         self._check(request)
         if request.remaining <= 0:
-            yield types.Chunk(
-                (),
-                (),
-                self._served.version,
-                self._served.version,
-                types.Finish(types.FinishReason.LENGTH),
-            )
+            version = self._served.version
+            finish = types.Finish(types.FinishReason.LENGTH)
+            yield types.Chunk((), (), version, version, finish)
             return
         self.requests.append(request)
         running = _ScriptedRequest(request, self._begin(request), self._served.version)
@@ -229,8 +238,11 @@ class ScriptedEngine:
             while finish is None:
                 chunk = await self._advance(running)
                 finish = chunk.finish
-                for sent in (chunk,) if self.mangle is None else self.mangle(chunk):
-                    yield sent
+                if self.mangle is None:
+                    yield chunk
+                else:
+                    for mangled in self.mangle(chunk):
+                        yield mangled
         finally:
             self._leave(running)
 
@@ -246,13 +258,11 @@ class ScriptedEngine:
                 running.end(types.FinishReason.ABORT)
 
     async def pause(self, mode: types.PauseMode) -> None:
-        """`drain` waits until running requests have finished; ended by them or by their aborts."""
+        """`drain` waits until running requests have finished or were aborted."""
         await self._enter("pause")
         if mode not in self.capabilities.pause_modes:
-            raise NotSupported(
-                f"pausing {self.name} by {mode}: it can "
-                f"{', '.join(sorted(self.capabilities.pause_modes))}."
-            )
+            modes = ", ".join(sorted(self.capabilities.pause_modes))
+            raise NotSupported(f"pausing {self.name} by {mode}: it can {modes}.")
         if self._paused is None:
             self._paused = mode
         if mode is types.PauseMode.ABORT and not self.ignores_pause:
@@ -309,13 +319,12 @@ class ScriptedEngine:
     async def prompt_logprobs(
         self, token_ids: Sequence[int], *, top: int
     ) -> Sequence[types.Likely]:
-        """Each token is as likely as its id says: -1/8, -2/8, ... by id modulo 8; the alternatives
+        """Each token has the log-probability -1/8, -2/8, ... by its id modulo 8. The alternatives
         are the ids from 0 on.
         """
         await self._enter("prompt_logprobs")
-        return [
-            tuple((i, -(1 + i % 8) / 8) for i in (token, *range(top))) for token in token_ids[1:]
-        ]
+        alternatives = tuple((i, _prompt_logprob(i)) for i in range(top))
+        return [((token, _prompt_logprob(token)), *alternatives) for token in token_ids[1:]]
 
     async def health(self) -> types.EngineHealth:
         await self._enter("health")
@@ -333,7 +342,9 @@ class ScriptedEngine:
         return EngineUnavailable(f"calling {self.name}: it is dead. Restart the engine.")
 
     async def _enter(self, call: Call) -> None:
-        """The faults ordered for a call; a hang waits for ever and is ended by cancelling it."""
+        """Shows the faults that were ordered for a call. A hang waits for ever, until it is
+        cancelled.
+        """
         self.calls.append(call)
         if self._frozen is not None:
             await self._frozen.wait()
@@ -369,18 +380,20 @@ class ScriptedEngine:
         )
 
     def _holds_still(self) -> bool:
-        return self._stalled or (
-            self._paused in (types.PauseMode.KEEP, types.PauseMode.RECOMPUTE)
-            and not self.ignores_pause
-        )
+        if self._stalled:
+            return True
+        if self.ignores_pause:
+            return False
+        return self._paused in (types.PauseMode.KEEP, types.PauseMode.RECOMPUTE)
 
     def _schedule(self) -> None:
-        """Gives free slots to the longest waiting, unless a pause holds them back."""
+        """Gives free slots to the requests that wait longest, unless a pause holds them back."""
         if self._paused is not None and not self.ignores_pause:
             return
         while self._waiting and len(self._running) < self.capabilities.max_running:
             running = self._waiting.pop(0)
-            running.kv_version = running.first_version = self._served.version
+            running.kv_version = self._served.version
+            running.first_version = self._served.version
             self._running.append(running)
             running.changed.set()
         self.max_concurrent = max(self.max_concurrent, len(self._running))
@@ -394,7 +407,7 @@ class ScriptedEngine:
         self._schedule()
 
     def _poke(self) -> None:
-        """Something changed: running steps end at the last whole token."""
+        """Tells the requests that something changed: running steps end at the last whole token."""
         for running in (*self._waiting, *self._running):
             running.changed.set()
 
@@ -409,12 +422,14 @@ class ScriptedEngine:
             running.changed.clear()
             if running not in self._running or self._holds_still():
                 await running.changed.wait()
-            elif (chunk := await self._decode(running)).token_ids:
+                continue
+            chunk = await self._decode(running)
+            if chunk.token_ids:
                 return chunk
 
     async def _decode(self, running: _ScriptedRequest) -> types.Chunk:
-        """Tokens of one version; whatever pokes the engine cuts them at the last token that had its
-        time.
+        """Decodes tokens of one version. Whatever pokes the engine cuts them at the last token that
+        had its time.
         """
         loop = asyncio.get_running_loop()
         version = self._served.version
@@ -428,27 +443,26 @@ class ScriptedEngine:
             num_done = len(tokens)
         finally:
             num_done = num_done or self._decoded(running)
-            # also of a request that nobody reads any more: the count never falls
+            # Tokens of a request that nobody reads any more count too: the count never falls.
             self._num_tokens += num_done
             running.decoding = None
         kept = running.run.accept(tokens[:num_done])
         return self._chunk(running, kept, running.run.finish, version)
 
     def _decoded(self, running: _ScriptedRequest) -> int:
-        """Whole tokens done of those being decoded."""
-        if running.decoding is None:
+        """How many whole tokens are done of those being decoded."""
+        if running.decoding is None or not self.step_seconds:
             return 0
         since, most = running.decoding
         elapsed = asyncio.get_running_loop().time() - since
-        return min(most, int(elapsed / self.step_seconds + 1e-9)) if self.step_seconds else 0
+        return min(most, int(elapsed / self.step_seconds + 1e-9))
 
     def _until_interruption(self, running: _ScriptedRequest) -> int:
-        after = (
-            at - running.run.num_output
-            for at, _ in self._interruptions
-            if at > running.run.num_output
-        )
-        return min(self.chunk_tokens, next(after, self.chunk_tokens))
+        num_output = running.run.num_output
+        for at, _ in self._interruptions:
+            if at > num_output:
+                return min(self.chunk_tokens, at - num_output)
+        return self.chunk_tokens
 
     def _interrupt(self, running: _ScriptedRequest) -> None:
         due = next((i for i in self._interruptions if i[0] == running.run.num_output), None)
@@ -471,5 +485,7 @@ class ScriptedEngine:
         ids = tuple(t for t, _ in tokens)
         logprobs = tuple(p for _, p in tokens)
         num_top = running.request.sampling.top_logprobs
-        top = tuple(likeliest(t, p, num_top) for t, p in tokens) if num_top else ()
+        top: tuple[tuple[tuple[int, float], ...], ...] = ()
+        if num_top:
+            top = tuple(likeliest(t, p, num_top) for t, p in tokens)
         return types.Chunk(ids, logprobs, version, min(version, running.kv_version), finish, top)

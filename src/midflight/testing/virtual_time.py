@@ -1,12 +1,12 @@
-"""An asyncio event loop whose time is virtual: waiting costs nothing, and waiting for nothing fails
-at once.
+"""An asyncio event loop whose time is virtual. Waiting costs nothing, and a wait that nothing can
+end fails at once.
 
 Whenever no callback is ready the clock jumps to the next timer. If there is no timer either,
 nothing can ever happen again, so the run ends with `Hang`, which says where each task waits. There
 is no real input or output, and `to_thread` runs inline. A thread that the code starts itself is
-heard before time passes: as long as it computes, the clock stands. Two runs of the same code make
-the same steps; with a seed the ready callbacks of one instant run in a shuffled order, the same
-order for the same seed.
+heard before time passes: as long as it computes, the clock stands still. Two runs of the same code
+make the same steps. With a seed the ready callbacks of one instant run in a shuffled order, which
+is the same for the same seed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 MAX_SECONDS = 1e6
-"""Virtual seconds after which a run counts as hung: a periodic timer would otherwise keep a
+"""A run that takes more virtual seconds counts as hung: a periodic timer would otherwise keep a
 deadlock alive for ever.
 """
 MAX_ROUNDS_PER_INSTANT = 5_000_000
-"""Rounds of the loop without any passing of time after which a run counts as spinning."""
+"""A run whose loop makes more rounds without any passing of time counts as spinning."""
 
 THREAD_LOOK_SECONDS = 0.002
 """Real seconds between two looks at threads that may still have something to say."""
@@ -96,8 +96,8 @@ class _ThreadWork:
 
 
 class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
-    """See the module. Callbacks run in the order they were scheduled; timers of one instant
-    likewise, unless there is a seed.
+    """The loop that the module describes. Without a seed, callbacks and timers of one instant run
+    in the order in which they were scheduled.
     """
 
     def __init__(self, *, seed: int | None = None, max_seconds: float = MAX_SECONDS) -> None:
@@ -117,8 +117,8 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
         """
         self._called_by_thread = threading.Event()
         self.failures: list[BaseException] = []
-        """Exceptions that nobody awaited: of callbacks, of tasks dropped without a look at their
-        result.
+        """Exceptions that nothing awaited: those of callbacks, and of tasks that were dropped
+        without a look at their result.
         """
         self.set_task_factory(_ordered_task)
         self.set_exception_handler(_record_failure)
@@ -127,7 +127,7 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
         return self._now
 
     def block(self, seconds: float) -> None:
-        """Time passes and nothing else happens, as in a callback that calls `time.sleep`."""
+        """Lets time pass while nothing else happens, as in a callback that calls `time.sleep`."""
         self._now += seconds
 
     def next_sequence(self) -> int:
@@ -169,7 +169,7 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
         self, executor: object, func: Callable[[*Ts], T], *args: *Ts
     ) -> asyncio.Future[T]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Runs `func` in a callback of this instant. Like a thread that has begun, it runs to its
-        end even if nobody waits any more.
+        end even if nothing waits for it any more.
         """
         future: asyncio.Future[T] = self.create_future()
 
@@ -203,11 +203,8 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
             self._due.append(heapq.heappop(self._timers)[2])
         self._rounds_now += 1
         if self._rounds_now > MAX_ROUNDS_PER_INSTANT:
-            raise Hang(
-                self._report(
-                    f"{MAX_ROUNDS_PER_INSTANT} rounds without any passing of time: something spins"
-                )
-            )
+            what = f"{MAX_ROUNDS_PER_INSTANT} rounds without any passing of time: something spins"
+            raise Hang(self._report(what))
         for handle in self._take():
             if not handle.cancelled():
                 handle._run()  # pyright: ignore[reportPrivateUsage]
@@ -216,7 +213,10 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
         """Waits until a thread that was started since this loop was made calls, or until all such
         threads wait for something themselves.
         """
-        while not self._due and (threads := set(threading.enumerate()) - self._threads_before):
+        while not self._due:
+            threads = set(threading.enumerate()) - self._threads_before
+            if not threads:
+                return
             before = self._threads_work
             self._threads_work = {
                 thread.native_id: _ThreadWork.of(thread.native_id)
@@ -233,9 +233,8 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
         while self._timers and self._timers[0][2].cancelled():
             heapq.heappop(self._timers)
         if not self._timers:
-            raise Hang(
-                self._report("Nothing is ready, no timer is set: nothing can happen any more")
-            )
+            what = "Nothing is ready, no timer is set: nothing can happen any more"
+            raise Hang(self._report(what))
         if self._timers[0][0] > self._now:
             self._now = self._timers[0][0]
             self._rounds_now = 0
@@ -243,8 +242,8 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
             raise Hang(self._report(f"More than {self._max_seconds:g} virtual seconds have passed"))
 
     def _take(self) -> list[asyncio.Handle]:
-        """What runs in this round: all that is ready, or with a seed a random part of it in random
-        order.
+        """The callbacks of this round: all that are ready, or with a seed a random part of them in
+        random order.
         """
         taken = self._due
         self._due = []
@@ -256,8 +255,8 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
         return taken
 
     def _forget_cancelled(self) -> None:
-        """Deadlines that were met leave cancelled timers far in the future; at twice the live
-        number they are swept.
+        """Sweeps cancelled timers, which deadlines that were met leave far in the future. It is
+        done when there are twice as many timers as live ones.
         """
         self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
         heapq.heapify(self._timers)
@@ -269,7 +268,7 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
         return "\n".join(lines + [describe(task) for task in tasks])
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers are dropped when their turn comes."""
+        """Does nothing: cancelled timers are dropped when their turn comes."""
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise NotVirtual(
@@ -299,9 +298,9 @@ def run_virtual(
     """Runs a coroutine (or an async function without arguments) to its end on a fresh virtual clock
     that starts at 0.
 
-    Raises what it raises; `Hang` if it cannot end; `LeakedTasks` if it left tasks behind (they are
-    cancelled first); and whatever a callback or an unobserved task raised. With a seed, every
-    failure carries a note that says so.
+    Raises what the coroutine raises, `Hang` if it cannot end, `LeakedTasks` if it left tasks
+    behind, which are cancelled first, and whatever a callback or an unobserved task raised. With a
+    seed, every failure carries a note with that seed.
     """
     loop = VirtualTimeLoop(seed=seed, max_seconds=max_seconds)
     try:
@@ -330,8 +329,8 @@ def _run(loop: VirtualTimeLoop, main: Coroutine[Any, Any, T]) -> T:
 
 
 def _end_leftovers(loop: VirtualTimeLoop) -> None:
-    """Cancels what is left and lets it clean up; what refuses to end is abandoned, the run has
-    failed anyway.
+    """Cancels what is left and lets it clean up. What refuses to end is abandoned, because the run
+    has failed anyway.
     """
     leftovers = loop.pending()
     for task in leftovers:
@@ -353,11 +352,8 @@ def describe(task: asyncio.Task[Any]) -> str:
     suspended.
     """
     waiter = getattr(task, "_fut_waiter", None)
-    lines = [
-        f"  {task.get_name()}, waiting for {waiter!r}:"
-        if waiter is not None
-        else f"  {task.get_name()}, ready to run:"
-    ]
+    state = "ready to run" if waiter is None else f"waiting for {waiter!r}"
+    lines = [f"  {task.get_name()}, {state}:"]
     for frame in _suspended_frames(task.get_coro()):
         code = frame.f_code
         source = linecache.getline(code.co_filename, frame.f_lineno).strip()
@@ -366,8 +362,8 @@ def describe(task: asyncio.Task[Any]) -> str:
 
 
 def _suspended_frames(awaited: object) -> list[FrameType]:
-    """Follows `await` from a coroutine to the innermost frame; what is not a coroutine or generator
-    ends the chain.
+    """Follows `await` from a coroutine to the innermost frame. An object that is neither a
+    coroutine nor a generator ends the chain.
     """
     frames: list[FrameType | None] = []
     while awaited is not None:
@@ -392,12 +388,13 @@ def _ordered_task(
 
 
 def _record_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A future whose error nobody read is only logged: giving up on a wait is no failure."""
+    """Records the failure of a callback, a task or a generator. A future whose error was not read
+    is only logged, because giving up on a wait is no failure.
+    """
     assert isinstance(loop, VirtualTimeLoop)
     error = context.get("exception")
-    if isinstance(error, BaseException) and (
-        "handle" in context or "task" in context or "asyncgen" in context
-    ):
+    is_failure = "handle" in context or "task" in context or "asyncgen" in context
+    if isinstance(error, BaseException) and is_failure:
         loop.failures.append(error)
     else:
         loop.default_exception_handler(context)

@@ -1,5 +1,5 @@
-"""TensorBoard, Weights & Biases, MLflow, Trackio and OpenTelemetry, each by the library of its
-extra, which is imported when a run is opened.
+"""The trackers for TensorBoard, Weights & Biases, MLflow, Trackio and OpenTelemetry. Each uses the
+library of its extra, which is imported when a run is opened.
 """
 
 import itertools
@@ -24,7 +24,7 @@ Cells = Sequence[Sequence[str | float | None]]
 
 
 class TensorBoard(Tracker):
-    """Event files in `tensorboard` of the run's folder, written by tensorboardX, which needs
+    """Writes event files into `tensorboard` of the run's folder, by tensorboardX, which needs
     neither torch nor TensorFlow.
     """
 
@@ -37,8 +37,8 @@ class TensorBoard(Tracker):
             self._writer.add_text("config", options, 0)
 
     def _begin(self, purged: int | None) -> None:
-        """A new file, by whose beginning readers forget what earlier ones say of steps from
-        `purged` on. They read in the order of names.
+        """Begins a new file. It tells readers, which read files in the order of their names, to
+        forget what earlier files say about steps from `purged` on.
         """
         self._number += 1
         writer = import_module("tensorboardX").SummaryWriter
@@ -53,10 +53,15 @@ class TensorBoard(Tracker):
     def histogram(
         self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
     ) -> None:
-        """Of the values themselves only the bins are known: sums are those of their middles."""
-        middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
-        total = sum(middle * count for middle, count in zip(middles, counts, strict=True))
-        squares = sum(middle**2 * count for middle, count in zip(middles, counts, strict=True))
+        """Writes a histogram. Only the bins are known and not the values, so that sums are those
+        of the middles of the bins.
+        """
+        total = 0.0
+        squares = 0.0
+        for (low, high), count in zip(itertools.pairwise(edges), counts, strict=True):
+            middle = (low + high) / 2
+            total += middle * count
+            squares += middle**2 * count
         self._writer.add_histogram_raw(
             name,
             edges[0],
@@ -70,12 +75,13 @@ class TensorBoard(Tracker):
         )
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Cells) -> None:
-        lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-        lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
+        lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        for row in rows:
+            lines.append(f"| {' | '.join(map(_cell, row))} |")
         self._writer.add_text(name, "\n".join(lines), step)
 
     def picture(self, name: str, png: Path) -> None:
-        """Its bytes as they are: nothing is decoded."""
+        """Writes the bytes of the picture as they are, without decoding them."""
         summaries: Any = import_module("tensorboardX.proto.summary_pb2").Summary
         data = png.read_bytes()
         width, height = struct.unpack(">II", data[16:24])
@@ -100,35 +106,35 @@ class TensorBoard(Tracker):
 
 
 def _cell(cell: str | float | None) -> str:
-    """Of a Markdown table, where a line is a row and a bar ends a cell; what a model writes is no
-    HTML.
+    """The text of a cell in a Markdown table, where a line is a row and a bar ends a cell. What a
+    model writes is not taken as HTML.
     """
-    text = "" if cell is None else f"{cell:.3f}" if isinstance(cell, float) else str(cell)
+    if cell is None:
+        return ""
+    text = f"{cell:.3f}" if isinstance(cell, float) else str(cell)
     for sign, written in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", "<br>")):
         text = text.replace(sign, written)
     return text
 
 
 class WeightsAndBiases(Tracker):
-    """Online where a key is known or `WANDB_MODE` says so; else offline, in `wandb` of the run's
-    folder, for `wandb sync`.
+    """Writes online where a key is known or `WANDB_MODE` says so. Otherwise it writes offline into
+    `wandb` of the run's folder, for `wandb sync`.
     """
 
     def open(self, run: TrackedRun) -> str:
         self._wandb: Any = import_module("wandb")
         mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
         name = run.id or uuid.uuid4().hex[:8]
-        resume = "allow" if mode == "online" else None
-        settings = self._wandb.Settings(console="off", silent=True)
-        more = {
-            "dir": str(run.folder),
-            "mode": mode,
-            "id": name,
-            "resume": resume,
-            "settings": settings,
-        }
         self._run: Any = self._wandb.init(
-            project=run.project, name=run.name, config=dict(run.config), **more
+            project=run.project,
+            name=run.name,
+            config=dict(run.config),
+            dir=str(run.folder),
+            mode=mode,
+            id=name,
+            resume="allow" if mode == "online" else None,
+            settings=self._wandb.Settings(console="off", silent=True),
         )
         self._run.define_metric("*", step_metric="step")
         return name
@@ -139,17 +145,12 @@ class WeightsAndBiases(Tracker):
     def histogram(
         self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
     ) -> None:
-        self._run.log(
-            {name: self._wandb.Histogram(np_histogram=(list(counts), list(edges))), "step": step}
-        )
+        made = self._wandb.Histogram(np_histogram=(list(counts), list(edges)))
+        self._run.log({name: made, "step": step})
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Cells) -> None:
-        self._run.log(
-            {
-                name: self._wandb.Table(columns=list(columns), data=[list(row) for row in rows]),
-                "step": step,
-            }
-        )
+        made = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+        self._run.log({name: made, "step": step})
 
     def picture(self, name: str, png: Path) -> None:
         self._run.log({name: self._wandb.Image(str(png))})
@@ -160,21 +161,23 @@ class WeightsAndBiases(Tracker):
 
 
 def _has_key() -> bool:
-    """Whether W&B would find one without asking."""
+    """Whether W&B would find a key without asking."""
     with suppress(OSError, netrc.NetrcParseError):
         return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators("api.wandb.ai"))
     return False
 
 
 class MLflow(Tracker):
-    """The store that `MLFLOW_TRACKING_URI` names; else files in `mlruns` of the run's folder.
-    Histograms and tables are artifacts.
+    """Writes into the store that `MLFLOW_TRACKING_URI` names, or else into files in `mlruns` of the
+    run's folder. Histograms and tables are artifacts.
     """
 
     MAX_METRICS = 1000
+    """Metrics in one request."""
     MAX_OPTIONS = 100
+    """Options in one request."""
     MAX_LETTERS = 500
-    """Of one request, and of one option's value."""
+    """Letters of an option's value."""
 
     def open(self, run: TrackedRun) -> str:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -209,15 +212,12 @@ class MLflow(Tracker):
     def histogram(
         self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
     ) -> None:
-        self._artifact(
-            f"{_key(name)}/{step:06d}.json", {"edges": list(edges), "counts": list(counts)}
-        )
+        content = {"edges": list(edges), "counts": list(counts)}
+        self._artifact(f"{_key(name)}/{step:06d}.json", content)
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Cells) -> None:
-        self._artifact(
-            f"{_key(name)}/{step:06d}.json",
-            {"columns": list(columns), "data": [list(row) for row in rows]},
-        )
+        content = {"columns": list(columns), "data": [list(row) for row in rows]}
+        self._artifact(f"{_key(name)}/{step:06d}.json", content)
 
     def _artifact(self, path: str, value: object) -> None:
         self._client.log_text(self._id, msgspec.json.encode(value).decode(), path)
@@ -232,12 +232,12 @@ class MLflow(Tracker):
 
 
 def _key(name: str) -> str:
-    """What MLflow takes as a name."""
+    """The name in the form that MLflow takes."""
     return re.sub(r"[^\w\-. /]", "_", name)
 
 
 class Trackio(Tracker):
-    """Where `TRACKIO_DIR` says; else in `trackio` of the run's folder."""
+    """Writes where `TRACKIO_DIR` says, or else into `trackio` of the run's folder."""
 
     def open(self, run: TrackedRun) -> str:
         os.environ["TRACKIO_DIR"] = os.environ.get("TRACKIO_DIR") or str(
@@ -256,15 +256,12 @@ class Trackio(Tracker):
     def histogram(
         self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
     ) -> None:
-        self._run.log(
-            {name: self._trackio.Histogram(np_histogram=(list(counts), list(edges)))}, step=step
-        )
+        made = self._trackio.Histogram(np_histogram=(list(counts), list(edges)))
+        self._run.log({name: made}, step=step)
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Cells) -> None:
-        self._run.log(
-            {name: self._trackio.Table(columns=list(columns), data=[list(row) for row in rows])},
-            step=step,
-        )
+        made = self._trackio.Table(columns=list(columns), data=[list(row) for row in rows])
+        self._run.log({name: made}, step=step)
 
     def picture(self, name: str, png: Path) -> None:
         self._run.log({name: self._trackio.Image(str(png))})
@@ -274,15 +271,15 @@ class Trackio(Tracker):
 
 
 class OpenTelemetry(Tracker):
-    """Each rollout as a trace: sent by OTLP over HTTP to where `OTEL_EXPORTER_OTLP_ENDPOINT` says,
-    else to port 4318 of this machine.
+    """Sends each rollout as a trace, by OTLP over HTTP, to where `OTEL_EXPORTER_OTLP_ENDPOINT`
+    says, or else to port 4318 of this machine.
 
-    Numbers of steps do not go there: Prometheus has them. `OTEL_TRACES_SAMPLER` may choose some of
-    the rollouts.
+    The numbers of steps do not go there: Prometheus has them. `OTEL_TRACES_SAMPLER` may choose some
+    of the rollouts.
     """
 
     MAX_SPANS = 512
-    """Of one request."""
+    """Spans in one request."""
 
     def open(self, run: TrackedRun) -> None:
         sdk = import_module("opentelemetry.sdk.trace")
@@ -323,11 +320,11 @@ class OpenTelemetry(Tracker):
         made.end(int(span.ended * 1e9))
 
     def flush(self) -> None:
-        """What could not be sent is lost: it is in the run's timeline, which `midflight trace`
-        draws.
+        """Sends the spans. Spans that could not be sent are lost here, but are still in the run's
+        timeline, which `midflight trace` draws.
         """
-        ended = self._ended[:]
-        self._ended[:] = []
+        ended = list(self._ended)
+        self._ended.clear()
         for at in range(0, len(ended), self.MAX_SPANS):
             if self._exporter.export(ended[at : at + self.MAX_SPANS]).name != "SUCCESS":
                 raise ConnectionError(

@@ -1,10 +1,10 @@
 """The process of a run's trackers: `python -m midflight.trackers.process FOLDER`, started by the
 launcher.
 
-It reads the journal, which holds what a slow tracker has not been told yet, so nothing queues up in
-memory and nothing is left out. Each tracker has a thread of its own: one that hangs delays no
-other, and the run none. Standard input stays open for as long as the run goes on; once it ends, or
-the launcher dies, all that is left is told, and the process ends.
+It reads the journal, which holds what a slow tracker has not been told yet, so that nothing queues
+up in memory and nothing is left out. Each tracker has a thread of its own: one that hangs delays
+neither another tracker nor the run. Standard input stays open for as long as the run goes on. Once
+it ends, or the launcher dies, the process tells everything that is left, and ends.
 """
 
 import os
@@ -20,7 +20,7 @@ import msgspec
 from midflight.archive.journal import JOURNAL, Tail
 from midflight.config.load import load_config
 from midflight.config.sections import Config
-from midflight.observe.journal import decode_line
+from midflight.observe.lines import decode_line
 from midflight.observe.logs import as_asked, log_failure
 from midflight.observe.timeline import TIMELINE
 from midflight.trackers.spans import RolloutSpans
@@ -28,15 +28,17 @@ from midflight.trackers.telling import Told, flat_summary, tell, tracked
 from midflight.trackers.tracker import Tracker, made
 
 LOOK_SECONDS = 0.5
-"""Between two looks at the journal."""
+"""Seconds between two looks at the journal."""
 AT_ONCE = 256
-"""Rollouts that a tracker is given together: of a run that goes on, its past may be long."""
+"""How many rollouts a tracker is given together: the past of a run that goes on may be long."""
 LAST_SECONDS = 120.0
-"""For what is left once the launcher is gone; while it lives, it is the one that ends this."""
+"""How long this process may tell what is left once the launcher is gone. While the launcher lives,
+it ends this process.
+"""
 
 
 class TrackerSaid(msgspec.Struct, frozen=True):
-    """To the launcher: that a tracker failed, or with no `error` that it has ended."""
+    """A message to the launcher: a tracker has failed, or has ended where there is no `error`."""
 
     tracker: str
     error: str | None = None
@@ -72,28 +74,29 @@ class Teller(threading.Thread):
 
     def _opened(self) -> Tracker:
         tracker = made(self.name)
-        again = not self._told.is_new
-        found = tracker.open(
-            tracked(self._config, self._folder, id=(self._told.id or "") if again else None)
-        )
-        if not again:
+        is_new = self._told.is_new
+        id = None if is_new else self._told.id or ""
+        found = tracker.open(tracked(self._config, self._folder, id=id))
+        if is_new:
             self._told.add(f"id {found or ''}")
         return tracker
 
     def _tell(self, tracker: Tracker) -> None:
-        """Of a file that was written anew everything is read again: `Told` knows what of it is
-        new.
+        """Tells what is new. A file that was written anew is read from its beginning: `Told` knows
+        which of its lines were told.
         """
         _, lines = self._tail.new()
         for line in lines:
             self._attempt(lambda line=line: tell(tracker, decode_line(line), self._told), "failed")
-        timed = self._tell_spans(tracker) if type(tracker).spans is not Tracker.spans else False
+        timed = False
+        if type(tracker).spans is not Tracker.spans:
+            timed = self._tell_spans(tracker)
         if lines or timed:
             self._attempt(tracker.flush, "failed")
 
     def _tell_spans(self, tracker: Tracker) -> bool:
-        """Whether there were any. The timeline is only ever added to; what was told of it is told
-        once, as of the journal.
+        """Tells the rollouts of the timeline, and returns whether there were any. The timeline only
+        grows, and each of its lines is told once, as in the journal.
         """
         _, lines = self._timeline.new()
         found = list(self._rollouts.of(lines))
@@ -104,7 +107,8 @@ class Teller(threading.Thread):
         return bool(found)
 
     def _end(self, tracker: Tracker) -> None:
-        if (plot := self._folder / "plot.png").exists():
+        plot = self._folder / "plot.png"
+        if plot.exists():
             tracker.picture("plot", plot)
         tracker.close(flat_summary(self._folder / "summary.json"))
 
@@ -116,7 +120,7 @@ class Teller(threading.Thread):
             self._say(error, what)
 
     def _say(self, error: BaseException, what: str) -> None:
-        """The first time to people, always to the log."""
+        """Writes an error to the log. The first error is also told to the launcher."""
         log_failure(error)
         if not self._failed:
             self._failed = True
@@ -128,7 +132,7 @@ _out = threading.Lock()
 
 
 def say(said: TrackerSaid) -> None:
-    """A launcher that is gone does not listen, and what is left is told all the same."""
+    """Tells the launcher. If the launcher is gone, this process goes on with what is left."""
     with _out, suppress(OSError):
         os.write(1, msgspec.json.encode(said) + b"\n")
 

@@ -1,4 +1,4 @@
-"""Rollouts as spans in seconds since 1970, made of a run's timeline: for trackers that keep
+"""Rollouts as spans in seconds since 1970, made from a run's timeline for trackers that keep
 traces.
 """
 
@@ -14,8 +14,8 @@ from midflight.observe.timeline import Began, CommitTimed, RolloutTimed, Timed
 from midflight.types import Json
 
 COMMITS = 64
-"""Handovers that are remembered, for the pauses of rollouts: a rollout that lasted longer shows the
-last of them.
+"""How many handovers are remembered for the pauses of rollouts. A rollout that lasted longer shows
+the last of them.
 """
 
 _decode = msgspec.json.Decoder(Timed).decode
@@ -32,7 +32,7 @@ class RolloutSpan:
         default_factory=dict[str, "str | float | bool"]
     )
     failure: str | None = None
-    """The class of the error that it ended by."""
+    """The class of the error that ended it."""
     inner: tuple["RolloutSpan", ...] = ()
     """Its parts, in order: `queued`, `prefill`, `segment v3`, `paused`, `tool`, `reward`, as in
     `midflight trace`.
@@ -43,14 +43,16 @@ class RolloutSpans:
     """Reads the lines of a timeline once, in their order."""
 
     def __init__(self, *, told: int = 0) -> None:
-        """`told`: lines at the beginning of which nothing is to be made any more."""
+        """`told` is how many lines at the beginning were told already. No spans are made of
+        them.
+        """
         self.num_read = 0
         self._told = told
         self._epoch = 0.0
         self._commits: deque[CommitTimed] = deque(maxlen=COMMITS)
 
     def of(self, lines: Sequence[bytes]) -> Iterator[RolloutSpan]:
-        """The rollouts among the next lines. What a later version of Midflight wrote is passed
+        """The rollouts among the next lines. Lines of a later version of Midflight are passed
         over.
         """
         for line in lines:
@@ -67,22 +69,16 @@ class RolloutSpans:
                 yield self._span(read)
 
     def _span(self, rollout: RolloutTimed) -> RolloutSpan:
-        parts = [
-            RolloutSpan(
-                event.name,
-                self._epoch + event.ts / 1e6,
-                self._epoch + (event.ts + event.dur) / 1e6,
-                _attributes(event.args),
-            )
-            for event in Drawing(list(self._commits)).turns(rollout)
-            if event.ts is not None and event.dur is not None
-        ]
+        parts: list[RolloutSpan] = []
+        for event in Drawing(list(self._commits)).turns(rollout):
+            if event.ts is not None and event.dur is not None:
+                began = self._epoch + event.ts / 1e6
+                ended = self._epoch + (event.ts + event.dur) / 1e6
+                parts.append(RolloutSpan(event.name, began, ended, _attributes(event.args)))
         said: dict[str, Json] = {
             "rollout": "-".join(map(str, rollout.key)),
             "source": rollout.source,
             "kind": rollout.of.value,
-        }
-        said |= {
             "reward": rollout.reward,
             "tokens": rollout.num_tokens,
             "truncated": rollout.truncated,
@@ -95,7 +91,7 @@ class RolloutSpans:
 
 
 def _attributes(said: dict[str, Json]) -> dict[str, str | float | bool]:
-    """What has a value, by names of our own."""
+    """The attributes that have a value, by names of our own."""
     return {
         f"midflight.{name}": cast("str | float | bool", value)
         for name, value in said.items()

@@ -1,5 +1,5 @@
-"""What of a run's journal goes to a tracker, and which of it has gone there already: a run that
-goes on tells nothing twice.
+"""Tells a tracker what a run's journal holds, and remembers what was told, so that a run that goes
+on tells nothing twice.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from typing import cast
 import msgspec
 
 from midflight.config.sections import Config
-from midflight.observe.journal import (
+from midflight.observe.lines import (
     AlarmLine,
     CompletionsLine,
     EvaluationLine,
@@ -25,18 +25,19 @@ COLUMNS = ("source", "task", "reward", "prompt", "completion")
 
 
 class Told:
-    """What was told to one tracker: a file of one line each, `step 12`, kept in the run's folder.
-    The first is `id` with what finds the run again.
+    """What was told to one tracker. It is a file in the run's folder with a line for each, such as
+    `step 12`. The first line is `id` with what finds the run again.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.id: str | None = None
         self.timeline = 0
-        """Lines of the timeline."""
+        """How many lines of the timeline were told."""
         self._keys: dict[str, int] = {}
-        for line in path.read_text().splitlines() if path.exists() else []:
-            self._take(line)
+        if path.exists():
+            for line in path.read_text().splitlines():
+                self._take(line)
 
     @property
     def is_new(self) -> bool:
@@ -49,10 +50,11 @@ class Told:
         elif kind == "timeline":
             self.timeline = int(rest)
         elif kind == "rewound":
+            last = int(rest)
             self._keys = {
                 key: step
                 for key, step in self._keys.items()
-                if step <= int(rest) or key.startswith("resume ")
+                if step <= last or key.startswith("resume ")
             }
         else:
             self._keys[line] = int(rest.partition(" ")[0])
@@ -68,8 +70,8 @@ class Told:
 
 
 def key_of(line: Line) -> str | None:
-    """Its name among what was told, with the step after the first blank; none for lines that are
-    not told.
+    """The name of a line among what was told, with the step after the first blank. None for lines
+    that are not told.
     """
     match line:
         case StepLine():
@@ -87,8 +89,8 @@ def key_of(line: Line) -> str | None:
 
 
 def tell(tracker: Tracker, line: Line, told: Told) -> None:
-    """Once. It counts as told before it is: a tracker that fails on a line, or is killed over it,
-    lacks it, and has none twice.
+    """Tells a line once. The line counts as told before it is: a tracker that fails on a line, or
+    is killed over it, lacks that line, and has none twice.
     """
     key = key_of(line)
     if key is None or key in told:
@@ -116,20 +118,16 @@ def tell(tracker: Tracker, line: Line, told: Told) -> None:
 
 
 def histograms(line: StepLine) -> Iterator[tuple[str, list[float], list[int]]]:
-    """By name: edges, one more than bins, and counts."""
+    """The histograms of a step: name, edges, of which there is one more than bins, and counts."""
     for name, found in (line.histograms or {}).items():
-        yield (
-            f"{'train' if name == 'trained_length' else 'rollout'}/{name}_histogram",
-            list(found.edges),
-            list(found.counts),
-        )
+        family = "train" if name == "trained_length" else "rollout"
+        yield f"{family}/{name}_histogram", list(found.edges), list(found.counts)
     if line.staleness and any(line.staleness.values()):
-        ages = range(min(line.staleness), max(line.staleness) + 1)
-        yield (
-            "train/staleness_histogram",
-            [age - 0.5 for age in (*ages, ages[-1] + 1)],
-            [line.staleness.get(age, 0) for age in ages],
-        )
+        youngest = min(line.staleness)
+        oldest = max(line.staleness)
+        edges = [age - 0.5 for age in range(youngest, oldest + 2)]
+        counts = [line.staleness.get(age, 0) for age in range(youngest, oldest + 1)]
+        yield "train/staleness_histogram", edges, counts
 
 
 def tracked(config: Config, folder: Path, *, id: str | None = None) -> TrackedRun:
@@ -137,21 +135,21 @@ def tracked(config: Config, folder: Path, *, id: str | None = None) -> TrackedRu
 
 
 def flat(config: Config) -> Mapping[str, Json]:
-    """Every option by its key. Lists and tables of the user's own are JSON texts: not every service
-    takes them.
+    """Every option by its key. Lists and tables of the user's own become JSON texts, because not
+    every service takes them.
     """
     sections = cast("dict[str, dict[str, Json]]", config.model_dump(mode="json"))
     plain: dict[str, Json] = {}
     for section, options in sections.items():
         for name, value in options.items():
-            plain[f"{section}.{name}"] = (
-                msgspec.json.encode(value).decode() if isinstance(value, list | dict) else value
-            )
+            if isinstance(value, list | dict):
+                value = msgspec.json.encode(value).decode()
+            plain[f"{section}.{name}"] = value
     return plain
 
 
 def flat_summary(path: Path) -> Mapping[str, float | str]:
-    """The numbers and texts of a summary, those of lists left out."""
+    """The numbers and texts of a summary, without those in lists."""
     if not path.exists():
         return {}
     said = cast("dict[str, object]", msgspec.json.decode(path.read_bytes()))

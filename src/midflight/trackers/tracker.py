@@ -1,5 +1,5 @@
-"""The port of trackers, ours and a user's own, and the making of one from its name. Neither changes
-anything; `open` is the first that does.
+"""The port of trackers, ours and a user's own. A tracker is made from its name, which changes
+nothing: `open` is the first call that does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,42 +21,42 @@ class TrackedRun:
     name: str
     """`run.name`."""
     project: str
-    """`observe.project`: under which a service lists it."""
+    """`observe.project`, under which a service lists the run."""
     folder: Path
-    """The run's. What a tracker writes on this machine goes into a folder of its own there, which
-    `--overwrite` removes: `folder / NAME`, or `trackers`.
+    """The run's folder. What a tracker writes on this machine goes into a folder of its own there,
+    which `--overwrite` removes: `folder / NAME`, or `trackers`.
     """
     config: Mapping[str, Json]
     """Every option by its key, such as `rollout.max_staleness`."""
     id: str | None = None
-    """What `open` returned at the first start of a run that goes on, empty where that was none;
-    `None` at that start.
+    """What `open` returned at the first start of a run that goes on, or an empty text where it
+    returned None. It is None at the first start.
     """
 
 
 class Tracker:
-    """Derive from this and override what the service can show; what is left as it is here is passed
-    over.
+    """Derive from this and override what the service can show. Methods that are not overridden do
+    nothing.
 
-    Everything is called from one thread of a process of its own, in which the tracker may wait and
-    fail: neither reaches the run. `step` is the number of the optimiser step. Steps that a resumed
-    run makes again are told again only where `rewind` took the first away.
+    All methods are called from one thread of a process of its own, in which the tracker may wait
+    and fail: neither reaches the run. `step` is the number of the optimiser step. Steps that a
+    resumed run makes again are told again only where `rewind` removed the first ones.
     """
 
     def open(self, run: TrackedRun) -> str | None:
-        """Begins, or with `run.id` goes on. Returns what finds the run again, where that takes more
-        than its folder.
+        """Begins a run, or goes on with it where `run.id` is given. Returns what finds the run
+        again, where that takes more than its folder.
         """
 
     def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Numbers by the names in docs/metrics.md. Evaluations come with the step after which they
-        were begun, perhaps behind later steps.
+        """Shows numbers by the names in docs/metrics.md. Evaluations come with the step after which
+        they were begun, perhaps behind later steps.
         """
 
     def histogram(
         self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
     ) -> None:
-        """`counts[i]` lie between `edges[i]` and `edges[i + 1]`."""
+        """Shows a histogram: `counts[i]` values lie between `edges[i]` and `edges[i + 1]`."""
 
     def table(
         self,
@@ -65,30 +65,30 @@ class Tracker:
         columns: Sequence[str],
         rows: Sequence[Sequence[str | float | None]],
     ) -> None:
-        """Samples: what the model wrote, a row each."""
+        """Shows samples of what the model wrote, a row for each."""
 
     def picture(self, name: str, png: Path) -> None:
-        """A plot of the whole run, when it has ended."""
+        """Shows a plot of the whole run, when it has ended."""
 
     def spans(self, rollouts: Sequence[RolloutSpan]) -> None:
-        """Rollouts that have ended since the last call, each with its parts. Asked of trackers
-        alone that override it; what a crash undid is told.
+        """Shows the rollouts that have ended since the last call, each with its parts. It is called
+        only for trackers that override it, also with rollouts that a crash undid.
         """
 
     def rewind(self, step: int) -> bool:
-        """The run goes on after `step`: what was told of later ones is lost. Whether it was taken
-        away, so that they can be told again.
+        """The run goes on after `step`, and what was told about later steps is lost. Returns
+        whether it was removed, so that these steps can be told again.
         """
         return False
 
     def flush(self) -> None:
-        """What was told is to be seen now. Called about once a second while there is something
-        new.
+        """Makes visible what was told so far. It is called about once a second while there is
+        something new.
         """
 
     def close(self, summary: Mapping[str, float | str]) -> None:
-        """The run has ended. `summary`: the numbers and texts of `summary.json`, none where it has
-        none.
+        """Ends the run. `summary` has the numbers and texts of `summary.json`; it is empty where
+        there is no such file.
         """
 
 
@@ -99,7 +99,7 @@ KNOWN = {
     "trackio": "Trackio",
     "otel": "OpenTelemetry",
 }
-"""The class of each in `known`."""
+"""The trackers of `known`: the class of each by its name."""
 
 
 def made(name: str) -> Tracker:
@@ -107,9 +107,8 @@ def made(name: str) -> Tracker:
     with the remedy where there is none.
     """
     if name in KNOWN:
-        return cast(
-            "type[Tracker]", getattr(import_module("midflight.trackers.known"), KNOWN[name])
-        )()
+        known = import_module("midflight.trackers.known")
+        return cast("type[Tracker]", getattr(known, KNOWN[name]))()
     found = load_entry(name, option="observe.trackers", such_as="my_tracker:MyTracker")
     if not (isinstance(found, type) and issubclass(found, Tracker)):
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""The viewer put together: addresses, the frame round every page, and errors as pages of their
-own.
+"""The viewer as an application: its addresses, the frame round every page, and the pages of
+errors.
 """
 
 import inspect
@@ -28,8 +28,8 @@ from midflight.wire.server import guarded, is_loopback
 LOOKS = {"auto": None, "light": False, "dark": True}
 LOOKS_COOKIE = "midflight_looks"
 PATIENCE_SECONDS = 120.0
-"""For a page to be drawn: of a long run on a machine that has other things to do it takes longer
-than NiceGUI's three seconds.
+"""How long a page may take to be drawn. For a long run on a busy machine it takes longer than
+NiceGUI's three seconds.
 """
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Page:
     """One page of a run: its part of the address, its word in the menu, and the function that draws
-    it.
+    the page.
     """
 
     name: str
@@ -59,8 +59,8 @@ PAGES = (
 def build(
     shelf: Shelf, *, host: str, names: Collection[str] = (), token: str | None = None
 ) -> FastAPI:
-    """The application. With a token nothing is shown to who does not bring it; on loopback it
-    answers to the names of loopback and `names`.
+    """The application. With a token it shows nothing to requests that do not bring it. On loopback
+    it answers to the names of loopback and `names`.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.get("/looks/{look}")(_choose_look)
@@ -72,7 +72,8 @@ def build(
         async def draw() -> None:
             runs = shelf.runs()
             if len(runs) == 1:
-                await _page(pages["run"], Visit(runs[0], runs, dict(request.query_params)), request)
+                visit = Visit(runs[0], runs, dict(request.query_params))
+                await _page(pages["run"], visit, request)
             else:
                 with _frame(None, runs, "Runs", request):
                     overview.draw(runs)
@@ -85,9 +86,8 @@ def build(
             chosen = shelf.run(slug)
             if page not in pages:
                 raise MidflightError(f"there is no page {page!r}; there are {', '.join(pages)}.")
-            await _page(
-                pages[page], Visit(chosen, shelf.runs(), dict(request.query_params)), request
-            )
+            visit = Visit(chosen, shelf.runs(), dict(request.query_params))
+            await _page(pages[page], visit, request)
 
         await _told(draw, request)
 
@@ -110,7 +110,7 @@ def build(
 
 
 def _choose_look(look: str, to: str = "/") -> Response:
-    """Back to where it was chosen, on this host."""
+    """Remembers a look, and leads back to the page where it was chosen, on this host."""
     there = RedirectResponse("/" + to.lstrip("/\\"), status_code=303)
     if look in LOOKS:
         there.set_cookie(LOOKS_COOKIE, look, samesite="lax", max_age=31_536_000)
@@ -118,14 +118,15 @@ def _choose_look(look: str, to: str = "/") -> Response:
 
 
 class _Hosts:
-    """`wire.server.guarded` as FastAPI takes it."""
+    """`wire.server.guarded` in the form that FastAPI takes."""
 
     def __init__(self, app: ASGIApp, *, host: str, names: Collection[str]) -> None:
         self._guarded = guarded(app, host=host, names=names)
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await (self._app if scope["type"] == "lifespan" else self._guarded)(scope, receive, send)
+        app = self._app if scope["type"] == "lifespan" else self._guarded
+        await app(scope, receive, send)
 
 
 def serve(app: FastAPI, listener: socket.socket) -> None:
@@ -142,7 +143,7 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
 
 
 async def _told(draw: Callable[[], Awaitable[None]], request: Request) -> None:
-    """An error that is meant for people becomes the page."""
+    """Draws a page. An error that is meant for people becomes the page."""
     try:
         await draw()
     except MidflightError as error:
@@ -151,21 +152,20 @@ async def _told(draw: Callable[[], Awaitable[None]], request: Request) -> None:
         _log.exception("drawing %s", request.url.path)
         _problem(
             "This page failed",
-            (
-                f"{type(error).__name__}: {error}. The viewer's log has its traceback; the run is "
-                "not touched."
-            ),
+            f"{type(error).__name__}: {error}. The viewer's log has its traceback; the run is "
+            "not touched.",
             request,
         )
     ui.add_body_html(looks.at_first(ui.context.client.content, look=_look(request)))
 
 
 def _look(request: Request) -> str:
-    return look if (look := request.cookies.get(LOOKS_COOKIE, "auto")) in LOOKS else "auto"
+    look = request.cookies.get(LOOKS_COOKIE, "auto")
+    return look if look in LOOKS else "auto"
 
 
 async def _page(page: Page, visit: Visit, request: Request) -> None:
-    visit.run.journal()  # a run that is gone is one on every page
+    visit.run.journal()  # so that a run that is gone gives the same error on every page
     with _frame(visit, visit.runs, page.title, request):
         drawn = page.draw(visit)
         if inspect.isawaitable(drawn):
@@ -175,37 +175,36 @@ async def _page(page: Page, visit: Visit, request: Request) -> None:
 def _problem(title: str, text: str, request: Request) -> None:
     ui.context.client.content.clear()
     with _frame(None, (), title, request):
-        ui.label(text).props('role="alert" data-test="problem"').style(
-            "overflow-wrap: anywhere; white-space: pre-line"
-        )
+        problem = ui.label(text).props('role="alert" data-test="problem"')
+        problem.style("overflow-wrap: anywhere; white-space: pre-line")
         ui.link("All runs", "/")
 
 
 def _frame(
     visit: Visit | None, runs: tuple[ArchivedRun, ...], title: str, request: Request
 ) -> ui.element:
-    """Head and menu; what is drawn inside the result is the page."""
+    """Draws head and menu. The page is drawn inside the element that it returns."""
     look = _look(request)
     ui.dark_mode(LOOKS[look])
     ui.add_head_html(f"<style>{looks.STYLE}</style>")
     ui.page_title(f"{title} · {visit.run.slug} · Midflight" if visit else f"{title} · Midflight")
-    here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    here = request.url.path
+    if request.url.query:
+        here += f"?{request.url.query}"
     with ui.element("nav").classes("bar").props('aria-label="Pages"'):
         ui.link("Midflight", "/")
         if visit is not None:
             for page in PAGES:
                 if page.in_menu:
-                    link = ui.link(page.title, visit.link(page.name)).props(
-                        f'data-test="menu {page.name}"'
-                    )
+                    link = ui.link(page.title, visit.link(page.name))
+                    link.props(f'data-test="menu {page.name}"')
                     if page.title == title:
                         link.classes("here").props('aria-current="page"')
             _choice(visit, title)
         ui.element("span").style("flex: 1")
         for name in LOOKS:
-            link = ui.link(name, f"/looks/{name}?to={quote(here)}").props(
-                f'data-test="look {name}"'
-            )
+            link = ui.link(name, f"/looks/{name}?to={quote(here)}")
+            link.props(f'data-test="look {name}"')
             if name == look:
                 link.classes("here").props('aria-current="true"')
     main = ui.element("div").classes("page column")
@@ -215,14 +214,13 @@ def _frame(
 
 
 def _choice(visit: Visit, title: str) -> None:
-    """The same page of the other runs."""
+    """Links to the same page of the other runs."""
     page = next(page.name for page in PAGES if page.title == title)
     others = [other for other in visit.runs if other.slug != visit.run.slug]
     if others:
         with ui.element("details"):
             with ui.element("summary").props('data-test="other runs"'):
-                ui.label("1 other run" if len(others) == 1 else f"{len(others)} other runs").style(
-                    "display: inline"
-                )
+                number = "1 other run" if len(others) == 1 else f"{len(others)} other runs"
+                ui.label(number).style("display: inline")
             for other in others:
                 ui.link(other.slug, visit.link(page, of=other)).style("display: block")

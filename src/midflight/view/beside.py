@@ -11,14 +11,15 @@ from midflight.view import app
 from midflight.view.visit import Shelf
 
 NICENESS = 10
-"""The run comes first."""
+"""The niceness of the viewer's process: the run comes first."""
 
 
 def main(descriptor: int, host: str, folder: Path) -> None:
-    """The token comes by the environment, where only this user sees it."""
+    """Serves the viewer. The token comes in an environment variable, which only this user sees."""
     os.nice(NICENESS)
     token = os.environ.pop("MIDFLIGHT_CONTROL_TOKEN")
-    app.serve(app.build(Shelf([folder]), host=host, token=token), socket.socket(fileno=descriptor))
+    viewer = app.build(Shelf([folder]), host=host, token=token)
+    app.serve(viewer, socket.socket(fileno=descriptor))
 
 
 if __name__ == "__main__":

@@ -1,26 +1,26 @@
-"""What all charts share: colours that people tell apart however they see, and options that fit a
-light and a dark page.
+"""The colours and options that all charts share. People tell the colours apart however they see,
+and the options fit a light and a dark page.
 """
 
 from typing import Any
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A6D3B", "#7F7F7F")
-"""Okabe and Ito's palette without its black and its yellow, which a dark and a light page swallow;
-the last two for more than six.
+"""Okabe and Ito's palette without its black and its yellow, which cannot be seen on a dark and on a
+light page. The last two colours are for more than six lines.
 """
 GREY = "#808080"
-"""Readable on white and on black."""
+"""A grey that can be read on white and on black."""
 GRID = "rgba(128,128,128,0.25)"
 DASHES = ("solid", "dashed", "dotted")
 
 
 def axes(*, x: str, y: str = "", kind: str = "value", **more: Any) -> dict[str, Any]:
-    """What all charts share. `x` and `y` name the axes; `kind` is that of the x axis, `more` joins
-    the options or replaces some.
+    """The options that all charts share. `x` and `y` name the axes, and `kind` is that of the x
+    axis. `more` is added to the options and replaces some.
     """
     text = {"color": GREY}
     line: dict[str, Any] = {"lineStyle": {"color": GREY}}
-    horizontal = {
+    horizontal: dict[str, Any] = {
         "type": kind,
         "name": x,
         "nameLocation": "middle",
@@ -29,11 +29,8 @@ def axes(*, x: str, y: str = "", kind: str = "value", **more: Any) -> dict[str, 
         "axisLine": line,
         "nameTextStyle": text,
     }
-    horizontal |= (
-        {"splitLine": {"show": False}, "min": "dataMin", "max": "dataMax"}
-        if kind == "value"
-        else {}
-    )
+    if kind == "value":
+        horizontal |= {"splitLine": {"show": False}, "min": "dataMin", "max": "dataMax"}
     vertical = {
         "type": "value",
         "name": y,

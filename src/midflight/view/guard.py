@@ -1,5 +1,5 @@
-"""Who may look: whoever knows the token, where there is one. It comes in the address once, and in a
-cookie from then on.
+"""Lets only those look who know the token, where there is one. The token comes in the address once,
+and in a cookie from then on.
 """
 
 import secrets
@@ -20,8 +20,8 @@ _ASKS = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="view
 
 
 class OnlyWithToken:
-    """Passes on what brings the token: as `?token=`, which a cookie then replaces, as a cookie, or
-    as a bearer. Anybody else gets a form.
+    """Passes on requests that bring the token as `?token=`, which a cookie then replaces, as a
+    cookie, or as a bearer. Any other request gets a form.
     """
 
     def __init__(self, app: ASGIApp, *, token: str) -> None:
@@ -45,11 +45,10 @@ class OnlyWithToken:
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
         is_page = "text/html" in Headers(scope=scope).get("accept", "")
-        refusal = (
-            HTMLResponse(_ASKS, status_code=401)
-            if is_page
-            else PlainTextResponse("this viewer asks for its token", status_code=401)
-        )
+        if is_page:
+            refusal = HTMLResponse(_ASKS, status_code=401)
+        else:
+            refusal = PlainTextResponse("this viewer asks for its token", status_code=401)
         return await refusal(scope, receive, send)
 
     def _is_right(self, given: str | None) -> bool:
@@ -68,8 +67,9 @@ def _brought(headers: Headers) -> str | None:
 
 
 def _without(path: str, asked: list[tuple[str, str]]) -> str:
-    """The same address without the token, and of this host only: two slashes at the beginning would
-    name another.
+    """The same address without the token. It begins with one slash, because two would name another
+    host.
     """
+    address = "/" + path.lstrip("/")
     left = urlencode([(name, value) for name, value in asked if name != "token"])
-    return "/" + path.lstrip("/") + (f"?{left}" if left else "")
+    return f"{address}?{left}" if left else address

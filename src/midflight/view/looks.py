@@ -1,8 +1,7 @@
-"""How pages look: colours that people tell apart however they see, charts that fit a light and a
-dark page, tables, headings.
+"""How pages look: their style, headings, tables and charts.
 
-A chart is a canvas, which neither a keyboard nor a screen reader reads: whatever it says that
-matters stands beside it as text or links.
+A chart is a canvas, which neither a keyboard nor a screen reader reads. Everything important in it
+is therefore beside it as text or links.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +50,7 @@ table.plain td:first-child { white-space: nowrap; }
 """
 
 Cell: TypeAlias = "str | tuple[str, str]"
-"""Text, or text and where it leads."""
+"""A text, or a text and the address to which it leads."""
 
 
 def section(title: str, note: str = "") -> None:
@@ -63,32 +62,29 @@ def section(title: str, note: str = "") -> None:
 
 def facts(pairs: Sequence[tuple[str, str]]) -> None:
     """Numbers in a row, each under its name."""
-    tiles = (
-        (
-            f'<div><span class="note">{escape(name)}</span><b '
-            f'data-test="{escape(name)}">{escape(text)}</b></div>'
-        )
-        for name, text in pairs
-    )
-    ui.html(f'<div class="tiles">{"".join(tiles)}</div>', sanitize=False)
+    tiles = "".join(_tile(name, text) for name, text in pairs)
+    ui.html(f'<div class="tiles">{tiles}</div>', sanitize=False)
+
+
+def _tile(name: str, text: str) -> str:
+    name = escape(name)
+    return f'<div><span class="note">{name}</span><b data-test="{name}">{escape(text)}</b></div>'
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, name: str = "") -> None:
-    """`name` is how tests and screen readers find it. One element, however many cells it has: each
-    element costs viewer and browser time.
+    """A table, which tests and screen readers find by its `name`. It is one element however many
+    cells it has, because each element costs the viewer and the browser time.
     """
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{_shown(cell)}</td>' for cell in row)}</tr>" for row in rows
-    )
+    body = "".join(_table_row(row) for row in rows)
     begin = f'<table class="plain" aria-label="{escape(name)}" data-test="{escape(name)}">'
-    ui.html(
-        (
-            "<div "
-            f'class="scroll">{begin}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-        ),
-        sanitize=False,
-    ).classes("w-full")
+    made = f"{begin}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    ui.html(f'<div class="scroll">{made}</div>', sanitize=False).classes("w-full")
+
+
+def _table_row(row: Sequence[Cell]) -> str:
+    cells = "".join(f"<td>{_shown(cell)}</td>" for cell in row)
+    return f"<tr>{cells}</tr>"
 
 
 def _shown(cell: Cell) -> str:
@@ -99,7 +95,7 @@ def _shown(cell: Cell) -> str:
 
 
 def charts() -> ui.element:
-    """A grid that charts stand in: as many beside each other as there is room for."""
+    """A grid of charts, as many beside each other as there is room for."""
     return ui.element("div").classes("charts")
 
 
@@ -111,7 +107,9 @@ def figure(
     height: int = 230,
     on_click: Callable[[Any], None] | None = None,
 ) -> tuple[ui.echart, ui.label]:
-    """A chart with its heading. `note` says in words what it shows, for everybody. Returns both."""
+    """A chart with its heading. `note` says in words what it shows. Returns the chart and the label
+    of the note.
+    """
     with ui.element("div"):
         with ui.element("h3"):
             ui.label(title)
@@ -129,31 +127,27 @@ PLAIN = frozenset({"div", "details", "h1", "h2", "h3", "li", "nav", "span", "sum
 
 
 def at_first(page: ui.element, *, look: str) -> str:
-    """What is on the page as HTML that needs no program. A browser has it to show while it still
-    loads NiceGUI's and the charts': they mount the page on the first element of this id, in place
-    of what is in it. `look` is dark, light or auto."""
-    return (
-        '<div id="app"><div class="nicegui-content shown '
-        f'{look}">{"".join(map(_still, page.default_slot.children))}</div></div>'
-    )
+    """The content of the page as HTML that needs no program. A browser shows it while it still
+    loads the programs of NiceGUI and the charts. They mount the page on the first element of this
+    id and replace its content. `look` is dark, light or auto.
+    """
+    inside = "".join(map(_still, page.default_slot.children))
+    return f'<div id="app"><div class="nicegui-content shown {look}">{inside}</div></div>'
 
 
 def _still(element: ui.element) -> str:
-    """The element and what is in it. Of a chart there is its room; what can be typed into has its
-    room until it answers.
+    """The element and its content. A chart is an empty space of its size, and so is what can be
+    typed into until it answers.
     """
     told = {name: value for name, value in element.props.items() if isinstance(value, str)}
-    told |= {
-        "class": " ".join(element.classes),
-        "style": "; ".join(f"{name}: {value}" for name, value in element.style.items()),
-    }
+    told["class"] = " ".join(element.classes)
+    told["style"] = "; ".join(f"{name}: {value}" for name, value in element.style.items())
     tag = element.tag if element.tag in PLAIN else "div"
     inside = ""
     match element:
         case ui.html():
-            told["class"] += (
-                " unready" if "<form" in element.content or "<textarea" in element.content else ""
-            )
+            if "<form" in element.content or "<textarea" in element.content:
+                told["class"] += " unready"
             inside = element.content
         case ui.link():
             tag = "a"
@@ -165,6 +159,6 @@ def _still(element: ui.element) -> str:
         case _ if element.style:
             told = {"style": told["style"]}
         case _:
-            return ""  # nothing to be seen, as of a timer
+            return ""  # it cannot be seen, for instance a timer
     said = "".join(f' {name}="{escape(value)}"' for name, value in told.items() if value)
     return f"<{tag}{said}>{inside}</{tag}>"

@@ -1,33 +1,32 @@
-"""What the page of a run draws, as options of charts made of journals: one run in detail, or
-several over each other.
-"""
+"""The charts of a run's page, made from journals: one run in detail, or several over each other."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypeAlias
 
 from midflight.archive.runs import ArchivedRun, differences
-from midflight.observe.journal import PastLines, StepLine
+from midflight.observe.history import PastLines
+from midflight.observe.lines import StepLine
 from midflight.observe.named import named
 from midflight.observe.plot import MOVING_STEPS, moving_average
-from midflight.observe.status import number
+from midflight.observe.readable import number
 from midflight.view.charting import COLORS, DASHES, GREY, axes
 
 Points: TypeAlias = "list[tuple[float, float]]"
 
 MAX_POINTS = 400
-"""Of a line: more than there are columns of a chart; of longer runs each point is a mean."""
+"""Points of a line: more than a chart has columns. For longer runs each point is a mean."""
 RECENT_STEPS = 20
-"""That histograms are of."""
+"""Histograms are of the last steps, this many."""
 SEEDS_ASIDE = ("run.seed", "run.name")
-"""In what runs of one experiment may differ."""
+"""The options in which runs of one experiment may differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One chart: `note` says in words what it shows."""
+    """One chart. `note` says in words what it shows."""
 
     title: str
     options: Mapping[str, Any]
@@ -50,48 +49,49 @@ class Chart:
         faint: bool = False,
         **more: Any,
     ) -> None:
-        """Without points nothing is drawn."""
-        if points:
-            style = {
-                "color": color,
-                "width": 1 if faint else 2,
-                "opacity": 0.3 if faint else 1,
-                "type": dash,
-            }
-            shown = {
-                "type": "line",
-                "name": name,
-                "data": thinned(points),
-                "showSymbol": len(points) == 1,
-                "lineStyle": style,
-            }
-            self.series.append({**shown, "itemStyle": {"color": color}, "silent": faint, **more})
+        """Draws a line. Without points it draws nothing."""
+        if not points:
+            return
+        style = {
+            "color": color,
+            "width": 1 if faint else 2,
+            "opacity": 0.3 if faint else 1,
+            "type": dash,
+        }
+        series: dict[str, Any] = {
+            "type": "line",
+            "name": name,
+            "data": thinned(points),
+            "showSymbol": len(points) == 1,
+            "lineStyle": style,
+            "itemStyle": {"color": color},
+            "silent": faint,
+        }
+        self.series.append(series | more)
 
     def smooth(self, name: str, points: Points, *, color: str, dash: str = "solid") -> None:
-        """The points faintly, and their moving mean."""
+        """Draws the points faintly, and their moving mean."""
         self.line(name, points, color=color, faint=True, tooltip={"show": False})
         means = moving_average([value for _, value in points], MOVING_STEPS)
-        self.line(
-            name, list(zip([at for at, _ in points], means, strict=True)), color=color, dash=dash
-        )
+        smoothed = [(at, mean) for (at, _), mean in zip(points, means, strict=True)]
+        self.line(name, smoothed, color=color, dash=dash)
 
     def marks(self, name: str, points: Points, *, color: str) -> None:
-        if points:
-            style = {"color": color, "borderColor": "#fff", "borderWidth": 1}
-            self.series.append(
-                {
-                    "type": "scatter",
-                    "name": name,
-                    "data": points,
-                    "symbol": "diamond",
-                    "symbolSize": 11,
-                    "itemStyle": style,
-                }
-            )
+        if not points:
+            return
+        series = {
+            "type": "scatter",
+            "name": name,
+            "data": points,
+            "symbol": "diamond",
+            "symbolSize": 11,
+            "itemStyle": {"color": color, "borderColor": "#fff", "borderWidth": 1},
+        }
+        self.series.append(series)
 
     def band(self, name: str, runs: Sequence[Points], *, color: str) -> None:
-        """The mean over runs at each step that all of them have, between their least and their
-        most.
+        """Draws the mean over runs at each step that all of them have, in a band from their least
+        to their most.
         """
         by_step: defaultdict[float, list[float]] = defaultdict(list)
         for points in runs:
@@ -110,80 +110,59 @@ class Chart:
         highs = thinned([(at, max(v)) for at, v in whole])
         self.series.append({**bare, "name": f"{name}, least", "data": lows})
         spans = [(at, high - low) for (at, low), (_, high) in zip(lows, highs, strict=True)]
-        self.series.append(
-            {
-                **bare,
-                "name": f"{name}, most",
-                "data": spans,
-                "areaStyle": {"color": color, "opacity": 0.2},
-            }
-        )
+        area = {"color": color, "opacity": 0.2}
+        self.series.append({**bare, "name": f"{name}, most", "data": spans, "areaStyle": area})
         self.line(name, [(at, sum(v) / len(v)) for at, v in whole], color=color)
 
     def panel(self, title: str, *, note: str = "", y: str = "", **more: Any) -> Panel | None:
         if not self.series:
             return None
-        names = list(
-            dict.fromkeys(
-                s["name"] for s in self.series if not s["name"].endswith((", least", ", most"))
-            )
-        )
+        drawn = dict.fromkeys(series["name"] for series in self.series)
+        names = [name for name in drawn if not name.endswith((", least", ", most"))]
         options: dict[str, Any] = axes(x="step", y=y, **more) | {"series": self.series}
         options["legend"] = {**options["legend"], "data": names, "show": len(names) > 1}
         return Panel(title, options, note)
 
 
 def thinned(points: Points) -> Points:
-    """At most `MAX_POINTS`: means of as many neighbours each as it takes."""
+    """At most `MAX_POINTS` points. Each is the mean of as many neighbours as that takes."""
     size = -(-len(points) // MAX_POINTS) or 1
     if size == 1:
         return points
-    parts = [points[at : at + size] for at in range(0, len(points), size)]
-    return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
+    means: Points = []
+    for begin in range(0, len(points), size):
+        part = points[begin : begin + size]
+        mean = sum(value for _, value in part) / len(part)
+        means.append((part[-1][0], mean))
+    return means
 
 
 # --- One run --------------------------------------------------------------------------------------
 
 
 def of_run(past: PastLines) -> list[Panel]:
-    """In the order of the page; what was never measured has no chart."""
+    """The charts in the order of the page. What was never measured has no chart."""
     steps = past.steps
     found = [
         _reward(past),
-        _several(
-            "Reward by component",
-            {
-                n: _of(steps, lambda s, n=n: (s.components or {}).get(n))
-                for n in _keys(steps, "components")
-            },
-        ),
+        _several("Reward by component", _by_key(steps, lambda step: step.components)),
         _staleness(steps),
         _ages(steps),
         _lengths(steps),
         _length_histograms(steps),
-        _several(
-            "Tokens per second",
-            _named(
-                steps,
-                {"generated": "rollout/tokens_per_second", "trained": "train/tokens_per_second"},
-            ),
-        ),
+        _speeds(steps),
         _idle(past),
         _several(
             "Effective sample size",
             _named(steps, {"share of the tokens": "train/rho/ess"}),
-            note=(
-                "1 means that no token weighs more than another; below 0.5 the weights of old "
-                "tokens hold few."
-            ),
+            note="1 means that no token weighs more than another; below 0.5 the weights of old "
+            "tokens hold few.",
         ),
         _several(
             "Mismatch",
             _named(steps, {"mean": "train/mismatch/mean"}),
-            note=(
-                "Mean |Δ log-probability| of a token between engine and trainer under the same "
-                "weights."
-            ),
+            note="Mean |Δ log-probability| of a token between engine and trainer under the same "
+            "weights.",
         ),
         _several(
             "Entropy",
@@ -202,29 +181,25 @@ def of_run(past: PastLines) -> list[Panel]:
 
 def _reward(past: PastLines) -> Panel | None:
     lines = Chart()
-    sources = dict.fromkeys(
-        [*_keys(past.steps, "reward_by_source"), *(score.source for score in past.evaluations)]
-    )
-    for at, source in enumerate(sources):
+    rewards = _by_key(past.steps, lambda step: step.reward_by_source)
+    scores: defaultdict[str, Points] = defaultdict(list)
+    for score in past.evaluations:
+        of_source = scores[score.source]
+        if score.mean_reward is not None:
+            of_source.append((score.step, score.mean_reward))
+    for at, source in enumerate(dict.fromkeys(chain(rewards, scores))):
         color = COLORS[at % len(COLORS)]
-        lines.smooth(
-            source,
-            _of(past.steps, lambda s, n=source: (s.reward_by_source or {}).get(n)),
-            color=color,
-            dash=DASHES[at % 3],
-        )
-        scored = [
-            (score.step, score.mean_reward) for score in past.evaluations if score.source == source
-        ]
-        lines.marks(
-            f"{source}, held out",
-            [(at, reward) for at, reward in scored if reward is not None],
-            color=color,
-        )
+        lines.smooth(source, rewards.get(source, []), color=color, dash=DASHES[at % 3])
+        lines.marks(f"{source}, held out", scores.get(source, []), color=color)
     return lines.panel(
         "Reward by source",
         note=f"Mean of {MOVING_STEPS} steps, each step faintly; diamonds are held-out tasks.",
     )
+
+
+def _speeds(steps: Sequence[StepLine]) -> Panel | None:
+    names = {"generated": "rollout/tokens_per_second", "trained": "train/tokens_per_second"}
+    return _several("Tokens per second", _named(steps, names))
 
 
 def _staleness(steps: Sequence[StepLine]) -> Panel | None:
@@ -257,11 +232,9 @@ def _lengths(steps: Sequence[StepLine]) -> Panel | None:
     cut = [
         step.truncated_share for step in steps[-RECENT_STEPS:] if step.truncated_share is not None
     ]
-    note = (
-        f"{sum(cut) / len(cut):.1%} of the last rollouts were cut short by their limit."
-        if cut
-        else ""
-    )
+    note = ""
+    if cut:
+        note = f"{sum(cut) / len(cut):.1%} of the last rollouts were cut short by their limit."
     return _several("Tokens of a rollout", _named(steps, names), note=note)
 
 
@@ -274,28 +247,21 @@ LENGTH_BARS = 16
 
 
 def _length_histograms(steps: Sequence[StepLine]) -> Panel | None:
-    """Rollouts by tokens generated and trained, those cut short by themselves. Of a bin of the
-    journal its middle is counted.
+    """Rollouts by tokens generated and trained, and those that were cut short on their own. A bin
+    of the journal counts with its middle.
     """
-    found = {title: Counter[int]() for title in LENGTHS}
-    for title, name in LENGTHS.items():
-        for histogram in ((step.histograms or {}).get(name) for step in steps[-RECENT_STEPS:]):
-            if histogram is not None:
-                for (low, high), count in zip(
-                    pairwise(histogram.edges), histogram.counts, strict=True
-                ):
-                    found[title][round((low + high) / 2)] += count
-    longest = max((length for counts in found.values() for length in counts), default=None)
-    if longest is None:
+    found = {title: _lengths_of(steps, name) for title, name in LENGTHS.items()}
+    lengths = set(chain.from_iterable(found.values()))
+    if not lengths:
         return None
+    longest = max(lengths)
     width = -(-(longest + 1) // LENGTH_BARS)
     lows = range(0, longest + 1, width)
-    values = {
-        title: [sum(n for at, n in counts.items() if low <= at < low + width) for low in lows]
-        for title, counts in found.items()
-    }
+    values = {title: _in_bars(counts, lows) for title, counts in found.items()}
     note = ", ".join(f"{sum(counts.values())} {title}" for title, counts in found.items())
-    names = [f"{low}" if width == 1 else f"{low}-{low + width - 1}" for low in lows]
+    names = [str(low) for low in lows]
+    if width > 1:
+        names = [f"{low}-{low + width - 1}" for low in lows]
     return bars(
         "Rollouts by length",
         names,
@@ -305,27 +271,49 @@ def _length_histograms(steps: Sequence[StepLine]) -> Panel | None:
     )
 
 
+def _lengths_of(steps: Sequence[StepLine], name: str) -> Counter[int]:
+    """How many rollouts of the last steps had each length."""
+    found = Counter[int]()
+    for step in steps[-RECENT_STEPS:]:
+        histogram = (step.histograms or {}).get(name)
+        if histogram is None:
+            continue
+        for (low, high), count in zip(pairwise(histogram.edges), histogram.counts, strict=True):
+            found[round((low + high) / 2)] += count
+    return found
+
+
+def _in_bars(counts: Mapping[int, int], lows: range) -> list[int]:
+    """The counts of lengths in bars that begin at `lows`."""
+    numbers = [0] * len(lows)
+    for length, count in counts.items():
+        numbers[length // lows.step] += count
+    return numbers
+
+
 def idle_shares(past: PastLines) -> dict[str, Points]:
-    """By `who for whom`: the share of the time since the step before in which one was idle because
-    of the other.
+    """The share of the time since the step before in which one was idle because of the other, by
+    `who for whom`.
     """
     found: defaultdict[str, Points] = defaultdict(list)
-    names = {name for step in past.steps for name in step.waits or {}}
+    names = _keys(step.waits for step in past.steps)
     for before, step in pairwise(past.steps):
-        if (seconds := step.seconds - before.seconds) > 0:
-            for name in names:
-                found[name].append(
-                    (step.step, min(1.0, (step.waits or {}).get(name, 0.0) / seconds))
-                )
+        seconds = step.seconds - before.seconds
+        if seconds <= 0:
+            continue
+        waits = step.waits or {}
+        for name in names:
+            share = min(1.0, waits.get(name, 0.0) / seconds)
+            found[name].append((step.step, share))
     return dict(found)
 
 
 def _idle(past: PastLines) -> Panel | None:
     shares = idle_shares(past)
-    recent = {
-        name: sum(v for _, v in points[-RECENT_STEPS:]) / len(points[-RECENT_STEPS:])
-        for name, points in shares.items()
-    }
+    recent: dict[str, float] = {}
+    for name, points in shares.items():
+        last = points[-RECENT_STEPS:]
+        recent[name] = sum(share for _, share in last) / len(last)
     most = sorted(recent.items(), key=lambda item: -item[1])
     note = "; ".join(f"{name} {share:.0%} of the time" for name, share in most[:3])
     return _several("Idle, and for whom", shares, note=f"Lately: {note}." if note else "")
@@ -348,14 +336,18 @@ OVERLAID = {
 
 
 def of_runs(runs: Sequence[ArchivedRun]) -> list[Panel]:
-    """Runs that differ in nothing but their seeds are one line with a band."""
+    """The charts of several runs over each other. Runs that differ only in their seeds are one line
+    with a band.
+    """
     families = seeds(runs)
     found = [_overlaid(title, name, families) for title, name in OVERLAID.items()]
     return [panel for panel in found if panel is not None]
 
 
 def seeds(runs: Sequence[ArchivedRun]) -> dict[str, list[ArchivedRun]]:
-    """Runs by the label of the first of those that are alike but for their seeds."""
+    """Families of runs that are alike except for their seeds, each by the label of its first
+    run.
+    """
     families: list[list[ArchivedRun]] = []
     for run in runs:
         for family in families:
@@ -364,24 +356,28 @@ def seeds(runs: Sequence[ArchivedRun]) -> dict[str, list[ArchivedRun]]:
                 break
         else:
             families.append([run])
-    return {
-        f"{of[0].slug} and {len(of) - 1} more seeds" if len(of) > 1 else of[0].slug: of
-        for of in families
-    }
+    return {_label(family): family for family in families}
+
+
+def _label(family: Sequence[ArchivedRun]) -> str:
+    slug = family[0].slug
+    return slug if len(family) == 1 else f"{slug} and {len(family) - 1} more seeds"
 
 
 def _overlaid(title: str, name: str, families: Mapping[str, Sequence[ArchivedRun]]) -> Panel | None:
     lines = Chart()
     said = list[str]()
     for at, (label, runs) in enumerate(families.items()):
+        color = COLORS[at % len(COLORS)]
         each: list[Points] = [_points(run.readings.past.steps, name) for run in runs]
         if len(runs) > 1 and all(each):
-            lines.band(label, each, color=COLORS[at % len(COLORS)])
+            lines.band(label, each, color=color)
         else:
             for points in each:
-                lines.smooth(label, points, color=COLORS[at % len(COLORS)], dash=DASHES[at % 3])
+                lines.smooth(label, points, color=color, dash=DASHES[at % 3])
         last = [points[-1][1] for points in each if points]
-        said += [f"{label} {number(sum(last) / len(last))}"] if last else []
+        if last:
+            said.append(f"{label} {number(sum(last) / len(last))}")
     return lines.panel(title, note="Last: " + ", ".join(said))
 
 
@@ -425,12 +421,27 @@ def _named(steps: Sequence[StepLine], names: Mapping[str, str]) -> dict[str, Poi
 
 
 def _points(steps: Sequence[StepLine], name: str) -> Points:
-    return [(step.step, found[name]) for step in steps if name in (found := named(step))]
+    points: Points = []
+    for step in steps:
+        values = named(step)
+        if name in values:
+            points.append((step.step, values[name]))
+    return points
 
 
-def _of(steps: Iterable[StepLine], value: Callable[[StepLine], float | None]) -> Points:
-    return [(step.step, found) for step in steps if (found := value(step)) is not None]
+def _by_key(
+    steps: Sequence[StepLine], values_of: Callable[[StepLine], Mapping[str, float] | None]
+) -> dict[str, Points]:
+    """A line for each key of a step's values, in the order in which the keys are first seen."""
+    found: defaultdict[str, Points] = defaultdict(list)
+    for step in steps:
+        for key, value in (values_of(step) or {}).items():
+            found[key].append((step.step, value))
+    return dict(found)
 
 
-def _keys(steps: Iterable[StepLine], name: str) -> list[str]:
-    return list(dict.fromkeys(key for step in steps for key in getattr(step, name) or {}))
+def _keys(of_steps: Iterable[Mapping[str, object] | None]) -> list[str]:
+    found: dict[str, None] = {}
+    for values in of_steps:
+        found.update(dict.fromkeys(values or {}))
+    return list(found)

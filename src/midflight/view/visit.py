@@ -1,5 +1,5 @@
-"""What a page of the viewer is given: the run it is about, the others, and what its address asks
-for.
+"""The runs that a viewer shows, and the visit of one page: its run, the others, and what its
+address asks for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ from midflight.errors import NoRun, nearest
 
 
 class Shelf:
-    """The runs that a viewer shows: folders that were given, and whatever runs come to lie below
-    those that are none themselves.
+    """The runs that a viewer shows: the folders that were given, and the runs that appear below
+    those that are no runs themselves.
     """
 
     def __init__(self, given: Sequence[Path]) -> None:
@@ -22,28 +22,28 @@ class Shelf:
         self._runs: dict[str, ArchivedRun] = {}
         for folder in given:
             if not is_run(folder) and not runs_under(folder):
-                open_runs([folder])  # which says what is wrong with it
+                open_runs([folder])  # this says what is wrong with the folder
 
     def runs(self) -> tuple[ArchivedRun, ...]:
-        """Those there now. One that was looked at before is the same object, with what it has
-        read.
+        """The runs that are there now. One that was looked at before is the same object, with what
+        it has read.
         """
         found = [folder for folder in self._given if is_run(folder)]
-        found += [
-            run.folder
-            for folder in self._given
-            if folder not in found and folder.is_dir()
-            for run in runs_under(folder)
-        ]
-        there = {run.slug: run for run in open_runs(found)}
-        self._runs = {
-            slug: kept if (kept := self._runs.get(slug)) and kept.folder == run.folder else run
-            for slug, run in there.items()
-        }
-        return tuple(self._runs.values())
+        below: list[Path] = []
+        for folder in self._given:
+            if folder not in found and folder.is_dir():
+                below += [run.folder for run in runs_under(folder)]
+        there: dict[str, ArchivedRun] = {}
+        for run in open_runs(found + below):
+            known = self._runs.get(run.slug)
+            there[run.slug] = run
+            if known is not None and known.folder == run.folder:
+                there[run.slug] = known
+        self._runs = there
+        return tuple(there.values())
 
     def run(self, slug: str) -> ArchivedRun:
-        """`NoRun` where none has that name, or its folder is gone."""
+        """The run of that name. `NoRun` where there is none, or its folder is gone."""
         runs = {run.slug: run for run in self.runs()}
         if slug not in runs:
             raise NoRun(
@@ -55,8 +55,8 @@ class Shelf:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One page that somebody looks at. Everything that it filters by is in its address, so that
-    links and reloads keep it.
+    """One page that somebody looks at. All its filters are in its address, so that links and
+    reloads keep them.
     """
 
     run: ArchivedRun
@@ -64,6 +64,7 @@ class Visit:
     query: Mapping[str, str]
 
     def link(self, page: str, *, of: ArchivedRun | None = None, **query: object) -> str:
-        """The address of a page of this run, or of another one; what is None is left out."""
+        """The address of a page of this run, or of the run `of`. A value of None is left out."""
+        address = f"/run/{(of or self.run).slug}/{page}"
         asked = {name: value for name, value in query.items() if value is not None}
-        return f"/run/{(of or self.run).slug}/{page}" + (f"?{urlencode(asked)}" if asked else "")
+        return f"{address}?{urlencode(asked)}" if asked else address

@@ -1,3 +1,3 @@
-"""Where code that a model wrote runs, so that it can harm nobody: namespaces on this machine, or a
-class of one's own.
+"""Sandboxes for code that a model wrote, in which it can do no harm: namespaces on this machine, or
+a class of one's own.
 """

@@ -1,10 +1,10 @@
-"""Namespaces of Linux by `bubblewrap`: own processes, network, users, host name and files, none of
-ours among them.
+"""A sandbox made of Linux namespaces by `bubblewrap`: a program has its own processes, network,
+users, host name and files, and sees none of ours.
 
-The program sees the system's programs and this interpreter, read only; a working folder, `/tmp` and
-`/dev/shm` in memory, each of `disk_mb` at most; no network but a loopback of its own, unless it is
-given the machine's; no variable of our environment. It runs as a user that nobody is, on one
-processor, without any privilege, and ends with us.
+The program sees the system's programs and this interpreter, read only. Its working folder, `/tmp`
+and `/dev/shm` are in memory, each of `disk_mb` at most. It has only a loopback network of its own,
+unless it is given the machine's, and no variable of our environment. It runs as a user of its own,
+on one processor, without any privilege, and ends with us.
 """
 
 import asyncio
@@ -34,15 +34,14 @@ from midflight.errors import SandboxUnavailable
 WORK = "/sandbox"
 FIRST_USER = 1_000_000
 NUM_USERS = 60_000_000
-"""Users of sandboxes, where we are root: another for each program, because a user's processes are
-counted together.
+"""The users of sandboxes, where we are root. Each program has another user, because the processes
+of a user are counted together.
 """
 _programs = itertools.count()
 REMEDY = (
     "install bubblewrap (apt-get install bubblewrap) and allow namespaces to users (sysctl "
-    "kernel.unprivileged_userns_clone=1), name a class "
-    "that runs programs elsewhere in environment.sandbox.kind, or say that they can be trusted "
-    'with "trusted"'
+    "kernel.unprivileged_userns_clone=1), name a class that runs programs elsewhere in "
+    'environment.sandbox.kind, or say that they can be trusted with "trusted"'
 )
 SHOWN = (
     "/usr",
@@ -56,7 +55,7 @@ SHOWN = (
     "/etc/localtime",
 )
 NAMES = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl")
-"""With the machine's network."""
+"""Files that a program sees where it has the machine's network."""
 KEEPING = """
 before=$1 after=$2 folders=$3 start=$4; shift 4
 for each in $before; do tar -xf /dev/fd/$each -C / || exit 125; done
@@ -65,11 +64,13 @@ mkdir -p "$start" && cd "$start" || exit 125
 cd / && find $folders -mindepth 1 -maxdepth 1 -print0 | tar -cf /dev/fd/$after --null -T - || : >/dev/fd/$after
 exit $status
 """
-"""Runs a program between what others left in its folders and what it leaves there itself."""
+"""A script that puts into the folders what earlier programs left there, runs a program, and saves
+what is in the folders then.
+"""
 
 
 class Bubblewrap:
-    """Implements `LastingSandbox`."""
+    """A sandbox on this machine. Implements `LastingSandbox`."""
 
     def __init__(self, limits: SandboxSection) -> None:
         self._limits = limits
@@ -80,7 +81,9 @@ class Bubblewrap:
             raise SandboxUnavailable(
                 f"environment.sandbox isolates by bubblewrap, which is not installed: {REMEDY}."
             )
-        tried = subprocess.run([*self._words([]), "true"], capture_output=True, text=True)
+        words = self._words([])
+        words.append("true")
+        tried = subprocess.run(words, capture_output=True, text=True)
         if tried.returncode:
             raise SandboxUnavailable(
                 f"environment.sandbox cannot isolate here ({tried.stderr.strip()[-300:]}): "
@@ -96,12 +99,15 @@ class Bubblewrap:
         self, command: Sequence[str], *, files: Mapping[str, str | bytes] = {}, stdin: str = ""
     ) -> Ran:
         with ExitStack() as stack:
-            given = [
-                (f"{WORK}/{name}", stack.enter_context(_in_memory(data)))
-                for name, data in checked(files).items()
-            ]
-            words = self._words([(path, file.fileno()) for path, file in given])
-            return await self.ended([*words, *command], stdin, passed=[file for _, file in given])
+            passed: list[BinaryIO] = []
+            given: list[tuple[str, int]] = []
+            for name, data in checked(files).items():
+                file = stack.enter_context(_in_memory(data))
+                passed.append(file)
+                given.append((f"{WORK}/{name}", file.fileno()))
+            words = self._words(given)
+            words += command
+            return await self.ended(words, stdin, passed=passed)
 
     @asynccontextmanager
     async def opened(self, furnished: Furnished) -> AsyncGenerator[Box]:
@@ -112,7 +118,7 @@ class Bubblewrap:
         return self._words([], folders)
 
     async def ended(self, words: Sequence[str], stdin: str, *, passed: Sequence[BinaryIO]) -> Ran:
-        """Waits for the end of a process that gets these files open; as `Limited`."""
+        """Waits for the end of a process that gets these files open. It ends as `Limited` says."""
         process = await asyncio.create_subprocess_exec(
             *words,
             stdin=asyncio.subprocess.PIPE,
@@ -121,92 +127,57 @@ class Bubblewrap:
             pass_fds=[file.fileno() for file in passed],
             env={},
         )
-        return await Limited(
+        limited = Limited(
             process, self._limits, held=lambda: resident(process.pid), kill=lambda: kill(process)
-        ).ended(stdin)
+        )
+        return await limited.ended(stdin)
 
     def _words(self, files: Sequence[tuple[str, int]], folders: Sequence[str] = ()) -> list[str]:
         """Everything before the program's own words."""
-        limits = self._limits
         is_root = os.geteuid() == 0
-        size = str(limits.disk_mb * 2**20)
-        users = [
-            "--cap-drop",
-            "ALL",
-            "--cap-add",
-            "CAP_SETUID",
-            "--cap-add",
-            "CAP_SETGID",
-            "--cap-add",
-            "CAP_SETPCAP",
-        ]
-        words = [
-            self._program or "bwrap",
-            "--unshare-pid",
-            "--unshare-ipc",
-            "--unshare-uts",
-            "--unshare-cgroup-try",
-            "--hostname",
-            "sandbox",
-        ]
-        words += (
-            users
-            if is_root
-            else ["--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
-        )
-        words += [] if limits.network else ["--unshare-net"]
-        words += [
-            "--die-with-parent",
-            "--new-session",
-            "--clearenv",
-            "--setenv",
-            "PATH",
-            f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin",
-        ]
-        words += [
-            "--setenv",
-            "HOME",
-            WORK,
-            "--setenv",
-            "LANG",
-            "C.UTF-8",
-            "--setenv",
-            "OMP_NUM_THREADS",
-            "1",
-        ]
-        words += ["--proc", "/proc", "--dev", "/dev"]
-        words += [
-            word
-            for path in (WORK, "/tmp", "/dev/shm", *folders)
-            for word in ("--perms", "0777", "--size", size, "--tmpfs", path)
-        ]
-        for path in _shown(network=limits.network):
-            words += [
-                word
-                for above in reversed(Path(path).parents[:-1])
-                for word in ("--perms", "0755", "--dir", str(above))
-            ]
-            words += ["--ro-bind", path, path]
-        words += [
-            word for path, fd in files for word in ("--perms", "0644", "--file", str(fd), path)
-        ]
-        words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK, "--"]
+        words = [self._program or "bwrap"]
+        words += ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+        words += ["--hostname", "sandbox"]
+        if is_root:
+            words += ["--cap-drop", "ALL"]
+            words += ["--cap-add", "CAP_SETUID"]
+            words += ["--cap-add", "CAP_SETGID"]
+            words += ["--cap-add", "CAP_SETPCAP"]
+        else:
+            words += ["--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
+        if not self._limits.network:
+            words += ["--unshare-net"]
+        words += ["--die-with-parent", "--new-session", "--clearenv"]
+        words += ["--setenv", "PATH", f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin"]
+        words += ["--setenv", "HOME", WORK]
+        words += ["--setenv", "LANG", "C.UTF-8"]
+        words += ["--setenv", "OMP_NUM_THREADS", "1"]
+        words += self._mounts(files, folders)
+        words += ["--chdir", WORK, "--"]
         user = str(FIRST_USER + (os.getpid() * 1009 + next(_programs)) % NUM_USERS)
         if is_root:
-            words += [
-                "setpriv",
-                "--reuid",
-                user,
-                "--regid",
-                user,
-                "--clear-groups",
-                "--no-new-privs",
-                "--bounding-set=-all",
-                "--inh-caps=-all",
-            ]
-        return [*words, *self._limited()]
+            words += ["setpriv", "--reuid", user, "--regid", user, "--clear-groups"]
+            words += ["--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
+        words += self._limited()
+        return words
+
+    def _mounts(self, files: Sequence[tuple[str, int]], folders: Sequence[str]) -> list[str]:
+        """The words that say what the program sees of files, and where it may write."""
+        size = str(self._limits.disk_mb * 2**20)
+        words = ["--proc", "/proc", "--dev", "/dev"]
+        for path in (WORK, "/tmp", "/dev/shm", *folders):
+            words += ["--perms", "0777", "--size", size, "--tmpfs", path]
+        for path in _shown(network=self._limits.network):
+            for above in reversed(Path(path).parents[:-1]):
+                words += ["--perms", "0755", "--dir", str(above)]
+            words += ["--ro-bind", path, path]
+        for path, descriptor in files:
+            words += ["--perms", "0644", "--file", str(descriptor), path]
+        words += ["--remount-ro", "/dev", "--remount-ro", "/"]
+        return words
 
     def _limited(self) -> list[str]:
+        """The words that bind the program to one processor and to its limits."""
         limits = self._limits
         sizes = {
             "as": limits.memory_mb * 2**20,
@@ -218,20 +189,17 @@ class Bubblewrap:
         processors = sorted(os.sched_getaffinity(0))
         taken = processors[next(_programs) % len(processors)]
         cpu = max(1, round(limits.seconds))
-        return [
-            "taskset",
-            "-c",
-            str(taken),
-            "prlimit",
-            f"--cpu={cpu}",
-            *(f"--{name}={size}" for name, size in sizes.items()),
-            "--",
-        ]
+        words = ["taskset", "-c", str(taken), "prlimit", f"--cpu={cpu}"]
+        words += [f"--{name}={size}" for name, size in sizes.items()]
+        words.append("--")
+        return words
 
 
 class LocalBox:
-    """Implements `Box`: each program has a sandbox of its own, with the files that the one before
-    it left. No process outlives its program, and of one that a limit ended nothing is kept."""
+    """A box on this machine. Implements `Box`. Each program has a sandbox of its own, with the
+    files that the one before it left. No process outlives its program, and a program that a limit
+    ended leaves nothing.
+    """
 
     def __init__(self, limits: SandboxSection, furnished: Furnished) -> None:
         self._limits = limits
@@ -247,41 +215,38 @@ class LocalBox:
         stdin: str = "",
         seconds: float | None = None,
     ) -> Ran:
-        sandbox = Bubblewrap(
-            self._limits.model_copy(update={"seconds": seconds or self._limits.seconds})
-        )
-        self._archives += [packed(files)] if files else []
+        limits = self._limits.model_copy(update={"seconds": seconds or self._limits.seconds})
+        sandbox = Bubblewrap(limits)
+        if files:
+            self._archives.append(packed(files))
         with ExitStack() as stack:
             before = [stack.enter_context(_in_memory(archive)) for archive in self._archives]
             after = stack.enter_context(_in_memory(b""))
             numbers = " ".join(str(file.fileno()) for file in before)
             names = " ".join(path[1:] for path in self._folders)
-            words = [
-                *sandbox.within(self._folders),
-                "sh",
-                "-c",
-                KEEPING,
-                "sh",
-                numbers,
-                str(after.fileno()),
-                names,
-                self._start,
-                *command,
-            ]
+            words = sandbox.within(self._folders)
+            words += ["sh", "-c", KEEPING, "sh"]
+            words += [numbers, str(after.fileno()), names, self._start]
+            words += command
             ran = await sandbox.ended(words, stdin, passed=[*before, after])
             after.seek(0)
-            if ran.ended_by is None and (kept := after.read()):
+            kept = b"" if ran.ended_by is not None else after.read()
+            if kept:
                 self._archives = [kept]
-        return (
-            replace(ran, status=128 - ran.status) if ran.status and 128 < ran.status <= 192 else ran
-        )
+        if ran.status and 128 < ran.status <= 192:  # a signal, as a shell says it
+            return replace(ran, status=128 - ran.status)
+        return ran
 
 
 def _shown(*, network: bool) -> Iterator[str]:
-    yield from (path for path in (*SHOWN, *(NAMES if network else ())) if Path(path).exists())
-    yield from dict.fromkeys(
-        path for path in (sys.prefix, sys.base_prefix) if not path.startswith("/usr")
-    )
+    """The paths of this machine that a program sees."""
+    shown = SHOWN + NAMES if network else SHOWN
+    for path in shown:
+        if Path(path).exists():
+            yield path
+    for path in dict.fromkeys((sys.prefix, sys.base_prefix)):
+        if not path.startswith("/usr"):
+            yield path
 
 
 def _in_memory(data: bytes) -> BinaryIO:
@@ -293,13 +258,13 @@ def _in_memory(data: bytes) -> BinaryIO:
 
 
 def kill(process: asyncio.subprocess.Process) -> None:
-    """And with it its namespace, so that nothing in it is left."""
+    """Ends a process, and with it its namespace, so that nothing in that is left."""
     if process.returncode is None:
         process.kill()
 
 
 def resident(pid: int) -> int:
-    """Bytes that a process and all below it hold; those that end meanwhile count as none."""
+    """Bytes that a process and its descendants hold. Processes that end meanwhile do not count."""
     held = 0
     try:
         held += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""Which sandbox a run has, or an agent."""
+"""Chooses the sandbox of a run or of an agent."""
 
 from typing import Any, cast
 
@@ -13,15 +13,15 @@ from midflight.errors import ConfigError
 
 
 def sandbox(**limits: Any) -> Sandbox:
-    """One of an agent's own: the options are those of `[environment.sandbox]`, and errors as those
-    of `sandbox_of`.
+    """A sandbox of an agent's own. The options are those of `[environment.sandbox]`, and the errors
+    are those of `sandbox_of`.
     """
     return sandbox_of(SandboxSection(**limits))
 
 
 def sandbox_of(section: SandboxSection) -> Sandbox:
-    """`SandboxUnavailable` where nothing isolates as it is told to; `ConfigError` for a class that
-    cannot be had.
+    """The sandbox of this section. `SandboxUnavailable` where it cannot isolate as it is told to,
+    and `ConfigError` for a class that cannot be loaded.
     """
     if section.kind == "bubblewrap":
         found: Sandbox = Bubblewrap(section)

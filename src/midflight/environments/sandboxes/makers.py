@@ -1,8 +1,8 @@
-"""Who makes boxes on other machines: each by its maker's own client, which is all of it that is
-known here.
+"""The makers of boxes on other machines. Each box is made by its maker's own client, and nothing
+else of the maker is known here.
 
-A box is asked for a script of `sh`, and for its end. Its maker ends it too, after its life, so none
-is left behind by a process that died.
+A box runs scripts of `sh`, and can be ended. Its maker ends it too, after its life, so that a
+process that died leaves no box behind.
 """
 
 import math
@@ -23,27 +23,28 @@ IMAGE = "python:3.12-slim"
 NOBODY = "65534:65534"
 
 Shell: TypeAlias = Callable[[str, float], Awaitable[tuple[int, str]]]
-"""Runs a script within so many seconds: its exit status and its output. Waits for its end; raises
-what the maker's client raises.
+"""Runs a script within so many seconds, and returns its exit status and its output. Waits for its
+end, and raises what the maker's client raises.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """One of them."""
+    """A maker of boxes."""
 
     package: str
     keys: tuple[str, ...]
-    """Variables of the environment that its client needs."""
+    """The environment variables that its client needs."""
     box: Callable[[SandboxSection, Furnished], AbstractAsyncContextManager[Shell]]
     remedy: str
 
     def client(self, extra: str) -> Any:
-        """Its package. `ConfigError` names the extra that brings it; `SandboxUnavailable` a key
-        that is not there.
+        """The package of its client. `ConfigError` names the extra that brings it, and
+        `SandboxUnavailable` a key that is missing.
         """
         found = package(self.package, extra=extra)
-        if missing := [key for key in self.keys if not os.environ.get(key)]:
+        missing = [key for key in self.keys if not os.environ.get(key)]
+        if missing:
             raise SandboxUnavailable(
                 f"environment.sandbox.kind = {extra!r} needs the variable {missing[0]}, which is "
                 "not set; set it."
@@ -53,22 +54,23 @@ class Maker:
 
 @asynccontextmanager
 async def docker_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerator[Shell]:
-    """A container: of its image's user where it is furnished, else of nobody, who writes to its
-    `/tmp` alone.
+    """A container. Where it is furnished it runs as its image's user, and otherwise as nobody, who
+    may write only to its `/tmp`.
     """
     docker = package("docker", extra="docker")
     name = f"midflight-{uuid4().hex}"
     client: Any = await in_thread(lambda: docker.from_env(timeout=math.ceil(furnished.seconds)))
-    closed = (
-        {}
-        if furnished.folders or furnished.build
-        else {"user": NOBODY, "read_only": True, "cap_drop": ["ALL"]}
-    )
+    options: dict[str, Any] = {}
+    if not furnished.folders and not furnished.build:
+        options |= {"user": NOBODY, "read_only": True, "cap_drop": ["ALL"]}
+    if not section.network:
+        options["network_mode"] = "none"
 
     def made() -> Any:
         image = furnished.image or section.image or IMAGE
         if furnished.build is not None:
-            image = client.images.build(path=str(furnished.build), rm=True)[0].id
+            built, _ = client.images.build(path=str(furnished.build), rm=True)
+            image = built.id
         return client.containers.run(
             image,
             ["sleep", str(math.ceil(furnished.seconds))],
@@ -83,8 +85,7 @@ async def docker_box(section: SandboxSection, furnished: Furnished) -> AsyncGene
             pids_limit=section.processes + 8,
             security_opt=["no-new-privileges"],
             tmpfs={"/tmp": f"size={section.disk_mb}m,mode=1777,exec"},
-            **({} if section.network else {"network_mode": "none"}),
-            **closed,
+            **options,
         )
 
     def removed() -> None:
@@ -132,7 +133,9 @@ async def e2b_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerat
 
 @asynccontextmanager
 async def daytona_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerator[Shell]:
-    """A container of an image, with whole GiB of memory and disk. What is stopped is deleted."""
+    """A container of an image, with whole GiB of memory and disk. A box that is stopped is
+    deleted.
+    """
     daytona = package("daytona", extra="daytona")
     asked = daytona.CreateSandboxFromImageParams(
         image=furnished.image or section.image or IMAGE,

@@ -1,5 +1,5 @@
-"""The port: what a sandbox is given, and what it says; and the limits that any process is held
-to.
+"""The port of sandboxes: what a sandbox is given, what it returns, and the limits of its
+processes.
 """
 
 import asyncio
@@ -20,16 +20,16 @@ Ended = Literal["time", "memory", "output"]
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What became of a program."""
+    """How a program ended, and what it wrote."""
 
     status: int | None
-    """Its exit status, below 0 the number of a signal; None if a limit ended it."""
+    """Its exit status, or below 0 the number of a signal. None if a limit ended it."""
     stdout: str
-    """What it wrote, cut to the limit; bytes that are no UTF-8 are replaced."""
+    """What it wrote, cut to the limit. Bytes that are no UTF-8 are replaced."""
     stderr: str
     seconds: float
     ended_by: Ended | None = None
-    """Which limit ended it."""
+    """The limit that ended it."""
 
     @property
     def ok(self) -> bool:
@@ -37,7 +37,7 @@ class Ran:
 
 
 class Sandbox(Protocol):
-    """Runs programs that nobody trusts. One object serves any number at once."""
+    """Runs programs that are not trusted. One object serves any number at once."""
 
     def check(self) -> None:
         """Tries once whether it can isolate. `SandboxUnavailable` says why not, and what to do."""
@@ -46,27 +46,27 @@ class Sandbox(Protocol):
     async def run(
         self, command: Sequence[str], *, files: Mapping[str, str | bytes] = ..., stdin: str = ""
     ) -> Ran:
-        """Waits for the program's end; ended by it, by a limit, or by cancellation, after which
+        """Runs a program, and waits for its end. A limit or cancellation ends it too, after which
         nothing of it runs any more.
 
-        `files` lie in its working folder, by path relative to that. What it leaves behind is gone
-        with it. `SandboxLost` if there is no sandbox to run it in: that says nothing about the
-        program, so nothing must be scored by it.
+        `files` are put into its working folder, by paths relative to that. What the program leaves
+        behind is gone with it. `SandboxLost` if there is no sandbox to run it in: that says nothing
+        about the program, so that nothing must be scored by it.
         """
         ...
 
     async def python(
         self, code: str, *, files: Mapping[str, str | bytes] = ..., stdin: str = ""
     ) -> Ran:
-        """The same of a Python program, with this interpreter's packages where the sandbox has
-        them.
+        """Runs a Python program in the same way, with this interpreter's packages where the sandbox
+        has them.
         """
         ...
 
 
 class Box(Protocol):
-    """A sandbox for several programs, one after another: what one leaves in its folders the next
-    one finds.
+    """A sandbox for several programs, one after another. A program finds in its folders what the
+    one before it left.
     """
 
     async def run(
@@ -77,8 +77,8 @@ class Box(Protocol):
         stdin: str = "",
         seconds: float | None = None,
     ) -> Ran:
-        """As that of a sandbox. `files` are put there before, by absolute path; `seconds` takes the
-        place of the section's.
+        """Runs a program as a sandbox does. `files` are put there before, by absolute path.
+        `seconds` takes the place of the section's limit.
         """
         ...
 
@@ -88,30 +88,30 @@ class Furnished:
     """What a box begins with."""
 
     folders: Sequence[str] = ()
-    """That its programs write to, by absolute path."""
+    """The folders that its programs write to, by absolute path."""
     start: str = "."
-    """Where they start; by default where its image says."""
+    """The folder in which programs start; by default the one that its image names."""
     image: str = ""
-    """In place of the section's, of a box elsewhere."""
+    """The image of a box elsewhere, in place of the section's."""
     build: Path | None = None
-    """A folder with a Dockerfile, which is built for it."""
+    """A folder with a Dockerfile, which is built for the box."""
     files: Mapping[str, str | bytes] = field(default_factory=dict[str, "str | bytes"])
     seconds: float = 3600.0
-    """Of its whole life, where it is elsewhere: after that its maker ends it, whatever became of
-    us.
+    """How long a box elsewhere lives. After that its maker ends it, even if this process has
+    died.
     """
 
 
 class LastingSandbox(Sandbox, Protocol):
-    """One that has boxes too."""
+    """A sandbox that has boxes too."""
 
     def opened(self, furnished: Furnished) -> AbstractAsyncContextManager[Box]:
-        """Within it the box is there. `SandboxLost` if none can be had."""
+        """Gives a box, which is there within the context. `SandboxLost` if none can be had."""
         ...
 
 
 def packed(files: Mapping[str, str | bytes]) -> bytes:
-    """A tar archive of files by absolute path; all of them may be executed."""
+    """A tar archive of files by absolute path. All of them may be executed."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for name, text in files.items():
@@ -124,7 +124,7 @@ def packed(files: Mapping[str, str | bytes]) -> bytes:
 
 
 def checked(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
-    """As bytes. `ValueError` for a path that leads out of the folder."""
+    """The files as bytes. `ValueError` for a path that leads out of the folder."""
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts:
@@ -146,7 +146,9 @@ class Limited:
         held: Callable[[], int],
         kill: Callable[[], None],
     ) -> None:
-        """`held`: bytes of memory that it and all below it have now. `kill` ends them all."""
+        """`held` gives the bytes of memory that the process and its descendants have now. `kill`
+        ends them all.
+        """
         self._process = process
         self._limits = limits
         self._held = held
@@ -154,30 +156,28 @@ class Limited:
         self._why: Ended | None = None
 
     async def ended(self, stdin: str) -> Ran:
-        """Waits for its end; ended by it, by a limit, or by cancellation. Then nothing of it runs
-        any more.
+        """Waits for the end of the process. A limit or cancellation ends it too. After that nothing
+        of it runs any more.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
             async with asyncio.TaskGroup() as tasks:
-                out, err = (
-                    tasks.create_task(self._read(stream))
-                    for stream in (self._process.stdout, self._process.stderr)
-                )
+                out = tasks.create_task(self._read(self._process.stdout))
+                err = tasks.create_task(self._read(self._process.stderr))
                 beside = [tasks.create_task(self._write(stdin)), tasks.create_task(self._watch())]
                 try:
                     async with asyncio.timeout(self._limits.seconds):
                         await self._process.wait()
                 except TimeoutError:
                     self._end("time")
-                self._kill()  # what it left behind
+                self._kill()  # ends what it left behind
                 await self._process.wait()
                 for task in beside:
                     task.cancel()
         finally:
             self._kill()
-            await self._process.wait()  # at once
+            await self._process.wait()  # returns at once
         status = None if self._why else self._process.returncode
         return Ran(status, out.result(), err.result(), loop.time() - began, self._why)
 
@@ -186,7 +186,7 @@ class Limited:
         self._kill()
 
     async def _read(self, stream: asyncio.StreamReader | None) -> str:
-        """Waits for the stream's end, or for more than may be."""
+        """Reads until the stream's end, or until there is more than the limit."""
         assert stream is not None
         found = b""
         most = self._limits.output_bytes
@@ -197,7 +197,7 @@ class Limited:
         return found[:most].decode(errors="replace")
 
     async def _write(self, text: str) -> None:
-        """Waits until all is read, or nobody reads it any more."""
+        """Waits until everything is read, or nothing reads it any more."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(text.encode())
@@ -208,7 +208,7 @@ class Limited:
             self._process.stdin.close()
 
     async def _watch(self) -> None:
-        """Waits for the interval to pass, until it is too much; ended by its task group."""
+        """Looks at the memory again and again, until it is too much. Its task group ends it."""
         while True:
             if self._held() > self._limits.memory_mb * 2**20:
                 return self._end("memory")
@@ -216,4 +216,6 @@ class Limited:
 
 
 PYTHON = (sys.executable, "-I", "-B", "main.py")
-"""On this machine: nothing of the surroundings is imported, and nothing compiled is kept."""
+"""The command of a Python program on this machine. It imports nothing from its surroundings, and
+keeps nothing compiled.
+"""

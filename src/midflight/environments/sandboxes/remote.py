@@ -1,5 +1,5 @@
-"""Programs in boxes on other machines: whoever makes the box, what is run in it, and how it is
-bounded, is the same.
+"""Programs in boxes on other machines. They are run and bounded in the same way, whichever maker
+makes the box.
 """
 
 import asyncio
@@ -22,19 +22,19 @@ WORK = "/tmp/sandbox"
 ANSWER_SHARE = 0.2
 """A maker has this share of `start_seconds` for each answer."""
 HELD_SHARE = 0.1
-"""A program has this share of `start_seconds` to end after its limit. Then its box is asked for a
-sign.
+"""A program has this share of `start_seconds` to end after its limit. After that its box is asked
+whether it is still there.
 """
 CHUNK = 45_000
 """Characters of an archive in one command: Modal takes 64 KiB of arguments."""
 FORGET = "for name in $(env | grep -E '^(E2B|DAYTONA|MODAL)_' | cut -d= -f1); do unset $name; done"
-"""Variables that makers give to every program of a box. Some are secrets."""
+"""Removes the variables that makers give to every program of a box. Some are secrets."""
 KILLED = 137
 FETCHES = 4
 
 
 class Remote:
-    """Implements `LastingSandbox`."""
+    """A sandbox on other machines. Implements `LastingSandbox`."""
 
     def __init__(self, limits: SandboxSection) -> None:
         self._limits = limits
@@ -74,9 +74,8 @@ class Remote:
 
     @asynccontextmanager
     async def opened(self, furnished: Furnished) -> AsyncGenerator[Box]:
-        async with self._opened(
-            replace(furnished, seconds=furnished.seconds + self._limits.start_seconds)
-        ) as box:
+        life = furnished.seconds + self._limits.start_seconds
+        async with self._opened(replace(furnished, seconds=life)) as box:
             if furnished.folders or furnished.files:
                 await box.run(["mkdir", "-p", *furnished.folders], files=furnished.files)
             yield box
@@ -99,8 +98,8 @@ class Remote:
 
 
 class RemoteBox:
-    """Implements `Box`. What a program writes goes into files of the box, of which no more is
-    fetched than may be.
+    """A box on another machine. Implements `Box`. What a program writes goes into files of the box,
+    of which no more is fetched than the limit.
     """
 
     def __init__(self, shell: Shell, limits: SandboxSection, *, start: str) -> None:
@@ -124,21 +123,22 @@ class RemoteBox:
         began = loop.time()
         try:
             async with asyncio.timeout(limit + self._held_seconds):
-                status = (
-                    await self._shell(
-                        self._script(command, limit),
-                        limit + self._held_seconds + self._answer_seconds,
-                    )
-                )[0]
-        except TimeoutError:  # nobody answers, or the program holds up what bounds it
+                longest = limit + self._held_seconds + self._answer_seconds
+                status, _ = await self._shell(self._script(command, limit), longest)
+        except TimeoutError:  # nothing answers, or the program holds up what bounds it
             await self._shell("true", self._answer_seconds)
             status = KILLED
         took = loop.time() - began
         most = self._limits.output_bytes
-        out, err = [await self._fetched(name, most + 1) for name in ("out", "err")]
-        ended: Ended | None = "output" if max(len(out), len(err)) > most else None
-        if status == KILLED and ended is None:
-            ended = "time" if took >= limit else "memory" if await self._ran_out() else None
+        out = await self._fetched("out", most + 1)
+        err = await self._fetched("err", most + 1)
+        ended: Ended | None = None
+        if max(len(out), len(err)) > most:
+            ended = "output"
+        elif status == KILLED and took >= limit:
+            ended = "time"
+        elif status == KILLED and await self._ran_out():
+            ended = "memory"
         return Ran(
             None if ended else _signed(status),
             out[:most].decode(errors="replace"),
@@ -150,35 +150,30 @@ class RemoteBox:
     def _script(self, command: Sequence[str], seconds: int) -> str:
         limits = self._limits
         start = shlex.quote(self._start)
-        return "\n".join(
-            (
-                f"mkdir -p {start} && cd {start} || exit 125",
-                FORGET,
-                (
-                    f"ulimit -c 0; ulimit -v {limits.memory_mb * 1024}; ulimit -f "
-                    f"{limits.disk_mb * 2048}"
-                ),
-                (
-                    f"timeout -s KILL {seconds} {shlex.join(command)} <{HERE}/in >{HERE}/out "
-                    f"2>{HERE}/err"
-                ),
-                "exit $?",
-            )
-        )
+        memory = limits.memory_mb * 1024
+        disk = limits.disk_mb * 2048
+        lines = [
+            f"mkdir -p {start} && cd {start} || exit 125",
+            FORGET,
+            f"ulimit -c 0; ulimit -v {memory}; ulimit -f {disk}",
+            f"timeout -s KILL {seconds} {shlex.join(command)} <{HERE}/in >{HERE}/out 2>{HERE}/err",
+            "exit $?",
+        ]
+        return "\n".join(lines)
 
     async def _put(self, files: Mapping[str, str | bytes]) -> None:
         archive = base64.b64encode(gzip.compress(packed(files))).decode()
         script = f"mkdir -p {HERE} && : >{HERE}/given"
         for begin in range(0, len(archive), CHUNK):
-            await self._done(
-                f"{script} && printf %s {archive[begin : begin + CHUNK]} >>{HERE}/given"
-            )
+            chunk = archive[begin : begin + CHUNK]
+            await self._done(f"{script} && printf %s {chunk} >>{HERE}/given")
             script = "true"
         await self._done(f"base64 -d <{HERE}/given | gzip -d | tar -x -o -m -f - -C /")
 
     async def _fetched(self, name: str, most: int) -> bytes:
-        """So many bytes of what was written. What a client gives of an answer may lack a part
-        without a word: Docker's reads past what has come along with the head of the answer."""
+        """At most `most` bytes of what was written. A client may give an answer with a part missing
+        and without an error: Docker's skips what has come along with the head of the answer.
+        """
         for _ in range(FETCHES):
             _, said = await self._shell(
                 f"echo '<'; head -c {most} {HERE}/{name} | base64; echo '>'", self._answer_seconds
@@ -190,22 +185,23 @@ class RemoteBox:
         )
 
     async def _done(self, script: str) -> None:
-        if (await self._shell(script, self._answer_seconds))[0]:
+        status, _ = await self._shell(script, self._answer_seconds)
+        if status:
             raise SandboxLost(
                 "putting files into a box failed; it needs mkdir, base64, gzip and tar, room for "
                 "them, and a user who may write there."
             )
 
     async def _shell(self, script: str, seconds: float) -> tuple[int, str]:
-        """As `Shell`. `SandboxLost` where the maker gives no answer, `TimeoutError` where that
-        takes longer than the caller waits.
+        """Runs a script as `Shell` does. `SandboxLost` where the maker gives no answer, and
+        `TimeoutError` where that takes longer than the caller waits.
         """
         async with _blamed("running a program in a box", seconds):
             return await self._run(script, seconds)
 
     async def _ran_out(self) -> bool:
-        """Whether the kernel has ended something of the box for its memory; where it does not say,
-        nothing was.
+        """Whether the kernel has ended a process of the box because of its memory. It is False
+        where the kernel does not say.
         """
         _, said = await self._shell(
             "sed -n 's/^oom_kill //p' /sys/fs/cgroup/memory.events 2>/dev/null || true",
@@ -215,12 +211,12 @@ class RemoteBox:
 
 
 _endings = set[asyncio.Task[None]]()
-"""Kept here, because a loop does not keep its tasks."""
+"""Tasks are kept here, because a loop does not keep its tasks."""
 
 
 async def _ended(making: asyncio.Task[Shell], stack: AsyncExitStack, start_seconds: float) -> None:
-    """Waits for a box that is being made, whoever has gone meanwhile, because nobody else knows its
-    name; then for its end.
+    """Waits for a box that is being made, because nothing else knows its name, and then for its
+    end.
     """
     with suppress(Exception):  # its maker ends it
         async with asyncio.timeout(start_seconds):
@@ -231,14 +227,14 @@ async def _ended(making: asyncio.Task[Shell], stack: AsyncExitStack, start_secon
 
 
 def _signed(status: int) -> int:
-    """As a process says it: below 0 the number of a signal."""
+    """The status as a process gives it: below 0 it is the number of a signal."""
     return 128 - status if 128 < status <= 192 else status
 
 
 @asynccontextmanager
 async def _blamed(deed: str, seconds: float) -> AsyncGenerator[None]:
-    """Whatever a maker's client raises, of classes that have nothing in common, is `SandboxLost`:
-    it says nothing about the program.
+    """Turns whatever a maker's client raises, which has no common class, into `SandboxLost`,
+    because it says nothing about the program.
     """
     deadline = asyncio.timeout(seconds)
     try:
@@ -247,12 +243,10 @@ async def _blamed(deed: str, seconds: float) -> AsyncGenerator[None]:
     except MidflightError:
         raise
     except Exception as error:
-        why = (
-            (
+        why = f"{type(error).__name__}: {error}"
+        if deadline.expired():
+            why = (
                 f"no answer within {seconds:g} s (raise environment.sandbox.start_seconds if it is "
                 "only slow)"
             )
-            if deadline.expired()
-            else f"{type(error).__name__}: {error}"
-        )
         raise SandboxLost(f"{deed} failed: {why:.1000}.") from error

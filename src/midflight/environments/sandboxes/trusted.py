@@ -1,5 +1,5 @@
-"""No isolation: programs run as this user, with limits, in a folder of their own, without our
-environment. For code that is trusted.
+"""A sandbox without isolation, for code that is trusted. Programs run as this user, with limits, in
+a folder of their own and without our environment.
 """
 
 import asyncio
@@ -57,17 +57,18 @@ class Trusted:
                 stderr=asyncio.subprocess.PIPE,
                 preexec_fn=os.setpgrp,  # uvloop has no `process_group`
             )
-            return await Limited(
+            limited = Limited(
                 process,
                 self._limits,
                 held=lambda: resident(process.pid),
                 kill=lambda: _kill(process.pid),
-            ).ended(stdin)
+            )
+            return await limited.ended(stdin)
 
 
 def _kill(pid: int) -> None:
-    """Its process group, so also what it has left behind in that. The session is the worker's,
-    whose guard ends what a worker leaves.
+    """Ends the process group, and with it what the process has left behind there. The session is
+    that of the worker, whose guard ends what a worker leaves.
     """
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)

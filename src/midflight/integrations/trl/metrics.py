@@ -4,7 +4,7 @@ has and we do not measure is left out.
 
 from collections.abc import Mapping
 
-from midflight.observe.journal import StepLine
+from midflight.observe.lines import StepLine
 from midflight.observe.named import named
 
 SAME = {

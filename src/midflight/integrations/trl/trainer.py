@@ -14,7 +14,7 @@ from midflight.errors import ConfigError
 from midflight.integrations.trl.config import AsyncGRPOConfig
 from midflight.integrations.trl.environments import environment_class, rows_of_environments
 from midflight.integrations.trl.metrics import trl_metrics
-from midflight.observe.journal import CheckpointLine, StepLine
+from midflight.observe.lines import CheckpointLine, StepLine
 from midflight.observe.summary import Summary
 from midflight.python.trainer import Trainer
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from midflight.errors import ConfigError
-from midflight.observe.journal import write_whole
+from midflight.observe.atomic_write import write_whole
 
 MOVING = ".overwritten-moving"
 ASIDE = ".overwritten"

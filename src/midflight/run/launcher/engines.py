@@ -21,7 +21,7 @@ from midflight.config.derived import num_engines
 from midflight.config.seats import config_in_place, engine_resources, engines_min, server_of
 from midflight.config.sections import Config
 from midflight.errors import RunFailed, first_error
-from midflight.observe.status import duration
+from midflight.observe.readable import duration
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.killed import KilledStarts, is_told, why_ended, why_killed
 from midflight.run.parts import (

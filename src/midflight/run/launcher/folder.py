@@ -15,7 +15,8 @@ from midflight.archive.stored import store_folder_of
 from midflight.config.dump import as_toml
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
-from midflight.observe.journal import StepLine, decode_line, write_whole
+from midflight.observe.atomic_write import write_whole
+from midflight.observe.lines import StepLine, decode_line
 from midflight.observe.machine import MACHINE, machine
 from midflight.run.launcher import aside
 from midflight.run.launcher.aside import AsidePlace

@@ -21,15 +21,10 @@ from midflight.config.sources import source_names
 from midflight.errors import ConfigError, disk_full
 from midflight.observe.memory import PeakMemory
 from midflight.observe.plot import drawn_by_itself
-from midflight.observe.status import Phase, Status, WarmStartStatus, heldout
-from midflight.observe.summary import (
-    Said,
-    Summary,
-    past_seconds,
-    summarise,
-    summary_table,
-    write_summary,
-)
+from midflight.observe.readable import heldout
+from midflight.observe.status import Phase, Status, WarmStartStatus
+from midflight.observe.summary import Said, Summary, past_seconds, summarise, write_summary
+from midflight.observe.summary_table import summary_table
 from midflight.observe.terminal import Terminal
 from midflight.run.launcher import opening
 from midflight.run.launcher.aside import is_aside

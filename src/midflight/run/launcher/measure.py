@@ -20,7 +20,7 @@ import torch
 from midflight.config.folders import check_tokenizer
 from midflight.config.sections import Config
 from midflight.engines.embedded.engine import EmbeddedEngine, Generated
-from midflight.environments.tasks import Source, load_sources
+from midflight.environments.sources import Source, load_sources
 from midflight.errors import ConfigError, EnvironmentFailed, MidflightError
 from midflight.models.load import load_model
 from midflight.models.sizes import sizes_of

@@ -16,7 +16,7 @@ from midflight.engines.app import EngineCollector, EngineRoutes, ServedEngine, r
 from midflight.engines.servers.engine import ServerEngine
 from midflight.gateway.http.http import build_app
 from midflight.observe.alarms import Alarms
-from midflight.observe.journal import Observers
+from midflight.observe.observers import Observers
 from midflight.observe.prometheus import Metrics
 from midflight.ports import Scorer
 from midflight.run.api.disk_weights import DiskWeights

@@ -30,7 +30,7 @@ from midflight.config.seats import device_map
 from midflight.config.sections import Config
 from midflight.config.sources import DATASET_SIZE, source_names
 from midflight.errors import ConfigError, MidflightError
-from midflight.observe.status import duration, size
+from midflight.observe.readable import duration, size
 from midflight.run.launcher.drawing import TakesLonger, TaskDrawing, with_few
 from midflight.run.launcher.folder import num_bytes_of_run
 from midflight.run.launcher.survey import LOOKING_SECONDS, SourceFindings, Survey
@@ -43,7 +43,7 @@ from midflight.wire.server import listen
 
 if TYPE_CHECKING:
     from midflight.environments.registry import AgentProgram
-    from midflight.environments.tasks import Source
+    from midflight.environments.sources import Source
 
 T = TypeVar("T")
 
@@ -146,7 +146,7 @@ class Inspection:
 
     def _sources(self) -> Sequence[Source] | None:
         """Whole, or of datasets few tasks where drawing them takes too long here."""
-        from midflight.environments.tasks import load_sources
+        from midflight.environments.sources import load_sources
 
         sections = self._config.environment.sources
         seed = self._config.run.seed

@@ -9,7 +9,7 @@ from midflight.config import derived
 from midflight.config.disk import first_disk_bytes
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
-from midflight.observe.status import size
+from midflight.observe.readable import size
 from midflight.run.launcher import aside
 from midflight.run.launcher.folder import ROWS, can_go_on, kept, num_bytes_of_run, places_of
 from midflight.run.launcher.holding import check_free

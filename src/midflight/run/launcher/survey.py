@@ -12,7 +12,7 @@ import numpy as np
 
 from midflight.config.sources import SourceSection
 from midflight.environments.row_tasks import RowTasks
-from midflight.environments.tasks import Source
+from midflight.environments.sources import Source
 from midflight.errors import ConfigError, TaskFieldMissing
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import Task

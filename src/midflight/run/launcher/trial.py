@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import msgspec
 
 from midflight.observe.motion import Motion
-from midflight.observe.status import duration
+from midflight.observe.readable import duration
 from midflight.run.guard import guarded
 from midflight.run.places.port import STACKS_SIGNAL
 

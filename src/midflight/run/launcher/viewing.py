@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from midflight.config.sections import Config
-from midflight.observe.journal import write_whole
+from midflight.observe.atomic_write import write_whole
 from midflight.run.api.dashboard import VIEWER, Viewing
 from midflight.run.guard import guarded
 from midflight.wire.server import listen

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from midflight.delays import Lateness, delay_of
 from midflight.observe.motion import BYTES_A_SECOND
-from midflight.observe.status import duration
+from midflight.observe.readable import duration
 from midflight.run.heart import BEAT_SECONDS, Beat, Doing
 from midflight.run.places.vitals import Vitals, vitals_of
 from midflight.sender_clock import SenderClock

@@ -29,7 +29,7 @@ from midflight.config.sections import Config
 from midflight.config.sources import DATASET_HELDOUT, DATASET_SIZE
 from midflight.errors import ModelNotFound
 from midflight.models.sizes import ModelSizes
-from midflight.observe.status import size
+from midflight.observe.readable import size
 from midflight.run.places.seated import Machine
 
 THREADS_PER_CORE = 32

@@ -5,7 +5,7 @@ wait, so people are told of it.
 from collections.abc import Callable
 
 from midflight.environments.claimed import Board
-from midflight.observe.status import duration, unclaimed_words
+from midflight.observe.readable import duration, unclaimed_words
 from midflight.types import facts
 
 

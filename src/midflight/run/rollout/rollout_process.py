@@ -28,14 +28,17 @@ from midflight.environments.claimed import Board, Claimed
 from midflight.environments.crew import HERE, Crew, Whereabouts
 from midflight.environments.registry import AgentProgram
 from midflight.environments.single_turn import AnswersHere
-from midflight.environments.tasks import Source, load_sources, posted_tasks
+from midflight.environments.sources import Source, load_sources
+from midflight.environments.tasks import posted_tasks
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.chats import ChatsHere
 from midflight.gateway.http.http import build_app
 from midflight.observe.alarms import Alarms
 from midflight.observe.completions import Completions, LastRollout, in_words
-from midflight.observe.journal import Journal, Observers, newest_version
+from midflight.observe.history import newest_version
+from midflight.observe.journal import Journal
 from midflight.observe.memory import resident
+from midflight.observe.observers import Observers
 from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
 from midflight.observe.status import Phase, Status

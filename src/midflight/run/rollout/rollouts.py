@@ -20,7 +20,8 @@ from typing import Protocol
 from midflight.buffer.books import FOR_TASKS, Books, Wait
 from midflight.buffer.queue import GroupQueue
 from midflight.environments.evaluation import Evaluator
-from midflight.environments.rollout import GroupRunner, RolloutRunner
+from midflight.environments.group import GroupRunner
+from midflight.environments.rollout import RolloutRunner
 from midflight.environments.tasks import TaskStream
 from midflight.errors import RunFailed
 from midflight.gateway.fleet.fleet import Fleet

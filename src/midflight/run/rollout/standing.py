@@ -13,7 +13,7 @@ from midflight.environments.claimed import Board
 from midflight.environments.crew import HERE, Whereabouts
 from midflight.environments.rollout import GRACE_SECONDS
 from midflight.environments.rollout_time import RolloutTime
-from midflight.observe.status import unclaimed_words
+from midflight.observe.readable import unclaimed_words
 from midflight.run.heart import ENDLESS, Absence, Doing, Situation
 from midflight.run.rollout.serving import Agents, Serving
 

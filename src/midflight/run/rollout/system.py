@@ -21,8 +21,10 @@ from midflight.buffer.queue import GroupQueue
 from midflight.config import derived
 from midflight.config.seats import lent_engine
 from midflight.config.sections import RolloutSection
+from midflight.environments.posted import PostedTasks
 from midflight.environments.rows import Columns
-from midflight.environments.tasks import PostedTasks, Source, TaskStream
+from midflight.environments.sources import Source
+from midflight.environments.tasks import TaskStream
 from midflight.errors import OutOfTurn, StoreFailed
 from midflight.observe.status import Phase
 from midflight.run.api.routes import Teacher

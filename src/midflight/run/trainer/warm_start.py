@@ -17,7 +17,7 @@ from midflight.config.sections import Config
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.table import PrefixRoom
 from midflight.environments.single_turn import exact_match
-from midflight.environments.tasks import Source, load_sources
+from midflight.environments.sources import Source, load_sources
 from midflight.errors import StepSkipped
 from midflight.models.names import named_tensors
 from midflight.run.parts import WarmStart

@@ -1,5 +1,5 @@
-"""The page of one rollout: what the agent saw beside what is trained, each token in the colour of
-what is asked about it.
+"""The page of one rollout: what the agent saw beside what is trained. The colour of a token shows
+the property that was chosen.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ from midflight.archive.conversation import (
 )
 from midflight.archive.messages import MessageSaid
 from midflight.errors import MidflightError
-from midflight.observe.status import number
+from midflight.observe.readable import number
 from midflight.types import GroupKey, RolloutKey
 from midflight.view.looks import facts, section
 from midflight.view.pages.groups import conversation_link, kind_of
 from midflight.view.visit import Visit
 
 SCALE = ("68,1,84", "59,82,139", "33,144,140", "93,201,99", "253,231,37")
-"""Red, green and blue of viridis, dark to light: even to the eye, and told apart without red and
-green. As a tint under the page's own text.
+"""Red, green and blue of viridis from dark to light. They are even to the eye, and can be told
+apart without red and green. They are tints under the page's own text.
 """
 MANY = (
     "0,114,178",
@@ -48,7 +48,7 @@ MANY = (
 GAIN = "0,114,178"
 LOSS = "213,94,0"
 MAX_TOKENS = 20_000
-"""Of a branch that are drawn; longer ones are in the JSON whole."""
+"""How many tokens of a branch are drawn. The JSON has all of them."""
 
 STYLE = """
 .said { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1.4fr); gap: 4px 20px; width: 100%; padding: 8px 0; border-bottom: 1px solid var(--line); }
@@ -71,8 +71,8 @@ STYLE = """
 
 @dataclass(frozen=True, slots=True)
 class Tint:
-    """What tokens can be coloured by: of each token its tint (none for those it says nothing of),
-    and what the tints mean.
+    """A property that tokens can be coloured by. `of` gives the tint of each token, or None where
+    the property says nothing about it, and the meanings of the tints.
     """
 
     title: str
@@ -86,8 +86,8 @@ async def draw(visit: Visit) -> None:
     place = ui.column().classes("w-full gap-1")
 
     async def load() -> None:
-        """After the page is there: the first advantages of a viewer take seconds, in which torch is
-        loaded.
+        """Loads the conversation after the page is there: the first advantages of a viewer take
+        seconds, in which torch is loaded.
         """
         try:
             seen = await asyncio.to_thread(conversation_of, visit.run.folder, key)
@@ -104,9 +104,10 @@ async def draw(visit: Visit) -> None:
 
 def _asked(visit: Visit) -> tuple[RolloutKey, str]:
     try:
-        epoch, position, attempt, sample = (
-            int(visit.query[name]) for name in ("epoch", "position", "attempt", "sample")
+        group = GroupKey(
+            int(visit.query["epoch"]), int(visit.query["position"]), int(visit.query["attempt"])
         )
+        sample = int(visit.query["sample"])
     except (KeyError, ValueError):
         raise MidflightError(
             "the address names no rollout: it needs epoch, position, attempt and sample, each a "
@@ -117,7 +118,7 @@ def _asked(visit: Visit) -> tuple[RolloutKey, str]:
         raise MidflightError(
             f"tokens are not coloured by {tint!r}; they are by {', '.join(TINTS)}."
         )
-    return RolloutKey(GroupKey(epoch, position, attempt), sample, kind_of(visit)), tint
+    return RolloutKey(group, sample, kind_of(visit)), tint
 
 
 def _show(visit: Visit, seen: ConversationSeen, tint: str) -> None:
@@ -134,46 +135,42 @@ def _show(visit: Visit, seen: ConversationSeen, tint: str) -> None:
         ]
     )
     if rollout is not None and rollout.reward is None:
-        ui.label(
-            f"It has no reward: {rollout.error or 'its environment gave none, without an error'}"
-        ).classes("trouble").props("role=alert data-test=error")
-    made_of = {**(rollout.components if rollout else {}), **(rollout.metrics if rollout else {})}
+        why = rollout.error or "its environment gave none, without an error"
+        trouble = ui.label(f"It has no reward: {why}").classes("trouble")
+        trouble.props("role=alert data-test=error")
+    made_of = {**rollout.components, **rollout.metrics} if rollout else {}
     if made_of:
-        ui.label(", ".join(f"{name} {number(value)}" for name, value in made_of.items())).classes(
-            "note"
-        ).props("data-test=components")
+        parts = [f"{name} {number(value)}" for name, value in made_of.items()]
+        ui.label(", ".join(parts)).classes("note").props("data-test=components")
     ui.html(_links(visit, seen), sanitize=False)
     if not seen.branches:
         ui.label("Nothing of it can be trained on, so its tokens are not kept.").classes("note")
         return
     section(
         "Conversation",
-        (
-            "Left what the agent saw, right the tokens that the model read and wrote; those "
-            "trained on are underlined."
-        ),
+        "Left what the agent saw, right the tokens that the model read and wrote; those "
+        "trained on are underlined.",
     )
     ui.html(_tints(visit, tint, seen.branches), sanitize=False)
     if "advantage" in tint:
         ui.label(seen.credit).classes("note")
     for at, branch in enumerate(seen.branches):
         if len(seen.branches) > 1:
-            shared = (
-                f", which goes on from token {branch.shared} of another" if branch.shared else ""
-            )
-            role = f", of {branch.row.role}" if branch.row.role else ""
-            section(f"Branch {at + 1} of {len(seen.branches)}{role}{shared}")
+            title = f"Branch {at + 1} of {len(seen.branches)}"
+            if branch.row.role:
+                title += f", of {branch.row.role}"
+            if branch.shared:
+                title += f", which goes on from token {branch.shared} of another"
+            section(title)
         ui.html(_branch(branch, tint), sanitize=False).classes("w-full")
     _difference(seen)
     _take(seen, visit.run.folder)
 
 
 def _advantage(seen: ConversationSeen) -> str:
-    """Of the rollout, or the least and the most of its answers."""
-    found = np.concatenate(
-        [branch.advantages[~np.isnan(branch.advantages)] for branch in seen.branches]
-        or [np.zeros(0)]
-    )
+    """The advantage of the rollout, or the least and the most of its answers."""
+    known = [branch.advantages[~np.isnan(branch.advantages)] for branch in seen.branches]
+    found = np.concatenate([np.zeros(0), *known])
     if not len(found):
         return number(None)
     least = float(found.min())
@@ -184,37 +181,20 @@ def _advantage(seen: ConversationSeen) -> str:
 def _links(visit: Visit, seen: ConversationSeen) -> str:
     task = seen.group.task
     kind = visit.query.get("kind")
-    step = next(
-        (
-            line.step
-            for line in visit.run.journal().past.steps
-            if line.version == seen.group.version
-        ),
-        None,
-    )
-    links = [
-        (
-            f"all groups of task {task.id}",
-            visit.link("groups", task=task.id, source=task.source, kind=kind),
-        )
-    ]
-    if step is not None:
-        links.append((f"groups of step {step}", visit.link("groups", step=step)))
-    if seen.rollout is not None and seen.rollout.failure is not None:
-        links.append(
-            (
-                f"all that failed with {seen.rollout.failure}",
-                visit.link("groups", failure=seen.rollout.failure, kind=kind),
-            )
-        )
+    of_task = visit.link("groups", task=task.id, source=task.source, kind=kind)
+    links = [(f"all groups of task {task.id}", of_task)]
+    for line in visit.run.journal().past.steps:
+        if line.version == seen.group.version:
+            links.append((f"groups of step {line.step}", visit.link("groups", step=line.step)))
+            break
+    failure = None if seen.rollout is None else seen.rollout.failure
+    if failure is not None:
+        alike = visit.link("groups", failure=failure, kind=kind)
+        links.append((f"all that failed with {failure}", alike))
     for rollout in seen.group.rollouts:
         if rollout.key != seen.key:
-            links.append(
-                (
-                    f"sample {rollout.key.sample}: {rollout.failure or number(rollout.reward)}",
-                    conversation_link(visit, rollout.key),
-                )
-            )
+            text = f"sample {rollout.key.sample}: {rollout.failure or number(rollout.reward)}"
+            links.append((text, conversation_link(visit, rollout.key)))
     made = "".join(f'<a href="{escape(to)}">{escape(text)}</a>' for text, to in links)
     return f'<nav class="colours" aria-label="Related">{made}</nav>'
 
@@ -230,24 +210,23 @@ def _branch(branch: BranchSeen, tint: str) -> str:
 
 
 def _message(branch: BranchSeen, said: MessageSaid, colours: Sequence[str | None]) -> str:
-    parts = (
-        [f'<pre class="thinks" data-test="thinking">{escape(said.reasoning)}</pre>']
-        if said.reasoning
-        else []
-    )
-    parts += [f"<pre>{escape(said.content)}</pre>"] if said.content else []
-    parts += [
-        f'<pre data-test="call">calls {escape(call.name)}\n{escape(_pretty(call.arguments))}</pre>'
-        for call in said.calls
-    ]
-    tokens = "".join(
-        _token(branch, at, colours[at]) for at in range(said.begin, min(said.end, MAX_TOKENS))
-    )
-    title = f"{said.role}{' (the model)' if said.written else ''}, {said.end - said.begin} tokens"
+    parts: list[str] = []
+    if said.reasoning:
+        thinks = escape(said.reasoning)
+        parts.append(f'<pre class="thinks" data-test="thinking">{thinks}</pre>')
+    if said.content:
+        parts.append(f"<pre>{escape(said.content)}</pre>")
+    for call in said.calls:
+        arguments = escape(_pretty(call.arguments))
+        parts.append(f'<pre data-test="call">calls {escape(call.name)}\n{arguments}</pre>')
+    drawn = range(said.begin, min(said.end, MAX_TOKENS))
+    tokens = "".join(_token(branch, at, colours[at]) for at in drawn)
+    model = " (the model)" if said.written else ""
+    title = f"{said.role}{model}, {said.end - said.begin} tokens"
     return (
         f'<section class="said" data-test="{escape(said.role)}"><h3>{escape(title)}</h3>'
-        f'<div>{"".join(parts)}</div><div class="tokens" '
-        f'data-test="tokens">{tokens}</div></section>'
+        f"<div>{''.join(parts)}</div>"
+        f'<div class="tokens" data-test="tokens">{tokens}</div></section>'
     )
 
 
@@ -273,19 +252,18 @@ def _token(branch: BranchSeen, at: int, colour: str | None) -> str:
 
 def _tip(branch: BranchSeen, at: int) -> str:
     row = branch.row
-    logprob = float(branch.row.logprobs[at])
+    logprob = float(row.logprobs[at])
+    advantage = float(branch.advantages[at])
     version = int(row.versions[at])
     keys = int(row.kv_versions[at])
+    versions = f"version {version}"
+    if keys != version:
+        versions += f", keys and values of version {keys}"
     lines = [
         f"token {at}: {row.token_ids[at]}, {branch.pieces[at]!r}",
-        f"version {version}"
-        + ("" if keys == version else f", keys and values of version {keys}")
-        + f", age {branch.ages[at]}",
+        f"{versions}, age {branch.ages[at]}",
         f"log-probability {logprob:.3f} (probability {np.exp(logprob):.3f})",
-        (
-            "advantage "
-            f"{number(None if np.isnan(branch.advantages[at]) else float(branch.advantages[at]))}"
-        ),
+        f"advantage {number(None if np.isnan(advantage) else advantage)}",
         f"entropy about {branch.entropies[at]:.3f} nats",
         f"mask: {branch.uses[at]}",
     ]
@@ -298,36 +276,35 @@ def _tip(branch: BranchSeen, at: int) -> str:
 def _graded(
     values: np.ndarray, title: str, *, bounds: Sequence[float]
 ) -> tuple[list[str | None], list[tuple[str, str]]]:
-    """By `bounds` between the steps of the scale; NaN has no tint."""
+    """A step of the scale for each value. `bounds` are between the steps, and NaN has no tint."""
     steps = np.searchsorted(np.asarray(bounds), values)
-    tints = [
-        None if np.isnan(value) else f"{SCALE[step]}, .5"
-        for value, step in zip(values.tolist(), steps.tolist(), strict=True)
-    ]
-    names = [f"below {bounds[0]:g}", *(f"from {low:g}" for low in bounds)]
-    return tints, [
+    tints: list[str | None] = []
+    for value, step in zip(values.tolist(), steps.tolist(), strict=True):
+        tints.append(None if np.isnan(value) else f"{SCALE[step]}, .5")
+    names = [f"below {bounds[0]:g}"] + [f"from {low:g}" for low in bounds]
+    meanings = [
         (f"{title} {name}", f"{colour}, .5") for name, colour in zip(names, SCALE, strict=False)
     ]
+    return tints, meanings
 
 
 def _named(values: Sequence[str | None]) -> tuple[list[str | None], list[tuple[str, str]]]:
     """A tint for each value."""
     names = sorted({value for value in values if value is not None})
-    tint = {name: f"{MANY[at % len(MANY)]}, .4" for at, name in enumerate(names)}
-    return [None if value is None else tint[value] for value in values], list(tint.items())
+    tint_of = {name: f"{MANY[at % len(MANY)]}, .4" for at, name in enumerate(names)}
+    tints = [None if value is None else tint_of[value] for value in values]
+    return tints, list(tint_of.items())
 
 
 def _version(branch: BranchSeen) -> tuple[list[str | None], list[tuple[str, str]]]:
     pairs = zip(branch.row.versions.tolist(), branch.row.generated.tolist(), strict=True)
-    return _named([f"version {version}" if generated else None for version, generated in pairs])
+    names = [f"version {version}" if generated else None for version, generated in pairs]
+    return _named(names)
 
 
 def _logprob(branch: BranchSeen) -> tuple[list[str | None], list[tuple[str, str]]]:
-    return _graded(
-        np.where(branch.row.generated, branch.row.logprobs, np.nan),
-        "log p",
-        bounds=(-5, -2, -0.7, -0.1),
-    )
+    logprobs = np.where(branch.row.generated, branch.row.logprobs, np.nan)
+    return _graded(logprobs, "log p", bounds=(-5, -2, -0.7, -0.1))
 
 
 def _entropy(branch: BranchSeen) -> tuple[list[str | None], list[tuple[str, str]]]:
@@ -335,25 +312,24 @@ def _entropy(branch: BranchSeen) -> tuple[list[str | None], list[tuple[str, str]
 
 
 def _age(branch: BranchSeen) -> tuple[list[str | None], list[tuple[str, str]]]:
-    return _graded(
-        np.where(branch.ages >= 0, branch.ages, np.nan).astype(float),
-        "age",
-        bounds=(0.5, 1.5, 3.5, 7.5),
-    )
+    ages = np.where(branch.ages >= 0, branch.ages, np.nan).astype(float)
+    return _graded(ages, "age", bounds=(0.5, 1.5, 3.5, 7.5))
 
 
 def _gain(branch: BranchSeen) -> tuple[list[str | None], list[tuple[str, str]]]:
-    known = branch.advantages
-    tints = [
-        None
-        if np.isnan(a) or not a
-        else f"{GAIN if a > 0 else LOSS}, {min(0.15 + abs(a) / 3, 0.7):.2f}"
-        for a in known.tolist()
-    ]
-    return tints, [
+    tints = [_gain_tint(advantage) for advantage in branch.advantages.tolist()]
+    meanings = [
         ("made likelier (above 0)", f"{GAIN}, .5"),
         ("made less likely (below 0)", f"{LOSS}, .5"),
     ]
+    return tints, meanings
+
+
+def _gain_tint(advantage: float) -> str | None:
+    if np.isnan(advantage) or not advantage:
+        return None
+    colour = GAIN if advantage > 0 else LOSS
+    return f"{colour}, {min(0.15 + abs(advantage) / 3, 0.7):.2f}"
 
 
 def _use(branch: BranchSeen) -> tuple[list[str | None], list[tuple[str, str]]]:
@@ -374,7 +350,10 @@ def _tints(visit: Visit, chosen: str, branches: Sequence[BranchSeen]) -> str:
     links = "".join(
         _tint_link(visit, name, tint, chosen=name == chosen) for name, tint in TINTS.items()
     )
-    keys = dict(pair for branch in branches for pair in TINTS[chosen].of(branch)[1])
+    keys: dict[str, str] = {}
+    for branch in branches:
+        _, meanings = TINTS[chosen].of(branch)
+        keys.update(meanings)
     meaning = "".join(
         f'<span class="key" style="background: rgba({tint})">{escape(name)}</span>'
         for name, tint in keys.items()
@@ -395,20 +374,19 @@ def _tint_link(visit: Visit, name: str, tint: Tint, *, chosen: bool) -> str:
 
 
 def _difference(seen: ConversationSeen) -> None:
-    """Between what the agent got and what is trained."""
+    """Shows the difference between what the agent got and what is trained."""
     section("Seen and trained")
-    uses = Counter(str(use) for branch in seen.branches for use in branch.uses)
+    uses = Counter[str]()
+    for branch in seen.branches:
+        uses.update(map(str, branch.uses))
     lines = [f"{count} tokens: {use}" for use, count in uses.most_common()]
     if seen.rollout is not None:
-        lost = {
-            why: count
-            for (_, why), count in seen.rollout.tokens.items()
-            if why is not None and why not in uses
-        }
-        lines += [
-            f"{count} tokens that the model wrote are in no row: {why}"
-            for why, count in lost.items()
-        ]
+        lost: dict[str, int] = {}
+        for (_, why), count in seen.rollout.tokens.items():
+            if why is not None and why not in uses:
+                lost[why] = count
+        for why, count in lost.items():
+            lines.append(f"{count} tokens that the model wrote are in no row: {why}")
     with ui.element("ul").props("data-test=difference"):
         for line in lines:
             with ui.element("li"):
@@ -423,19 +401,14 @@ def _take(seen: ConversationSeen, folder: Path) -> None:
         "shell": as_shell(seen, folder),
     }
     for name, text in texts.items():
+        title = "Copy a replay for a shell" if name == "shell" else f"Copy as {name}"
         with ui.row().classes("items-center"):
-            ui.button(
-                f"Copy as {name}" if name != "shell" else "Copy a replay for a shell",
-                on_click=lambda _, t=text: _copy(t),
-            ).props(f'outline no-caps dense color=null data-test="copy {name}"')
+            button = ui.button(title, on_click=lambda _, t=text: _copy(t))
+            button.props(f'outline no-caps dense color=null data-test="copy {name}"')
         shown = text if len(text) <= 20_000 else text[:20_000] + " …"
-        ui.html(
-            (
-                f'<details><summary>{name}</summary><pre class="take" '
-                f'tabindex="0">{escape(shown)}</pre></details>'
-            ),
-            sanitize=False,
-        ).classes("w-full")
+        content = f'<pre class="take" tabindex="0">{escape(shown)}</pre>'
+        details = f"<details><summary>{name}</summary>{content}</details>"
+        ui.html(details, sanitize=False).classes("w-full")
 
 
 def _copy(text: str) -> None:

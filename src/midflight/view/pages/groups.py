@@ -1,5 +1,5 @@
-"""The page of a run's groups: found by filters, words and sorting, all of which stand in its
-address; each rollout leads to its conversation.
+"""The page of a run's groups. Filters, words and sorting are in its address. Each rollout leads to
+its conversation.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ from midflight.archive.groups import (
 from midflight.archive.search import WordIndex
 from midflight.errors import MidflightError
 from midflight.observe.failures import shortened
-from midflight.observe.status import number
+from midflight.observe.readable import number
 from midflight.trajectories.database import State
-from midflight.types import Kind, Reason, RolloutKey
+from midflight.types import Json, Kind, Reason, RolloutKey
 from midflight.view.visit import Visit
 
 ON_A_PAGE = 25
 REFRESH_SECONDS = 5.0
 GROW_SECONDS = 0.25
-"""Of the words that are indexed before a page is shown, and again and again while it is."""
+"""How long words are indexed before a page is shown, and at each refresh after that."""
 MAX_LETTERS = 140
-"""Of a question."""
+"""How many letters of a question are shown."""
 
 STYLE = """
 .filters { display: flex; flex-wrap: wrap; gap: 8px 12px; align-items: end; }
@@ -66,7 +66,7 @@ async def draw(visit: Visit) -> None:
     words = WordIndex(visit.run.folder, wanted.kind) if wanted.words else None
 
     async def look() -> tuple[GroupPage, str, float]:
-        """The page, what is said above it, and the seconds after which it may be another one."""
+        """The page, the text above it, and the seconds after which it may have changed."""
         indexed = await asyncio.to_thread(words.grow, GROW_SECONDS) if words else None
         page = await asyncio.to_thread(
             page_of,
@@ -77,16 +77,11 @@ async def draw(visit: Visit) -> None:
             number=ON_A_PAGE,
             words=words,
         )
+        counted = _counted(page, first)
         if indexed is None or indexed.complete:
-            return page, _counted(page, first), REFRESH_SECONDS
-        return (
-            page,
-            (
-                f"{_counted(page, first)}; looked through {indexed.done:,} of {indexed.total:,} "
-                "rollouts so far"
-            ),
-            GROW_SECONDS,
-        )
+            return page, counted, REFRESH_SECONDS
+        so_far = f"looked through {indexed.done:,} of {indexed.total:,} rollouts so far"
+        return page, f"{counted}; {so_far}", GROW_SECONDS
 
     page, counted, wait = await look()
     ui.add_head_html(f"<style>{STYLE}</style>")
@@ -97,19 +92,22 @@ async def draw(visit: Visit) -> None:
 
     async def refresh() -> None:
         try:
-            now, note.text, timer.interval = await look()
+            now, counted, wait = await look()
         except MidflightError as error:
             note.text = str(error)
             timer.deactivate()
             return
-        if found.content != (table := _table(visit, now)):
+        note.text = counted
+        timer.interval = wait
+        table = _table(visit, now)
+        if found.content != table:
             found.content = table
 
     timer = ui.timer(wait, refresh, immediate=False)
 
 
 def asked(visit: Visit) -> tuple[GroupFilter, GroupOrder, int]:
-    """What the address asks for; `MidflightError` where it asks for what there is not."""
+    """The groups that the address asks for. `MidflightError` where it cannot be understood."""
     query = visit.query
     kind = kind_of(visit)
     step = query.get("step", "")
@@ -124,23 +122,25 @@ def asked(visit: Visit) -> tuple[GroupFilter, GroupOrder, int]:
         raise MidflightError(
             f"groups are not sorted by {order!r}; they are by {', '.join(GroupOrder)}."
         )
-    return (
-        GroupFilter(
-            kind=kind,
-            versions=versions_of(visit.run.folder, int(step), int(step), kind) if step else None,
-            source=query.get("source", ""),
-            task=query.get("task", ""),
-            fate=query.get("fate", ""),
-            failure=query.get("failure", ""),
-            words=query.get("q", "").strip(),
-        ),
-        GroupOrder(order),
-        (int(page) - 1) * ON_A_PAGE,
+    versions = None
+    if step:
+        versions = versions_of(visit.run.folder, int(step), int(step), kind)
+    wanted = GroupFilter(
+        kind=kind,
+        versions=versions,
+        source=query.get("source", ""),
+        task=query.get("task", ""),
+        fate=query.get("fate", ""),
+        failure=query.get("failure", ""),
+        words=query.get("q", "").strip(),
     )
+    return wanted, GroupOrder(order), (int(page) - 1) * ON_A_PAGE
 
 
 def kind_of(visit: Visit) -> Kind:
-    """Whose rollouts the address asks for; `MidflightError` where there are none of that kind."""
+    """The kind of rollouts that the address asks for. `MidflightError` where there is no such
+    kind.
+    """
     asked = visit.query.get("kind") or Kind.TRAINING.value
     if asked not in (Kind.TRAINING, Kind.EVALUATION):
         raise MidflightError(
@@ -167,43 +167,32 @@ def conversation_link(visit: Visit, key: RolloutKey) -> str:
 
 
 def _form(visit: Visit, page: GroupPage) -> str:
-    """A plain form: what is chosen becomes the address."""
+    """A plain form, whose choices become the address."""
     query = visit.query
+    sources = {source: source for source in page.sources}
     failures = {name: f"{name} ({count})" for name, count in page.failures.items()}
     fates = {
         fate: f"{name} ({page.fates[fate]})" for fate, name in FATES.items() if fate in page.fates
     }
     kinds = {Kind.TRAINING.value: "of training", Kind.EVALUATION.value: "of evaluations (held out)"}
+    orders = {order.value: text for order, text in ORDERS.items()}
+    words = escape(query.get("q", ""))
+    step = escape(query.get("step", ""))
+    task = escape(query.get("task", ""))
     fields = [
         _choice("Rollouts", "kind", kinds, query, None),
-        _field(
-            "Words",
-            (
-                '<input type="search" name="q" data-test="words" '
-                f'value="{escape(query.get("q", ""))}">'
-            ),
-        ),
-        _choice("Source", "source", {source: source for source in page.sources}, query, "all"),
+        _field("Words", f'<input type="search" name="q" data-test="words" value="{words}">'),
+        _choice("Source", "source", sources, query, "all"),
         _choice("Fate", "fate", fates, query, "all"),
         _choice("Failed with", "failure", failures, query, "any or none"),
-        _field(
-            "Step",
-            (
-                '<input name="step" inputmode="numeric" size="6" '
-                f'value="{escape(query.get("step", ""))}">'
-            ),
-        ),
-        _field("Task", f'<input name="task" size="10" value="{escape(query.get("task", ""))}">'),
-        _choice(
-            "Sorted", "sort", {order.value: text for order, text in ORDERS.items()}, query, None
-        ),
+        _field("Step", f'<input name="step" inputmode="numeric" size="6" value="{step}">'),
+        _field("Task", f'<input name="task" size="10" value="{task}">'),
+        _choice("Sorted", "sort", orders, query, None),
         '<button type="submit" data-test="filter">Show</button>',
         f'<a href="{escape(visit.link("groups"))}">all groups</a>',
     ]
-    return (
-        '<form class="filters" method="get" role="search" aria-label="Filter '
-        f'groups">{"".join(fields)}</form>'
-    )
+    begin = '<form class="filters" method="get" role="search" aria-label="Filter groups">'
+    return f"{begin}{''.join(fields)}</form>"
 
 
 def _field(title: str, control: str) -> str:
@@ -213,17 +202,20 @@ def _field(title: str, control: str) -> str:
 def _choice(
     title: str, name: str, values: Mapping[str, str], query: Mapping[str, str], empty: str | None
 ) -> str:
-    shown = {**({} if empty is None else {"": empty}), **values}
-    if (chosen := query.get(name, "")) not in shown and chosen:
-        shown = {**shown, chosen: chosen}
-    options = (
-        (
-            "<option "
-            f'value="{escape(value)}"{" selected" if value == chosen else ""}>{escape(text)}</option>'
-        )
-        for value, text in shown.items()
-    )
-    return _field(title, f'<select name="{name}" data-test="{name}">{"".join(options)}</select>')
+    shown: dict[str, str] = {}
+    if empty is not None:
+        shown[""] = empty
+    shown.update(values)
+    chosen = query.get(name, "")
+    if chosen:
+        shown.setdefault(chosen, chosen)
+    options = "".join(_option(value, text, value == chosen) for value, text in shown.items())
+    return _field(title, f'<select name="{name}" data-test="{name}">{options}</select>')
+
+
+def _option(value: str, text: str, is_chosen: bool) -> str:
+    selected = " selected" if is_chosen else ""
+    return f'<option value="{escape(value)}"{selected}>{escape(text)}</option>'
 
 
 def _counted(page: GroupPage, first: int) -> str:
@@ -236,18 +228,13 @@ def _pager(visit: Visit, page: GroupPage, first: int) -> str:
     here = first // ON_A_PAGE + 1
     last = max(1, -(-page.total // ON_A_PAGE))
     places = {"first": 1, "previous": here - 1, "next": here + 1, "last": last}
-    links = [
-        (
-            f'<a href="?{escape(urlencode({**visit.query, "page": place}))}" data-test="{name} '
-            f'page">{name}</a>'
-        )
-        for name, place in places.items()
-        if 1 <= place <= last and place != here
-    ]
-    return (
-        f'<nav class="rollouts" aria-label="Pages of groups">page {here:,} of {last:,} '
-        f"{' '.join(links)}</nav>"
-    )
+    links: list[str] = []
+    for name, place in places.items():
+        if 1 <= place <= last and place != here:
+            address = escape(urlencode({**visit.query, "page": place}))
+            links.append(f'<a href="?{address}" data-test="{name} page">{name}</a>')
+    begin = '<nav class="rollouts" aria-label="Pages of groups">'
+    return f"{begin}page {here:,} of {last:,} {' '.join(links)}</nav>"
 
 
 # --- The table ------------------------------------------------------------------------------------
@@ -256,84 +243,80 @@ _COLUMNS = ("task", "source", "rewards of its rollouts", "mean", "spread", "made
 
 
 def _table(visit: Visit, page: GroupPage) -> str:
-    """One element, however many rollouts there are: a page is drawn in milliseconds."""
+    """The table of the groups. It is one element however many rollouts there are, so that a page is
+    drawn in milliseconds.
+    """
     steps = {line.version: line.step for line in visit.run.journal().past.steps}
     by = "version" if kind_of(visit) is Kind.EVALUATION else "epoch"
-    head = "".join(
-        f'<th scope="col">{column}</th>' for column in (*_COLUMNS, f"passed, by {by}", "fate")
-    )
+    columns = [*_COLUMNS, f"passed, by {by}", "fate"]
+    head = "".join(f'<th scope="col">{column}</th>' for column in columns)
     rows = "".join(_row(visit, group, steps) for group in page.groups)
-    return (
-        '<div class="scroll"><table class="plain groups" aria-label="groups" '
-        f'data-test="groups"><tr>{head}</tr>{rows}</table></div>'
-    )
+    begin = '<table class="plain groups" aria-label="groups" data-test="groups">'
+    return f'<div class="scroll">{begin}<tr>{head}</tr>{rows}</table></div>'
 
 
 def _row(visit: Visit, group: GroupSeen, steps: Mapping[int, int]) -> str:
     key = group.key
     task = group.task
-    question = _question(group)
+    link = visit.link("groups", task=task.id, source=task.source, kind=visit.query.get("kind"))
+    rollouts = "".join(_rollout(visit, rollout) for rollout in group.rollouts)
+    made_of = [f"{name} {number(value)}" for name, value in components(group).items()]
+    passed = [f"{score.epoch}: {score.passed}/{score.scored}" for score in group.epochs]
     cells = [
-        (
-            "<a "
-            f'href="{escape(visit.link("groups", task=task.id, source=task.source, kind=visit.query.get("kind")))}">{escape(task.id)}</a> {escape(question)}'
-        ),
+        f'<a href="{escape(link)}">{escape(task.id)}</a> {escape(_question(group))}',
         escape(task.source),
-        (
-            "<span "
-            f'class="rollouts">{"".join(_rollout(visit, rollout) for rollout in group.rollouts) or "none has ended"}</span>{_errors(group)}'
-        ),
+        f'<span class="rollouts">{rollouts or "none has ended"}</span>{_errors(group)}',
         number(group.mean),
         number(group.spread),
-        escape(", ".join(f"{name} {number(value)}" for name, value in components(group).items())),
-        escape(
-            ", ".join(f"{score.epoch}: {score.passed}/{score.scored}" for score in group.epochs)
-        ),
+        escape(", ".join(made_of)),
+        escape(", ".join(passed)),
         _fate(visit, group, steps),
     ]
     name = f"{key.epoch}-{key.index}-{key.attempt}"
-    return f'<tr data-test="group {name}">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+    columns = "".join(f"<td>{cell}</td>" for cell in cells)
+    return f'<tr data-test="group {name}">{columns}</tr>'
 
 
 def _question(group: GroupSeen) -> str:
-    """What the task asks, as far as it says that in words."""
-    text = next(
-        (
-            value
-            for name in ("question", "prompt", "word")
-            if isinstance(value := group.task.data.get(name), str)
-        ),
-        "",
-    )
-    messages = group.task.data.get("messages")
-    if not text and isinstance(messages, list) and messages and isinstance(messages[-1], dict):
-        text = str(messages[-1].get("content", ""))
+    """The question of the task, cut to `MAX_LETTERS`."""
+    text = _whole_question(group.task.data)
     return text if len(text) <= MAX_LETTERS else text[:MAX_LETTERS] + "…"
+
+
+def _whole_question(data: Mapping[str, Json]) -> str:
+    """What the task asks, as far as it says that in words."""
+    for name in ("question", "prompt", "word"):
+        value = data.get(name)
+        if isinstance(value, str):
+            if value:
+                return value
+            break
+    messages = data.get("messages")
+    if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+        return str(messages[-1].get("content", ""))
+    return ""
 
 
 def _rollout(visit: Visit, rollout: RolloutBrief) -> str:
     link = conversation_link(visit, rollout.key)
-    text, kind = (
-        (number(rollout.reward), "")
-        if rollout.failure is None
-        else (f"✕ {rollout.failure}", "failed")
-    )
-    title = escape(
-        rollout.error
-        or (
-            f"{rollout.num_trainable} tokens, {rollout.seconds:.1f} "
-            f"s{', truncated' if rollout.truncated else ''}"
-        )
-    )
+    if rollout.failure is None:
+        text = number(rollout.reward)
+        kind = ""
+    else:
+        text = f"✕ {rollout.failure}"
+        kind = "failed"
+    title = rollout.error
+    if not title:
+        title = f"{rollout.num_trainable} tokens, {rollout.seconds:.1f} s"
+        if rollout.truncated:
+            title += ", truncated"
     classes = f"{kind} found" if rollout.found else kind
-    return (
-        f'<a class="{classes}" href="{escape(link)}" title="{title}" data-test="rollout '
-        f'{rollout.key}">{escape(text)}</a>'
-    )
+    attributes = f'class="{classes}" href="{escape(link)}" title="{escape(title)}"'
+    return f'<a {attributes} data-test="rollout {rollout.key}">{escape(text)}</a>'
 
 
 def components(group: GroupSeen) -> dict[str, float]:
-    """Means over its rollouts, by name."""
+    """The means of a group's reward components over its rollouts, by name."""
     found: dict[str, list[float]] = {}
     for rollout in group.rollouts:
         for name, value in rollout.components.items():
@@ -342,20 +325,18 @@ def components(group: GroupSeen) -> dict[str, float]:
 
 
 def _fate(visit: Visit, group: GroupSeen, steps: Mapping[int, int]) -> str:
-    if group.version is None or (step := steps.get(group.version)) is None:
+    step = None if group.version is None else steps.get(group.version)
+    if step is None:
         return escape(group.fate)
-    return (
-        f'<a href="{escape(visit.link("groups", step=step))}">step {step}</a>: {escape(group.fate)}'
-    )
+    link = escape(visit.link("groups", step=step))
+    return f'<a href="{link}">step {step}</a>: {escape(group.fate)}'
 
 
 def _errors(group: GroupSeen) -> str:
-    """Why rollouts of it failed, each reason once."""
-    errors = dict.fromkeys(
-        rollout.error or "no reward, and no error"
-        for rollout in group.rollouts
-        if rollout.reward is None
-    )
-    return "".join(
+    """Why rollouts of the group failed, each reason once."""
+    failed = [rollout for rollout in group.rollouts if rollout.reward is None]
+    errors = dict.fromkeys(rollout.error or "no reward, and no error" for rollout in failed)
+    notes = [
         f'<div class="note" data-test="why">{escape(shortened(error))}</div>' for error in errors
-    )
+    ]
+    return "".join(notes)

@@ -1,23 +1,26 @@
-"""The page of a run's ledger: where every token went, from the model to the trainer, and whether it
-adds up.
+"""The page of a run's ledger: where every token went, from the model to the trainer, and whether
+the sums agree.
 """
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from nicegui import ui
 
 from midflight.archive.ledger import MEANINGS, Ledger, ledger_of
 from midflight.errors import MidflightError
-from midflight.types import Fate, Reason
+from midflight.types import Accounts, Fate, Reason
 from midflight.view.charting import COLORS, GREY
-from midflight.view.looks import charts, facts, figure, section, table
+from midflight.view.looks import Cell, charts, facts, figure, section, table
 from midflight.view.visit import Visit
 
 REFRESH_SECONDS = 5.0
 LATEST_SECONDS = 60.0
 SHARE = 0.05
-"""Of the time that is spent on looking again: the sums of a large run take most of a second."""
+"""The share of the time that may be spent on looking again: the sums of a large run take most of a
+second.
+"""
 
 
 async def draw(visit: Visit) -> None:
@@ -31,9 +34,8 @@ async def draw(visit: Visit) -> None:
         begun = time.perf_counter()
         try:
             found = await asyncio.to_thread(ledger_of, visit.run.folder)
-            timer.interval = min(
-                max(REFRESH_SECONDS, (time.perf_counter() - begun) / SHARE), LATEST_SECONDS
-            )
+            took = time.perf_counter() - begun
+            timer.interval = min(max(REFRESH_SECONDS, took / SHARE), LATEST_SECONDS)
         except MidflightError as error:
             timer.deactivate()
             with place:
@@ -60,11 +62,10 @@ def _show(visit: Visit, ledger: Ledger) -> None:
             ("in flight", f"{ledger.in_flight:,}"),
         ]
     )
-    balance = (
-        "Balanced: each token is in one place."
-        if ledger.balanced
-        else "It does not add up: " + "; ".join(ledger.mistakes) + "."
-    )
+    if ledger.balanced:
+        balance = "Balanced: each token is in one place."
+    else:
+        balance = f"It does not add up: {'; '.join(ledger.mistakes)}."
     ui.label(balance).classes("note" if ledger.balanced else "trouble").props("data-test=balance")
     if accounts.received_tokens:
         with charts():
@@ -72,37 +73,29 @@ def _show(visit: Visit, ledger: Ledger) -> None:
             figure("Where the tokens went", _flow(ledger), height=320, note=note)
     section(
         "Tokens",
-        (
-            "Of rollouts that have ended. Those in flight are of completed turns of rollouts that "
-            "go on."
-        ),
+        "Of rollouts that have ended. Those in flight are of completed turns of rollouts that "
+        "go on.",
     )
-    table(
-        ("place", *(line.source for line in ledger.sources), "all", "what they are"),
-        _rows(ledger),
-        name="tokens",
-    )
+    sources = [line.source for line in ledger.sources]
+    table(["place", *sources, "all", "what they are"], _rows(ledger), name="tokens")
     section("Groups")
+    table(("fate", "groups"), _groups(visit, accounts), name="groups by fate")
+
+
+def _groups(visit: Visit, accounts: Accounts) -> list[list[Cell]]:
     groups = {
         "trained": accounts.trained,
         "waiting": accounts.waiting,
         "leased": accounts.leased,
         "running": accounts.running,
-        **accounts.dropped,
     }
-    rows = [
-        (
-            (
-                name if name not in accounts.dropped else f"dropped: {name}",
-                visit.link("groups", fate=name),
-            ),
-            f"{n:,}",
-        )
-        for name, n in groups.items()
-    ]
-    table(
-        ("fate", "groups"), [*rows, ("submitted", f"{accounts.submitted:,}")], name="groups by fate"
-    )
+    groups.update(accounts.dropped)
+    rows: list[list[Cell]] = []
+    for fate, count in groups.items():
+        name = f"dropped: {fate}" if fate in accounts.dropped else fate
+        rows.append([(name, visit.link("groups", fate=fate)), f"{count:,}"])
+    rows.append(["submitted", f"{accounts.submitted:,}"])
+    return rows
 
 
 def _share(part: int, whole: int) -> str:
@@ -111,7 +104,9 @@ def _share(part: int, whole: int) -> str:
 
 def _places(ledger: Ledger) -> list[tuple[Fate, Reason | None]]:
     order = list(Fate)
-    found = {place for line in ledger.sources for place in line.tokens}
+    found = set[tuple[Fate, Reason | None]]()
+    for line in ledger.sources:
+        found.update(line.tokens)
     return sorted(found, key=lambda place: (order.index(place[0]), place[1] or ""))
 
 
@@ -120,37 +115,36 @@ def _name(place: tuple[Fate, Reason | None]) -> str:
     return fate.value if reason is None else f"{fate}: {reason}"
 
 
-def _rows(ledger: Ledger) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
+def _rows(ledger: Ledger) -> list[list[str]]:
+    rows: list[list[str]] = []
     for place in _places(ledger):
+        _, reason = place
         counts = [line.tokens.get(place, 0) for line in ledger.sources]
-        rows.append(
-            (
-                _name(place),
-                *(f"{n:,}" for n in (*counts, sum(counts))),
-                MEANINGS[place[1]] if place[1] else "",
-            )
-        )
+        rows.append(_row(_name(place), counts, MEANINGS[reason] if reason else ""))
     received = [line.received for line in ledger.sources]
-    return [
-        *rows,
-        ("received", *(f"{n:,}" for n in (*received, sum(received))), "all of these together"),
-    ]
+    rows.append(_row("received", received, "all of these together"))
+    return rows
+
+
+def _row(name: str, counts: Sequence[int], meaning: str) -> list[str]:
+    """The counts of each source and their sum, between a name and a meaning."""
+    row = [name]
+    row += [f"{count:,}" for count in counts]
+    row += [f"{sum(counts):,}", meaning]
+    return row
 
 
 def _flow(ledger: Ledger) -> dict[str, object]:
     """A Sankey diagram: sources to the left, places to the right."""
     # The blank tells a source from a place with the same name.
-    names = [
-        *(f"{line.source} " for line in ledger.sources),
-        *(_name(place) for place in _places(ledger)),
-    ]
-    links = [
-        {"source": f"{line.source} ", "target": _name(place), "value": n}
-        for line in ledger.sources
-        for place, n in line.tokens.items()
-        if n
-    ]
+    names = [f"{line.source} " for line in ledger.sources]
+    names += [_name(place) for place in _places(ledger)]
+    links: list[dict[str, object]] = []
+    for line in ledger.sources:
+        for place, count in line.tokens.items():
+            if count:
+                source = f"{line.source} "
+                links.append({"source": source, "target": _name(place), "value": count})
     data = [
         {"name": name, "itemStyle": {"color": COLORS[at % len(COLORS)]}}
         for at, name in enumerate(names)

@@ -1,10 +1,10 @@
-"""All runs: what became of each, with links to their pages."""
+"""The page of all runs: what became of each, with links to their pages."""
 
 from nicegui import ui
 
 from midflight.archive.runs import ArchivedRun
 from midflight.errors import MidflightError
-from midflight.observe.status import duration, number
+from midflight.observe.readable import duration, number
 from midflight.view import looks
 
 REFRESH_SECONDS = 5.0
@@ -31,7 +31,8 @@ def _rows(runs: tuple[ArchivedRun, ...]) -> None:
             rows.append([run.slug, "deleted"])
             continue
         steps = str(of.step) if of.steps is None else f"{of.step}/{of.steps}"
-        row = [
+        row: list[looks.Cell] = [
+            (run.slug, address),
             of.condition.value,
             steps,
             number(of.reward),
@@ -40,7 +41,7 @@ def _rows(runs: tuple[ArchivedRun, ...]) -> None:
             of.started,
             str(run.folder),
         ]
-        rows.append([(run.slug, address), *row])
+        rows.append(row)
     looks.table(
         ("run", "state", "steps", "reward", "held out", "time", "started", "folder"),
         rows,
@@ -48,6 +49,5 @@ def _rows(runs: tuple[ArchivedRun, ...]) -> None:
     )
     if len(runs) > 1:
         names = ",".join(run.slug for run in runs[1:])
-        ui.link("All of them in one picture", f"/run/{runs[0].slug}/run?with={names}").props(
-            'data-test="overlay"'
-        )
+        overlay = ui.link("All of them in one picture", f"/run/{runs[0].slug}/run?with={names}")
+        overlay.props('data-test="overlay"')

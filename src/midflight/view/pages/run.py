@@ -1,5 +1,5 @@
-"""Run: how it goes, what is wrong with it and what to do, and every number of its journal as a
-chart; several runs over each other.
+"""The page of a run: how it goes, what is wrong and what to do, and every number of its journal as
+a chart. It can show several runs over each other.
 """
 
 import time
@@ -13,35 +13,35 @@ from midflight.archive.runs import ArchivedRun, RunCondition, differences, flat
 from midflight.archive.stored import copy_in_words
 from midflight.archive.times import Times, busy_shares, failures, split
 from midflight.errors import RunGone
-from midflight.observe.journal import PastLines
-from midflight.observe.status import UNKNOWN, duration, judge, number, percent
+from midflight.observe.bottleneck import judge
+from midflight.observe.history import PastLines
+from midflight.observe.lines import StepLine
+from midflight.observe.readable import UNKNOWN, duration, number, percent
 from midflight.trajectories.heldout import HELDOUT
 from midflight.view import looks
 from midflight.view.panels import RECENT_STEPS, Panel, bars, of_run, of_runs
 from midflight.view.visit import Visit
 
 REFRESH_SECONDS = 3.0
+"""The next look comes after this time at the soonest."""
 LATEST_SECONDS = 15.0
-"""At the soonest; and at the latest, however much a look costs."""
+"""The next look comes after this time at the latest, however much a look costs."""
 SHARE = 0.012
-"""Of a core: what the viewer's process may take while a run's page is open. Where looking costs
-more, it looks less often.
+"""The share of a core that the viewer's process may take while a run's page is open. Where looking
+costs more, it looks less often.
 """
 RECENT_ROLLOUTS = 512
-"""That the times of rollouts are of."""
+"""The times of rollouts are means over this many."""
 LATELY_BYTES = 2**20
-"""Of the timeline, which shares of time, failures by environment and the times of rollouts are of,
-until more is appended: some thousand rollouts.
+"""How much of the timeline is read at first, some thousand rollouts. Shares of time, failures by
+environment and the times of rollouts come from it and from what is appended later.
 """
 MAX_ALARMS = 20
 
 
 def draw(visit: Visit) -> None:
-    others = [
-        run
-        for run in visit.runs
-        if run.slug in visit.query.get("with", "").split(",") and run is not visit.run
-    ]
+    beside = visit.query.get("with", "").split(",")
+    others = [run for run in visit.runs if run.slug in beside and run is not visit.run]
     if others:
         _overlaid(visit, [visit.run, *others])
     else:
@@ -51,8 +51,9 @@ def draw(visit: Visit) -> None:
 def _alone(visit: Visit) -> None:
     times = Times(visit.run.folder, newest=LATELY_BYTES)
     times.refresh()
-    if (said := copy_in_words(visit.run.folder)) is not None:
-        ui.label(said)
+    copy = copy_in_words(visit.run.folder)
+    if copy is not None:
+        ui.label(copy)
     head = ui.element("div").style("width: 100%")
 
     def show_head() -> None:
@@ -64,26 +65,28 @@ def _alone(visit: Visit) -> None:
     def panels() -> list[Panel]:
         return of_run(visit.run.readings.past) + _timed(times)
 
+    def refresh() -> bool:
+        has_lines = visit.run.readings.refresh()
+        times.refresh()
+        return has_lines
+
     show_head()
     looks.section("Numbers")
-    _live(lambda: (visit.run.readings.refresh(), times.refresh())[0], panels, show_head)
+    _live(refresh, panels, show_head)
     _compare_with(visit)
     looks.section("Configuration")
     with ui.element("details"):
         with ui.element("summary"):
             ui.label("All options, as the run wrote them down").style("display: inline")
-        looks.table(
-            ("option", "value"),
-            [(name, str(value)) for name, value in flat(visit.run.config()).items()],
-            name="options",
-        )
+        options = [(name, str(value)) for name, value in flat(visit.run.config()).items()]
+        looks.table(("option", "value"), options, name="options")
 
 
 def _live(
     refresh: Callable[[], bool], panels: Callable[[], list[Panel]], show_more: Callable[[], None]
 ) -> None:
-    """Charts that follow the journal; what a chart shows is sent again only where it is something
-    else.
+    """Draws charts that follow the journal. A chart is sent again only where its content has
+    changed.
     """
     place = looks.charts()
     shown: dict[str, tuple[Panel, tuple[ui.echart, ui.label]]] = {}
@@ -94,16 +97,13 @@ def _live(
             place.clear()
             shown.clear()
             with place:
-                shown.update(
-                    {
-                        title: (panel, looks.figure(title, dict(panel.options), note=panel.note))
-                        for title, panel in now.items()
-                    }
-                )
+                for title, panel in now.items():
+                    drawn = looks.figure(title, dict(panel.options), note=panel.note)
+                    shown[title] = (panel, drawn)
             return
         for title, panel in now.items():
-            if panel != shown[title][0]:
-                chart, said = shown[title][1]
+            before, (chart, said) = shown[title]
+            if panel != before:
                 chart.options.clear()
                 chart.options.update(panel.options)
                 chart.update()
@@ -145,27 +145,21 @@ def _head(visit: Visit, times: Times) -> None:
         ("reward", number(of.reward)),
     ]
     facts += [(f"held out {name}", text) for name, text in _heldout(past).items()]
-    facts += [
-        ("time", duration(of.seconds)),
-        ("ETA", _eta(past, of.steps) if of.condition is RunCondition.RUNNING else UNKNOWN),
-    ]
+    eta = _eta(past, of.steps) if of.condition is RunCondition.RUNNING else UNKNOWN
+    facts += [("time", duration(of.seconds)), ("ETA", eta)]
     if last is not None:
         facts += [
             ("tokens trained", f"{last.totals.trained_tokens:,}"),
             ("tokens generated", f"{last.totals.generated_tokens:,}"),
         ]
-    facts += [
-        (
-            "engine, trainer, both busy",
-            ", ".join(map(percent, (shares.engines, shares.trainer, shares.both))),
-        )
-    ]
-    facts += [("engines' slots in use", percent(shares.slots))]
+    busy = ", ".join(map(percent, (shares.engines, shares.trainer, shares.both)))
+    facts.append(("engine, trainer, both busy", busy))
+    facts.append(("engines' slots in use", percent(shares.slots)))
     looks.facts(facts)
     if (visit.run.folder / HELDOUT).is_file():
-        ui.link(
-            "what the model said to held-out tasks", visit.link("groups", kind="evaluation")
-        ).props('data-test="held out groups"')
+        evaluated = visit.link("groups", kind="evaluation")
+        link = ui.link("what the model said to held-out tasks", evaluated)
+        link.props('data-test="held out groups"')
     bound, advice = judge(
         engine_busy=shares.engines,
         trainer_busy=shares.trainer,
@@ -173,9 +167,8 @@ def _head(visit: Visit, times: Times) -> None:
         cores=room.cores,
     )
     if advice:
-        ui.label(f"This run is {bound.value}: {advice}.").classes("note").props(
-            'data-test="advice"'
-        )
+        label = ui.label(f"This run is {bound.value}: {advice}.").classes("note")
+        label.props('data-test="advice"')
     if visit.run.readings.num_unread:
         ui.label(
             f"{visit.run.readings.num_unread} lines of the journal are of a later version of "
@@ -184,85 +177,79 @@ def _head(visit: Visit, times: Times) -> None:
 
 
 def _heldout(past: PastLines) -> dict[str, str]:
-    """First and last score by source."""
+    """The first and the last score of each source."""
     scores: dict[str, list[float | None]] = {}
     for line in past.evaluations:
         scores.setdefault(line.source, []).append(line.mean_reward)
-    return {
-        source: number(s[0]) if len(s) == 1 else f"{number(s[0])} → {number(s[-1])}"
-        for source, s in scores.items()
-    }
+    texts: dict[str, str] = {}
+    for source, found in scores.items():
+        texts[source] = number(found[0])
+        if len(found) > 1:
+            texts[source] += f" → {number(found[-1])}"
+    return texts
 
 
 def _eta(past: PastLines, steps: int | None) -> str:
     recent = past.steps[-RECENT_STEPS:]
     if steps is None or len(recent) < 2:
         return UNKNOWN
-    each = (recent[-1].seconds - recent[0].seconds) / (len(recent) - 1)
-    return duration(max(0, steps - recent[-1].step) * each)
+    step_seconds = (recent[-1].seconds - recent[0].seconds) / (len(recent) - 1)
+    return duration(max(0, steps - recent[-1].step) * step_seconds)
 
 
 def _findings(visit: Visit, times: Times) -> None:
-    """What somebody should look at, each with where to look and what to do."""
+    """Shows what somebody should look at, each with a link and what to do."""
     past = visit.run.readings.past
     looks.section("Findings")
     _failures(visit, times, past)
     if past.alarms:
         rows: list[list[looks.Cell]] = []
         for alarm in reversed(past.alarms[-MAX_ALARMS:]):
-            rows.append(
-                [
-                    (f"step {alarm.step}", visit.link("groups", step=alarm.step or 1)),
-                    alarm.name,
-                    alarm.text,
-                ]
-            )
+            step = (f"step {alarm.step}", visit.link("groups", step=alarm.step or 1))
+            rows.append([step, alarm.name, alarm.text])
         looks.table(("when", "alarm", "what was seen, and what to do"), rows, name="alarms")
     if not past.alarms and not any(step.failures for step in past.steps):
         ui.label("No alarm, and no rollout failed.").classes("note")
 
 
 def _failures(visit: Visit, times: Times, past: PastLines) -> None:
-    """By source, where the timeline knows it; each class once, with the step in which it failed
-    most.
+    """Shows the failures by source where the timeline knows it. Each class of failure is there
+    once, with the step in which it was most frequent.
     """
     by_source = failures(times.rollouts)
     if not by_source:
-        by_source = Counter(
-            {("", name): n for step in past.steps for name, n in (step.failures or {}).items()}
-        )
+        for step in past.steps:
+            for name, count in (step.failures or {}).items():
+                by_source["", name] = count
     tries = Counter(rollout.source for rollout in times.rollouts)
     rows: list[list[looks.Cell]] = []
     for (source, name), count in by_source.most_common(12):
-        worst = max(
-            past.steps, key=lambda step, name=name: (step.failures or {}).get(name, 0), default=None
-        )
-        where: looks.Cell = UNKNOWN
-        if worst is not None and (worst.failures or {}).get(name):
-            where = (
-                f"step {worst.step} ({(worst.failures or {})[name]})",
-                visit.link("groups", step=worst.step),
-            )
+        failed = (name, visit.link("groups", failure=name, source=source or None))
         of = f"{count} of {tries[source]} tries" if tries[source] else f"{count} tries"
-        rows.append(
-            [
-                source or "all sources",
-                (name, visit.link("groups", failure=name, source=source or None)),
-                of,
-                where,
-            ]
-        )
+        rows.append([source or "all sources", failed, of, _worst_step(visit, past, name)])
     if rows:
-        ui.label("Rollouts that got no reward: they are in no mean and no gradient.").classes(
-            "note"
-        )
+        note = ui.label("Rollouts that got no reward: they are in no mean and no gradient.")
+        note.classes("note")
         looks.table(("environment", "failed by", "how often", "most in"), rows, name="failures")
 
 
+def _worst_step(visit: Visit, past: PastLines, name: str) -> looks.Cell:
+    """The step in which this class of failure was most frequent."""
+
+    def count(step: StepLine) -> int:
+        return (step.failures or {}).get(name, 0)
+
+    worst = max(past.steps, key=count, default=None)
+    if worst is None or not count(worst):
+        return UNKNOWN
+    return f"step {worst.step} ({count(worst)})", visit.link("groups", step=worst.step)
+
+
 def _timed(times: Times) -> list[Panel]:
-    """What the timeline adds to the journal's numbers."""
+    """The charts that the timeline adds to those of the journal."""
     recent = times.rollouts[-RECENT_ROLLOUTS:]
-    if (of := split(recent)) is None:
+    of = split(recent)
+    if of is None:
         return []
     named = {
         "generating": of.generating,
@@ -270,10 +257,8 @@ def _timed(times: Times) -> list[Panel]:
         "environment": of.environment,
     }
     whole = sum(named.values()) or 1.0
-    note = "; ".join(
-        f"{name} {seconds:.3f} s ({seconds / whole:.0%})" for name, seconds in named.items()
-    )
-    note = f"Mean of the last {len(recent)} rollouts: {note}."
+    parts = [f"{name} {seconds:.3f} s ({seconds / whole:.0%})" for name, seconds in named.items()]
+    note = f"Mean of the last {len(recent)} rollouts: {'; '.join(parts)}."
     found = bars(
         "A rollout's time",
         list(named),
@@ -294,9 +279,9 @@ def _compare_with(visit: Visit) -> None:
         with ui.element("div").classes("tiles"):
             for other in others:
                 ui.link(other.slug, f"{visit.link('run')}?with={other.slug}")
-            ui.link(
-                "all of them", f"{visit.link('run')}?with={','.join(run.slug for run in others)}"
-            ).props('data-test="overlay"')
+            slugs = ",".join(run.slug for run in others)
+            overlay = ui.link("all of them", f"{visit.link('run')}?with={slugs}")
+            overlay.props('data-test="overlay"')
 
 
 def _overlaid(visit: Visit, runs: Sequence[ArchivedRun]) -> None:
@@ -305,38 +290,36 @@ def _overlaid(visit: Visit, runs: Sequence[ArchivedRun]) -> None:
     rows: list[list[looks.Cell]] = []
     for run in runs:
         of = run.describe()
-        scores = (
-            ", ".join(f"{name} {text}" for name, text in _heldout(run.readings.past).items())
-            or UNKNOWN
-        )
-        rows.append(
-            [
-                (run.slug, visit.link("run", of=run)),
-                of.condition.value,
-                str(of.step),
-                number(of.reward),
-                scores,
-                duration(of.seconds),
-            ]
-        )
+        scores = [f"{name} {text}" for name, text in _heldout(run.readings.past).items()]
+        row: list[looks.Cell] = [
+            (run.slug, visit.link("run", of=run)),
+            of.condition.value,
+            str(of.step),
+            number(of.reward),
+            ", ".join(scores) or UNKNOWN,
+            duration(of.seconds),
+        ]
+        rows.append(row)
     looks.table(("run", "state", "step", "reward", "held out", "time"), rows, name="overlaid runs")
     looks.section(
         "Numbers",
-        (
-            "Each line is a moving mean; runs that differ by their seed alone are one line, their "
-            "mean, in a band from their least to their most."
-        ),
+        "Each line is a moving mean; runs that differ by their seed alone are one line, their "
+        "mean, in a band from their least to their most.",
     )
-    _live(
-        lambda: sum(run.readings.refresh() for run in runs) > 0, lambda: of_runs(runs), lambda: None
-    )
+
+    def refresh() -> bool:
+        has_lines = [run.readings.refresh() for run in runs]
+        return any(has_lines)
+
+    _live(refresh, lambda: of_runs(runs), lambda: None)
     looks.section("Options that differ")
     found = differences([run.config() for run in runs])
-    options = [
-        [name, *(UNKNOWN if value is None else str(value) for value in values)]
-        for name, values in found.items()
-    ]
+    options: list[list[str]] = []
+    for name, values in found.items():
+        shown = [UNKNOWN if value is None else str(value) for value in values]
+        options.append([name, *shown])
     if options:
-        looks.table(("option", *(run.slug for run in runs)), options, name="differences")
+        slugs = [run.slug for run in runs]
+        looks.table(["option", *slugs], options, name="differences")
     else:
         ui.label("None.").classes("note")

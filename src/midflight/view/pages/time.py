@@ -1,5 +1,5 @@
-"""Time: what engines, trainer, handovers and evaluations did, on one axis, and who waited for
-whom.
+"""The page of a run's time: when engines, trainer, handovers and evaluations were busy, on one
+axis, and which of them waited for which.
 """
 
 from collections import defaultdict
@@ -11,21 +11,21 @@ from nicegui import events, ui
 
 from midflight.archive.times import TimelinePart, Times, before_newest, engine_spans, part_from
 from midflight.errors import MidflightError, RunGone
-from midflight.observe.status import duration, percent
+from midflight.observe.readable import duration, percent
 from midflight.view import looks
 from midflight.view.charting import COLORS, GREY, GRID
 from midflight.view.visit import Visit
 
 REFRESH_SECONDS = 5.0
 MAX_BARS = 2000
-"""Of a track: more than anybody tells apart; the newest are drawn."""
+"""How many bars of a track are drawn, the newest: more than anybody tells apart."""
 BEFORE_STEP_SECONDS = 5.0
-"""That are shown before a step that is asked for."""
+"""How many seconds before a step are shown where a step is asked for."""
 GAP_SECONDS = 0.02
 """Pauses of an engine shorter than this are not drawn."""
 
 Bars: TypeAlias = "list[tuple[float, float, str, int | None]]"
-"""Begin, end, what to say of it, and the step that a click leads to."""
+"""Beginning, end and text of each bar, and the step that a click leads to."""
 
 
 def draw(visit: Visit) -> None:
@@ -73,22 +73,19 @@ def draw(visit: Visit) -> None:
 
 
 def asked(visit: Visit) -> float | None:
-    """From which second on the address wants to see, or from before which step; none for the
-    newest. `MidflightError` where it says neither.
+    """The second from which on the address wants to see the run, by itself or as a step; None for
+    the newest part. `MidflightError` where it names neither a second nor a step.
     """
-    since = visit.query.get("from", "")
     step = visit.query.get("step", "")
     if step:
-        if (
-            line := next(
-                (line for line in visit.run.readings.past.steps if str(line.step) == step), None
-            )
-        ) is None:
-            raise MidflightError(
-                f"there is no step {step!r} in this run yet; give the number of one, or seconds of "
-                "the run as `from`."
-            )
-        return line.seconds - line.step_seconds - BEFORE_STEP_SECONDS
+        for line in visit.run.readings.past.steps:
+            if str(line.step) == step:
+                return line.seconds - line.step_seconds - BEFORE_STEP_SECONDS
+        raise MidflightError(
+            f"there is no step {step!r} in this run yet; give the number of one, or seconds of "
+            "the run as `from`."
+        )
+    since = visit.query.get("from", "")
     try:
         return float(since) if since else None
     except ValueError:
@@ -98,16 +95,16 @@ def asked(visit: Visit) -> float | None:
 
 
 def _places(visit: Visit, part: TimelinePart | None) -> None:
-    """What of a long run is shown, and the way to the rest of it."""
+    """Links to the other parts of a long run, of which one part is shown."""
     earlier = before_newest(visit.run.folder) if part is None else part.earlier
     if part is None and earlier is None:
         return  # all of it is here
     with ui.element("nav").classes("tiles").props('aria-label="Parts of the run"'):
-        for name, since in (("earlier", earlier), ("later", part and part.later)):
+        later = None if part is None else part.later
+        for name, since in (("earlier", earlier), ("later", later)):
             if since is not None:
-                ui.link(name, f"{visit.link('time')}?from={max(0.0, since)}").props(
-                    f'data-test="{name}"'
-                )
+                link = ui.link(name, f"{visit.link('time')}?from={max(0.0, since)}")
+                link.props(f'data-test="{name}"')
         if part is not None:
             ui.link("newest", visit.link("time")).props('data-test="newest"')
         ui.html(
@@ -120,43 +117,33 @@ def _places(visit: Visit, part: TimelinePart | None) -> None:
 
 
 def tracks(times: Times, steps: Mapping[int, int]) -> dict[str, Bars]:
-    """What is drawn, by the name of each track. `steps`: the number of the step that made a
-    version.
+    """The bars that are drawn, by the name of their track. `steps` gives the number of the step
+    that made a version.
     """
     found: defaultdict[str, Bars] = defaultdict(list)
-    for engine, spans in engine_spans([*times.rollouts, *times.evaluated], gap=GAP_SECONDS).items():
+    rollouts = times.rollouts + times.evaluated
+    for engine, spans in engine_spans(rollouts, gap=GAP_SECONDS).items():
         found[engine] = [
             (began, ended, "answers", None)
             for began, ended in zip(spans.starts, spans.ends, strict=True)
         ]
     for step in times.steps:
         number = steps.get(step.version)
-        what = (
-            f"step {number}"
-            if number is not None
-            else f"the step to version {step.version}, lost in a crash or not yet told"
-        )
-        found["trainer"].append(
-            (
-                step.began,
-                step.ended,
-                f"{what}, {step.num_tokens} tokens{', skipped' if step.skipped else ''}",
-                number,
-            )
-        )
+        if number is None:
+            what = f"the step to version {step.version}, lost in a crash or not yet told"
+        else:
+            what = f"step {number}"
+        what += f", {step.num_tokens} tokens"
+        if step.skipped:
+            what += ", skipped"
+        found["trainer"].append((step.began, step.ended, what, number))
     for commit in times.commits:
         paused = commit.at - commit.pause_seconds
-        found["handover"].append(
-            (
-                paused - commit.stage_seconds,
-                paused,
-                f"version {commit.version} is brought to {commit.engine}",
-                None,
-            )
-        )
-        found["pause"].append(
-            (paused, commit.at, f"{commit.engine} stands still for version {commit.version}", None)
-        )
+        staged = paused - commit.stage_seconds
+        brought = f"version {commit.version} is brought to {commit.engine}"
+        stands = f"{commit.engine} stands still for version {commit.version}"
+        found["handover"].append((staged, paused, brought, None))
+        found["pause"].append((paused, commit.at, stands, None))
     for began, ended, version in _evaluations(times):
         found["evaluation"].append((began, ended, f"held-out tasks, version {version}", None))
     for wait in times.waits:
@@ -165,7 +152,7 @@ def tracks(times: Times, steps: Mapping[int, int]) -> dict[str, Bars]:
 
 
 def _evaluations(times: Times) -> Iterable[tuple[float, float, int]]:
-    """From the first rollout begun since the evaluation before to the last score."""
+    """Each evaluation from its first rollout since the evaluation before to its last score."""
     ends: dict[int, float] = {}
     for score in times.scores:
         ends[score.version] = score.at
@@ -178,37 +165,13 @@ def _evaluations(times: Times) -> Iterable[tuple[float, float, int]]:
 
 
 def _figure(visit: Visit, times: Times) -> dict[str, Any]:
-    """For Plotly: a trace for each track, whose bars begin where things began."""
+    """The figure as Plotly takes it: a trace for each track, with a bar for each span."""
     steps = {line.version: line.step for line in visit.run.readings.past.steps}
-    traces: list[dict[str, Any]] = []
     drawn = tracks(times, steps)
-    for at, (name, bars) in enumerate(drawn.items()):
-        text = [
-            f"{what}<br>{began:.3f} to {ended:.3f} s ({ended - began:.3f} s)"
-            for began, ended, what, _ in bars
-        ]
-        shape = {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "width": 0.7,
-            "marker": {"color": COLORS[at % len(COLORS)]},
-        }
-        where = {
-            "base": [bar[0] for bar in bars],
-            "x": [bar[1] - bar[0] for bar in bars],
-            "y": [name] * len(bars),
-        }
-        traces.append(
-            {
-                **shape,
-                **where,
-                "hovertext": text,
-                "hoverinfo": "text",
-                "textposition": "none",
-                "customdata": [bar[3] for bar in bars],
-            }
-        )
+    traces = [
+        _trace(name, bars, color=COLORS[at % len(COLORS)])
+        for at, (name, bars) in enumerate(drawn.items())
+    ]
     axis = {"gridcolor": GRID, "zeroline": False, "linecolor": GREY}
     layout = {
         "barmode": "overlay",
@@ -237,9 +200,31 @@ def _figure(visit: Visit, times: Times) -> dict[str, Any]:
     }
 
 
+def _trace(name: str, bars: Bars, *, color: str) -> dict[str, Any]:
+    text = [
+        f"{what}<br>{began:.3f} to {ended:.3f} s ({ended - began:.3f} s)"
+        for began, ended, what, _ in bars
+    ]
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "width": 0.7,
+        "marker": {"color": color},
+        "base": [began for began, _, _, _ in bars],
+        "x": [ended - began for began, ended, _, _ in bars],
+        "y": [name] * len(bars),
+        "hovertext": text,
+        "hoverinfo": "text",
+        "textposition": "none",
+        "customdata": [step for _, _, _, step in bars],
+    }
+
+
 def _follow(visit: Visit, event: events.GenericEventArguments) -> None:
     for point in event.args.get("points", []):
-        if (step := point.get("customdata")) is not None:
+        step = point.get("customdata")
+        if step is not None:
             ui.navigate.to(visit.link("groups", step=step))
 
 
@@ -251,45 +236,39 @@ def _waits(times: Times) -> None:
     whole = times.steps[-1].ended - times.steps[0].began if times.steps else 0.0
     rows: list[list[looks.Cell]] = []
     for (who, whom), each in sorted(waited.items(), key=lambda item: -sum(item[1])):
-        rows.append(
-            [
-                who,
-                whom,
-                duration(sum(each)),
-                percent(sum(each) / whole if whole > 0 else None),
-                f"{max(each):.3f} s",
-            ]
-        )
+        total = sum(each)
+        share = total / whole if whole > 0 else None
+        rows.append([who, whom, duration(total), percent(share), f"{max(each):.3f} s"])
     looks.table(
         ("who", "for whom", "in all", "of the time of the steps", "longest"), rows, name="waits"
     )
 
 
 def _steps(visit: Visit, times: Times) -> None:
-    """What the chart says of the last steps, for those who do not point at it."""
+    """The last steps as a table, for those who do not point at the chart."""
     looks.section("Last steps")
     steps = {line.version: line.step for line in visit.run.readings.past.steps}
     pause = {commit.version: commit for commit in times.commits}
     rows: list[list[looks.Cell]] = []
     for before, step in pairwise([None, *times.steps][-31:]):
-        if step is None or (number := steps.get(step.version)) is None:
+        number = None if step is None else steps.get(step.version)
+        if step is None or number is None:
             continue
-        idle = "" if before is None else f"{max(0.0, step.began - before.ended):.3f} s"
+        idle = ""
+        if before is not None:
+            idle = f"{max(0.0, step.began - before.ended):.3f} s"
         commit = pause.get(step.version)
-        handed = (
-            ""
-            if commit is None
-            else f"{commit.stage_seconds:.3f} s and {commit.pause_seconds:.3f} s"
-        )
-        rows.append(
-            [
-                (f"step {number}", visit.link("groups", step=number)),
-                f"{step.began:.3f} s",
-                f"{step.ended - step.began:.3f} s",
-                idle,
-                handed,
-            ]
-        )
+        handed = ""
+        if commit is not None:
+            handed = f"{commit.stage_seconds:.3f} s and {commit.pause_seconds:.3f} s"
+        row: list[looks.Cell] = [
+            (f"step {number}", visit.link("groups", step=number)),
+            f"{step.began:.3f} s",
+            f"{step.ended - step.began:.3f} s",
+            idle,
+            handed,
+        ]
+        rows.append(row)
     looks.table(
         ("step", "began", "took", "trainer idle before", "handover took, engines paused"),
         rows[::-1],

@@ -1,0 +1,150 @@
+"""What a journal holds, read from its file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from midflight.errors import ConfigError
+from midflight.observe.lines import (
+    AlarmLine,
+    CheckpointLine,
+    CompletionsLine,
+    EvaluationLine,
+    Line,
+    MemberLine,
+    ResumeLine,
+    StepLine,
+    decode_line,
+)
+from midflight.observe.progress import RunState
+from midflight.observe.status import Totals
+from midflight.types import Version, facts
+
+SURVIVING = ("trained_tokens", "max_token_staleness")
+"""The totals that count steps. A resumed run that has lost steps loses their share of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class PastLines:
+    """What a journal holds, in order."""
+
+    steps: tuple[StepLine, ...] = ()
+    evaluations: tuple[EvaluationLine, ...] = ()
+    alarms: tuple[AlarmLine, ...] = ()
+    completions: tuple[CompletionsLine, ...] = ()
+    checkpoints: tuple[CheckpointLine, ...] = ()
+    members: tuple[MemberLine, ...] = ()
+    resumes: tuple[ResumeLine, ...] = ()
+
+    @property
+    def trained_ages(self) -> dict[int, int]:
+        """Trained tokens by their age in versions."""
+        found = Counter[int]()
+        for line in self.steps:
+            found.update(line.staleness or {})
+        return dict(found)
+
+    @classmethod
+    def of(cls, lines: Iterable[Line]) -> PastLines:
+        kept = tuple(lines)
+        return cls(
+            steps=tuple(line for line in kept if isinstance(line, StepLine)),
+            evaluations=tuple(line for line in kept if isinstance(line, EvaluationLine)),
+            alarms=tuple(line for line in kept if isinstance(line, AlarmLine)),
+            completions=tuple(line for line in kept if isinstance(line, CompletionsLine)),
+            checkpoints=tuple(line for line in kept if isinstance(line, CheckpointLine)),
+            members=tuple(line for line in kept if isinstance(line, MemberLine)),
+            resumes=tuple(line for line in kept if isinstance(line, ResumeLine)),
+        )
+
+    @property
+    def seconds(self) -> float:
+        """How long the run had run when the last of these lines was written."""
+        latest = 0.0
+        for lines in (self.steps, self.evaluations, self.resumes):
+            for line in lines:
+                latest = max(latest, line.seconds)
+        return latest
+
+    def restore(self, state: RunState, everything: PastLines) -> None:
+        """Lets the state go on from these lines, which survive: from their steps and evaluations.
+        `everything` also holds the lines that were lost.
+        """
+        if self.steps:
+            step = self.steps[-1].step
+            version = self.steps[-1].version
+            survived = self.steps[-1].totals
+        else:
+            step = 0
+            version = 0
+            survived = Totals()
+        surviving = {name: getattr(survived, name) for name in SURVIVING}
+        state.restore(
+            step=step,
+            version=version,
+            totals=replace(everything._highest_totals(), **surviving),
+            seconds=everything.seconds,
+        )
+        for line in self.evaluations:
+            state.apply(_as_fact(line))
+
+    def _highest_totals(self) -> Totals:
+        """The largest value of each total in any line."""
+        counted = [asdict(line.totals) for line in self.steps]
+        counted += [asdict(line.totals) for line in self.resumes]
+        if not counted:
+            return Totals()
+        highest = {name: max(totals[name] for totals in counted) for name in counted[0]}
+        return Totals(**highest)
+
+
+def _as_fact(line: EvaluationLine) -> facts.Evaluated:
+    return facts.Evaluated(
+        line.version,
+        line.source,
+        line.num_tasks,
+        line.mean_reward,
+        line.num_failed,
+        line.error,
+        line.at,
+    )
+
+
+def read_journal(path: Path, *, until: Version | None = None) -> PastLines:
+    """The lines of a journal, up to a version. A last line that a crash cut short is left out; a
+    missing file is empty.
+    """
+    found = _lines_of(path)
+    if until is not None:
+        found = [line for line in found if line.version <= until]
+    return PastLines.of(found)
+
+
+def _lines_of(path: Path) -> Sequence[Line]:
+    if not path.exists():
+        return []
+    whole_lines = path.read_bytes().split(b"\n")[:-1]
+    return [
+        _decoded(path, number, line)
+        for number, line in enumerate(whole_lines, start=1)
+        if line.strip()
+    ]
+
+
+def newest_version(path: Path, *, otherwise: Version) -> Version:
+    return max((line.version for line in read_journal(path).steps), default=otherwise)
+
+
+def _decoded(path: Path, number: int, line: bytes) -> Line:
+    try:
+        return decode_line(line)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{path}:{number}: not a line of this journal ({error}); move the file away or start "
+            "without --resume"
+        ) from None

@@ -1,0 +1,35 @@
+"""Gives every fact of a run to those that observe it."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from midflight.types import facts
+
+_log = logging.getLogger(__name__)
+
+_FAILED = "an observer (%s) failed on %s; the run goes on, later failures of it are not logged"
+
+
+class Observers:
+    """Gives every fact to each observer, in order. An observer that fails is logged once, and hurts
+    neither the run nor the others.
+    """
+
+    def __init__(
+        self, observers: Sequence[facts.Record], *, of: Mapping[type, Sequence[facts.Record]] = {}
+    ) -> None:
+        """`of` names the observers that apply the facts of a type, where most would pass over it:
+        to ask all of them about each fact costs more than what one of them does with it.
+        """
+        self._reported = set[facts.Record]()
+        self._observers = observers
+        self._of = of
+
+    def apply(self, fact: facts.Fact) -> None:
+        for observe in self._of.get(type(fact), self._observers):
+            try:
+                observe(fact)
+            except Exception:
+                if observe not in self._reported:
+                    self._reported.add(observe)
+                    _log.exception(_FAILED, observe, fact)
