@@ -111,9 +111,7 @@ class Run:
         self._began = time.monotonic()
         self._before = 0.0
         self._newest: Ring | None = None
-        self._memory = PeakMemory(
-            os.getpid(), elsewhere=lambda: sum(self._newest.memory.values()) if self._newest else 0
-        )
+        self._memory = PeakMemory(os.getpid(), elsewhere=self._bytes_elsewhere)
         self._viewer = BesideRun(config, token=token.value, say=terminal.say)
         self._tracking = Tracking(config, terminal.say)
         self._replaced = ReplacedRun(self._folder, terminal.say)
@@ -123,6 +121,12 @@ class Run:
     def seconds(self) -> float:
         """Since the command began, however many processes have come and gone."""
         return time.monotonic() - self._began
+
+    def _bytes_elsewhere(self) -> int:
+        """The memory of processes that this one cannot look at."""
+        if self._newest is None:
+            return 0
+        return sum(self._newest.children.memory.values())
 
     async def train(self, *, resume: bool) -> None:
         """Goes on from an earlier start with `resume`. Restarts the ring from its last checkpoint

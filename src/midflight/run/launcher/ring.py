@@ -12,10 +12,9 @@ Torch-free: this process only watches.
 """
 
 import asyncio
-import os
 import secrets
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,15 +24,13 @@ import msgspec
 from midflight import given
 from midflight.config.agent import entries_of
 from midflight.config.derived import num_workers
-from midflight.config.devices import VISIBLE, num_present, visible
-from midflight.config.seats import config_in_place, device_map
+from midflight.config.seats import config_in_place
 from midflight.config.sections import Config
 from midflight.config.shards import shard_of, unsharded
-from midflight.errors import first_error
-from midflight.observe.logs import PROCESS_VARIABLE
 from midflight.observe.status import Phase
 from midflight.run.heart import Beat
 from midflight.run.launcher.budgets import Budgets
+from midflight.run.launcher.children import Children
 from midflight.run.launcher.engines import Access, EnginePart, Engines
 from midflight.run.launcher.gateways import GatewayPart, Statuses
 from midflight.run.launcher.lives import Lives
@@ -42,7 +39,6 @@ from midflight.run.parts import (
     TEACHER,
     Condemned,
     Endpoint,
-    Failed,
     Message,
     ModelReady,
     PartLost,
@@ -70,7 +66,6 @@ from midflight.run.places.port import (
     PartFailed,
     Place,
     Places,
-    error_of,
     stop_all,
 )
 from midflight.run.scratch import remove_left, segment_name
@@ -81,13 +76,7 @@ MAX_FAILED_STARTS = 3
 """Of one worker in a row, before the run fails: its connection is refused, or the machine has no
 room for it.
 """
-LAST_WORDS_SECONDS = 0.5
-"""To read what ended processes left in their pipes."""
 OTHERS_STAY = "It goes on from its store; trainer, engines and the other gateways stay."
-ONE_ARENA = {"MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1")}
-"""Set for processes with tensors: glibc gives threads memory of their own, and no thread uses what
-another has freed. Versions are staged and steps are made in whichever thread is free, so that an
-engine of 135 million parameters would keep 0.4 GB for nothing."""
 OWN_REASON_SECONDS = 5.0
 """For a part that was lost to say why itself, or to be seen to end: its connections break first,
 and a busy machine takes seconds more.
@@ -114,11 +103,9 @@ class Ring:
         """`lock` holds the run's folder while a part that writes there lives. `budgets` outlive one
         attempt. `objects`: of a program, packed.
         """
-        self._objects = objects
         self._config = config
         self._on_message = on_message
         self._given_model = model
-        self._writing = () if lock is None else (lock,)
         self._control_token = control_token
         self._engine_token = secrets.token_urlsafe(24)
         self._budgets = budgets or Budgets(config.run.restarts)
@@ -126,12 +113,9 @@ class Ring:
         self._lives = Lives(Path(config.run.folder), self._budgets, self._watchdog, say=on_message)
         self._worker_token = secrets.token_urlsafe(24)
         self._segment = segment_name(Path(config.run.folder))
-        self.children: dict[str, Child] = {}
-        """The newest process of each part."""
-        self._ready = set[str]()
-        """Parts that have come up and not ended."""
-        self._devices: Mapping[str, tuple[int, ...]] = {}
-        """GPUs of this machine, by the part that is to see them."""
+        self.children = Children(
+            config, watchdog=self._watchdog, hear=self._hear, objects=objects, lock=lock
+        )
         self._rank_places: Sequence[Place] = ()
         self._workers = 0
         """Processes that run the agents of each gateway."""
@@ -140,16 +124,14 @@ class Ring:
         process does.
         """
         self._told = Statuses()
-        self.memory: dict[str, int] = {}
-        """Bytes of the parts that this process cannot look at, as each told last."""
 
     async def run(self, purpose: Purpose, *, resume: bool = False) -> None:
         """Until what `purpose` ends it by, or until a part fails. With our own trainer that is its
         last step, evaluated and exported. `resume`: the trainer goes on from its last
         checkpoint."""
-        self._model: asyncio.Future[ModelReady] = asyncio.get_running_loop().create_future()
+        self.children.expect_model()
         if self._given_model is not None:
-            self._model.set_result(self._given_model)
+            self.children.model_ready(self._given_model)
         async with self._new_places() as self._places:
             await self._run(purpose, resume=resume)
 
@@ -164,7 +146,7 @@ class Ring:
         gateway = self._config.gateway
         trains = purpose is Purpose.TRAIN
         taught = purpose in (Purpose.TRAIN, Purpose.ROLLOUTS)
-        self.lay_out(ranks=trains, teacher=taught)
+        self.children.lay_out(ranks=trains, teacher=taught)
         config = self._config if trains else unsharded(self._config)
         self._gateway = await self._places.take(
             ProcessKind.ROLLOUT, host=gateway.host, port=gateway.port
@@ -181,10 +163,10 @@ class Ring:
         self._engines = Engines(
             *(self._config, self._places, access),
             budgets=self._budgets,
-            serving=self._ready,
+            serving=self.children.ready,
             say=self._on_message,
             start=self._start_engine,
-            follow=self._brief_and_follow,
+            follow=self.children.brief_and_follow,
             memory=partial(self._memory_words, trains=trains),
             holds=purpose is Purpose.SERVE,
         )
@@ -218,15 +200,6 @@ class Ring:
                 for part in self._gateways:
                     remove_endpoint(part.folder, self._control_token)
 
-    def lay_out(self, *, ranks: bool, teacher: bool) -> None:
-        """Gives each process that computes on GPUs of this machine its own; a cluster gives each
-        seat its own.
-        """
-        laid = device_map(
-            self._config, number=num_present(os.environ) or None, ranks=ranks, teacher=teacher
-        )
-        self._devices = {part.who: part.devices for part in laid if part.devices}
-
     def _memory_words(self, *, trains: bool) -> str:
         # it knows clusters, which few runs need
         from midflight.run.places.fit import memory_words, this_hardware
@@ -239,11 +212,9 @@ class Ring:
         """
         for place in (part.place for part in (*self._gateways, *self._engines.parts.values())):
             place.refuse()
-        await stop_all(
-            [*self.children.values()],
-            seconds=max(0.5, self._config.run.stop_seconds - WRITING_SECONDS),
-        )
-        await self._last_words()
+        seconds = max(0.5, self._config.run.stop_seconds - WRITING_SECONDS)
+        await self.children.stop(seconds=seconds)
+        await self.children.last_words(self._hear_last)
 
     async def _watch(self) -> None:
         """Waits for the interval to pass, for ever; ended by its task group. Who hangs is shown and
@@ -252,7 +223,7 @@ class Ring:
         async with asyncio.TaskGroup() as endings:
             while True:
                 await asyncio.sleep(LOOK_SECONDS)
-                for child in self.children.values():
+                for child in self.children.newest.values():
                     child.cut_log()
                     self._watchdog.see(child.name, child.state)
                 found = self._watchdog.look()
@@ -263,7 +234,9 @@ class Ring:
                 for hung in found:
                     report = self._watchdog.report()
                     self._watchdog.end(hung.name)
-                    endings.create_task(self._end_hung(hung, self.children[hung.name], report))
+                    endings.create_task(
+                        self._end_hung(hung, self.children.newest[hung.name], report)
+                    )
 
     async def _end_hung(self, hung: Hung, child: Child, report: str) -> None:
         """Waits for the stacks of a process that can still write them; and before the end of a
@@ -331,12 +304,12 @@ class Ring:
 
     async def _end_trainer(self) -> None:
         await stop_all(
-            [child for name, child in self.children.items() if name.startswith("trainer")],
+            [child for name, child in self.children.newest.items() if name.startswith("trainer")],
             seconds=0.0,
         )
 
     async def _rank(self, spec: TrainerSpec, place: Place) -> None:
-        trainer = await self._start(
+        trainer = await self.children.start(
             ProcessKind.TRAINER,
             f"trainer{spec.rank or ''}",
             place,
@@ -345,7 +318,7 @@ class Ring:
         )
         await trainer.tell(msgspec.structs.replace(spec, host=place.host))
         try:
-            await self._follow(trainer)
+            await self.children.follow(trainer)
         except PartLost as lost:
             await asyncio.sleep(OWN_REASON_SECONDS)
             raise PartFailed(str(lost), part=trainer.name) from lost
@@ -360,22 +333,22 @@ class Ring:
                 await self._rollout_life(purpose, part, again=again)
                 return
             except PartFailed as failure:
-                possible = len(self._gateways) > 1 and part.name in self._ready
+                possible = len(self._gateways) > 1 and part.name in self.children.ready
                 said = self._budgets.spend_on(
                     failure, now=asyncio.get_running_loop().time(), possible=possible
                 )
             self._on_message(msgspec.structs.replace(said, error=f"{said.error}\n{OTHERS_STAY}"))
-            self._ready.discard(part.name)
+            self.children.ready.discard(part.name)
             # a failed one may linger, and its successor listens on the same socket
-            self.children[part.name].signal(signal.SIGKILL)
-            await self.children[part.name].ended()
+            self.children.newest[part.name].signal(signal.SIGKILL)
+            await self.children.newest[part.name].ended()
             await asyncio.sleep(said.seconds)
             again = True
 
     async def _rollout_life(self, purpose: Purpose, part: GatewayPart, *, again: bool) -> None:
         has_agents = purpose is not Purpose.SERVE and not self._workers
         entries = entries_of(self._config.environment) if has_agents else ()
-        rollout = await self._start(
+        rollout = await self.children.start(
             ProcessKind.ROLLOUT, part.name, part.place, listens=True, writes=True, arguments=entries
         )
         addresses = self._engines.addresses()
@@ -402,7 +375,7 @@ class Ring:
                 again=again,
             )
 
-        await self._brief_and_follow(rollout, spec)
+        await self.children.brief_and_follow(rollout, spec)
         if purpose is Purpose.TRAIN:
             raise PartFailed("the rollout process ended before the trainer did", part=rollout.name)
 
@@ -421,7 +394,7 @@ class Ring:
         num_ended = 0
         error = ""
         while failed_starts < MAX_FAILED_STARTS:
-            worker = await self._start(
+            worker = await self.children.start(
                 ProcessKind.WORKER, name, part.place, arguments=entries_of(self._config.environment)
             )
             try:
@@ -434,12 +407,12 @@ class Ring:
                         self._config.gateway.public_url,
                     )
                 )
-                await self._follow(worker)
+                await self.children.follow(worker)
                 error = f"{name} ended, though nobody asked it to"
             except (PartFailed, PartLost) as failure:
                 error = str(failure)
-            failed_starts = 0 if name in self._ready else failed_starts + 1
-            self._ready.discard(name)
+            failed_starts = 0 if name in self.children.ready else failed_starts + 1
+            self.children.ready.discard(name)
             worker.signal(signal.SIGKILL)  # a failed one may linger
             await worker.ended()
             if self._is_done:
@@ -458,119 +431,32 @@ class Ring:
         )
 
     async def _start_engine(self, part: EnginePart) -> Child:
-        return await self._start(
+        return await self.children.start(
             ProcessKind.ENGINE, part.name, part.place, listens=True, arguments=[part.kind]
         )
 
-    async def _start(
-        self,
-        part: ProcessKind,
-        name: str,
-        place: Place,
-        *,
-        listens: bool = False,
-        writes: bool = False,
-        arguments: Sequence[str] = (),
-    ) -> Child:
-        """`writes`: into the run's folder, so that it holds that too."""
-        threads = {
-            ProcessKind.ENGINE: self._config.engine.threads,
-            ProcessKind.TRAINER: self._config.trainer.threads,
-        }.get(part, 1)
-        environ = {
-            "OMP_NUM_THREADS": str(threads),
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        if part in (ProcessKind.ENGINE, ProcessKind.TRAINER):
-            environ |= ONE_ARENA
-        if name in self._devices:
-            environ[VISIBLE] = visible(self._devices[name], os.environ)
-        if self._config.observe.log_format == "json":
-            environ[PROCESS_VARIABLE] = name
-        log = Path(self._config.run.folder) / "logs" / f"{name}.log"
-        objects = given.NOTHING if part is ProcessKind.ENGINE else self._objects
-        inherited = self._writing if writes else ()
-        child = place.child(
-            part,
-            name,
-            log=log,
-            environ=environ,
-            arguments=arguments,
-            objects=objects,
-            listens=listens,
-            inherited=inherited,
-        )
-        self.children[name] = child
-        await child.start()
-        self._watchdog.begin(name, child.pid)
-        return child
-
-    async def _brief_and_follow(self, child: Child, spec: Callable[[ModelReady], Spec]) -> None:
-        """Hears the child from its start, and tells it its spec as soon as there is a model; its
-        failure may come before.
-        """
-
-        async def brief() -> None:
-            await child.tell(spec(await asyncio.shield(self._model)))
-
-        try:
-            await serve_while(self._follow(child), brief())
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from None
-
-    async def _last_words(self) -> None:
-        """What parts said while they ended: the last status. Waits for nothing but bytes that are
-        there.
-        """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_SECONDS):
-                for child in (child for child in self.children.values() if child.was_started):
-                    async for message in child.messages():
-                        # that connections break now alarms nobody
-                        if isinstance(message, Progress):
-                            self._on_message(Progress(self._told.whole(child.name, message.status)))
-
-    async def _follow(self, child: Child) -> None:
-        """Hears the child until it ends; its failure is ours, with its traceback (I9). Ended by the
-        child.
-        """
-        try:
-            async for message in child.messages():
-                if isinstance(message, Failed):
-                    raise error_of(child.name, message)
-                self._hear(child.name, message)
-            # one that has only closed its end of the pipe is silent, and found to be
-            status = await child.ended()
-        finally:
-            self._watchdog.end(child.name)
-            self.memory.pop(child.name, None)
-        if status != 0:
-            raise child.died(status)
-
     def _earn(self) -> None:
         """The run has made a step: all but the engines, which tell their own work, have worked."""
-        for name in self.children.keys() - self._engines.parts.keys():
+        for name in self.children.newest.keys() - self._engines.parts.keys():
             self._budgets.of(name).earn()
 
     def _hear(self, name: str, message: Message) -> None:
         match message:
             case Beat():
                 self._watchdog.hear(name, message)
-                self.memory[name] = message.memory_bytes
+                self.children.memory[name] = message.memory_bytes
                 return
             case ModelReady():
                 self._lives.came_up()
-                if not self._model.done():  # a later trainer brings what it has by a handover
-                    self._model.set_result(message)
+                self.children.model_ready(message)
             case Ready(url):
                 self._watchdog.ready(name)
-                self._ready.add(name)
+                self.children.ready.add(name)
                 self._engines.came_up(name)
                 # written before the address is announced: whoever waits for one may then read the
                 # other
                 if url is not None:
-                    model = str(Path(self._model.result().folder).resolve())
+                    model = str(Path(self.children.model.folder).resolve())
                     folder = next(part.folder for part in self._gateways if part.name == name)
                     write_endpoint(
                         folder, Endpoint(url, self._control_token, self._config.run.name, model)
@@ -602,3 +488,8 @@ class Ring:
             case _:
                 pass
         self._on_message(message)
+
+    def _hear_last(self, name: str, message: Message) -> None:
+        """The last status counts. That connections break now alarms nobody."""
+        if isinstance(message, Progress):
+            self._on_message(Progress(self._told.whole(name, message.status)))
