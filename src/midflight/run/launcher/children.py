@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -170,9 +171,18 @@ class Children:
 
     # --- Their ends -------------------------------------------------------------------------------
 
-    async def stop(self, *, seconds: float) -> None:
-        """Waits for the ends of all; after `seconds`, or when it is cancelled, they are killed."""
-        await stop_all([*self.newest.values()], seconds=seconds)
+    async def kill(self, name: str) -> None:
+        """Kills the newest process of a part, which may have ended. Waits for its end."""
+        child = self.newest[name]
+        child.signal(signal.SIGKILL)
+        await child.ended()
+
+    async def stop(self, *, seconds: float, only: ProcessKind | None = None) -> None:
+        """Waits for the ends of all, or of all of one kind. After `seconds`, or when it is
+        cancelled, they are killed.
+        """
+        children = [child for child in self.newest.values() if only in (None, child.part)]
+        await stop_all(children, seconds=seconds)
 
     async def last_words(self, hear: Callable[[str, Message], None]) -> None:
         """`hear` gets what parts said while they ended. Waits for nothing but bytes that are

@@ -22,6 +22,7 @@ from midflight.config.seats import config_in_place, engine_resources, engines_mi
 from midflight.config.sections import Config
 from midflight.errors import RunFailed, first_error
 from midflight.observe.status import duration
+from midflight.run.launcher.access import Access
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.killed import KilledStarts, is_told, why_ended, why_killed
 from midflight.run.parts import (
@@ -66,16 +67,6 @@ class EnginePart:
     @property
     def address(self) -> str:
         return f"http://{self.place.host}:{self.place.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Where engines join a run, and by which tokens."""
-
-    gateway: str
-    control_token: str
-    engine_token: str
-    segment: str
 
 
 class Engines:
