@@ -412,8 +412,8 @@ def _tokenizer(folder: Path) -> Iterator[Finding]:
 
 
 def run(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
-    """What a run of the configuration would meet. Without a configuration, what the defaults ask of
-    the machine.
+    """Looks at what a run of the configuration would meet, or at what the defaults ask of the
+    machine where there is no configuration.
     """
     name = "the defaults" if path is None else str(path)
     yield from _tried(name, lambda: _run(path, overrides))

@@ -85,7 +85,8 @@ def compare(
     if options:
         rows: list[tuple[str, ...]] = []
         for name, values in options:
-            rows.append((name, *(UNSET if value is None else str(value) for value in values)))
+            shown = [UNSET if value is None else str(value) for value in values]
+            rows.append((name, *shown))
         _print_table(("option", *labels), rows)
     else:
         typer.echo("their configurations are the same")

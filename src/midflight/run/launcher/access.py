@@ -1,11 +1,11 @@
-"""Where the parts of a run reach its gateway, and the tokens that they show each other."""
+"""The address at which the parts of a run reach its gateway, and the tokens that they show."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One attempt at a run has one. Nobody outside knows more of it than the control token."""
+    """Every attempt at a run has its own. Of its tokens, only the control token is known outside."""
 
     gateway: str
     """The URL of the first gateway."""

@@ -77,8 +77,8 @@ def held(folder: Path, say: Callable[[str], None]) -> Generator[FileIO]:
 
 
 def _give_back(folder: Path, lock: FileIO) -> None:
-    """Removes the lock. Where a run is aside the lock stays without a holder's name, because
-    `restore` waits by it for the last parts.
+    """Removes the lock. It stays, without a holder's name, where a run is aside, because `restore`
+    waits by it for the last parts.
     """
     if aside.is_left(folder):
         lock.truncate(0)

@@ -137,8 +137,8 @@ class Inspection:
         return program
 
     def _sources(self) -> Sequence[Source] | None:
-        """The sources as a whole. Where drawing the tasks of datasets takes too long here, few of
-        them.
+        """Loads all tasks of the sources, or few of those of datasets where drawing all takes too
+        long here.
         """
         from midflight.environments.tasks import load_sources
 

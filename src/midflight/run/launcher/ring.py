@@ -1,5 +1,5 @@
-"""The launcher's view of a run: its processes, started together, listened to, restarted within a
-budget, always stopped.
+"""The launcher's view of a run. Its processes are started together, heard, started again within a
+budget, and always stopped.
 
 | loop | keeps | in |
 |---|---|---|
@@ -62,7 +62,7 @@ ended.
 
 
 class Ring:
-    """One attempt at a run. `on_message` hears everything the parts say; it must not raise or
+    """One attempt at a run. `on_message` hears everything that the parts say; it must not raise or
     wait.
     """
 
@@ -104,9 +104,10 @@ class Ring:
     # --- Its beginning ----------------------------------------------------------------------------
 
     async def run(self, purpose: Purpose, *, resume: bool = False) -> None:
-        """Until what `purpose` ends it by, or until a part fails. With our own trainer that is its
-        last step, evaluated and exported. `resume`: the trainer goes on from its last
-        checkpoint."""
+        """Runs until the end that `purpose` says, or until a part fails. A run with our own trainer
+        ends with its last step, evaluated and exported. With `resume`, the trainer goes on from its
+        last checkpoint.
+        """
         self.children.expect_model()
         if self._given_model is not None:
             self.children.model_ready(self._given_model)
@@ -180,7 +181,9 @@ class Ring:
     def _gateways_and_workers(
         self, access: Access, purpose: Purpose
     ) -> Sequence[Coroutine[Any, Any, None]]:
-        """What keeps them, the first gateway first: its end is that of a run without a trainer."""
+        """The loops that keep them. That of the first gateway is the first, because its end is the
+        end of a run without a trainer.
+        """
         worker_token = secrets.token_urlsafe(24)
         gateways = Gateways(
             self._config,
@@ -288,7 +291,7 @@ class Ring:
         )
 
     def _earn(self) -> None:
-        """The run has made a step: all but the engines, which tell their own work, have worked."""
+        """The run has made a step, so all parts have worked. Engines tell of their own work."""
         for name in self.children.newest.keys() - self._engines.parts.keys():
             self._budgets.of(name).earn()
 

@@ -128,8 +128,8 @@ def _length(tokenizer: Tokenizer, task: Task) -> int:
 
 
 def _place(source: Source, number: int) -> str:
-    """Where the task with this number is written. Training tasks are counted before held-out
-    ones.
+    """The place at which the task with this number is written. Training tasks are counted before
+    held-out ones.
     """
     tasks = source.training
     if number >= len(tasks):
