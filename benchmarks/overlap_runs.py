@@ -182,7 +182,7 @@ class Watch:
             self._seconds.append(message.status.seconds)
             cpu = {
                 child.name: cpu_seconds(child.pid)
-                for child in self.ring.children.values()
+                for child in self.ring.children.newest.values()
                 if child.running and child.pid
             }
             self._cpu.append({**cpu, "launcher": time.process_time()})

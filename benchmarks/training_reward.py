@@ -270,7 +270,7 @@ class Watch:
     def _look(self) -> None:
         from overlap_runs import cpu_seconds
 
-        for child in self.ring.children.values():
+        for child in self.ring.children.newest.values():
             if child.running and child.pid is not None:
                 with suppress(ProcessLookupError, FileNotFoundError):  # it has just ended
                     self._peaks[child.name] = max(

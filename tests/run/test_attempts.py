@@ -13,7 +13,7 @@ from rich.console import Console
 from midflight.config.load import load_config
 from midflight.errors import RunFailed
 from midflight.observe.terminal import Terminal
-from midflight.run.launcher.launch import Run
+from midflight.run.launcher.run import Run
 from midflight.run.parts import ControlToken
 from midflight.run.places.port import PartFailed
 

@@ -28,7 +28,7 @@ class Remembering:
 def seen(ring: Ring, part: ProcessKind, name: str) -> str | None:
     """What the process of that name sees of the devices."""
     with pytest.raises(Began) as began:
-        asyncio.run(ring._start(part, name, Remembering()))  # pyright: ignore[reportArgumentType, reportPrivateUsage]
+        asyncio.run(ring.children.start(part, name, Remembering()))  # pyright: ignore[reportArgumentType]
     return began.value.args[0]
 
 
@@ -41,7 +41,7 @@ def test_every_process_sees_its_own_devices_alone_and_the_others_all(monkeypatch
     ring = ring_of(
         "engine.kind=vllm", "engine.device=cuda", "trainer.device=cuda", "trainer.ranks=2", "engine.servers=[{tensor_parallel=2}, {}]"
     )
-    ring.lay_out(ranks=True, teacher=True)
+    ring.children.lay_out(ranks=True, teacher=True)
     assert [seen(ring, ProcessKind.TRAINER, name) for name in ("trainer", "trainer1")] == ["10", "11"]
     assert [seen(ring, ProcessKind.ENGINE, name) for name in ("engine0", "engine1")] == ["12,13", "14"]
     assert seen(ring, ProcessKind.ROLLOUT, "rollout") is None
@@ -49,11 +49,11 @@ def test_every_process_sees_its_own_devices_alone_and_the_others_all(monkeypatch
 
 def test_a_run_without_gpus_is_started_as_before() -> None:
     ring = ring_of("engine.count=4")
-    ring.lay_out(ranks=True, teacher=True)
+    ring.children.lay_out(ranks=True, teacher=True)
     assert [seen(ring, ProcessKind.ENGINE, f"engine{i}") for i in range(4)] == [None] * 4
 
 
 def test_a_machine_with_too_few_devices_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(ConfigError, match="engine1 asks for 1 GPU"):
-        ring_of("engine.device=cuda", "trainer.device=cuda", "engine.count=2").lay_out(ranks=True, teacher=True)
+        ring_of("engine.device=cuda", "trainer.device=cuda", "engine.count=2").children.lay_out(ranks=True, teacher=True)

@@ -14,8 +14,8 @@ import pytest
 from midflight.errors import BadReward, ConfigError, ModelNotFound, RunFailed, StoreFailed, first_error
 from midflight.run.launcher.child import failure_of
 from midflight.run.launcher.ending import Stop, main_task
-from midflight.run.launcher.ring import PartFailed, error_of
 from midflight.run.parts import Failed, PartLost, Restarted, Stalled, Verdict, decode_message, encode, serve_while
+from midflight.run.places.port import PartFailed, error_of
 from midflight.run.trainer.trainer_process import PublishedVersions
 from midflight.wire.server import listen
 

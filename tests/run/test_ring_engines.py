@@ -13,8 +13,9 @@ import pytest
 
 from midflight.config.load import load_config
 from midflight.errors import RunFailed
+from midflight.run.launcher.access import Access
 from midflight.run.launcher.budgets import Budgets
-from midflight.run.launcher.engines import Access, EnginePart, Engines
+from midflight.run.launcher.engines import EnginePart, Engines
 from midflight.run.launcher.killed import MAX_KILLED
 from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, ProcessKind, Restarted, Spec, Words
 from midflight.run.places.port import PartFailed, Wants

@@ -1,11 +1,11 @@
-"""`midflight samples`, `ledger` and `export`: what a run's store holds, on the terminal and as a
-data set.
-"""
+"""The commands that read a run's store: `midflight samples`, `ledger` and `export`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from midflight.cli.options import Debug
 
 if TYPE_CHECKING:
     from midflight.types import Kind
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 RunFolder = Annotated[
     Path, typer.Argument(help="Folder of a run, which may be under way.", metavar="RUN")
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Steps = Annotated[
     str | None,
     typer.Option(
@@ -23,8 +22,6 @@ Steps = Annotated[
         show_default=False,
     ),
 ]
-
-
 HeldOut = Annotated[
     bool,
     typer.Option(
@@ -82,7 +79,8 @@ def samples(
     )
     if (said := copy_in_words(run)) is not None:
         typer.echo(said)
-    for key in chosen(run, choice) if rollout is None else [rollout_key(rollout)]:
+    keys = chosen(run, choice) if rollout is None else [rollout_key(rollout)]
+    for key in keys:
         typer.echo(in_words(conversation_of(run, key, with_advantages=False), whole=whole))
     return 0
 
@@ -175,7 +173,7 @@ def _kind(evaluation: bool) -> "Kind":
 
 
 def _versions(run: Path, steps: str | None, kind: "Kind") -> tuple[int, int] | None:
-    """That the steps made, or that were evaluated after them."""
+    """The first and the last version that the steps made, or that were evaluated after them."""
     if steps is None:
         return None
     from midflight.archive.groups import versions_of

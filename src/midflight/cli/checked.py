@@ -1,5 +1,5 @@
-"""The configuration that a command stands for, checked as far as can be before anything is started:
-then a mistake is told at once.
+"""The configuration of a command. It is checked as far as possible before anything is started, so
+that a mistake is told at once.
 """
 
 import json
@@ -29,11 +29,13 @@ from midflight.run.launcher.trial import Patience, TrialFailed, answer_of, to_te
 from midflight.run.parts import TOKEN_VARIABLE
 
 MAX_SERVED_CONTEXT = 4096
-"""Unless asked for more: every engine slot reserves keys and values for the longest context."""
+"""The longest context that is served unless more is asked for. Every engine slot reserves keys and
+values for it.
+"""
 
 
 def config_of_run(path: Path, overrides: Sequence[str], folder: Path | None) -> Config:
-    """Of a file; with the models that it names."""
+    """The configuration in a file, with the models that it names."""
     config = config_of_file(path, overrides, folder)
     model_sizes(config.model)
     check_teacher(config)
@@ -41,12 +43,14 @@ def config_of_run(path: Path, overrides: Sequence[str], folder: Path | None) -> 
 
 
 def config_of_file(path: Path | None, overrides: Sequence[str], folder: Path | None) -> Config:
-    """`folder` is where the run writes, if not where the file says."""
-    return load_config(path, [*overrides, *([] if folder is None else [f"run.folder={folder}"])])
+    """The configuration in a file. `folder` is where the run writes, if not where the file says."""
+    if folder is not None:
+        overrides = [*overrides, f"run.folder={folder}"]
+    return load_config(path, overrides)
 
 
 def config_of_folder(folder: Path) -> Config:
-    """That of the run which is in the folder, wherever the folder has been moved to."""
+    """The configuration of the run in a folder, wherever the folder has been moved to."""
     put_back_at(folder)
     if not (folder / CONFIG).is_file():
         raise ConfigError(
@@ -58,8 +62,8 @@ def config_of_folder(folder: Path) -> Config:
 def config_of_evaluation(
     path: Path, overrides: Sequence[str], folder: Path | None, model: Path
 ) -> Config:
-    """It writes into a folder of its own in that of the run, which may be under way, unless told
-    otherwise.
+    """The configuration of an evaluation. Unless told otherwise, it writes into a folder of its own
+    in that of the run, which may be under way.
     """
     put_back_at(model, path)
     check_tokenizer(model)
@@ -74,28 +78,26 @@ def config_of_evaluation(
 
 
 def config_of_model(model: Path, given: Mapping[str, object], overrides: Sequence[str]) -> Config:
-    """The defaults, the model's own context up to a bound, then the options given; `--set` has the
-    last word.
+    """The configuration of a model that is served: the defaults, the model's own context up to a
+    bound, then the options given. `--set` has the last word.
     """
     put_back_at(model)
     model = model_folder(model)
     check_tokenizer(model)
     context = min(sizes_of(model).max_context, MAX_SERVED_CONTEXT)
-    options: dict[str, object] = {
-        "model.path": model,
-        **({"model.max_context": context} if context else {}),
-    }
-    options |= {
-        key: json.dumps(value) if isinstance(value, bool | list) else value
-        for key, value in given.items()
-        if value is not None
-    }
-    return load_config(None, [*(f"{key}={value}" for key, value in options.items()), *overrides])
+    options: dict[str, object] = {"model.path": model}
+    if context:
+        options["model.max_context"] = context
+    for key, value in given.items():
+        if value is not None:
+            options[key] = json.dumps(value) if isinstance(value, bool | list) else value
+    ours = [f"{key}={value}" for key, value in options.items()]
+    return load_config(None, [*ours, *overrides])
 
 
 def engine_options(path: Path) -> dict[str, object]:
-    """What the `[engine]` of a file says, by the keys of the configuration: for one engine, of a
-    run that is another's.
+    """The options in the `[engine]` of a file, by the keys of the configuration. They are for one
+    engine that joins somebody else's run.
     """
     section = config_of_file(path, [], None).engine.model_dump(
         exclude_unset=True, exclude={"count", "dtype"}, mode="json"
@@ -104,7 +106,7 @@ def engine_options(path: Path) -> dict[str, object]:
 
 
 def check_engine(config: Config) -> None:
-    """Whether the interpreter of a server is there."""
+    """`ConfigError` unless the interpreter of a server is there."""
     if config.engine.kind != "embedded":
         from midflight.run.engine.companion import check_interpreter
 
@@ -112,19 +114,21 @@ def check_engine(config: Config) -> None:
 
 
 def check_sizes(config: Config, *, trains: bool = True) -> None:
-    """Whether the run fits this machine; of a cluster its machines are looked at, by
-    `check_places`. `trains`: our trainer is a part.
+    """`ConfigError` unless the run fits this machine. Of a cluster, `check_places` looks at the
+    machines. `trains`: our trainer is a part.
     """
     from midflight.run.places.fit import misfits, this_hardware
 
-    is_here = config.cluster.kind == "local" or config.cluster.address == "start"
-    if is_here and (problems := [*misfits(config, this_hardware(), trains=trains)]):
+    if config.cluster.kind != "local" and config.cluster.address != "start":
+        return
+    problems = [*misfits(config, this_hardware(), trains=trains)]
+    if problems:
         raise ConfigError("\n".join(problems))
 
 
 def check_places(config: Config) -> None:
-    """Whether the run's places are to be had: of a cluster every machine is asked. Nothing is
-    started, and it is left connected.
+    """`ConfigError` unless the run's places can be had. Every machine of a cluster is asked.
+    Nothing is started, and the cluster stays connected.
     """
     if config.cluster.kind == "ray":
         from midflight.run.launcher.ending import main_task
@@ -137,7 +141,7 @@ def check_places(config: Config) -> None:
 
 
 def check_new(folder: Path, *, making: str = "a model") -> None:
-    """Whether something may be made in the folder."""
+    """`ConfigError` unless something may be made in the folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
             f"making {making} in {str(folder)!r}: it exists and is not empty; choose another folder"
@@ -147,11 +151,11 @@ def check_new(folder: Path, *, making: str = "a model") -> None:
 def preflight(
     config: Config, *, objects: bytes = given.NOTHING, meanwhile: Callable[[], None] = lambda: None
 ) -> Findings:
-    """What the machine and the user's code say to it; `ConfigError` with all that is wrong.
+    """The checks that need the machine and the user's code. `ConfigError` with all that is wrong.
 
-    `objects`: what a Python program gives to its run, packed. They are asked in a process of their
-    own, because this one does without torch and without the user's modules. Waits for that as long
-    as it moves, and says what it waits for; `meanwhile` is done beside it.
+    They run in a process of their own, because this one does without torch and without the user's
+    modules. Waits for that as long as it moves, and says what it waits for; `meanwhile` is done
+    beside it. `objects` are what a Python program gives to its run, packed.
     """
     agent = agent_of(config.environment)
     kind = config.objective.kind
@@ -174,9 +178,10 @@ def preflight(
 def proofs(
     model: Path, max_context: int, *, stall_seconds: float = RunSection().stall_seconds
 ) -> list[tuple[bool, str]]:
-    """For trainer, embedded engine and export: whether they compute what the model computes, and a
-    line about it. `ConfigError` where the folder is no model. Waits for a process that tries them
-    as long as that moves, and says what it waits for."""
+    """Whether trainer, embedded engine and export compute what the model computes, each with a line
+    about it. `ConfigError` where the folder is no model. Waits for a process that tries them as
+    long as that moves, and says what it waits for.
+    """
     put_back_at(model)
     model = model_folder(model)
     patience = Patience(f"checking the model in {str(model)!r}", stall_seconds)
@@ -195,8 +200,9 @@ def proofs(
 
 def measured(config: Config) -> Measured:
     """How the model of a configuration answers its tasks, and how quickly engine and trainer
-    compute here, each with half of the cores. `ConfigError` where it cannot be asked. Waits for a
-    process that tries it as long as that moves, and says what it waits for."""
+    compute here, each with half of the cores. `ConfigError` where the model cannot be asked. Waits
+    for a process that tries it as long as that moves, and says what it waits for.
+    """
     patience = Patience(
         f"measuring the model in {str(config.model.path)!r}", config.run.stall_seconds
     )
@@ -240,8 +246,8 @@ def check_folder(
     trains: bool = True,
     gives_rows: bool = False,
 ) -> None:
-    """Whether the command may use the folder. Changes nothing but that a run that is aside there is
-    put back; see `check_kept`.
+    """`ConfigError` unless the command may use the folder, see `check_kept`. Changes nothing, but
+    puts back a run that is aside there.
     """
     put_back_at(Path(config.run.folder), resume=resume)
     check_kept(config, resume=resume, overwrite=overwrite, trains=trains, gives_rows=gives_rows)

@@ -15,7 +15,36 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.main import get_command
 
-from midflight.cli import archived, completion, doctor, fetch, joining, runs_there, shown, view
+from midflight.cli import (
+    archived,
+    completion,
+    doctor,
+    fetch,
+    front,
+    joining,
+    runs_there,
+    shown,
+    view,
+)
+from midflight.cli.options import (
+    ConfigFile,
+    Debug,
+    Device,
+    Folder,
+    Host,
+    Kind,
+    LogFormat,
+    MaxContext,
+    MaxRunning,
+    Model,
+    Name,
+    Overrides,
+    Overwrite,
+    Port,
+    Token,
+    Url,
+    Urls,
+)
 from midflight.errors import Blame, ConfigError, MidflightError, disk_full
 from midflight.version import described
 
@@ -25,10 +54,12 @@ if TYPE_CHECKING:
 FAILED = 1
 WRONG_CONFIG = 2
 INTERRUPTED = 130
-"""Exit statuses beside 0. A wrong configuration and wrong usage are one."""
+"""Exit statuses beside 0. Wrong usage has that of a wrong configuration."""
 
 _SHARED = Path(sysconfig.get_path("data")) / "share" / "midflight"
-"""Where a wheel puts what the pages speak of; a checkout has it around itself."""
+"""The folder in which a wheel puts the files that the pages mention. A checkout has them in its
+root.
+"""
 
 app = typer.Typer(
     name="midflight",
@@ -38,95 +69,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-ConfigFile = Annotated[Path, typer.Argument(help="TOML file of the run.", metavar="CONFIG")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override an option, such as rollout.max_staleness=2."
-    ),
-]
-Folder = Annotated[Path | None, typer.Option(help="Where the run writes; overrides run.folder.")]
-Overwrite = Annotated[
-    bool,
-    typer.Option(
-        "--overwrite",
-        help=(
-            "Replace the run that the folder holds: it is deleted after the first step of the "
-            "new "
-            "one."
-        ),
-    ),
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Model = Annotated[
-    Path, typer.Option(help="Hugging Face model folder to serve, or a GGUF file.", metavar="DIR")
-]
-Host = Annotated[
-    str, typer.Option(help="Address to listen on; anything but loopback exposes the endpoint.")
-]
-Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)]
-MaxRunning = Annotated[
-    int | None, typer.Option(help="Requests one engine decodes together.", min=1)
-]
-Device = Annotated[str | None, typer.Option(help="Where an engine computes: cpu or cuda.")]
-Name = Annotated[str | None, typer.Option(help="The model id that clients use.")]
-MaxContext = Annotated[
-    int | None,
-    typer.Option(
-        help="Longest prompt plus answer, in tokens; default: what the model can, at most 4096.",
-        min=2,
-    ),
-]
-Kind = Annotated[
-    str | None,
-    typer.Option(
-        "--engine",
-        help="What generates: embedded (the default), vllm or sglang.",
-        metavar="KIND",
-        show_default=False,
-    ),
-]
-Url = Annotated[
-    str | None,
-    typer.Option(
-        "--engine-url",
-        metavar="URL",
-        help="Attach to a server that runs there, instead of starting one.",
-        show_default=False,
-    ),
-]
-Urls = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--engine-url",
-        metavar="URL",
-        help=(
-            "Attach to a server that runs there, instead of starting one; may be given again for "
-            "more of them."
-        ),
-        show_default=False,
-    ),
-]
-Token = Annotated[
-    str | None,
-    typer.Option(
-        "--control-token",
-        help=(
-            "Opens the control plane and sessions; default: MIDFLIGHT_CONTROL_TOKEN, else a new "
-            "one. Other users may see it in the list of processes: prefer the variable."
-        ),
-        show_default=False,
-    ),
-]
-
-LogFormat = Annotated[
-    str | None,
-    typer.Option(
-        help="How logs and this output are written: plain, or json, one object a line.",
-        metavar="FORMAT",
-    ),
-]
 
 
 @app.command()
@@ -159,37 +101,39 @@ def train(
         put_back_at(Path(checked_config.run.folder))
     else:
         checked.check_folder(checked_config, resume=resume, overwrite=overwrite)
-    findings = (
-        checked.preflight(checked_config)
-        if dry_run
-        else checked.preflight(checked_config, meanwhile=lambda: _begin(checked_config))
-    )
-    checked.check_places(checked_config)
     if dry_run:
-        from midflight.cli.dry_run import print_report
-
-        path = checked_config.model.path
-        stall_seconds = checked_config.run.stall_seconds
-        found = (
-            []
-            if path is None
-            else checked.proofs(path, checked_config.model.max_context, stall_seconds=stall_seconds)
-        )
-        print_report(checked_config, findings, proofs=found)
+        _dry_run(checked_config)
         return 0
+    findings = checked.preflight(checked_config, meanwhile=lambda: _begin(checked_config))
+    checked.check_places(checked_config)
     from midflight.observe.logs import json_line
 
     for note in findings.notes:
-        typer.echo(
-            json_line("launcher", f"note: {note}")
-            if checked_config.observe.log_format == "json"
-            else f"note: {note}"
-        )
+        text = f"note: {note}"
+        if checked_config.observe.log_format == "json":
+            text = json_line("launcher", text)
+        typer.echo(text)
     from midflight.run.launcher import launch
 
     return launch.train(
         checked_config, resume=resume, overwrite=overwrite, own_loss=findings.own_loss
     )
+
+
+def _dry_run(config: "Config") -> None:
+    from midflight.cli import checked
+
+    findings = checked.preflight(config)
+    checked.check_places(config)
+    from midflight.cli.dry_run import print_report
+
+    path = config.model.path
+    proofs: list[tuple[bool, str]] = []
+    if path is not None:
+        proofs = checked.proofs(
+            path, config.model.max_context, stall_seconds=config.run.stall_seconds
+        )
+    print_report(config, findings, proofs=proofs)
 
 
 @app.command()
@@ -246,8 +190,9 @@ def serve(
 
     given = _given(max_running, max_context, device, name, engine, engine_urls or [])
     folder = f"runs/serve-{port or os.getpid()}"
-    # no trainer wants the others
-    threads = max(1, (os.cpu_count() or 1) // engines) if engine in (None, "embedded") else None
+    threads = None
+    if engine in (None, "embedded"):  # they share all cores, of which no trainer wants any
+        threads = max(1, (os.cpu_count() or 1) // engines)
     given = {
         "run.folder": folder,
         "engine.count": engines,
@@ -283,9 +228,8 @@ def engine(
     """Serves a model with one engine alone: native generation and its control plane."""
     from midflight.cli import checked
 
-    given = _given(
-        max_running, max_context, device, name, kind, [] if engine_url is None else [engine_url]
-    )
+    urls = [] if engine_url is None else [engine_url]
+    given = _given(max_running, max_context, device, name, kind, urls)
     config = checked.config_of_model(model, given, overrides or [])
     checked.check_engine(config)
     checked.check_sizes(config, trains=False)
@@ -301,11 +245,13 @@ def _begin(config: "Config") -> None:
 
 
 def _observed(log_format: str | None, *, samples: bool = False) -> list[str]:
-    """What `[observe]` is told by options of their own."""
-    return [
-        *([] if log_format is None else [f"observe.log_format={log_format}"]),
-        *(["observe.samples=true"] if samples else []),
-    ]
+    """The overrides that the options `--log-format` and `--samples` stand for."""
+    overrides: list[str] = []
+    if log_format is not None:
+        overrides.append(f"observe.log_format={log_format}")
+    if samples:
+        overrides.append("observe.samples=true")
+    return overrides
 
 
 def _given(
@@ -316,7 +262,7 @@ def _given(
     kind: str | None,
     urls: Sequence[str],
 ) -> Mapping[str, object]:
-    """What `serve` and `engine` say of their engines, by the keys of the configuration."""
+    """The options of engines that `serve` and `engine` have, by the keys of the configuration."""
     return {
         "engine.max_running": max_running,
         "model.max_context": max_context,
@@ -416,7 +362,8 @@ def check_model(
     found = checked.proofs(folder, max_context)
     for _, line in found:
         typer.echo(line)
-    return 0 if all(right for right, _ in found) else FAILED
+    are_right = all(right for right, _ in found)
+    return 0 if are_right else FAILED
 
 
 @app.command()
@@ -493,7 +440,7 @@ app.command("join")(joining.join)
 app.command("runs")(runs_there.runs)
 app.command("compare")(runs_there.compare)
 app.command("view")(view.view)
-app.command("front")(view.front)
+app.command("front")(front.front)
 for command in (archived.samples, archived.ledger, archived.export):
     app.command()(command)
 app.command("doctor")(doctor.doctor)
@@ -536,16 +483,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_overrides(given: Sequence[str]) -> None:
-    """`--set run.steps 5` would be two arguments, of which the second is the one that is complained
-    about.
+    """`ConfigError` for an override with a space, such as `--set run.steps 5`. Without this, the
+    error would be about the second of two arguments.
     """
     for place, option in enumerate(given):
-        words = (
-            list(takewhile(lambda word: not word.startswith("-"), given[place + 1 : place + 4]))
-            if option == "--set"
-            else []
-        )
-        values = [value for word in words[1:] if (value := word.removeprefix("="))]
+        if option != "--set":
+            continue
+        following = given[place + 1 : place + 4]
+        words = list(takewhile(lambda word: not word.startswith("-"), following))
+        values = [word.removeprefix("=") for word in words[1:] if word not in ("", "=")]
         if values and "=" not in words[0]:
             whole = f"{words[0]}={values[0]}"
             raise ConfigError(
@@ -562,8 +508,8 @@ def _report(error: MidflightError, *, debug: bool) -> int:
 
 
 def _usage(error: Exception) -> int:
-    """A wrong option is the user's, and shows its own help; anything else is ours, and keeps its
-    traceback.
+    """Shows what is wrong with an option, with its help. Any other error is a bug, and is raised
+    with its traceback.
     """
     show = getattr(error, "show", None)
     status = getattr(error, "exit_code", None)

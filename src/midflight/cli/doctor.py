@@ -1,4 +1,4 @@
-"""The command `doctor`: what `examination` finds, as a table."""
+"""`midflight doctor`: what `examination` finds, as a table."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from midflight.cli.options import Debug
 
 if TYPE_CHECKING:
     from midflight.cli.examination import Finding
@@ -23,7 +25,7 @@ def doctor(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override an option.")
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> int:
     """Looks at machine, engines, packages, limits, and a configuration or model: what there is,
     what is wrong, what to do about it.
@@ -36,16 +38,18 @@ def doctor(
     found = list(examine(asked, overrides or []))
     _show(found)
     wrong = sum(finding.mark is Gravity.WRONG for finding in found)
-    typer.echo(
-        f"{wrong} problem{'s' if wrong > 1 else ''}: a run could not work"
-        if wrong
-        else "a run can work here"
-    )
-    return int(wrong > 0)
+    if not wrong:
+        typer.echo("a run can work here")
+        return 0
+    plural = "s" if wrong > 1 else ""
+    typer.echo(f"{wrong} problem{plural}: a run could not work")
+    return 1
 
 
 def _show(found: Sequence[Finding]) -> None:
-    """What to do stands below what was found: a terminal may have 80 columns."""
+    """Prints a table. The remedy is below what was found, because a terminal may have 80
+    columns.
+    """
     from rich import box, console, table, text
 
     drawn = table.Table(box=box.SIMPLE, show_header=False, pad_edge=False)

@@ -38,8 +38,8 @@ def print_report(
     *,
     proofs: Sequence[tuple[bool, str]] = (),
 ) -> None:
-    """`proofs`: what trainer, engine and export make of the model, each with whether it is
-    right.
+    """Prints it. `proofs` are lines on what trainer, engine and export make of the model, each with
+    whether it is right.
     """
     shown = console or Console()
     shown.print(report(config, findings, cores=os.cpu_count() or 1), highlight=False)
@@ -48,13 +48,15 @@ def print_report(
 
 
 def report(config: Config, findings: Findings, *, cores: int) -> RenderableType:
-    """Tables or lists: run, tasks, first prompt, knobs, batch and staleness, loss, placement, GPUs,
-    memory; then notes.
+    """Tables of run, tasks, first prompt, knobs, batch and staleness, loss, placement, GPUs and
+    memory, and then notes.
     """
-    parts: list[RenderableType] = [
-        _run(config),
-        *([_sources(findings.sources)] if findings.sources else []),
-        *([] if findings.prompt is None else [_prompt(findings.prompt)]),
+    parts: list[RenderableType] = [_run(config)]
+    if findings.sources:
+        parts.append(_sources(findings.sources))
+    if findings.prompt is not None:
+        parts.append(_prompt(findings.prompt))
+    parts += [
         _knobs(config),
         _derived(config),
         _loss(config, findings.own_loss),
@@ -62,26 +64,28 @@ def report(config: Config, findings: Findings, *, cores: int) -> RenderableType:
         *_devices(config, num_present(os.environ) or None),
         _memory(config, longest_prompt(findings.sources)),
     ]
-    remarks = [
-        *notes(config),
-        *filter(
-            None,
-            [
-                derived.core_note(config, cores),
-                memory_note(
-                    config, this_hardware(), longest_prompt=longest_prompt(findings.sources)
-                ),
-            ],
-        ),
-        *findings.notes,
-    ]
-    if (found := kept(Path(config.run.folder))) is not None:
-        remarks.append(
-            f"{config.run.folder} holds {found}: a run into it needs --resume or --overwrite."
-        )
+    remarks = _remarks(config, findings, cores=cores)
     if remarks:
         parts.append(Text("\n".join(f"note: {remark}" for remark in remarks), style="yellow"))
     return Group(*parts)
+
+
+def _remarks(config: Config, findings: Findings, *, cores: int) -> list[str]:
+    longest = longest_prompt(findings.sources)
+    remarks = [*notes(config)]
+    core_note = derived.core_note(config, cores)
+    if core_note:
+        remarks.append(core_note)
+    memory = memory_note(config, this_hardware(), longest_prompt=longest)
+    if memory:
+        remarks.append(memory)
+    remarks += findings.notes
+    found = kept(Path(config.run.folder))
+    if found is not None:
+        remarks.append(
+            f"{config.run.folder} holds {found}: a run into it needs --resume or --overwrite."
+        )
+    return remarks
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -102,16 +106,14 @@ def _run(config: Config) -> Table:
     sizes = derived.model_sizes(config.model)
     table = _table(f"run {escape(config.run.name)}")
     table.add_row("folder", Text(str(config.run.folder)))
-    table.add_row(
-        "steps",
-        f"{config.run.steps}"
-        + (f", or reward {config.run.stop_at_reward}" if config.run.stop_at_reward else ""),
-    )
+    until = f", or reward {config.run.stop_at_reward}" if config.run.stop_at_reward else ""
+    table.add_row("steps", f"{config.run.steps}{until}")
     origin = f"from {config.model.path}" if config.model.path else "made, random weights"
     table.add_row(
         "model", f"{sizes.num_parameters:,} parameters, {config.model.dtype}, {escape(origin)}"
     )
-    if (served := derived.served_dtype(config)) != config.model.dtype:
+    served = derived.served_dtype(config)
+    if served != config.model.dtype:
         table.add_row("served", served)
     table.add_row("warm start", escape(opening.warm_start(config) or "none"))
     for source in config.environment.sources:
@@ -138,11 +140,11 @@ def _prompt(prompt: Prompt) -> Table:
     table = _table("first prompt")
     table.add_row("task", Text(f"{prompt.task} of {prompt.source}"))
     table.add_row("text", Text(prompt.text))
-    left = len(prompt.tokens) - SHOWN_TOKENS
     shown = "  ".join(f"{number} {token}" for number, token in prompt.tokens[:SHOWN_TOKENS])
-    table.add_row(
-        f"{len(prompt.tokens)} tokens", Text(shown + (f"  and {left} more" if left > 0 else ""))
-    )
+    left = len(prompt.tokens) - SHOWN_TOKENS
+    if left > 0:
+        shown += f"  and {left} more"
+    table.add_row(f"{len(prompt.tokens)} tokens", Text(shown))
     return table
 
 
@@ -159,10 +161,7 @@ def _derived(config: Config) -> Table:
     table = _table("derived")
     table.add_row(
         "batch",
-        (
-            f"{r.groups_per_step} groups x {r.group_size} = {derived.batch_rollouts(r)} rollouts a "
-            "step"
-        ),
+        f"{r.groups_per_step} groups x {r.group_size} = {derived.batch_rollouts(r)} rollouts a step",
     )
     table.add_row(
         "admission",
@@ -184,9 +183,11 @@ def _derived(config: Config) -> Table:
     table.add_row(
         "smallest group", f"{derived.min_group_size(r)} scored rollouts of {r.group_size}"
     )
-    (by_itself, why), said = chosen_transport(config), config.weights.transport
-    reason = why if said == by_itself else f'as said; "auto" would be {by_itself}: {why}'
-    table.add_row("weights", f"{size(version_bytes(config))} a version by {said}: {reason}")
+    by_itself, reason = chosen_transport(config)
+    transport = config.weights.transport
+    if transport != by_itself:
+        reason = f'as said; "auto" would be {by_itself}: {reason}'
+    table.add_row("weights", f"{size(version_bytes(config))} a version by {transport}: {reason}")
     for option in shown_derived(config):
         table.add_row(option.option, f"{option.words}: {option.why}")
     return table
@@ -194,7 +195,10 @@ def _derived(config: Config) -> Table:
 
 def _loss(config: Config, own_loss: str | None) -> Table:
     table = _table("effective loss")
-    for line in (*effective_loss(config), *filter(None, [own_loss])):
+    lines = [*effective_loss(config)]
+    if own_loss:
+        lines.append(own_loss)
+    for line in lines:
         table.add_row("", Text(line))  # its brackets are no markup
     return table
 
@@ -207,10 +211,11 @@ def _placement(config: Config) -> Table:
 
 
 def _devices(config: Config, number: int | None) -> list[Table]:
-    """The GPUs, host by host; nothing where all compute on CPUs. What this machine cannot give was
-    found before.
+    """A table of the GPUs, host by host. None where all compute on CPUs. That this machine has too
+    few was found before.
     """
-    if not (laid := device_map(config, number=number)):
+    laid = device_map(config, number=number)
+    if not laid:
         return []
     table = _table("GPUs", "host", "device", "who")
     for part in sorted(laid, key=lambda part: (part.host, part.devices)):
@@ -230,18 +235,15 @@ def longest_prompt(sources: Sequence[SourceFindings]) -> int | None:
 
 
 def _memory(config: Config, longest: int | None) -> Table:
-    """Line by line, and what each kind of process takes in all."""
+    """The memory of each part, and what each kind of process takes in all."""
     items = memory_estimate(config, derived.model_sizes(config.model), longest_prompt=longest)
     table = _table("memory, estimated", "where", "what", "size", "together")
     for where, lines in groupby(items, lambda item: item.where):
         own = list(lines)
         for number, item in enumerate(own):
-            last = number == len(own) - 1
-            table.add_row(
-                "" if number else where,
-                item.what,
-                size(item.num_bytes),
-                size(total_bytes(own)) if last else "",
-            )
+            name = "" if number else where
+            is_last = number == len(own) - 1
+            together = size(total_bytes(own)) if is_last else ""
+            table.add_row(name, item.what, size(item.num_bytes), together)
     table.add_row("total", "", "", size(total_bytes(items)), style="bold")
     return table

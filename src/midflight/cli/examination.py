@@ -1,8 +1,9 @@
-"""What `midflight doctor` looks at: can this machine do what it is asked to, and what to do where
-it can't? Changes nothing, but for the folder that a GGUF file is converted into.
+"""The checks of `midflight doctor`, which tell whether this machine can do what it is asked to, and
+what to do where it can't. They change nothing, but for the folder that a GGUF file is converted
+into.
 
-Every look is a function that gives findings. What a run's own checks know
-(`run.launcher.preflight`) is asked there.
+Every check is a function that yields findings. What the checks of a run
+(`run.launcher.preflight`) know is asked there.
 """
 
 import json
@@ -13,7 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -34,9 +35,9 @@ STALL_SECONDS = RunSection().stall_seconds
 """A process that looks at a library and does nothing for so long hangs."""
 MIN_FILES = 256
 GOOD_FILES = 4096
-"""Open files. A rollout holds two connections, and several hundred may run."""
+"""Limits of open files. A rollout holds two connections, and several hundred may run."""
 MIN_PROCESSES = 512
-"""Of a user, threads counted."""
+"""The processes that a user should be allowed, threads counted."""
 PROBE_TORCH = """
 import json, torch
 seen = torch.cuda.is_available()
@@ -46,10 +47,11 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devic
 """
 SERVERS = {"vllm": "MIDFLIGHT_VLLM_PYTHON", "sglang": "MIDFLIGHT_SGLANG_PYTHON"}
 """Servers of other people, and the variable that names the interpreter of each."""
-PROBED = ("user", "assistant")
 
 
 class Gravity(StrEnum):
+    """How bad a finding is."""
+
     FINE = "ok"
     NOTE = "note"
     """Something that a run may meet, and can do without."""
@@ -59,6 +61,8 @@ class Gravity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """One line of the result."""
+
     mark: Gravity
     what: str
     found: str
@@ -66,7 +70,7 @@ class Finding:
 
 
 def examine(asked: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
-    """`ConfigError` where there is nothing to look at in `asked`."""
+    """Everything that is found. `ConfigError` where there is nothing to look at in `asked`."""
     path = _what(asked)
     yield from software()
     yield from torch_and_devices()
@@ -101,7 +105,7 @@ def _what(asked: Path | None) -> Path | None:
 
 
 def _tried(what: str, look: Callable[[], Iterator[Finding]], remedy: str = "") -> Iterator[Finding]:
-    """An error that says what to do is a finding, several lines are several."""
+    """What `look` finds. An error that says what to do becomes a finding for each of its lines."""
     try:
         yield from look()
     except MidflightError as error:
@@ -130,41 +134,50 @@ def packages() -> Iterator[Finding]:
     for requirement, extra in _requirements():
         there = package_version(requirement.name)
         is_met = there is not None and requirement.specifier.contains(there, prereleases=True)
-        missing[extra] += [] if is_met else [requirement.name]
-        if not is_met and not extra:
-            found = (
-                f"{requirement.name} {'is not installed' if there is None else there}, "
-                f"{requirement.specifier or 'any'} is needed"
-            )
+        lacking = missing[extra]  # so that an extra of which all is there has an entry too
+        if is_met:
+            continue
+        lacking.append(requirement.name)
+        if not extra:
+            version = "is not installed" if there is None else there
+            found = f"{requirement.name} {version}, {requirement.specifier or 'any'} is needed"
             yield Finding(
                 Gravity.WRONG,
                 "packages",
                 found,
                 f"pip install -U '{requirement.name}{requirement.specifier}'",
             )
-    shown = ", ".join(
-        f"{name} {version}" for name in PACKAGES if (version := package_version(name))
-    )
-    yield Finding(Gravity.FINE, "packages", shown)
-    extras = {
-        name: lacking for name, lacking in missing.items() if name and name not in ("test", "lint")
-    }
-    there, lacking = (
-        sorted(name for name, lacks in extras.items() if bool(lacks) is wanted)
-        for wanted in (False, True)
-    )
-    text = f"{', '.join(there) or 'none'}{'; without ' + ', '.join(lacking) if lacking else ''}"
-    yield Finding(
+    versions = {name: package_version(name) for name in PACKAGES}
+    shown = [f"{name} {version}" for name, version in versions.items() if version]
+    yield Finding(Gravity.FINE, "packages", ", ".join(shown))
+    yield _extras(missing)
+
+
+def _extras(missing: Mapping[str, Sequence[str]]) -> Finding:
+    """Which extras are there, by the packages that each lacks."""
+    complete: list[str] = []
+    incomplete: list[str] = []
+    for name, lacking in sorted(missing.items()):
+        if not name or name in ("test", "lint"):
+            continue
+        if lacking:
+            incomplete.append(name)
+        else:
+            complete.append(name)
+    text = ", ".join(complete) or "none"
+    if not incomplete:
+        return Finding(Gravity.FINE, "extras", text)
+    return Finding(
         Gravity.FINE,
         "extras",
-        text,
-        f"where you want them: pip install 'midflight[{','.join(lacking)}]'" if lacking else "",
+        f"{text}; without {', '.join(incomplete)}",
+        f"where you want them: pip install 'midflight[{','.join(incomplete)}]'",
     )
 
 
 def _requirements() -> Iterator[tuple[Requirement, str]]:
-    """Each with the extra that it is of; empty for what is always needed. Those of other systems
-    are left out.
+    """Each requirement with its extra, which is empty where it is always needed. Requirements of
+    other systems are left out.
     """
     extras = metadata.metadata("midflight").get_all("Provides-Extra") or []
     for text in metadata.requires("midflight") or []:
@@ -173,13 +186,13 @@ def _requirements() -> Iterator[tuple[Requirement, str]]:
         if marker is None or marker.evaluate({"extra": ""}):
             yield requirement, ""
         else:
-            yield from (
-                (requirement, extra) for extra in extras if marker.evaluate({"extra": extra})
-            )
+            for extra in extras:
+                if marker.evaluate({"extra": extra}):
+                    yield requirement, extra
 
 
 def torch_and_devices() -> Iterator[Finding]:
-    """In a process of its own: a broken library may take the process along."""
+    """Asks torch in a process of its own, because a broken library may crash the process."""
     try:
         answer = answer_of(
             [sys.executable, "-c", PROBE_TORCH], Patience("importing torch", STALL_SECONDS)
@@ -195,11 +208,8 @@ def torch_and_devices() -> Iterator[Finding]:
         return
     said = cast("dict[str, Json]", json.loads(answer))
     devices = cast("list[tuple[str, int]]", said["devices"])
-    yield Finding(
-        Gravity.FINE,
-        "torch",
-        f"{said['torch']}, {'CUDA ' + str(said['cuda']) if said['cuda'] else 'built for the CPU'}",
-    )
+    build = f"CUDA {said['cuda']}" if said["cuda"] else "built for the CPU"
+    yield Finding(Gravity.FINE, "torch", f"{said['torch']}, {build}")
     for number, (name, memory) in enumerate(devices):
         yield Finding(Gravity.FINE, f"cuda:{number}", f"{name}, {size(memory)}")
     if not devices and Path("/dev/nvidia0").exists():
@@ -207,25 +217,20 @@ def torch_and_devices() -> Iterator[Finding]:
             Gravity.NOTE,
             "devices",
             "there is a GPU (/dev/nvidia0) that torch does not see",
-            (
-                "install a CUDA build of torch, and look at the driver with nvidia-smi; without, "
-                "everything runs on the CPU"
-            ),
+            "install a CUDA build of torch, and look at the driver with nvidia-smi; without, "
+            "everything runs on the CPU",
         )
-    yield Finding(
-        Gravity.FINE,
-        "engine embedded",
-        "there, on " + (f"cpu and cuda:0 to cuda:{len(devices) - 1}" if devices else "the CPU"),
-    )
+    where = f"cpu and cuda:0 to cuda:{len(devices) - 1}" if devices else "the CPU"
+    yield Finding(Gravity.FINE, "engine embedded", f"there, on {where}")
 
 
 def servers() -> Iterator[Finding]:
     """vLLM and SGLang, where a variable, `make engines` or this environment has them."""
     for name, variable in SERVERS.items():
-        places = [os.environ.get(variable), f".venv-{name}/bin/python", sys.executable]
         found = None
-        for python in (place for place in places if place and os.access(place, os.X_OK)):
-            found = found or _server(name, python)
+        for python in (os.environ.get(variable), f".venv-{name}/bin/python", sys.executable):
+            if python and os.access(python, os.X_OK):
+                found = found or _server(name, python)
         if found is None and os.environ.get(variable):
             yield Finding(
                 Gravity.NOTE,
@@ -245,6 +250,7 @@ def servers() -> Iterator[Finding]:
 
 
 def _server(name: str, python: str) -> str | None:
+    """The version of a server, and where it is. None where this interpreter has none."""
     command = [python, "-c", f"from importlib import metadata; print(metadata.version({name!r}))"]
     try:
         version = answer_of(command, Patience(f"looking for {name} in {python}", STALL_SECONDS))
@@ -261,9 +267,9 @@ def machine() -> Iterator[Finding]:
     from midflight.weights.transports.files import SHARED
 
     cores = os.cpu_count() or 1
-    allowed = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    allowed = cores
+    if hasattr(os, "sched_getaffinity"):
+        allowed = len(os.sched_getaffinity(0))
     note = "" if allowed == cores else f", of which this process may use {allowed}"
     yield Finding(Gravity.FINE, "processors", f"{cores}{note}")
     yield Finding(Gravity.FINE, "memory", size(machine_bytes()))
@@ -310,11 +316,11 @@ def limits() -> Iterator[Finding]:
     shown = "unlimited" if files == resource.RLIM_INFINITY else f"{files:,}"
     if files != resource.RLIM_INFINITY and files < GOOD_FILES:
         wanted = GOOD_FILES if most == resource.RLIM_INFINITY else min(GOOD_FILES, most)
-        raised = (
-            f"ulimit -n {wanted}"
-            if wanted > files
-            else "raise the hard limit (limits.conf, LimitNOFILE= of systemd, --ulimit of Docker)"
-        )
+        raised = f"ulimit -n {wanted}"
+        if wanted <= files:
+            raised = (
+                "raise the hard limit (limits.conf, LimitNOFILE= of systemd, --ulimit of Docker)"
+            )
         mark = Gravity.WRONG if files < MIN_FILES else Gravity.NOTE
         yield Finding(mark, "open files", f"{shown}; a large run may hold {GOOD_FILES:,}", raised)
     else:
@@ -339,7 +345,7 @@ def limits() -> Iterator[Finding]:
 
 
 def model(folder: Path) -> Iterator[Finding]:
-    """Of a Hugging Face folder: sizes, tokenizer against model, chat template."""
+    """Looks at a Hugging Face folder: sizes, tokenizer against model, chat template."""
     yield from _tried("model", lambda: _sizes(folder))
     yield from _tried("tokenizer", lambda: _tokenizer(folder))
 
@@ -364,21 +370,15 @@ def _tokenizer(folder: Path) -> Iterator[Finding]:
     from midflight.text.formats.format import reasoning_format, tool_format
 
     tokenizer = check_tokenizer(folder)
-    yield Finding(
-        Gravity.FINE,
-        "tokenizer",
-        (
-            f"{tokenizer.vocab_size} ids, the model has {sizes_of(folder).vocab_size} rows of "
-            "embeddings"
-        ),
-    )
+    rows = sizes_of(folder).vocab_size
+    text = f"{tokenizer.vocab_size} ids, the model has {rows} rows of embeddings"
+    yield Finding(Gravity.FINE, "tokenizer", text)
     if not tokenizer.eos_token_ids:
-        remedy = "name eos_token_id in generation_config.json"
         yield Finding(
             Gravity.NOTE,
             "end of an answer",
             "no token ends one, so that each goes on to its limit",
-            remedy,
+            "name eos_token_id in generation_config.json",
         )
     if tokenizer.template is None:
         yield Finding(
@@ -390,27 +390,21 @@ def _tokenizer(folder: Path) -> Iterator[Finding]:
         return
     asked = tokenizer.render([{"role": "user", "content": "1 + 1"}], add_generation_prompt=True)
     whole = tokenizer.render(
-        [
-            {"role": role, "content": content}
-            for role, content in zip(PROBED, ("1 + 1", "two"), strict=True)
-        ]
+        [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "two"}]
     )
     calls = tool_format("auto", tokenizer)
-    thinking = reasoning_format("auto", tokenizer)
-    formats = (
-        f"calls as {type(calls).__name__ if calls else 'Hermes (no sign of another)'}, "
-        f"{'thinks' if thinking else 'no thinking'}"
-    )
+    called = type(calls).__name__ if calls else "Hermes (no sign of another)"
+    thinking = "thinks" if reasoning_format("auto", tokenizer) else "no thinking"
     yield Finding(
         Gravity.FINE,
         "chat template",
-        f"writes a question in {len(tokenizer.encode(asked))} tokens; {formats}",
+        f"writes a question in {len(tokenizer.encode(asked))} tokens; calls as {called}, "
+        f"{thinking}",
     )
     behind = tokenizer.encode(whole.rpartition("two")[2])
     if tokenizer.eos_token_ids and not set(behind[:1]) & tokenizer.eos_token_ids:
         text = (
-            "the template does not close an answer with a token that ends one, so that chats "
-            "go "
+            "the template does not close an answer with a token that ends one, so that chats go "
             "on to their limit"
         )
         remedy = "add the token behind an answer to eos_token_id in generation_config.json"
@@ -418,8 +412,8 @@ def _tokenizer(folder: Path) -> Iterator[Finding]:
 
 
 def run(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
-    """What a run of the configuration would meet; without one, what the defaults ask of the
-    machine.
+    """Looks at what a run of the configuration would meet, or at what the defaults ask of the
+    machine where there is no configuration.
     """
     name = "the defaults" if path is None else str(path)
     yield from _tried(name, lambda: _run(path, overrides))
@@ -433,7 +427,8 @@ def _run(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     if path is None:
         config = checked.config_of_file(None, overrides, None)
         said = Inspection(config).machine()
-        yield from (Finding(Gravity.WRONG, "the defaults", problem) for problem in said.problems)
+        for problem in said.problems:
+            yield Finding(Gravity.WRONG, "the defaults", problem)
         if not said.problems:
             yield Finding(
                 Gravity.FINE, "a default run", "devices, disk, shared memory and port are there"
@@ -445,8 +440,10 @@ def _run(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     checked.check_engine(config)
     checked.check_sizes(config)
     found = checked.preflight(config)
-    yield from (Finding(Gravity.NOTE, "configuration", note) for note in found.notes)
-    if (there := kept(Path(config.run.folder))) is not None:
+    for note in found.notes:
+        yield Finding(Gravity.NOTE, "configuration", note)
+    there = kept(Path(config.run.folder))
+    if there is not None:
         yield Finding(
             Gravity.NOTE,
             "run.folder",

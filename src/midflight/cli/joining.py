@@ -1,10 +1,11 @@
-"""`midflight join`."""
+"""`midflight join`: one more engine for a run that goes on."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from midflight.cli.options import Debug
 from midflight.cli.view import TOKEN_VARIABLE
 from midflight.errors import ConfigError
 
@@ -73,8 +74,7 @@ def join(
         float,
         typer.Option(
             help=(
-                "Seconds that the gateway may stay away, or let an answer wait, before this "
-                "gives "
+                "Seconds that the gateway may stay away, or let an answer wait, before this gives "
                 "up."
             ),
             min=0,
@@ -84,7 +84,7 @@ def join(
         Path | None, typer.Option(help="TOML file whose [engine] is taken.", metavar="CONFIG")
     ] = None,
     overrides: Overrides = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> int:
     """Adds an engine to a run that goes on anywhere: it gets the current weights, serves, and
     leaves in order when it is ended.
@@ -104,9 +104,8 @@ def join(
         "engine.urls": None if engine_url is None else [engine_url],
     }
     own = {} if config is None else checked.engine_options(config)
-    made = checked.config_of_model(
-        _model(model, needs.model_path), {**own, **needs.settings, **given}, overrides or []
-    )
+    options = {**own, **needs.settings, **given}
+    made = checked.config_of_model(_model(model, needs.model_path), options, overrides or [])
     checked.check_engine(made)
     checked.check_sizes(made, trains=False)
     return joining.run(

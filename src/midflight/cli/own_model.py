@@ -54,8 +54,8 @@ class Request:
 
 
 def write_fitted(request: Request, say: Callable[[str], None]) -> list[str]:
-    """The names of the files written, when all has been measured. The folder is empty, or not there
-    yet. `say` hears what was found.
+    """Measures the model, writes the project, and returns the names of its files. The folder is
+    empty, or not there yet. `say` hears what was found.
     """
     folder = model_folder(request.model)
     _check_talks(folder)
@@ -66,9 +66,8 @@ def write_fitted(request: Request, say: Callable[[str], None]) -> list[str]:
         say(line)
     machine = OwnMachine(own_cores(), machine_bytes())
     tasks = (Choice("environment.sources", [source]), _rewards(found.reward))
-    fitted = fit(
-        Fitting(request.model.resolve(), sizes_of(folder), found, machine, tasks, request.rank)
-    )
+    given = Fitting(request.model.resolve(), sizes_of(folder), found, machine, tasks, request.rank)
+    fitted = fit(given)
     say(_chosen(fitted, machine))
     return _write(request, fitted, found, machine)
 
@@ -133,7 +132,9 @@ def _own_tasks() -> str:
 
 
 def _rewards(reward: str) -> Choice:
-    """`reward` is what can judge the answers. A number alone is worth something beside it."""
+    """The rewards of the run. `reward` can judge the answers. Where they are numbers, an answer
+    that is just a number is worth something too.
+    """
     rewards: list[dict[str, Any]] = [{"entry": f"midflight.rewards:{reward}"}]
     if reward == "number_match":
         rewards.append({"entry": "rewards:brief", "weight": 0.1})
@@ -151,9 +152,9 @@ def _found(found: Measured) -> Iterator[str]:
         f"measured with {threads} each, on cores of their own: engine {rates} tokens/s for "
         f"{widths} requests at once, trainer {found.trainer_rate:.0f} tokens/s"
     )
-    ended = f"{len(found.ended)} ended by themselves" + (
-        f", after {found.ended[0]} to {found.ended[-1]} tokens" if found.ended else ""
-    )
+    ended = f"{len(found.ended)} ended by themselves"
+    if found.ended:
+        ended += f", after {found.ended[0]} to {found.ended[-1]} tokens"
     cut = f", {found.num_cut} had not ended after {found.most_tokens}" if found.num_cut else ""
     yield (
         f"of {found.num_answers} answers {found.num_right} were right ({found.reward}), "
@@ -169,7 +170,9 @@ def _found(found: Measured) -> Iterator[str]:
 
 def _short(text: str) -> str:
     line = " ".join(text.split())
-    return repr(line if len(line) <= SHOWN else f"{line[: SHOWN - 1]}…")
+    if len(line) > SHOWN:
+        line = f"{line[: SHOWN - 1]}…"
+    return repr(line)
 
 
 def _chosen(fitted: Fit, machine: OwnMachine) -> str:
@@ -204,8 +207,8 @@ def _write(request: Request, fitted: Fit, found: Measured, machine: OwnMachine) 
 
 
 def _test() -> str:
-    """The test of the project that `midflight init` writes, without the number of tasks that are
-    held out there.
+    """The test of the project that `midflight init` writes, without the number of its held-out
+    tasks.
     """
     known = 'assert load_config("run.toml").environment.sources[0].heldout == 40'
     assert known in TEST
@@ -214,31 +217,24 @@ def _test() -> str:
 
 def run_file(request: Request, fitted: Fit, found: Measured, machine: OwnMachine) -> str:
     head = [
-        (
-            "midflight train run.toml --dry-run     shows what this means, with counts, memory and "
-            "one "
-            "prompt as tokens"
-        ),
-        (
-            "midflight train run.toml               trains; here, because some paths below are "
-            "relative"
-        ),
+        "midflight train run.toml --dry-run     shows what this means, with counts, memory and one "
+        "prompt as tokens",
+        "midflight train run.toml               trains; here, because some paths below are "
+        "relative",
         "",
-        (
-            f"Written for {request.model.resolve().name} on a machine with {machine.cores} cores "
-            f"and {size(machine.memory_bytes)} of memory:"
-        ),
+        f"Written for {request.model.resolve().name} on a machine with {machine.cores} cores and "
+        f"{size(machine.memory_bytes)} of memory:",
         *_found(found),
-        (
-            "What stands here was chosen for that; every option may be changed, and what is left "
-            "out has its default."
-        ),
+        "What stands here was chosen for that; every option may be changed, and what is left out "
+        "has its default.",
     ]
     return f"{_comment(head)}\n\n{_toml(fitted.choices)}"
 
 
 def _toml(choices: Sequence[Choice]) -> str:
-    """Sections in the order of the choices, each with its lists of tables first."""
+    """The choices as TOML, with sections in the order of the choices, each with its lists of tables
+    first.
+    """
     sections: dict[str, list[Choice]] = {}
     for choice in choices:
         sections.setdefault(choice.option.partition(".")[0], []).append(choice)
@@ -250,28 +246,24 @@ def _section(name: str, choices: Sequence[Choice]) -> str:
     for choice in choices:
         if isinstance(choice.value, list):
             for table in choice.value:
-                lines += [
-                    f"[[{choice.option}]]",
-                    *(f"{key} = {_value(value)}" for key, value in table.items()),
-                    "",
-                ]
+                lines.append(f"[[{choice.option}]]")
+                lines += [f"{key} = {_value(value)}" for key, value in table.items()]
+                lines.append("")
     lines.append(f"[{name}]")
     for choice in choices:
-        if not isinstance(choice.value, list):
-            lines += [
-                *([_comment([choice.why])] if choice.why else []),
-                f"{choice.option.partition('.')[2]} = {_value(choice.value)}",
-            ]
+        if isinstance(choice.value, list):
+            continue
+        if choice.why:
+            lines.append(_comment([choice.why]))
+        lines.append(f"{choice.option.partition('.')[2]} = {_value(choice.value)}")
     return "\n".join(lines) + "\n"
 
 
 def _comment(paragraphs: Sequence[str]) -> str:
     """Comment lines. Spaces between words stay, so that columns stay columns."""
-    lines = [
-        line
-        for text in paragraphs
-        for line in (textwrap.wrap(text, WIDTH, replace_whitespace=False) or [""])
-    ]
+    lines: list[str] = []
+    for text in paragraphs:
+        lines += textwrap.wrap(text, WIDTH, replace_whitespace=False) or [""]
     return "\n".join(f"# {line}".rstrip() for line in lines)
 
 

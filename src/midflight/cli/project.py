@@ -9,7 +9,7 @@ from pathlib import Path
 NUM_PROBLEMS = 200
 SHORT = "{name} has {a} {thing} and gets {b}. How many?"
 WHOLE = "{name} has {a} {thing} and gets {b} more {thing}. How many {thing} does {name} have now?"
-"""For a model that has learnt its language from people, who leave less out."""
+"""The wording for a model that has learnt its language from people, who leave less out."""
 
 
 def word_problems(count: int = NUM_PROBLEMS, *, wording: str = SHORT) -> list[dict[str, str | int]]:
@@ -30,7 +30,9 @@ def word_problems(count: int = NUM_PROBLEMS, *, wording: str = SHORT) -> list[di
 
 
 def write_project(folder: Path) -> list[str]:
-    """The names of the files written. The folder is empty, or not there yet."""
+    """Writes the project, and returns the names of its files. The folder is empty, or not there
+    yet.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tasks = "".join(json.dumps(row) + "\n" for row in word_problems())
     files = {

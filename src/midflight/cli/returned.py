@@ -1,4 +1,4 @@
-"""A run that a killed `--overwrite` left aside is put back before a command looks at its folder."""
+"""Puts back a run that a killed `--overwrite` left aside, before a command looks at its folder."""
 
 import sys
 from collections.abc import Iterator
@@ -10,18 +10,24 @@ from midflight.run.launcher.holding import restore
 
 
 def put_back_at(*paths: Path, resume: bool = False) -> None:
-    """For every path that is the folder of a run, or is in one. A word on standard error says what
-    was put back, and that `resume` goes on with that: the new run had made no step that it could go
-    on from."""
-    folders = {place for path in paths for place in (path, *path.parents) if is_left(place)}
+    """Does so for every path that is the folder of a run, or is in one. A line on standard error
+    says what was put back. It also says that `resume` goes on with that, because the new run had
+    made no step to go on from.
+    """
+    folders: set[Path] = set()
+    for path in paths:
+        folders.update(place for place in (path, *path.parents) if is_left(place))
     for folder in sorted(folders):
         if restore(folder, _say) and resume:
             _say(f"{folder}: --resume goes on with it.")
 
 
 def put_back_below(*folders: Path) -> None:
-    """For every run at or below the folders."""
-    put_back_at(*(found for folder in folders for found in _left_below(folder, MAX_DEPTH)))
+    """Does so for every run at or below the folders."""
+    found: list[Path] = []
+    for folder in folders:
+        found += _left_below(folder, MAX_DEPTH)
+    put_back_at(*found)
 
 
 def _left_below(folder: Path, depth: int) -> Iterator[Path]:

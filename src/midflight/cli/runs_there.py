@@ -1,6 +1,4 @@
-"""The commands `runs` and `compare`: what lies in the folders of runs, as tables, and as a plot of
-several.
-"""
+"""The commands that list runs and set them side by side: `midflight runs` and `compare`."""
 
 from __future__ import annotations
 
@@ -10,8 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from midflight.cli.options import Debug
+
 if TYPE_CHECKING:
     from midflight.archive.runs import ArchivedRun
+    from midflight.observe.journal import PastLines
 
 UNSET = "(unset)"
 _TOTALS = {
@@ -19,8 +20,6 @@ _TOTALS = {
     "tokens trained": "trained_tokens",
     "failed rollouts": "failed_rollouts",
 }
-
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def runs(
@@ -38,17 +37,19 @@ def runs(
     found = runs_under(folder)
     rows: list[tuple[str, ...]] = []
     for run in found:
-        of = run.describe()
-        steps = str(of.step) if of.steps is None else f"{of.step}/{of.steps}"
+        summary = run.describe()
+        steps = str(summary.step)
+        if summary.steps is not None:
+            steps += f"/{summary.steps}"
         rows.append(
             (
                 _near(run.folder),
-                of.condition.value,
+                summary.condition.value,
                 steps,
-                number(of.reward),
-                number(of.heldout),
-                duration(of.seconds),
-                of.started,
+                number(summary.reward),
+                number(summary.heldout),
+                duration(summary.seconds),
+                summary.started,
             )
         )
     if found:
@@ -82,10 +83,10 @@ def compare(
     _print_table(("", *labels), list(_numbers(chosen)))
     options = differences([run.config() for run in chosen]).items()
     if options:
-        rows = [
-            (name, *(UNSET if value is None else str(value) for value in values))
-            for name, values in options
-        ]
+        rows: list[tuple[str, ...]] = []
+        for name, values in options:
+            shown = [UNSET if value is None else str(value) for value in values]
+            rows.append((name, *shown))
         _print_table(("option", *labels), rows)
     else:
         typer.echo("their configurations are the same")
@@ -98,38 +99,41 @@ def compare(
 
 def _numbers(chosen: Sequence[ArchivedRun]) -> Iterator[tuple[str, ...]]:
     """Rows of a table with a column for each run."""
-    from midflight.observe.readable import UNKNOWN, duration, number
+    from midflight.observe.readable import duration, number
 
     described = [run.describe() for run in chosen]
     past = [run.journal().past for run in chosen]
-    yield "state", *(of.condition.value for of in described)
-    yield "steps", *(str(of.step) for of in described)
-    yield "time", *(duration(of.seconds) for of in described)
-    yield "reward, last step", *(number(of.reward) for of in described)
+    yield "state", *(each.condition.value for each in described)
+    yield "steps", *(str(each.step) for each in described)
+    yield "time", *(duration(each.seconds) for each in described)
+    yield "reward, last step", *(number(each.reward) for each in described)
     for source in dict.fromkeys(line.source for lines in past for line in lines.evaluations):
-        scores = [
-            [line.mean_reward for line in lines.evaluations if line.source == source]
-            for lines in past
-        ]
-        yield (
-            f"held out {source}",
-            *(
-                " → ".join(map(number, dict.fromkeys((s[0], s[-1])))) if s else UNKNOWN
-                for s in scores
-            ),
-        )
+        yield f"held out {source}", *(_scores(lines, source) for lines in past)
     for label, name in _TOTALS.items():
-        yield (
-            label,
-            *(
-                f"{getattr(lines.steps[-1].totals, name):,}" if lines.steps else UNKNOWN
-                for lines in past
-            ),
-        )
+        yield label, *(_total(lines, name) for lines in past)
+
+
+def _scores(past: PastLines, source: str) -> str:
+    """The first and the last held-out score of a source."""
+    from midflight.observe.status import UNKNOWN, number
+
+    scores = [line.mean_reward for line in past.evaluations if line.source == source]
+    if not scores:
+        return UNKNOWN
+    ends = dict.fromkeys((scores[0], scores[-1]))
+    return " → ".join(number(score) for score in ends)
+
+
+def _total(past: PastLines, name: str) -> str:
+    from midflight.observe.status import UNKNOWN
+
+    if not past.steps:
+        return UNKNOWN
+    return f"{getattr(past.steps[-1].totals, name):,}"
 
 
 def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The first column is cut last: it says what the others are of."""
+    """Prints a table. Its first column, which names the others, is the last to be cut."""
     from rich import box, console, table, text
 
     drawn = table.Table(box=box.SIMPLE_HEAD)
@@ -141,5 +145,8 @@ def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _near(folder: Path) -> str:
-    """As a person would type it here."""
-    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
+    """The path as a person would type it here."""
+    here = Path.cwd()
+    if folder.is_relative_to(here):
+        folder = folder.relative_to(here)
+    return str(folder)

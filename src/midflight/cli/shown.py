@@ -1,11 +1,11 @@
-"""The commands `trace` and `report`: a run on a time axis, and as a page."""
+"""The commands that write a run as a file: `trace` on a time axis, `report` as a page."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+from midflight.cli.options import Debug
 
 
 def trace(
@@ -23,8 +23,9 @@ def trace(
 
     put_back_at(folder)
     written = write_trace(folder, out)
-    for note in filter(None, [written.about.get("missing")]):
-        typer.echo(f"note: {note}")
+    missing = written.about.get("missing")
+    if missing:
+        typer.echo(f"note: {missing}")
     typer.echo(
         f"{out}: {len(written.events):,} events; open it in ui.perfetto.dev or chrome://tracing"
     )

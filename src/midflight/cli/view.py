@@ -1,6 +1,4 @@
-"""What listens beside a run, each a process of its own: `view`, in a browser, and `front`, one
-address for several gateways.
-"""
+"""`midflight view`: runs in a browser."""
 
 import os
 import sys
@@ -8,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from midflight.cli.options import Debug
 
 TOKEN_VARIABLE = "MIDFLIGHT_CONTROL_TOKEN"
 
@@ -26,7 +26,7 @@ def view(
         str,
         typer.Option(help="Address to listen on; anything but loopback asks visitors for a token."),
     ] = "127.0.0.1",
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> int:
     """Shows runs in a browser: while they go on, afterwards, and several at once. Reads their
     folders only.
@@ -46,47 +46,14 @@ def view(
         ) from None
     put_back_below(*(folders or [Path("runs")]))
     shelf = Shelf(folders or [Path("runs")])
-    token = os.environ.get(TOKEN_VARIABLE) or (
-        None if is_loopback(host) else secrets.token_urlsafe(24)
-    )
+    token = os.environ.get(TOKEN_VARIABLE)
+    if not token:
+        token = None if is_loopback(host) else secrets.token_urlsafe(24)
     listener = listen(host, port)
     address = f"http://{host}:{listener.getsockname()[1]}/"
-    typer.echo(
-        f"viewer: {address}"
-        + (f"?token={token}" if token and TOKEN_VARIABLE not in os.environ else "")
-    )
+    if token and TOKEN_VARIABLE not in os.environ:
+        address += f"?token={token}"
+    typer.echo(f"viewer: {address}")
     sys.stdout.flush()
     viewer.serve(viewer.build(shelf, host=host, token=token), listener)
     return 0
-
-
-def front(
-    run: Annotated[
-        Path,
-        typer.Argument(help="Folder of a run that goes on with gateway.shards.", metavar="RUN"),
-    ],
-    port: Annotated[
-        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
-    ] = 8000,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; anything but loopback exposes the gateways.")
-    ] = "127.0.0.1",
-    name: Annotated[
-        list[str] | None,
-        typer.Option(help="By which clients may ask beside loopback's names, such as a proxy's."),
-    ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-) -> int:
-    """One address for a run with several gateways: each request goes to the one whose session it
-    names.
-    """
-    from midflight.run.launcher.ending import main_task
-    from midflight.run.launcher.front import Front, gateways_of
-    from midflight.wire.server import listen
-
-    urls = gateways_of(run)
-    with listen(host, port) as listener:
-        address = f"front: http://{host}:{listener.getsockname()[1]} for {', '.join(urls)}"
-        return main_task(
-            Front(urls).serve(listener, names=tuple(name or ()), ready=lambda: typer.echo(address))
-        )

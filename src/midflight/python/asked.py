@@ -1,5 +1,5 @@
-"""What a Python program asks for, as a configuration: functions become entries, rows become a
-file.
+"""Turns what a Python program asks for into a configuration. Functions become entries, rows become
+a file.
 """
 
 import re
@@ -21,11 +21,13 @@ from midflight.run.launcher.folder import ROWS
 
 Tables = Mapping[str, Mapping[str, object]]
 Weighted = Sequence[object]
-"""Functions, their entries, or pairs of one with its weight."""
+"""Functions, their entries, or pairs of one of these with its weight."""
 
 
 class RowsFile:
-    """What was given as data, an object a line, in a temporary file that goes with this object."""
+    """What was given as data, an object a line. The file is temporary, and is deleted with this
+    object.
+    """
 
     def __init__(self, rows: Iterable[object]) -> None:
         """Reads them all. `ConfigError` names the row that cannot be written."""
@@ -55,7 +57,7 @@ class RowsFile:
 
 
 def _plain(value: object) -> object:
-    """Scalars and arrays of numpy and torch as Python has them."""
+    """Turns scalars and arrays of numpy and torch into Python's numbers and lists."""
     convert = getattr(value, "tolist", None)
     if callable(convert):
         return convert()
@@ -69,7 +71,9 @@ class Objects:
         self._by_name: dict[str, object] = {}
 
     def entry(self, value: object, *, role: str) -> str:
-        """Of the object; of a text itself. `role` is what it is given as."""
+        """The entry of an object. A text is an entry itself. `role` names the argument that the
+        object was given as.
+        """
         if isinstance(value, str):
             return value
         if not callable(value):
@@ -78,7 +82,8 @@ class Objects:
                 "`module:function`."
             )
         called = str(getattr(getattr(value, "func", value), "__name__", type(value).__name__))
-        name = wanted = called if re.fullmatch(r"\w+", called) else role
+        wanted = called if re.fullmatch(r"\w+", called) else role
+        name = wanted
         number = 1
         while self._by_name.get(name, value) is not value:
             number += 1
@@ -92,23 +97,25 @@ class Objects:
 
 @dataclass(frozen=True, slots=True)
 class AskedRun:
-    """Checked as far as can be before anything is started."""
+    """A run that was checked as far as possible before anything is started."""
 
     config: Config
-    """With the rows where the run keeps them: in its folder."""
+    """It reads the rows from the run's folder, which gets a copy of them."""
     objects: bytes
     rows: RowsFile | None = None
 
     @property
     def tried(self) -> Config:
-        """With the rows where they are before there is a folder."""
-        return self.config if self.rows is None else with_rows(self.config, self.rows.path)
+        """The configuration that reads the rows where they are before there is a folder."""
+        if self.rows is None:
+            return self.config
+        return with_rows(self.config, self.rows.path)
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Those of `Trainer` that say what is trained, and on what. `source` are the options of the
-    data.
+    """The arguments of `Trainer` that say what is trained, and on what. `source` are the options of
+    the data.
     """
 
     model: str | Path | None
@@ -125,9 +132,12 @@ class Arguments:
         """`ConfigError` with everything that is wrong with them."""
         objects = Objects()
         rows = None
-        file, tables = (
-            (None, self.config) if isinstance(self.config, Mapping) else (self.config, {})
-        )
+        file: str | Path | None = None
+        tables: Tables = {}
+        if isinstance(self.config, Mapping):
+            tables = self.config
+        else:
+            file = self.config
         environment = self._environment(objects)
         if self.data is not None:
             place, rows = self._place(objects)
@@ -143,35 +153,29 @@ class Arguments:
             "environment": environment,
         }
         config = load_config(file, table=_laid_over(tables, own))
-        asked = AskedRun(
-            config if rows is None else with_rows(config, config.run.folder / ROWS),
-            objects.packed(),
-            rows,
-        )
-        model_sizes(asked.config.model)
-        check_teacher(asked.config)
-        return asked
+        if rows is not None:
+            config = with_rows(config, config.run.folder / ROWS)
+        packed = objects.packed()
+        model_sizes(config.model)
+        check_teacher(config)
+        return AskedRun(config, packed, rows)
 
     def _environment(self, objects: Objects) -> dict[str, object]:
         rewards = [_reward(given, objects) for given in self.rewards]
         tools = [objects.entry(tool, role="tool") for tool in self.tools]
-        entry = (
-            None
-            if self.environment is None
-            else objects.entry(self.environment, role="environment")
-        )
+        entry = None
+        if self.environment is not None:
+            entry = objects.entry(self.environment, role="environment")
         return {"entry": entry, "rewards": rewards or None, "tools": tools or None}
 
     def _place(self, objects: Objects) -> tuple[dict[str, object], RowsFile | None]:
-        """Where the rows are: in a file or folder, with a function, or here."""
+        """Tells where the rows are: in a file or folder, with a function, or here."""
         data = self.data
         if isinstance(data, str | Path):
-            is_entry = (
-                isinstance(data, str)
-                and ENTRY.fullmatch(data) is not None
-                and not Path(data).exists()
-            )
-            return {"entry" if is_entry else "path": str(data)}, None
+            is_entry = isinstance(data, str) and ENTRY.fullmatch(data) is not None
+            if is_entry and not Path(data).exists():
+                return {"entry": str(data)}, None
+            return {"path": str(data)}, None
         if callable(data) and not hasattr(data, "__getitem__"):
             return {"entry": objects.entry(data, role="data")}, None
         if isinstance(data, Mapping):
@@ -189,19 +193,18 @@ class Arguments:
 
 
 def with_rows(config: Config, path: Path) -> Config:
-    """Whose first source is read from there."""
+    """The configuration with `path` as that of its first source."""
     first, *others = config.environment.sources
     sources = (first.model_copy(update={"path": path}), *others)
-    return config.model_copy(
-        update={"environment": config.environment.model_copy(update={"sources": sources})}
-    )
+    environment = config.environment.model_copy(update={"sources": sources})
+    return config.model_copy(update={"environment": environment})
 
 
 def _each(data: Any) -> Iterator[object]:
-    """A torch dataset has rows by number, and need not end by itself."""
-    return (
-        iter(data) if hasattr(data, "__iter__") else (data[number] for number in range(len(data)))
-    )
+    """Every row. A torch dataset has rows by number, and need not end by itself."""
+    if hasattr(data, "__iter__"):
+        return iter(data)
+    return (data[number] for number in range(len(data)))
 
 
 def _reward(given: object, objects: Objects) -> Mapping[str, object]:
@@ -218,18 +221,14 @@ def _reward(given: object, objects: Objects) -> Mapping[str, object]:
 
 
 def _laid_over(tables: Tables, own: Tables) -> Tables:
-    """Options that are None were not given."""
-    given = {
-        section: {name: value for name, value in options.items() if value is not None}
-        for section, options in own.items()
-    }
-    sections = {
-        **dict.fromkeys(tables),
-        **dict.fromkeys(name for name, options in given.items() if options),
-    }
-    return {name: _section(tables.get(name, {}), given.get(name, {})) for name in sections}
-
-
-def _section(under: Any, over: Mapping[str, object]) -> Any:
-    """What is no table stays as it is, to be refused."""
-    return {**under, **over} if isinstance(under, Mapping) else under
+    """The sections of a configuration under the program's own options. Options that are None were
+    not given.
+    """
+    sections: dict[str, Any] = dict(tables)
+    for section, options in own.items():
+        given = {name: value for name, value in options.items() if value is not None}
+        under: Any = sections.get(section, {})
+        # what is no table stays as it is, to be refused
+        if given and isinstance(under, Mapping):
+            sections[section] = {**under, **given}
+    return sections

@@ -1,5 +1,5 @@
-"""What a run leaves in its folder, as a program looks at it while it runs and afterwards: lines of
-the journal, rollouts of the store.
+"""What a program sees of a run's folder, while the run goes on and afterwards: lines of the journal
+and rollouts of the store.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,12 +21,12 @@ from midflight.types.rollouts import spans
 
 
 class Lines:
-    """The lines of a journal that nobody has read yet. After a crash of a part the file is written
-    anew: what was read stays read.
+    """Reads each line of a journal once. After a crash of a part the file is written anew; lines
+    that were read before are not read again.
     """
 
     def __init__(self, path: Path, *, read: frozenset[int] = frozenset()) -> None:
-        """`read`: hashes of lines that are not to be read."""
+        """`read` are hashes of lines that are left out."""
         self._tail = Tail(path)
         self.read = set(read)
 
@@ -52,7 +52,7 @@ class RolloutSeen:
 
     task: Task
     sample: int
-    """Which of its group, from 0."""
+    """Its number within its group, from 0."""
     reward: float | None
     """None where it could not be scored; `error` says why."""
     components: Mapping[str, float]
@@ -62,27 +62,27 @@ class RolloutSeen:
     truncated: bool
     seconds: float
     num_tokens: int
-    """That the model wrote."""
+    """Tokens that the model wrote."""
     versions: tuple[Version, ...]
-    """That wrote them."""
+    """The versions that wrote them."""
     state: str
-    """Of its group: running, waiting, leased, trained or dropped."""
+    """The state of its group: running, waiting, leased, trained or dropped."""
     trained_by: Version | None
-    """The version that the step on it made, once a checkpoint has that."""
+    """The version that a step on it made, once a checkpoint holds that version."""
     conversations: tuple[tuple[Passage, ...], ...]
-    """One; several where the agent's conversation branched; none where nothing of it can be trained
-    on.
+    """One conversation, or several where the agent's conversation branched. There is none where
+    nothing can be trained on.
     """
 
     @property
     def conversation(self) -> tuple[Passage, ...]:
-        """The longest."""
+        """The longest conversation."""
         return max(self.conversations, key=len, default=())
 
 
 def rollouts_of(folder: Path) -> Iterator[RolloutSeen]:
-    """Those of the run in a folder, in the order of its tasks, and of its gateways. Reads only,
-    also while the run goes on.
+    """The rollouts of the run in a folder, in the order of its gateways and then of its tasks. It
+    only reads, also while the run goes on.
     """
     path = file_of(folder, Kind.TRAINING)
     if not path.exists():
@@ -94,23 +94,25 @@ def rollouts_of(folder: Path) -> Iterator[RolloutSeen]:
 
 def _seen(path: Path, tokenizer: Tokenizer) -> Iterator[RolloutSeen]:
     with closing(Store(path, run=None)) as store:
-        for of, task, state, version in store.ended():
-            versions = {int(v) for row in of.rows for v in np.unique(row.versions[row.generated])}
+        for rollout, task, state, version in store.ended():
+            versions: set[int] = set()
+            for row in rollout.rows:
+                versions.update(int(v) for v in np.unique(row.versions[row.generated]))
             yield RolloutSeen(
                 task=task,
-                sample=of.key.sample,
-                reward=of.reward,
-                components=of.components,
-                metrics=of.metrics,
-                fields=of.fields,
-                error=of.error,
-                truncated=of.truncated,
-                seconds=of.seconds,
-                num_tokens=sum(int(row.generated.sum()) for row in of.rows),
+                sample=rollout.key.sample,
+                reward=rollout.reward,
+                components=rollout.components,
+                metrics=rollout.metrics,
+                fields=rollout.fields,
+                error=rollout.error,
+                truncated=rollout.truncated,
+                seconds=rollout.seconds,
+                num_tokens=sum(int(row.generated.sum()) for row in rollout.rows),
                 versions=tuple(sorted(versions)),
                 state=state.value,
                 trained_by=version,
-                conversations=tuple(_passages(row, tokenizer) for row in of.rows),
+                conversations=tuple(_passages(row, tokenizer) for row in rollout.rows),
             )
 
 

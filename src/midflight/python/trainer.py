@@ -1,29 +1,34 @@
 """A run from Python: in a script, in a thread, or in a notebook.
 
-    trainer = Trainer("models/small", rows, prompt="{question}", rewards=[correct], steps=200,
-    folder="runs/mine") summary = trainer.train()
+    trainer = Trainer(
+        "models/small",
+        rows,
+        prompt="{question}",
+        rewards=[correct],
+        steps=200,
+        folder="runs/mine",
+    )
+    summary = trainer.train()
 
-Agents, engines and the trainer itself run in processes of their own, as with `midflight train`;
-this one only watches them.
+Agents, engines and the trainer itself run in processes of their own, as with `midflight train`.
+The program only watches them.
 """
 
 from __future__ import annotations
 
-import atexit
 import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 
 from midflight.cli import checked
 from midflight.cli.returned import put_back_at
-from midflight.config import Config
 from midflight.errors import ConfigError
 from midflight.models.gguf_folders import model_folder
 from midflight.observe.lines import CheckpointLine, EvaluationLine, Line, StepLine
@@ -31,150 +36,34 @@ from midflight.observe.named import named
 from midflight.observe.status import Status
 from midflight.observe.summary import Summary
 from midflight.python.asked import Arguments, Tables, Weighted
+from midflight.python.background import BackgroundRun
+from midflight.python.callbacks import Callbacks
 from midflight.python.looking import Lines, RolloutSeen, rollouts_of
 from midflight.run.launcher import launch
 from midflight.run.launcher.ending import LOOK_SECONDS
+from midflight.run.launcher.program import Program
 from midflight.run.parts import Message, Progress
-
-ENDING_SECONDS = 15.0
-"""For a run to end in order where the program ends before it: beside `run.stop_seconds`, which its
-parts have.
-"""
-
-
-class Callbacks(msgspec.Struct, frozen=True):
-    """What a program wants to hear, each with the line of the journal, or the summary."""
-
-    on_step: Callable[[StepLine], object] | None = None
-    on_evaluation: Callable[[EvaluationLine], object] | None = None
-    on_checkpoint: Callable[[CheckpointLine], object] | None = None
-    on_end: Callable[[Summary], object] | None = None
-
-    def hear(self, line: Line) -> None:
-        match line:
-            case StepLine() if self.on_step is not None:
-                self.on_step(line)
-            case EvaluationLine() if self.on_evaluation is not None:
-                self.on_evaluation(line)
-            case CheckpointLine() if self.on_checkpoint is not None:
-                self.on_checkpoint(line)
-            case _:
-                pass
-
-
-class BackgroundRun:
-    """A run from its start to its end. Everything here may be called from any thread."""
-
-    def __init__(
-        self,
-        config: Config,
-        program: launch.Program,
-        *,
-        resume: bool,
-        overwrite: bool,
-        own_loss: str | None,
-    ) -> None:
-        self._config = config
-        self._own_loss = own_loss
-        self._resume = resume
-        self._overwrite = overwrite
-        self._program = program
-        program.hear = self._hear
-        self._journal = Path(config.run.folder) / "metrics.jsonl"
-        before = Lines(self._journal)
-        before.new()
-        self.before = frozenset[int]() if resume else frozenset(before.read)
-        """Lines that are of another run."""
-        self._first = frozenset(before.read)
-        self._told = threading.Condition()
-        self._num_heard = 0
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="midflight", daemon=True)
-        self.status = Status(name=config.run.name, steps=config.run.steps)
-
-    def begin(self) -> None:
-        """A program that ends before its run ends that too, in order."""
-        atexit.register(self._end)
-        self._thread.start()
-
-    @property
-    def over(self) -> bool:
-        return not self._thread.is_alive() and self._thread.ident is not None
-
-    def stop(self, number: signal.Signals = signal.SIGINT) -> None:
-        """In order; asked again, at once. Does not wait."""
-        self._program.stop.ask(number)
-
-    def lines(self, *, since_start: bool = False) -> Lines:
-        """Those of the journal, for `wait`: of all starts of this run, or of this one."""
-        return Lines(self._journal, read=self._first if since_start else self.before)
-
-    def wait(self, lines: Lines) -> list[Line]:
-        """Waits for new lines, until the run is over, and looks up now and then: then and in the
-        end there may be none.
-        """
-        with self._told:
-            heard = self._num_heard
-        if not (found := lines.new()) and not self.over:
-            with self._told:
-                self._told.wait_for(lambda: self._num_heard != heard, timeout=LOOK_SECONDS)
-            found = lines.new()
-        return found
-
-    @property
-    def summary(self) -> Summary | None:
-        """Of a run that is over, however it ended; none where it never began."""
-        return self._program.summary
-
-    def check(self) -> None:
-        """Raises what ended it."""
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            launch.train(
-                self._config,
-                resume=self._resume,
-                overwrite=self._overwrite,
-                own_loss=self._own_loss,
-                program=self._program,
-            )
-        except BaseException as error:
-            self._error = error
-        finally:
-            atexit.unregister(self._end)
-
-    def _hear(self, message: Message) -> None:
-        """In the launcher's thread."""
-        with self._told:
-            if isinstance(message, Progress):
-                self.status = message.status
-            self._num_heard += 1
-            self._told.notify_all()
-
-    def _end(self) -> None:
-        """Waits for its end, at most `run.stop_seconds` and `ENDING_SECONDS`."""
-        self.stop(signal.SIGTERM)
-        self._thread.join(self._config.run.stop_seconds + ENDING_SECONDS)
 
 
 def console(*, shown: bool) -> Console:
-    """Where a run is shown. A notebook's own way of showing things belongs to the thread of a cell;
-    lines of text may come from any.
+    """The console on which a run is shown. It writes lines of text, which may come from any thread:
+    a notebook's own way of showing things belongs to the thread of a cell.
     """
     return Console(file=sys.stdout, force_jupyter=False, quiet=not shown, soft_wrap=True)
 
 
 class Trainer:
-    """One run, and its folder. `train` may be called again: that is a second start, for which
-    `resume` or `overwrite` say what it means.
+    """One run and its folder. `train` may be called again, which starts the run a second time;
+    `resume` or `overwrite` say what that means.
 
     model: a Hugging Face model folder, or a GGUF file; none makes a small model, as `config` says.
     data: a list of dicts, a Dataset, a path, an iterator, a function that returns one, or
-    `module:function`. prompt, answer, system, heldout: as in `[[environment.sources]]`. rewards:
-    functions, or pairs of one with its weight. tools: functions. environment: a function or class
-    in place of both. config: a TOML file, or a dict of its sections, under what else is given here.
+        `module:function`.
+    prompt, answer, system, heldout: as in `[[environment.sources]]`.
+    rewards: functions, or pairs of one with its weight.
+    tools: functions.
+    environment: a function or class in place of both.
+    config: a TOML file, or a dict of its sections. What else is given here overrides it.
     progress: whether the run is shown.
     """
 
@@ -201,8 +90,8 @@ class Trainer:
         on_checkpoint: Callable[[CheckpointLine], object] | None = None,
         on_end: Callable[[Summary], object] | None = None,
     ) -> None:
-        """`ConfigError` says everything that is wrong with them. Nothing is started, and nothing
-        written but a temporary file of the rows.
+        """`ConfigError` says everything that is wrong with the arguments. Nothing is started, and
+        nothing is written but a temporary file of the rows.
         """
         source = {"prompt": prompt, "answer": answer, "system": system, "heldout": heldout}
         given = {name: value for name, value in source.items() if value is not None}
@@ -219,7 +108,7 @@ class Trainer:
         self._lines = Lines(self.folder / "metrics.jsonl")
         self._listener: threading.Thread | None = None
         self._failure: BaseException | None = None
-        """Of a callback."""
+        """The error of a callback, if one has raised."""
 
     # --- Starting and ending ----------------------------------------------------------------------
 
@@ -244,7 +133,7 @@ class Trainer:
         return self
 
     def wait(self) -> Summary:
-        """Until the run that was started is over. Raises what ended it."""
+        """Waits until the run that was started is over. Raises the error that ended it."""
         self._started()
         return self._waited()
 
@@ -260,12 +149,10 @@ class Trainer:
 
     @property
     def status(self) -> Status:
-        """As the terminal shows it."""
-        return (
-            Status(name=self.config.run.name, steps=self.config.run.steps)
-            if self._under_way is None
-            else self._under_way.status
-        )
+        """The status that the terminal shows."""
+        if self._under_way is None:
+            return Status(name=self.config.run.name, steps=self.config.run.steps)
+        return self._under_way.status
 
     def _started(self) -> BackgroundRun:
         if self._under_way is None:
@@ -273,7 +160,9 @@ class Trainer:
         return self._under_way
 
     def _begin(self, resume: bool | None, overwrite: bool | None) -> None:
-        """Everything that can be checked is checked before the folder is touched."""
+        """Starts the run. Everything that can be checked is checked before the folder is
+        touched.
+        """
         if self.running:
             raise ConfigError(
                 f"{self.folder} is in use by this trainer, which trains already; call stop() and "
@@ -300,7 +189,7 @@ class Trainer:
         for note in found.notes:
             shown.print(f"note: {note}", highlight=False, markup=False)
         rows = self._asked.rows
-        program = launch.Program(self._asked.objects, None if rows is None else rows.path, shown)
+        program = Program(self._asked.objects, None if rows is None else rows.path, shown)
         self._under_way = BackgroundRun(
             self.config, program, resume=resume, overwrite=overwrite, own_loss=found.own_loss
         )
@@ -310,18 +199,19 @@ class Trainer:
         self._under_way.begin()
 
     def _follow(self) -> None:
-        """Waits for lines, and lets the callbacks hear them; ended by the run. One that raises ends
-        the run, and none hears more.
+        """Waits for lines, and lets the callbacks hear them; ended by the run. A callback that
+        raises ends the run, and no callback hears more.
         """
         under_way = self._started()
         while True:
             over = under_way.over
             for line in under_way.wait(self._lines):
-                self._call(lambda line=line: self._callbacks.hear(line))
+                self._call(partial(self._callbacks.hear, line))
             if over:
                 break
-        if (summary := under_way.summary) is not None and self._callbacks.on_end is not None:
-            self._call(lambda: self._callbacks.on_end and self._callbacks.on_end(summary))
+        on_end = self._callbacks.on_end
+        if under_way.summary is not None and on_end is not None:
+            self._call(partial(on_end, under_way.summary))
 
     def _call(self, callback: Callable[[], object]) -> None:
         if self._failure is None:
@@ -344,38 +234,41 @@ class Trainer:
             going_on = True
             while going_on:
                 try:
-                    self._follow() if self._listener is None else self._listener.join(LOOK_SECONDS)
-                    going_on = self._listener is not None and self._listener.is_alive()
+                    if self._listener is None:
+                        self._follow()
+                        going_on = False
+                    else:
+                        self._listener.join(LOOK_SECONDS)
+                        going_on = self._listener.is_alive()
                 except KeyboardInterrupt:
                     ask(signal.SIGINT)
         with _in_words_of_python():
             under_way.check()
         if self._failure is not None:
             raise self._failure
+        if asked and asked[0] is signal.SIGINT:
+            raise KeyboardInterrupt
         if asked:
-            raise KeyboardInterrupt if asked[0] is signal.SIGINT else SystemExit(128 + asked[0])
+            raise SystemExit(128 + asked[0])
         assert under_way.summary is not None
         return under_way.summary
 
     # --- Looking at it, while it runs and afterwards ----------------------------------------------
 
     def metrics(self) -> Iterator[StepLine]:
-        """The steps so far, then each as it is made, until the run is over; docs/metrics.md has the
-        keys. Without a run under way, what the folder has."""
+        """The steps so far, then each as it is made, until the run is over. Where this trainer was
+        not started, the steps in the folder. docs/metrics.md has the keys.
+        """
         if self._under_way is None:
             put_back_at(self.folder)
-            yield from (
-                line
-                for line in Lines(self.folder / "metrics.jsonl").new()
-                if isinstance(line, StepLine)
-            )
+            yield from _steps(Lines(self.folder / "metrics.jsonl").new())
             return
         under_way = self._under_way
         lines = under_way.lines()
         over = False
         while not over:
             over = under_way.over
-            yield from (line for line in under_way.wait(lines) if isinstance(line, StepLine))
+            yield from _steps(under_way.wait(lines))
 
     def frame(self) -> Any:
         """A `pandas.DataFrame` of the steps so far, a row each, by the names for dashboards in
@@ -390,14 +283,9 @@ class Trainer:
         if not self.running:
             put_back_at(self.folder)
         read = frozenset[int]() if self._under_way is None else self._under_way.before
-        steps = [
-            line
-            for line in Lines(self.folder / "metrics.jsonl", read=read).new()
-            if isinstance(line, StepLine)
-        ]
         rows = [
             {"step": line.step, "version": line.version, "seconds": line.seconds, **named(line)}
-            for line in steps
+            for line in _steps(Lines(self.folder / "metrics.jsonl", read=read).new())
         ]
         return pandas.DataFrame(rows).set_index("step") if rows else pandas.DataFrame()
 
@@ -410,19 +298,18 @@ class Trainer:
         return rollouts_of(self.folder)
 
     def evaluate(self, model: str | Path | None = None) -> Mapping[str, float | None]:
-        """The mean reward on the held-out tasks of each source: of the trained model, before there
-        is one of the model that it began with.
+        """The mean reward on the held-out tasks of each source. By default that of the trained
+        model, or of the model that training begins with, before there is one.
         """
         if not self.running:
             put_back_at(self.folder)
         trained = self.folder / "model"
-        chosen = (
-            model_folder(Path(model))
-            if model is not None
-            else trained
-            if trained.is_dir()
-            else self.config.model.path
-        )
+        if model is not None:
+            chosen = model_folder(Path(model))
+        elif trained.is_dir():
+            chosen = trained
+        else:
+            chosen = self.config.model.path
         if chosen is None:
             raise ConfigError(
                 f"{self.folder} has no model yet, and none was given to begin with; train first, "
@@ -437,17 +324,19 @@ class Trainer:
             if isinstance(message, Progress):
                 found = message.status
 
-        program = launch.Program(
-            self._asked.objects, console=console(shown=self._progress), hear=hear
-        )
+        program = Program(self._asked.objects, console=console(shown=self._progress), hear=hear)
         launch.evaluate(asked.model_copy(update={"run": own}), chosen, program=program)
         return {source.name: source.heldout_before for source in found.sources}
 
 
+def _steps(lines: Sequence[Line]) -> Iterator[StepLine]:
+    return (line for line in lines if isinstance(line, StepLine))
+
+
 @contextmanager
 def _signals(ask: Callable[[signal.Signals], None]) -> Generator[None]:
-    """SIGTERM and SIGHUP end the run in order, where they reach this thread: a script's main one.
-    SIGINT is a `KeyboardInterrupt` anyhow.
+    """Has SIGTERM and SIGHUP end the run in order, where they reach this thread, which they do if
+    it is a script's main one. SIGINT is a `KeyboardInterrupt` anyhow.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -465,7 +354,7 @@ def _signals(ask: Callable[[signal.Signals], None]) -> Generator[None]:
 
 @contextmanager
 def _in_words_of_python() -> Generator[None]:
-    """Errors of the command line name its options; a program has arguments."""
+    """Puts arguments in place of the options that errors of the command line name."""
     try:
         yield
     except ConfigError as error:

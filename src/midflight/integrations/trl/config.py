@@ -1,5 +1,5 @@
-"""The options of trl 1.16's `AsyncGRPOConfig`, and what each becomes here. Facts of trl and of
-`transformers.TrainingArguments`, nothing of theirs is imported.
+"""The options of trl 1.16's `AsyncGRPOConfig`, and what each becomes here. Names and defaults are
+those of trl and of `transformers.TrainingArguments`; neither is imported.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OWN: Mapping[str, Any] = {
     "log_completions": False,
     "num_completions_to_print": None,
 }
-"""Those that trl's class adds to, or gives other defaults than, `TrainingArguments`."""
+"""Options that trl's class adds to `TrainingArguments`, or to which it gives other defaults."""
 
 GENERAL: Mapping[str, Any] = {
     "output_dir": None,
@@ -221,16 +221,16 @@ SCHEDULES = {
 }
 KNOWN = {*OWN, *GENERAL, *HARMLESS, *REFUSED}
 MANY_TURNS = 1000
-"""Where trl sets no limit: the context ends a conversation before."""
+"""The limit of turns where trl sets none. The context ends a conversation before."""
 ROLLOUT_SECONDS = 3600.0
-"""That an agent and its reward functions may take by themselves. trl has no limit; here one that
-hangs would hold a step up for ever.
+"""So long an agent and its reward functions may take by themselves. trl has no limit; here one that
+hangs would hold up a step for ever.
 """
 
 
 class AsyncGRPOConfig:
-    """Options by the names of trl 1.16. `ConfigError` for one that has no meaning here says what to
-    use.
+    """Options by the names of trl 1.16. `ConfigError` for an option that has no meaning here says
+    what to use.
     """
 
     def __init__(self, output_dir: str | Path | None = None, **options: Any) -> None:
@@ -238,7 +238,7 @@ class AsyncGRPOConfig:
             if name not in KNOWN:
                 raise ConfigError(f"AsyncGRPOConfig has no option {name!r}.{nearest(name, KNOWN)}")
         self.given = frozenset(options)
-        """What was not left at its default."""
+        """The names of the options that were given."""
         for name, default in {**GENERAL, **OWN}.items():
             setattr(self, name, options.get(name, default))
         for name in (HARMLESS | REFUSED.keys()) & options.keys():
@@ -251,17 +251,21 @@ class AsyncGRPOConfig:
         def __getattr__(self, name: str) -> Any: ...
 
     def __repr__(self) -> str:
-        return f"AsyncGRPOConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in ('output_dir', *sorted(self.given)))})"
+        names = ("output_dir", *sorted(self.given))
+        options = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"AsyncGRPOConfig({options})"
 
     @property
     def notes(self) -> list[str]:
-        """Of what was accepted and does nothing."""
+        """A note on the options that were accepted and have no effect, if there are any."""
         idle = [
             name
             for name in sorted(self.given & HARMLESS)
             if getattr(self, name) not in (None, False)
         ]
-        return [f"{', '.join(idle)}: accepted, and without effect here"] if idle else []
+        if not idle:
+            return []
+        return [f"{', '.join(idle)}: accepted, and without effect here"]
 
     def _check(self) -> None:
         problems = [
@@ -290,11 +294,8 @@ class AsyncGRPOConfig:
                 f"{self.samples_per_step}, and a step takes whole groups of "
                 f"num_generations={self.num_generations}; make it a multiple of that"
             )
-        if isinstance(self.save_strategy, str) and self.save_strategy not in (
-            "no",
-            "steps",
-            "epoch",
-        ):
+        strategies = ("no", "steps", "epoch")
+        if isinstance(self.save_strategy, str) and self.save_strategy not in strategies:
             problems.append(
                 f"save_strategy={self.save_strategy!r}: checkpoints are written every save_steps "
                 "steps, or not (no)"
@@ -306,7 +307,7 @@ class AsyncGRPOConfig:
 
     @property
     def samples_per_step(self) -> int:
-        """One process trains; with more ranks each step is shared."""
+        """Samples of a step, as for one process. More ranks share each step."""
         return int(self.per_device_train_batch_size * self.gradient_accumulation_steps)
 
     @property
@@ -315,20 +316,16 @@ class AsyncGRPOConfig:
 
     @property
     def trackers(self) -> list[str]:
-        """What `report_to` asks for, under our names for what is measured; with "all" those that
-        are installed.
+        """The trackers that `report_to` asks for. With "all" they are those that are installed.
+        They get numbers under our names.
         """
         wanted = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
         if "all" in wanted:
-            return [
-                name
-                for name, package in TRACKERS.items()
-                if (found := find_spec(package)) is not None and found.origin is not None
-            ]
+            return [name for name, package in TRACKERS.items() if _is_installed(package)]
         return [str(name) for name in wanted if name != "none"]
 
     def steps(self, num_rows: int | None) -> int:
-        """`max_steps`, else so many that every row has been trained on in each epoch."""
+        """The number of steps: `max_steps`, else so many that every epoch trains on every row."""
         if self.max_steps > 0:
             return int(self.max_steps)
         if num_rows is None:
@@ -338,37 +335,44 @@ class AsyncGRPOConfig:
         return max(1, math.ceil(num_rows * self.num_train_epochs / self.groups_per_step))
 
     def tables(self, *, model: str, num_rows: int | None) -> dict[str, dict[str, Any]]:
-        """The configuration, by section. Options that were not given leave ours where trl's default
-        is of another machinery.
+        """The configuration, by section. Where trl's default belongs to machinery that is not here,
+        an option that was not given keeps our default.
         """
         steps = self.steps(num_rows)
         device = "cpu" if self.use_cpu or not Path("/dev/nvidiactl").exists() else "cuda"
-        shared = (
-            {"share_devices": True} if device == "cuda" and num_present(os.environ) == 1 else {}
-        )
         clip_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        staging = (
-            {"stage_seconds": float(self.weight_sync_timeout)}
-            if "weight_sync_timeout" in self.given
-            else {}
-        )
         name = self.run_name or Path(self.output_dir or model).name
         stall = float(self.heartbeat_stale_after_s)
         return {
             "run": {"name": name, "steps": steps, "seed": self.seed, "stall_seconds": stall},
             "model": {"dtype": self._dtype(model)},
-            "engine": {"device": device, **shared, **self._server()},
+            "engine": self._engine(device),
             "gateway": {"request_seconds": float(self.request_timeout)},
             "environment": self._environment(model),
             "rollout": self._rollout(),
             "trainer": {"device": device, **self._trainer(model, steps, num_rows)},
             "objective": {"kind": "ppo", "clip_low": self.epsilon, "clip_high": clip_high},
-            "weights": {"every": self.weight_sync_steps, **staging},
-            "observe": {
-                "trackers": self.trackers,
-                **({"project": self.project} if "project" in self.given and self.project else {}),
-            },
+            "weights": self._weights(),
+            "observe": self._observe(),
         }
+
+    def _engine(self, device: str) -> dict[str, Any]:
+        options: dict[str, Any] = {"device": device}
+        if device == "cuda" and num_present(os.environ) == 1:
+            options["share_devices"] = True
+        return options | self._server()
+
+    def _weights(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"every": self.weight_sync_steps}
+        if "weight_sync_timeout" in self.given:
+            options["stage_seconds"] = float(self.weight_sync_timeout)
+        return options
+
+    def _observe(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"trackers": self.trackers}
+        if "project" in self.given and self.project:
+            options["project"] = self.project
+        return options
 
     def _environment(self, model: str) -> dict[str, Any]:
         context = sizes_of(Path(model)).max_context or self.max_completion_length + 1
@@ -389,56 +393,50 @@ class AsyncGRPOConfig:
             """A share of all steps, or their number."""
             return max(1, round(value * steps)) if 0 < value < 1 else int(value)
 
-        per_epoch = (
-            steps if num_rows is None else max(1, math.ceil(num_rows / self.groups_per_step))
-        )
-        return {
+        per_epoch = steps
+        if num_rows is not None:
+            per_epoch = max(1, math.ceil(num_rows / self.groups_per_step))
+        checkpoints = {"no": 0, "epoch": per_epoch}
+        recomputes = "gradient_checkpointing" in self.given and bool(self.gradient_checkpointing)
+        computes_half = self.bf16 and self._dtype(model) == "float32"
+        options: dict[str, Any] = {
             "learning_rate": float(self.learning_rate),
             "schedule": SCHEDULES[self.lr_scheduler_type],
             "warmup_steps": of_steps(self.warmup_steps),
             "weight_decay": float(self.weight_decay),
             "max_grad_norm": float(self.max_grad_norm),
-            "activation_checkpointing": "gradient_checkpointing" in self.given
-            and bool(self.gradient_checkpointing),
-            "compute_dtype": "bfloat16"
-            if self.bf16 and self._dtype(model) == "float32"
-            else "auto",
+            "activation_checkpointing": recomputes,
+            "compute_dtype": "bfloat16" if computes_half else "auto",
             "compile": bool(self.torch_compile),
-            "checkpoint_every": {"no": 0, "epoch": per_epoch}.get(
-                self.save_strategy, of_steps(self.save_steps)
-            ),
-            **({"micro_batch_tokens": self.token_budget} if (self.token_budget or 0) > 0 else {}),
-            **({"keep_checkpoints": self.save_total_limit} if self.save_total_limit else {}),
+            "checkpoint_every": checkpoints.get(self.save_strategy, of_steps(self.save_steps)),
         }
+        if (self.token_budget or 0) > 0:
+            options["micro_batch_tokens"] = self.token_budget
+        if self.save_total_limit:
+            options["keep_checkpoints"] = self.save_total_limit
+        return options
 
     def _rollout(self) -> dict[str, Any]:
-        completions = {
-            "show_every": max(1, int(self.logging_steps)),
-            "show_completions": self.num_completions_to_print or self.samples_per_step,
-        }
-        return {
+        options: dict[str, Any] = {
             "groups_per_step": self.groups_per_step,
             "group_size": self.num_generations,
             "max_staleness": self.max_staleness,
-            **({"max_in_flight": self.max_inflight_tasks} if self.max_inflight_tasks > 0 else {}),
-            **(
-                {
-                    "buffer_groups": max(
-                        self.groups_per_step, self.queue_maxsize // self.num_generations
-                    )
-                }
-                if "queue_maxsize" in self.given
-                else {}
-            ),
-            **(completions if self.log_completions else {}),
         }
+        if self.max_inflight_tasks > 0:
+            options["max_in_flight"] = self.max_inflight_tasks
+        if "queue_maxsize" in self.given:
+            num_groups = self.queue_maxsize // self.num_generations
+            options["buffer_groups"] = max(self.groups_per_step, num_groups)
+        if self.log_completions:
+            options["show_every"] = max(1, int(self.logging_steps))
+            options["show_completions"] = self.num_completions_to_print or self.samples_per_step
+        return options
 
     def _dtype(self, model: str) -> str:
-        """Of the weights; "auto" is that of the folder."""
+        """The type of the weights. "auto" is that of the folder."""
         wanted = dict(self.model_init_kwargs or {})
-        dtype = str(wanted.pop("dtype", wanted.pop("torch_dtype", self.dtype))).removeprefix(
-            "torch."
-        )
+        older_name = wanted.pop("torch_dtype", self.dtype)
+        dtype = str(wanted.pop("dtype", older_name)).removeprefix("torch.")
         if wanted:
             raise ConfigError(
                 f"model_init_kwargs has {', '.join(wanted)}: a model is loaded as its folder says; "
@@ -454,8 +452,8 @@ class AsyncGRPOConfig:
         return dtype
 
     def _server(self) -> dict[str, Any]:
-        """trl needs a server of vLLM; here one is used where it is named, else an engine of our
-        own.
+        """Options of a server of vLLM, where one is named. trl needs one; here an engine of our own
+        takes its place.
         """
         if "vllm_server_base_url" not in self.given:
             return {}
@@ -464,6 +462,12 @@ class AsyncGRPOConfig:
             "urls": [str(self.vllm_server_base_url).rstrip("/")],
             "start_seconds": float(self.vllm_server_timeout),
         }
+
+
+def _is_installed(package: str) -> bool:
+    """Whether it can be imported. A folder without Python files is no package."""
+    found = find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def _remedy(name: str) -> str:

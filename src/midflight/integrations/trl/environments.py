@@ -1,5 +1,5 @@
-"""trl's `environment_factory` as a class of the kind that the built-in loop takes: `reset`, public
-methods as tools, and a reward of its own.
+"""Makes of trl's `environment_factory` a class of the kind that the built-in loop takes. It has
+`reset`, public methods as tools, and a reward of its own.
 """
 
 import functools
@@ -15,7 +15,7 @@ NOT_TOOLS = ("reset", "get_reward")
 
 def environment_class(factory: Factory, *, name: str | None = None) -> type:
     """A class whose objects pass everything on to what the factory makes. `ConfigError` where that
-    has no `reset`, or cannot be made.
+    has no `reset`.
     """
     found = factory if inspect.isclass(factory) else type(factory())
     if not callable(getattr(found, "reset", None)):
@@ -34,7 +34,9 @@ def environment_class(factory: Factory, *, name: str | None = None) -> type:
             body[tool] = _passed_on(tool, method)
     if callable(getattr(found, "get_reward", None)):
         body["reward"] = _reward
-    return type(found.__name__, (), body | ({} if name is None else {"environment_name": name}))
+    if name is not None:
+        body["environment_name"] = name
+    return type(found.__name__, (), body)
 
 
 def _making(factory: Factory) -> Callable[[Any], None]:
@@ -46,17 +48,15 @@ def _making(factory: Factory) -> Callable[[Any], None]:
 
 def _resetting(*, without: str) -> Callable[..., Any]:
     def reset(self: Any, **row: Any) -> Any:
-        """Calls it with what it names of the row; with all of the row where it takes what comes."""
+        """Passes on those columns of the row that the environment's own `reset` names, or all where
+        it takes any keyword.
+        """
         given = {name: value for name, value in row.items() if name not in ("task", without)}
         parameters = inspect.signature(self.made.reset).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        return self.made.reset(
-            **(
-                given
-                if takes_all
-                else {name: value for name, value in given.items() if name in parameters}
-            )
-        )
+        if not takes_all:
+            given = {name: value for name, value in given.items() if name in parameters}
+        return self.made.reset(**given)
 
     return reset
 
@@ -66,7 +66,9 @@ def _reward(self: Any) -> Any:
 
 
 def _passed_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """With the method's own signature and docstring, which its schema is made of."""
+    """A method that calls the one of that name. It has the same signature and docstring, of which
+    its schema is made.
+    """
     if inspect.iscoroutinefunction(method):
 
         @functools.wraps(method)
@@ -85,15 +87,17 @@ def _passed_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 def rows_of_environments(
     factories: Mapping[str, Factory] | Factory, *, number: int
 ) -> list[dict[str, Any]]:
-    """In place of data, where the environments bring their own: so many empty prompts, each naming
-    its environment if there are several.
+    """The rows where environments bring their own data: so many empty prompts, each with the name
+    of its environment if there are several.
     """
-    names = (
-        list(cast("Mapping[str, Factory]", factories)) if isinstance(factories, Mapping) else [None]
-    )
+    names: list[str | None] = [None]
+    if isinstance(factories, Mapping):
+        names = list(cast("Mapping[str, Factory]", factories))
     rows: list[dict[str, Any]] = []
     for index in range(max(number, len(names))):
+        row: dict[str, Any] = {"prompt": [{"role": "user", "content": ""}]}
         name = names[index % len(names)]
-        prompt = [{"role": "user", "content": ""}]
-        rows.append({"prompt": prompt} if name is None else {"prompt": prompt, "environment": name})
+        if name is not None:
+            row["environment"] = name
+        rows.append(row)
     return rows

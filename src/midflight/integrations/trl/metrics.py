@@ -1,5 +1,5 @@
-"""The numbers of a step under the names that trl 1.16's asynchronous trainer gives them. What it
-has and we do not measure is left out.
+"""The numbers of a step under the names of trl 1.16's asynchronous trainer. Numbers that we do not
+measure are left out.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ SAME = {
     "tools/unknown": "tools/unknown_name_total",
     "tools/exhausted": "tools/loop_exhausted_frac",
 }
-"""Ours by theirs. Those of 1.18, which has GRPO's names, are among them."""
+"""Our names with trl's. The names of trl 1.18, which are GRPO's, are among them."""
 
 
 def trl_metrics(line: StepLine, *, group_size: int) -> Mapping[str, float]:
@@ -61,8 +61,8 @@ def trl_metrics(line: StepLine, *, group_size: int) -> Mapping[str, float]:
     found["perf/rollout_wait_s"] = sum(
         seconds for who, seconds in waits.items() if who.startswith("trainer for ")
     )
-    found["perf/weight_sync_s"] = found.get("perf/weight_sync_transfer_s", 0.0) + found.get(
-        "perf/weight_sync_pause_s", 0.0
-    )
+    transfer = found.get("perf/weight_sync_transfer_s", 0.0)
+    pause = found.get("perf/weight_sync_pause_s", 0.0)
+    found["perf/weight_sync_s"] = transfer + pause
     found["sample/dropped_stale_total"] = float((line.dropped or {}).get("stale", 0))
     return found

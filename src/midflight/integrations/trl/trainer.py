@@ -1,5 +1,5 @@
-"""`AsyncGRPOTrainer` of trl 1.16 over a run of ours: engines, agents and rewards are started here,
-so no server of vLLM is needed.
+"""The `AsyncGRPOTrainer` of trl 1.16 over a run of ours. Engines, agents and rewards are started
+here, so no server of vLLM is needed.
 """
 
 import shutil
@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 
 
 class TrainOutput(NamedTuple):
-    """As of transformers."""
+    """The same fields as in transformers."""
 
     global_step: int
     training_loss: float
@@ -30,8 +30,8 @@ class TrainOutput(NamedTuple):
 
 
 class AsyncGRPOTrainer:
-    """trl's arguments; docs/from-trl.md says what becomes of each. `ConfigError` for one that has
-    no meaning here says what to use.
+    """Takes trl's arguments; docs/from-trl.md says what becomes of each. `ConfigError` for an
+    argument that has no meaning here says what to use.
     """
 
     def __init__(
@@ -109,11 +109,9 @@ class AsyncGRPOTrainer:
         """Trains to the end. A run that the folder holds is kept: `resume_from_checkpoint=True`
         goes on with it, `overwrite=True` replaces it.
         """
-        resume = (
-            self.args.resume_from_checkpoint
-            if resume_from_checkpoint is None
-            else resume_from_checkpoint
-        )
+        resume = resume_from_checkpoint
+        if resume is None:
+            resume = self.args.resume_from_checkpoint
         if isinstance(resume, str):
             raise ConfigError(
                 f"resume_from_checkpoint is {resume!r}: a run goes on from its newest checkpoint; "
@@ -158,10 +156,8 @@ class AsyncGRPOTrainer:
             self.state.epoch = line.step * self.args.groups_per_step / self._num_rows
         self._tell("on_step_end")
         self._seen.append(trl_metrics(line, group_size=self.args.num_generations))
-        if (
-            line.step % max(1, int(self.args.logging_steps)) == 0
-            or line.step == self.state.max_steps
-        ):
+        is_due = line.step % max(1, int(self.args.logging_steps)) == 0
+        if is_due or line.step == self.state.max_steps:
             logs = {**_means(self._seen), "step": line.step, "epoch": self.state.epoch}
             self._seen.clear()
             self.state.log_history.append(logs)
@@ -174,17 +170,21 @@ class AsyncGRPOTrainer:
 
     def _tell(self, event: str, **more: Any) -> None:
         for callback in self.callbacks:
-            if callable(hear := getattr(callback, event, None)):
-                found = hear(self.args, self.state, self.control, **more)
-                self.control = self.control if found is None else found
+            hear = getattr(callback, event, None)
+            if not callable(hear):
+                continue
+            found = hear(self.args, self.state, self.control, **more)
+            if found is not None:
+                self.control = found
 
     def _output(self, summary: Summary) -> TrainOutput:
         losses = [logs["loss"] for logs in self.state.log_history if "loss" in logs]
+        loss = sum(losses) / len(losses) if losses else 0.0
         metrics = {
             "train_runtime": summary.seconds,
             "train_steps_per_second": summary.steps / summary.seconds if summary.seconds else 0.0,
         }
-        return TrainOutput(summary.steps, sum(losses) / len(losses) if losses else 0.0, metrics)
+        return TrainOutput(summary.steps, loss, metrics)
 
 
 # --- Arguments ------------------------------------------------------------------------------------
@@ -224,15 +224,13 @@ def _check_swapped(
 
 
 def _check_tokenizer(processing_class: Any, model: str) -> None:
-    """The folder's own is used, so another one would be a lie."""
+    """`ConfigError` for a tokenizer that is not the folder's own, which is the one that is used."""
     if processing_class is None:
         return
     name = getattr(processing_class, "name_or_path", None)
-    if (
-        name is None
-        or not Path(str(name)).exists()
-        or Path(str(name)).resolve() != Path(model).resolve()
-    ):
+    path = Path(str(name))
+    is_own = name is not None and path.exists() and path.resolve() == Path(model).resolve()
+    if not is_own:
         raise ConfigError(
             f"processing_class is of {name!r}: a model is used with the tokenizer in its folder; "
             f"save yours into {model} and leave it out."
@@ -267,9 +265,11 @@ def _rows(data: Any, factory: Any, args: AsyncGRPOConfig) -> tuple[Any, int | No
 
 
 def _rewards(given: Any, environments: Sequence[type]) -> list[Callable[..., Any]]:
-    functions: list[Any] = (
-        [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-    )
+    functions: list[Any] = []
+    if isinstance(given, list | tuple):
+        functions = list(cast("Sequence[Any]", given))
+    elif given is not None:
+        functions = [given]
     for function in functions:
         if not callable(function):
             raise ConfigError(
@@ -306,16 +306,22 @@ LORA = (
     "bias",
     "lora_bias",
 )
-"""Of a `LoraConfig`, what is understood. Whatever else differs from its default is refused."""
+"""The options of a `LoraConfig` that are understood. Any other that differs from its default is
+refused.
+"""
 
 
 def _lora(peft_config: Any) -> dict[str, Any]:
     if peft_config is None:
         return {}
-    options: dict[str, Any] = (
-        peft_config if isinstance(peft_config, dict) else dict(vars(peft_config))
-    )
-    plain = vars(type(peft_config)()) if not isinstance(peft_config, dict) else {}
+    options: dict[str, Any]
+    plain: dict[str, Any]
+    if isinstance(peft_config, dict):
+        options = cast("dict[str, Any]", peft_config)
+        plain = {}
+    else:
+        options = dict(vars(peft_config))
+        plain = vars(type(peft_config)())
     odd = [
         name
         for name, value in options.items()
@@ -327,21 +333,23 @@ def _lora(peft_config: Any) -> dict[str, Any]:
             "target_modules; leave the others out."
         )
     targets = options.get("target_modules") or ()
-    names = (
-        ()
-        if targets == "all-linear"
-        else (targets,)
-        if isinstance(targets, str)
-        else tuple(sorted(targets))
-    )
+    names: list[str] = []
+    if isinstance(targets, str):
+        if targets != "all-linear":
+            names = [targets]
+    else:
+        names = sorted(targets)
     return {
         "rank": options.get("r", 8),
         "alpha": float(options.get("lora_alpha") or 8),
-        "targets": list(names),
+        "targets": names,
     }
 
 
 def _means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for step in steps for name in step)
-    found = {name: [step[name] for step in steps if name in step] for name in names}
+    """The mean of each number over the steps that have it."""
+    found: dict[str, list[float]] = {}
+    for step in steps:
+        for name, value in step.items():
+            found.setdefault(name, []).append(value)
     return {name: sum(values) / len(values) for name, values in found.items()}

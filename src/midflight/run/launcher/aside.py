@@ -1,4 +1,4 @@
-"""A run that another one replaces: it is set aside, and put back unless the other makes its first
+"""How a run that another one replaces is set aside, and put back unless the other makes its first
 step.
 
 Everything is done by renames within one file system. What a crash leaves, at any instant, says by
@@ -38,8 +38,8 @@ class AsidePlace(msgspec.Struct, frozen=True):
     root: str
     """Absolute, or relative to the run's folder: then the run's folder may be moved meanwhile."""
     aside: str | None
-    """Where they go, on the same file system; none is the folder whose name says how far things
-    are.
+    """The folder that they are moved to, on the same file system. None is the folder whose name
+    says how far things are.
     """
     names: tuple[str, ...]
     """What a run may have there, in the order in which it is moved. It is moved back in the
@@ -58,7 +58,7 @@ def is_aside(folder: Path) -> bool:
 
 
 def check_movable(folder: Path, places: Sequence[AsidePlace]) -> None:
-    """`ConfigError` where something could not be renamed. Reads only."""
+    """`ConfigError` where something could not be renamed. It only reads."""
     for place in places:
         root = folder / place.root
         found = [root / name for name in place.names if os.path.lexists(root / name)]
@@ -134,9 +134,9 @@ def put_back(folder: Path) -> None:
     moving = folder / MOVING
     if not moving.is_dir():
         return
-    # without the list nothing was moved yet
-    for place in reversed(_places_in(moving) if (moving / PLACES).is_file() else []):
-        _move_back(folder, place)
+    if (moving / PLACES).is_file():  # without the list nothing was moved yet
+        for place in reversed(_places_in(moving)):
+            _move_back(folder, place)
     (moving / PLACES).unlink(missing_ok=True)
     (moving / f".{PLACES}.new").unlink(missing_ok=True)  # what a crash left of writing it
     moving.rmdir()
@@ -144,7 +144,9 @@ def put_back(folder: Path) -> None:
 
 
 def _move_away(folder: Path, place: AsidePlace, gone: Path) -> None:
-    """What lies on another file system is deleted at once."""
+    """Moves what a new run has made in a place. What lies on another file system is deleted at
+    once.
+    """
     root = folder / place.root
     for name in place.names:
         if not os.path.lexists(root / name):
@@ -158,8 +160,8 @@ def _move_away(folder: Path, place: AsidePlace, gone: Path) -> None:
 
 
 def _move_back(folder: Path, place: AsidePlace) -> None:
-    """Each name is either aside or in its place. What stands there all the same was written by
-    somebody else meanwhile, and goes.
+    """Moves the old run's files of a place back. Each name is either aside or in its place. What is
+    in its place all the same was written by somebody else meanwhile, and is deleted.
     """
     root = folder / place.root
     aside = _aside_of(folder, place)
@@ -177,7 +179,7 @@ def _move_back(folder: Path, place: AsidePlace) -> None:
 
 
 def let_go(folder: Path) -> None:
-    """The run that is aside is not wanted any more. In one rename: `delete_gone` deletes it."""
+    """Gives up the run that is aside, in one rename. `delete_gone` deletes it."""
     (folder / ASIDE).rename(_new_gone(folder) / ASIDE)
     _sync(folder)
 
@@ -188,7 +190,8 @@ def delete_gone(folder: Path) -> None:
     """
     for gone in folder.glob(f"{GONE}*"):
         run = gone / ASIDE
-        for place in _places_in(run) if (run / PLACES).is_file() else []:
+        places = _places_in(run) if (run / PLACES).is_file() else []
+        for place in places:
             if place.aside is not None and (folder / place.aside).is_dir():
                 shutil.rmtree(folder / place.aside)
         shutil.rmtree(gone)

@@ -20,14 +20,14 @@ LONGEST_WAIT = 30.0
 
 
 class Budget:
-    """Of one part. `now` is any clock that does not stand."""
+    """The restarts of one part. `now` is of any clock that does not stand still."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._spent: list[float] = []
-        """When each restart was, of those that have not come back."""
+        """The times of the restarts that have not come back."""
         self._deaths: list[float] = []
-        """When each restart was, of the last ten minutes."""
+        """The times of all restarts of the last ten minutes."""
 
     def left(self, now: float) -> int:
         self._spent = _recent(self._spent, now)
@@ -46,17 +46,21 @@ class Budget:
         if self._size == 0 or (counts and self.left(now) <= 0):
             return None
         self._deaths = _recent(self._deaths, now)
-        wait = (
-            min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (len(self._deaths) - 1)) if self._deaths else 0.0
-        )
+        wait = 0.0
+        if self._deaths:
+            wait = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (len(self._deaths) - 1))
         self._deaths.append(now)
         if counts:
             self._spent.append(now)
         return wait
 
     def seconds_to_next(self, now: float) -> float:
-        """Until one comes back; as long as one takes where there was never any."""
-        return self._spent[0] + REPLENISH_SECONDS - now if self._spent else REPLENISH_SECONDS
+        """Seconds until a restart comes back. A budget of none answers as if one had just been
+        spent.
+        """
+        if not self._spent:
+            return REPLENISH_SECONDS
+        return self._spent[0] + REPLENISH_SECONDS - now
 
 
 def _recent(times: list[float], now: float) -> list[float]:
@@ -64,7 +68,7 @@ def _recent(times: list[float], now: float) -> list[float]:
 
 
 class Budgets:
-    """Those of all parts, by name."""
+    """The budgets of all parts, by name."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -86,16 +90,16 @@ class Budgets:
         """Takes a restart of the part whose failure ended the others', and says so. Raises the
         failure where none is left or `possible`.
 
-        Of errors of parts that ended together, one that a restart cannot mend says most.
+        Where parts ended together, an error that a restart cannot mend says most.
         """
-        failure = next(
-            (one for one in every_error(failures) if not isinstance(one, PartFailed)),
-            first_error(failures),
-        )
-        if (
-            not isinstance(failure, PartFailed)
-            or not possible
-            or (wait := self.of(failure.part).spend(now)) is None
-        ):
+        for one in every_error(failures):
+            if not isinstance(one, PartFailed):
+                raise one from failures
+        failure = first_error(failures)
+        if not isinstance(failure, PartFailed) or not possible:
             raise failure from failures
-        return Restarted(failure.part, str(failure), self.of(failure.part).left(now), wait)
+        budget = self.of(failure.part)
+        wait = budget.spend(now)
+        if wait is None:
+            raise failure from failures
+        return Restarted(failure.part, str(failure), budget.left(now), wait)

@@ -1,9 +1,10 @@
-"""A part of the run in a process of its own, seen from inside. Torch-free until a part runs.
+"""The main program of a part's own process. It imports no torch until the part is known.
 
-`python -m midflight.run.launcher.child PART`, behind it the environment's name or the engine's
-kind, reads objects of the program that started the run and one spec from standard input, runs the
-part until that ends or the launcher asks it to, and reports a failure with its traceback. It never
-outlives the launcher.
+    python -m midflight.run.launcher.child PART [ENTRY ...]      for an engine its kind, not entries
+
+It reads from standard input the objects of the program that started the run, and one spec. It runs
+the part until that ends or the launcher asks it to end, and reports a failure with its traceback.
+It never outlives the launcher.
 """
 
 import asyncio
@@ -48,15 +49,23 @@ GC_THRESHOLD = 50_000
 all freed by counting.
 """
 
+SPECS = {
+    parts.ProcessKind.ENGINE: parts.EngineSpec,
+    parts.ProcessKind.ROLLOUT: parts.RolloutSpec,
+    parts.ProcessKind.WORKER: parts.WorkerSpec,
+    parts.ProcessKind.TRAINER: parts.TrainerSpec,
+}
+"""What each kind of process is told."""
+
 
 def part_main(
     part: parts.ProcessKind, arguments: Sequence[str]
 ) -> Callable[[Any, parts.Launcher], Awaitable[None]]:
-    """Imports a part, which for trainer and embedded engine means torch. Done before the spec is
-    known: it takes seconds.
+    """Imports a part, which for trainer and embedded engine means torch. The spec need not be
+    known for that, which takes seconds.
 
-    What `[environment]` names comes with the process that runs agents: one that cannot be imported
-    is found now, not after the warm start.
+    The process that runs agents also imports what `[environment]` names: an entry that cannot be
+    imported is found now, not after the warm start.
     """
     if part is parts.ProcessKind.ENGINE and list(arguments) == ["embedded"]:
         from midflight.run.engine.engine_process import run_engine
@@ -89,7 +98,7 @@ async def run_until_asked(
     """Runs the part as the main task; SIGTERM and SIGINT cancel it. Ended by the part or by the
     launcher.
 
-    A failure is told here, before threads that still compute are waited for (I9).
+    It reports a failure before anything waits for threads that still compute (I9).
     """
     task = asyncio.current_task()
     assert task is not None
@@ -107,25 +116,25 @@ async def run_until_asked(
 
 
 def report(error: BaseException, launcher: parts.Launcher) -> None:
-    """The launcher is told first: the log may be on a full disk."""
+    """Tells the launcher first, because the log may be on a full disk."""
     launcher.tell(failure_of(error))
     with suppress(OSError):
         logs.log_failure(error)
 
 
 def failure_of(error: BaseException) -> parts.Failed:
-    """What the launcher must know of it. Of errors that came together, one that a restart cannot
-    mend says most.
+    """What the launcher must know of an error. Where errors came together, one that a restart
+    cannot mend says most.
     """
-    said = [_verdict(one) for one in every_error(error)]
-    verdict, message = next(
-        (one for one in said if one[0] in (parts.Verdict.CONFIG, parts.Verdict.FINAL)), said[0]
-    )
-    trace = (
-        ""
-        if isinstance(first_error(error), parts.ServerLost)
-        else "".join(traceback.format_exception(error))
-    )
+    found = [_verdict(one) for one in every_error(error)]
+    verdict, message = found[0]
+    for one in found:
+        if one[0] in (parts.Verdict.CONFIG, parts.Verdict.FINAL):
+            verdict, message = one
+            break
+    trace = ""
+    if not isinstance(first_error(error), parts.ServerLost):
+        trace = "".join(traceback.format_exception(error))
     return parts.Failed(message, trace, verdict)
 
 
@@ -146,7 +155,7 @@ def _verdict(error: BaseException) -> tuple[parts.Verdict, str]:
 
 
 def stop(task: asyncio.Task[None]) -> None:
-    """Asked to end: what hangs then ends with the process."""
+    """Cancels the part. What hangs then ends with the process."""
     task.cancel()
     end_soon(1)
 
@@ -179,15 +188,7 @@ def main() -> int:
         if not line:
             return 0
         spec = parts.decode_spec(line)
-        assert isinstance(
-            spec,
-            {
-                parts.ProcessKind.ENGINE: parts.EngineSpec,
-                parts.ProcessKind.ROLLOUT: parts.RolloutSpec,
-                parts.ProcessKind.WORKER: parts.WorkerSpec,
-                parts.ProcessKind.TRAINER: parts.TrainerSpec,
-            }[part],
-        )
+        assert isinstance(spec, SPECS[part])
         # modules live as long as the process; only what a run makes is worth looking at
         gc.freeze()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

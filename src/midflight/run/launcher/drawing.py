@@ -1,5 +1,5 @@
-"""How long the tasks of datasets take to be drawn, found out by drawing some: what is counted is
-work, not the time that passes.
+"""How long the tasks of datasets take to be drawn. It is found out by drawing some, and what is
+counted is work, not the time that passes.
 """
 
 import time
@@ -9,11 +9,11 @@ from typing import cast
 from midflight.config.sources import DATASET_SIZE, SourceSection, num_draws
 
 DRAWING_SECONDS = 20.0
-"""Processor time for which tasks are drawn; what more of them take is reckoned from that. Nothing
-is refused for it.
+"""Processor time for which tasks are drawn. The time of all is estimated from those. Nothing is
+refused for it.
 """
 SAY_SECONDS = 1.0
-"""Processor time from one word about it to the next."""
+"""Processor time between two words to the user."""
 FEW = 200
 """Tasks of a dataset that are drawn instead, where all would take longer."""
 
@@ -23,8 +23,9 @@ class TakesLonger(Exception):
 
 
 class TaskDrawing:
-    """Hears of each entry that is drawn. Counts from the first one on: what is imported or made
-    before takes its time once, however many tasks there are."""
+    """Measures a drawing, of which it hears each entry. It counts from the first one on: what is
+    imported or made before takes its time once, however many tasks there are.
+    """
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class TaskDrawing:
         say: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`seconds` of the clock after which it raises `TakesLonger`, by default
+        """After `seconds` of the clock it raises `TakesLonger`. The default is
         `DRAWING_SECONDS`.
         """
         self._total = sum(num_draws(section) for section in sections if section.dataset is not None)
@@ -42,7 +43,9 @@ class TaskDrawing:
         self._say = say
         self._clock = clock
         self._number = 0
-        self._began = self._now = self._said = 0.0
+        self._began = 0.0
+        self._now = 0.0
+        self._said = 0.0
 
     def drawn(self) -> None:
         """One more entry is there."""
@@ -59,7 +62,8 @@ class TaskDrawing:
     @property
     def whole_seconds(self) -> float:
         """About how much processor time all tasks take."""
-        return (self._now - self._began) * max(self._total, self._number) / max(self._number - 1, 1)
+        drawn = max(self._number - 1, 1)  # the first is not measured: the clock begins with it
+        return (self._now - self._began) * max(self._total, self._number) / drawn
 
 
 def with_few(source: SourceSection) -> SourceSection:

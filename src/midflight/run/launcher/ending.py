@@ -1,5 +1,5 @@
-"""Running what a command does, in any thread and beside any event loop: to its end, or until a
-signal or another thread asks for it.
+"""How a command's work is run until its end, or until a signal or another thread asks for its end.
+It may run in any thread and beside any event loop.
 """
 
 import asyncio
@@ -13,23 +13,23 @@ from typing import Any
 from midflight.errors import first_error
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What ends a command in order; once more of any ends it at once."""
+"""One of these ends a command in order; one more ends it at once."""
 LOOK_SECONDS = 0.2
-"""A signal that the system gave to another thread does not wake the main one: it is seen when that
-looks up.
+"""The time between two looks of a main thread that waits. A signal that the system gave to another
+thread does not wake it, and is seen at the next look.
 """
 
 
 class Stop:
-    """Asks a command to end: in order at first; asked again, it does not wait for its parts any
-    more. From any thread.
+    """Asks a command to end, from any thread. Asked once, the command ends in order; asked again,
+    it no longer waits for its parts.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal may ask in the midst of asking
         self._cancel: Callable[[], None] | None = None
         self.asked: signal.Signals | None = None
-        """As what it was asked first; none if it was not."""
+        """The signal by which it was asked first. None while it was not."""
 
     def ask(self, number: signal.Signals = signal.SIGINT) -> None:
         with self._lock:
@@ -38,8 +38,8 @@ class Stop:
                 self._cancel()
 
     def reaches(self, cancel: Callable[[], None] | None) -> None:
-        """From now on it is asked by `cancel`, also where somebody has asked already; none where it
-        has ended. `cancel` may come from any thread.
+        """From now on `cancel` asks the command to end, at once where somebody has asked already.
+        It is called from any thread. None says that the command has ended.
         """
         with self._lock:
             self._cancel = cancel
@@ -48,16 +48,18 @@ class Stop:
 
 
 def main_task(main: Coroutine[Any, Any, object], *, stop: Stop | None = None) -> int:
-    """Runs to the end, or until a signal of `STOPS` or `stop` asks for it, which cancels it: 130,
-    143 or 129. Whoever asks again cuts short what it waits for then, so that parts are killed and
-    not waited for. `nohup` stays in force.
+    """Runs `main` to its end and returns 0. A signal of `STOPS`, or `stop`, cancels it: then it
+    returns 130, 143 or 129. A second one cuts short what it waits for while it ends, so that parts
+    are killed and not waited for. `nohup` stays in force.
 
     Signals reach the main thread of a program alone: elsewhere they stay as they are. Where an
-    event loop runs already, as in a notebook, it runs in a thread of its own, for which this one
-    waits; a `KeyboardInterrupt` while it waits is SIGINT.
+    event loop runs already, as in a notebook, `main` runs in a thread of its own, for which this
+    one waits; a `KeyboardInterrupt` while it waits is SIGINT.
     """
     asked = stop or Stop()
-    return _in_thread(main, asked) if _loop_runs() else asyncio.run(_until_asked(main, asked))
+    if _loop_runs():
+        return _in_thread(main, asked)
+    return asyncio.run(_until_asked(main, asked))
 
 
 def _loop_runs() -> bool:
@@ -95,7 +97,7 @@ async def _until_asked(main: Coroutine[Any, Any, object], stop: Stop) -> int:
 
 
 def _in_thread(main: Coroutine[Any, Any, object], stop: Stop) -> int:
-    """Waits for it, and looks up now and then; ended by it."""
+    """Waits for the end of `main`, and looks up now and then for signals."""
     ended: Future[int] = Future()
 
     def run() -> None:
@@ -114,7 +116,7 @@ def _in_thread(main: Coroutine[Any, Any, object], stop: Stop) -> int:
 
 @contextmanager
 def _interrupts(stop: Stop) -> Generator[None]:
-    """An interrupt asks for the end, and is no error."""
+    """Turns an interrupt, which would be an error, into a request for the end."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,5 +1,5 @@
-"""The engines of a ring, over all their lives: started again where they live, moved where their
-machine is lost, joined where there was no room for them at first.
+"""The engines of a ring, over all their lives. An engine that dies is started again. It moves
+where its machine is lost, and joins later where there was no room for it at first.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -22,6 +22,7 @@ from midflight.config.seats import config_in_place, engine_resources, engines_mi
 from midflight.config.sections import Config
 from midflight.errors import RunFailed, first_error
 from midflight.observe.readable import duration
+from midflight.run.launcher.access import Access
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.killed import KilledStarts, is_told, why_ended, why_killed
 from midflight.run.parts import (
@@ -42,17 +43,17 @@ if TYPE_CHECKING:
     from midflight.run.api.membership import MembershipClient
 
 REMINDER_SECONDS = 30.0
-"""After which it is said that requests wait for an engine; again each time that this has
-doubled.
+"""After so long the user is told that requests wait for an engine, and again each time that this
+has doubled.
 """
 AGAIN_SECONDS = 2.0
-"""Between two attempts at a gateway that does not answer yet."""
+"""The time between two attempts at a gateway that does not answer yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePart:
-    """One engine process, in all its lives. `url` is of a server that it attaches to; `model` of
-    the teacher, which has its own.
+    """One engine process, in all its lives. `url` is the address of a server that it attaches to.
+    `model` is the teacher's, which has its own.
     """
 
     name: str
@@ -68,19 +69,9 @@ class EnginePart:
         return f"http://{self.place.host}:{self.place.port}"
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Where engines join a run, and by which tokens."""
-
-    gateway: str
-    control_token: str
-    engine_token: str
-    segment: str
-
-
 class Engines:
-    """`start` and `follow` are the ring's: a process is started, and heard until it ends. `serving`
-    are the parts that have come up.
+    """Keeps the engines running. `start` starts a process, and `follow` hears it until it ends.
+    `serving` are the parts that have come up.
     """
 
     def __init__(
@@ -97,9 +88,10 @@ class Engines:
         memory: Callable[[], str],
         holds: bool,
     ) -> None:
-        """`memory`: what there is, what the parts are estimated to take, and the remedy, in
-        sentences. `holds`: requests wait for an engine for as long as one is started, however often
-        that is killed; else the run ends when nothing comes of it, see `killed`."""
+        """`memory` says in sentences what there is, what the parts are estimated to take, and what
+        helps. With `holds`, requests wait for an engine for as long as one is started, however
+        often that is killed; else the run ends when nothing comes of it, see `killed`.
+        """
         self._config = config
         self._places = places
         self._access = access
@@ -114,15 +106,15 @@ class Engines:
         self.parts: dict[str, EnginePart] = {}
         self._up: dict[str, asyncio.Event] = {}
         self._apart = set[str]()
-        """Those that answer what is not trained, and nothing else."""
+        """Engines that answer what is not trained, and nothing else."""
         self._spent = set[str]()
-        """Those that wait for a restart to come back."""
+        """Engines that wait for a restart to come back."""
         self._reminders: dict[str, asyncio.TimerHandle] = {}
-        """When it is said again that requests wait for an engine."""
+        """When the user is told again that requests wait for an engine."""
 
     async def take(self, *, with_teacher: bool) -> Sequence[Coroutine[Any, Any, None]]:
-        """Places for the engines that the run starts with. Returns what keeps them, and what has
-        the others join.
+        """Takes places for the engines that the run starts with. Returns the loops that keep them,
+        and those that have the others join.
         """
         section = self._config.engine
         teacher = self._config.distillation.teacher
@@ -134,24 +126,23 @@ class Engines:
             EnginePart(f"engine{index}", section.kind, place.result(), url=urls[index])
             for index, place in enumerate(taken)
         ]
-        self._apart = {
-            part.name for part in first[least - self._config.environment.untracked.engines :]
-        }
+        num_trained = least - self._config.environment.untracked.engines
+        self._apart = {part.name for part in first[num_trained:]}
         if teacher is not None and with_teacher:
-            first.append(
-                EnginePart(TEACHER, "embedded", await self._take(TEACHER), model=str(teacher))
-            )
+            place = await self._take(TEACHER)
+            first.append(EnginePart(TEACHER, "embedded", place, model=str(teacher)))
         self.parts = {part.name: part for part in first}
-        later = [
-            self.join(f"engine{index}", url) for index, url in enumerate(urls) if index >= least
-        ]
-        return [*(self.keep(part) for part in first), *later]
+        loops = [self.keep(part) for part in first]
+        for index, url in enumerate(urls):
+            if index >= least:
+                loops.append(self.join(f"engine{index}", url))
+        return loops
 
     def _take(self, name: str, *, for_ever: bool = False) -> Coroutine[Any, Any, Place]:
         server = server_of(self._config, name)
-        wants = (
-            None if server is None else Wants(engine_resources(self._config, server), server.host)
-        )
+        wants = None
+        if server is not None:
+            wants = Wants(engine_resources(self._config, server), server.host)
         return self._places.take(ProcessKind.ENGINE, for_ever=for_ever, wants=wants)
 
     def addresses(self) -> dict[str, str]:
@@ -163,15 +154,9 @@ class Engines:
             event.set()
 
     async def join(self, name: str, url: str | None) -> None:
-        await self.keep(
-            EnginePart(
-                name,
-                self._config.engine.kind,
-                await self._elsewhere(name, for_ever=True),
-                url=url,
-                joins=True,
-            )
-        )
+        """Waits for a place, however long that takes, and then keeps the engine there."""
+        place = await self._elsewhere(name, for_ever=True)
+        await self.keep(EnginePart(name, self._config.engine.kind, place, url=url, joins=True))
 
     async def keep(self, part: EnginePart) -> None:
         """Runs one engine, and starts it again when it dies: it comes back with the first weights,
@@ -191,16 +176,14 @@ class Engines:
         failure = await self._life(part)
         was_killed_early = failure.was_killed and part.name not in self._serving
         if part.name in self._serving:
+            self._killed.forget([part.name])
             self._killed.forget(
-                [
-                    part.name,
-                    *(one for one in self.parts if part.name in self._others(one, self.parts)),
-                ]
+                one for one in self.parts if part.name in self._others(one, self.parts)
             )
         self._serving.discard(part.name)
         if not (part.place.lost or part.place.is_recalled):
-            # Whoever kills an engine that loads its model says nothing about the model.
-            failure = self._killed_early(failure) if was_killed_early else failure
+            if was_killed_early:  # which says nothing about the model
+                failure = self._killed_early(failure)
             left = await self._may_restart(failure, counts=not was_killed_early)
             return replace(part, joins=left or part.joins)
         if part.name == TEACHER:
@@ -210,30 +193,26 @@ class Engines:
         return replace(part, place=await self._elsewhere(part.name), joins=True)
 
     def _killed_early(self, failure: PartFailed) -> PartFailed:
-        """The failure of an engine that was killed while it started, with what can be done, now and
-        then. `RunFailed` where none can be started.
+        """The failure of an engine that was killed while it started. After some kills it also says
+        what can be done. `RunFailed` where no engine can be started.
         """
         name = failure.part
         num = self._killed.add(name)
         others = [] if name == TEACHER else self._others(name, self.parts)
         may_come_up = [one for one in others if one not in self._spent]
-        if (
-            not self._holds
-            and not self._serving.intersection(others)
-            and self._killed.have_ended([name, *may_come_up])
-        ):
-            raise RunFailed(
-                f"{why_ended(sorted([name, *may_come_up]), self._memory())}\n{failure}"
-            ) from failure
-        return (
-            PartFailed(f"{failure}\n{why_killed(num, name, self._memory())}", part=name)
-            if is_told(num)
-            else failure
-        )
+        candidates = [name, *may_come_up]
+        works = self._holds or bool(self._serving.intersection(others))
+        if not works and self._killed.have_ended(candidates):
+            why = why_ended(sorted(candidates), self._memory())
+            raise RunFailed(f"{why}\n{failure}") from failure
+        if not is_told(num):
+            return failure
+        return PartFailed(f"{failure}\n{why_killed(num, name, self._memory())}", part=name)
 
     async def _elsewhere(self, name: str, *, for_ever: bool = False) -> Place:
-        """Waits for a place, while others serve longer than the limit of one that the run needs. A
-        seat that dies as it is taken is another death of the engine."""
+        """Waits for a place: while other engines serve, longer than for one that the run needs. A
+        seat that dies as it is taken is another death of the engine.
+        """
         while True:
             try:
                 return await self._take(name, for_ever=for_ever)
@@ -252,7 +231,8 @@ class Engines:
             return failure
         try:
             beside = [self._announce(part)] if part.joins else []
-            beside += [] if part.name == TEACHER else [self._leave(part)]
+            if part.name != TEACHER:
+                beside.append(self._leave(part))
             await serve_while(self._follow_on(part, engine), *beside)
             failure = PartFailed(f"{part.name} ended, though nobody asked it to", part=part.name)
         except BaseExceptionGroup as errors:
@@ -281,7 +261,7 @@ class Engines:
 
     @asynccontextmanager
     async def _members(self) -> AsyncGenerator["MembershipClient"]:
-        """The gateway's. `PartLost` where it does not answer."""
+        """Opens the membership of the gateway. `PartLost` where it does not answer."""
         # only here does the launcher ask anybody
         from midflight.run.api.membership import MembershipClient
         from midflight.wire.client import HttpClient
@@ -301,19 +281,18 @@ class Engines:
             async with self._members() as members:
                 seconds = self._config.gateway.drain_seconds + self._config.run.stall_seconds
                 answer = await members.leave(part.name, force=True, seconds=seconds)
-            said += (
-                f": {msgspec.json.decode(answer.content)['resumed']} requests go on elsewhere"
-                if answer.status == 200
-                else ""
-            )
+            if answer.status == 200:
+                resumed = msgspec.json.decode(answer.content)["resumed"]
+                said += f": {resumed} requests go on elsewhere"
         except PartLost as lost:  # nobody asks anything of it then
             said += f"; the gateway {lost}"
         raise PartFailed(said, part=part.name)
 
     async def _announce(self, part: EnginePart) -> None:
-        """Tells the gateway where the engine is. Waits until the engine serves, and for the
-        gateway, which may not serve yet, and which asks the engine what it is: the larger its
-        weights, the longer that takes."""
+        """Tells the gateway where the engine is. Waits until the engine serves, and then for the
+        gateway. The gateway may not serve yet, and it asks the engine what it is, which takes the
+        longer the larger its weights are.
+        """
         from midflight.run.api.membership import EngineAddress
 
         await self._up[part.name].wait()
@@ -335,7 +314,9 @@ class Engines:
             )
 
     def _others(self, name: str, among: Collection[str]) -> Sequence[str]:
-        """The other engines `among` these parts; for one that is trained, those that are."""
+        """The other engines `among` these parts. For an engine whose answers are trained, only such
+        engines.
+        """
         unlike = set[str]() if name in self._apart else self._apart
         return sorted((self.parts.keys() & among) - {TEACHER, name} - unlike)
 
@@ -352,11 +333,11 @@ class Engines:
                 )
 
     async def _may_restart(self, failure: PartFailed, *, counts: bool) -> bool:
-        """Waits for an engine's back-off. Says whether it has left the run meanwhile, as one does
-        that answers what is not trained.
+        """Waits for an engine's back-off. Returns whether the engine has left the run meanwhile, as
+        one does that answers what is not trained.
 
-        A spent budget is the failure, unless another engine serves or can still come up: then it is
-        a longer wait.
+        Raises the failure when the budget is spent, unless another engine serves or can still come
+        up: then the wait is longer.
         """
         name = failure.part
         now = asyncio.get_running_loop().time
@@ -370,11 +351,8 @@ class Engines:
             if not others or name == TEACHER:
                 raise failure
             back = budget.seconds_to_next(now())
-            self._say(
-                Restarted(
-                    name, f"{failure}\nIts restarts are spent; {self._said_of(others)}.", 0, back
-                )
-            )
+            error = f"{failure}\nIts restarts are spent; {self._said_of(others)}."
+            self._say(Restarted(name, error, 0, back))
             if name in self._apart and not left:
                 await self._give_up(name)
                 left = True
@@ -385,15 +363,15 @@ class Engines:
         return left
 
     def _said_of(self, engines: Sequence[str]) -> str:
-        """What they do now, as a sentence."""
+        """What these engines do now, as a sentence."""
         serving = [name for name in engines if name in self._serving]
         if serving:
             return f"{', '.join(serving)} goes on"
         return f"{', '.join(engines)} is being started, and requests wait for that"
 
     def _remind(self, name: str, *, since: float, seconds: float) -> None:
-        """Says after so long, and each time that this has doubled, that requests wait, if no engine
-        serves then.
+        """Says that requests wait if no engine serves after `seconds`, and again each time that
+        this has doubled.
         """
         loop = asyncio.get_running_loop()
 

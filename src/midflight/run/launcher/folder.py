@@ -1,4 +1,4 @@
-"""A run's folder: what lies in it that is worth keeping, and what a new run removes.
+"""The files of a run's folder, which of them are worth keeping, and which a new run removes.
 
 A run that could go on, or that has finished, is replaced only by `--overwrite`, which sets it aside
 until the new one has made its first step.
@@ -28,7 +28,7 @@ JOURNAL = "metrics.jsonl"
 ROWS = "data.jsonl"
 """What a Python program gave as data, an object a line."""
 POSTED = "posted.jsonl"
-"""What clients gave as tasks: only `--overwrite` takes it from a run."""
+"""What clients gave as tasks. Only `--overwrite` removes it."""
 PRODUCTS = (
     "endpoint.json",
     JOURNAL,
@@ -50,7 +50,7 @@ TRACKED = ("shards", "trackers", "tensorboard", "wandb", "mlruns", "trackio")
 MODELS = ("checkpoints", "first", "start", "reference", "model", "adapter", "weights")
 LOGS = "logs"
 FAILED_LOGS = "failed-logs"
-"""Of a run that did not get as far as its first step, where another came back."""
+"""The logs of a run that ended before its first step, where the run before it came back."""
 
 
 def kept(folder: Path) -> str | None:
@@ -60,7 +60,9 @@ def kept(folder: Path) -> str | None:
     if can_go_on(folder):
         return "a run that can go on"
     journal = folder / JOURNAL
-    return "the numbers of a run" if journal.is_file() and journal.stat().st_size else None
+    if journal.is_file() and journal.stat().st_size:
+        return "the numbers of a run"
+    return None
 
 
 def can_go_on(folder: Path) -> bool:
@@ -68,8 +70,8 @@ def can_go_on(folder: Path) -> bool:
 
 
 def prepare(folder: Path, config: Config, *, resume: bool) -> None:
-    """A new run starts in a clean folder; only what an earlier run made is removed. Its whole
-    configuration is kept there.
+    """Cleans the folder for a new run, and writes its whole configuration there. Only what an
+    earlier run made is removed.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,16 +82,15 @@ def prepare(folder: Path, config: Config, *, resume: bool) -> None:
                 shutil.rmtree(folder / name, ignore_errors=True)
         (folder / JOURNAL).touch()
         write_whole(folder / CONFIG, as_toml(config).encode())
-        write_whole(
-            folder / MACHINE, msgspec.json.format(msgspec.json.encode(machine()), indent=2) + b"\n"
-        )
+        described = msgspec.json.format(msgspec.json.encode(machine()), indent=2)
+        write_whole(folder / MACHINE, described + b"\n")
     except OSError as error:
         raise unwritable(folder, error) from error
 
 
 def clear(folder: Path) -> None:
-    """Removes what a run made, but for its logs, which say why after a crash, and what it was
-    given, from which it begins again.
+    """Removes what a run made. Its logs stay, because they say why it crashed, and so does what it
+    was given, because it begins again from that.
     """
     for name in PRODUCTS:
         (folder / name).unlink(missing_ok=True)
@@ -98,15 +99,15 @@ def clear(folder: Path) -> None:
 
 
 def num_bytes_of_run(folder: Path) -> int:
-    """Of what a run leaves there that is written anew: a new one deletes it, one that goes on
-    replaces it.
+    """Bytes of what a run leaves there and another writes anew: a new run deletes it, one that goes
+    on replaces it.
     """
-    return sum(
-        path.stat().st_size
-        for name in MODELS
-        for path in (folder / name).rglob("*")
-        if path.is_file()
-    )
+    num_bytes = 0
+    for name in MODELS:
+        for path in (folder / name).rglob("*"):
+            if path.is_file():
+                num_bytes += path.stat().st_size
+    return num_bytes
 
 
 def unwritable(folder: Path, error: OSError) -> ConfigError:
@@ -120,16 +121,18 @@ def unwritable(folder: Path, error: OSError) -> ConfigError:
 
 
 def places_of(folder: Path, config: Config) -> list[AsidePlace]:
-    """Where the run lies that a run of this configuration would replace: in the folder, and its
+    """The places of the run that a run of this configuration would replace: the folder, and its
     store where that is elsewhere.
     """
-    own = AsidePlace(".", None, (*PRODUCTS, ROWS, POSTED, CONFIG, *DRAFTS, LOGS, *TRACKED, *MODELS))
+    names = (*PRODUCTS, ROWS, POSTED, CONFIG, *DRAFTS, LOGS, *TRACKED, *MODELS)
+    own = AsidePlace(".", None, names)
     disks = {
         disk
         for disk in (store_folder_of(folder), config.run.store_folder)
         if disk is not None and disk.is_dir()
     }
-    return [own, *(_place_of_store(store_path(folder, disk)) for disk in sorted(disks))]
+    stores = [_place_of_store(store_path(folder, disk)) for disk in sorted(disks)]
+    return [own, *stores]
 
 
 def _place_of_store(store: Path) -> AsidePlace:
@@ -141,7 +144,7 @@ def _place_of_store(store: Path) -> AsidePlace:
 
 
 def set_aside(folder: Path, config: Config) -> None:
-    """Sets the run aside that the folder holds. `ConfigError` where that is not possible: then
+    """Sets aside the run that the folder holds. `ConfigError` where that is not possible: then
     nothing has changed.
     """
     places = places_of(folder, config)
@@ -156,8 +159,8 @@ def set_aside(folder: Path, config: Config) -> None:
 
 
 def replaces(folder: Path) -> bool:
-    """Whether the run in the folder has made its first step, so that the one before it is not
-    wanted any more.
+    """Whether the run in the folder has made its first step, so that nobody wants the one before it
+    any more.
     """
     if (folder / "model").exists() or (folder / "adapter").exists():
         return True
@@ -167,14 +170,14 @@ def replaces(folder: Path) -> bool:
 
 
 def _is_step(line: bytes) -> bool:
-    """Not of a line that a crash cut short."""
+    """Whether the line says that a step was made. A line that a crash cut short does not."""
     with suppress(msgspec.DecodeError):
         return isinstance(decode_line(line), StepLine)
     return False
 
 
 def put_back(folder: Path) -> None:
-    """Puts the run back that is aside. Logs of a new one that had begun in its place stay, under
+    """Puts back the run that is aside. Logs of a new one that had begun in its place stay, under
     another name.
     """
     logs = folder / LOGS

@@ -1,13 +1,13 @@
-"""One address for a run with several gateways: each request goes on to the gateway whose session it
-names, as it is.
+"""A proxy that gives a run with several gateways one address. It forwards each request, as it is, to
+the gateway whose session the request names.
 
-Stateless: an id begins with its gateway (`mf-s1-...`), so a front that was started again, or a
-second one, knows as much.
+It has no state: an id begins with its gateway (`mf-s1-...`), so a front that was started again, or
+a second one, knows as much.
 """
 
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import count
 from pathlib import Path
@@ -49,16 +49,17 @@ OPENS = f"{PREFIX}/sessions"
 
 
 class Routes:
-    """Which gateway a request is for. Synchronous."""
+    """Chooses the gateway of a request. Synchronous."""
 
     def __init__(self, num_gateways: int) -> None:
         self._num_gateways = num_gateways
         self._opened = count()
 
     def shard_of(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> int:
-        """By the session in the path, else by that of the key. New sessions go to each in turn;
-        whatever names none goes to the first, where a session of a gateway that this run does not
-        have is unknown, too."""
+        """Chooses by the session in the path, else by that of the key. New sessions go to each
+        gateway in turn. A request that names no session goes to the first gateway, and so does one
+        for a gateway that this run does not have: the session is unknown there too.
+        """
         if method == "POST" and path == OPENS:
             return next(self._opened) % self._num_gateways
         found = _SHARD.search(path) or _SHARD.match(key_in(headers) or "")
@@ -67,12 +68,12 @@ class Routes:
 
 
 class Front:
-    """An ASGI application. Sees of a request its path, head and whole body, and of an answer each
-    piece as it comes.
+    """An ASGI application. It sees the path, head and whole body of a request, and each piece of an
+    answer as that comes.
     """
 
     def __init__(self, urls: Sequence[str]) -> None:
-        """Of the gateways, in their order."""
+        """`urls` are those of the gateways, in their order."""
         self._routes = Routes(len(urls))
         self._open = AsyncExitStack()
         self._gateways = [HttpClient(url, lost=PartLost) for url in urls]
@@ -88,15 +89,15 @@ class Front:
     async def serve(
         self, listener: socket.socket, *, names: Sequence[str], ready: Callable[[], None]
     ) -> None:
-        """Until cancelled."""
+        """Answers requests until it is cancelled."""
         async with self:
             await serve_app(
                 guarded(self, host=listener.getsockname()[0], names=names), listener, ready=ready
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Waits for the client's body and for the gateway, as long as the client does; an answer
-        that breaks off there breaks off here.
+        """Waits for the client's body and for the gateway, as long as the client does. An answer
+        that the gateway breaks off is broken off here too.
         """
         if scope["type"] != "http":
             return
@@ -110,14 +111,10 @@ class Front:
         except PartLost:
             if begun:
                 raise
-            await send_fault(
-                send,
-                fault_of(
-                    EngineUnavailable(
-                        "the session's gateway is away: it is started again; ask again in a moment."
-                    )
-                ),
+            away = EngineUnavailable(
+                "the session's gateway is away: it is started again; ask again in a moment."
             )
+            await send_fault(send, fault_of(away))
         except Exception as error:  # the edge: every error becomes an answer
             if begun:
                 raise
@@ -126,22 +123,17 @@ class Front:
     async def _forward(
         self, scope: Scope, body: bytes, send: Send, begin: Callable[[bool], None]
     ) -> None:
-        gateway = self._gateways[
-            self._routes.shard_of(scope["method"], scope["path"], headers_of(scope))
-        ]
+        shard = self._routes.shard_of(scope["method"], scope["path"], headers_of(scope))
+        gateway = self._gateways[shard]
         query = scope["query_string"].decode("latin-1")
         path = scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
-        asked = {
+        headers = {
             name.decode("latin-1"): value.decode("latin-1")
-            for name, value in scope["headers"]
-            if name.lower() not in _OF_HOP
+            for name, value in _end_to_end(scope["headers"])
         }
-        async with gateway.open(
-            scope["method"], path, body, headers={**asked, "accept-encoding": "identity"}
-        ) as answer:
-            head = [
-                (name, value) for name, value in answer.raw_headers if name.lower() not in _OF_HOP
-            ]
+        headers["accept-encoding"] = "identity"
+        async with gateway.open(scope["method"], path, body, headers=headers) as answer:
+            head = _end_to_end(answer.raw_headers)
             begin(True)
             await send({"type": "http.response.start", "status": answer.status, "headers": head})
             async for piece in answer.content.iter_any():
@@ -149,18 +141,21 @@ class Front:
             await send({"type": "http.response.body", "body": b""})
 
 
+def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers that are forwarded."""
+    return [(name, value) for name, value in headers if name.lower() not in _OF_HOP]
+
+
 def gateways_of(run: Path) -> list[str]:
-    """Their addresses, by the `endpoint.json` of each. `ConfigError` where the run does not go
-    on.
+    """The addresses of a run's gateways, as the `endpoint.json` of each says. `ConfigError` where
+    the run does not go on.
     """
-    folders = [
-        run,
-        *sorted((store.parent for store in shard_stores(run)), key=lambda folder: int(folder.name)),
-    ]
+    shards = [store.parent for store in shard_stores(run)]
+    shards.sort(key=lambda folder: int(folder.name))
     try:
         return [
             msgspec.json.decode((folder / NAME).read_bytes(), type=Endpoint).url
-            for folder in folders
+            for folder in [run, *shards]
         ]
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(

@@ -1,11 +1,38 @@
-"""The rollout processes of a ring, where there are several."""
+"""The rollout processes of a ring: one, or several with a gateway each.
 
+| loop | consumes | waits for | unblocked by |
+|---|---|---|---|
+| `Gateways.keep` (one each) | the process's messages | its end, which is an error before the trainer's; of several, then its restart | cancellation |
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+from midflight.config.agent import entries_of
+from midflight.config.derived import num_workers
 from midflight.config.sections import Config
+from midflight.config.shards import shard_of
 from midflight.observe.status import Status, together
-from midflight.run.places.port import Place
+from midflight.run.launcher.access import Access
+from midflight.run.launcher.budgets import Budgets
+from midflight.run.launcher.children import Children
+from midflight.run.launcher.engines import Engines
+from midflight.run.parts import (
+    TEACHER,
+    Message,
+    ModelReady,
+    ProcessKind,
+    Purpose,
+    RolloutSpec,
+    Spec,
+)
+from midflight.run.places.port import Child, PartFailed, Place, Places
+
+OTHERS_STAY = "It goes on from its store; trainer, engines and the other gateways stay."
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +42,8 @@ class GatewayPart:
     shard: int
     place: Place
     config: Config
+    workers: tuple[str, ...] = ()
+    """Names of the processes that run its agents; none where it runs them itself, or has none."""
 
     @property
     def name(self) -> str:
@@ -29,14 +58,121 @@ class GatewayPart:
         return f"http://{self.place.host}:{self.place.port}"
 
 
+async def take_gateways(config: Config, places: Places, purpose: Purpose) -> list[GatewayPart]:
+    """Takes a place for each rollout process of a run, the one that clients know first."""
+    section = config.gateway
+    taken = [await places.take(ProcessKind.ROLLOUT, host=section.host, port=section.port)]
+    for _ in range(1, section.shards):
+        taken.append(await places.take(ProcessKind.ROLLOUT, host=section.host))
+    parts: list[GatewayPart] = []
+    for shard, place in enumerate(taken):
+        own = shard_of(config, shard)
+        number = 0 if purpose is Purpose.SERVE else num_workers(own.environment)
+        first = shard * number
+        workers = tuple(f"worker{index}" for index in range(first, first + number))
+        parts.append(GatewayPart(shard, place, own, workers))
+    return parts
+
+
+class Gateways:
+    """Keeps the rollout processes running. With several, one that dies is started again alone,
+    within its budget, and goes on from its store.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parts: Sequence[GatewayPart],
+        children: Children,
+        *,
+        engines: Engines,
+        access: Access,
+        worker_token: str,
+        budgets: Budgets,
+        purpose: Purpose,
+        say: Callable[[Message], None],
+    ) -> None:
+        """`worker_token` is what workers show to gateways."""
+        self._config = config
+        self._parts = parts
+        self._children = children
+        self._engines = engines
+        self._access = access
+        self._worker_token = worker_token
+        self._budgets = budgets
+        self._purpose = purpose
+        self._say = say
+
+    async def keep(self, part: GatewayPart) -> None:
+        """Runs one rollout process until that has ended as it should, or cannot be started
+        again.
+        """
+        again = False
+        while True:
+            try:
+                await self._life(part, again=again)
+                return
+            except PartFailed as failure:
+                possible = len(self._parts) > 1 and part.name in self._children.ready
+                restart = self._budgets.spend_on(
+                    failure, now=asyncio.get_running_loop().time(), possible=possible
+                )
+            self._say(msgspec.structs.replace(restart, error=f"{restart.error}\n{OTHERS_STAY}"))
+            self._children.ready.discard(part.name)
+            # a failed one may linger, and its successor listens on the same socket
+            await self._children.kill(part.name)
+            await asyncio.sleep(restart.seconds)
+            again = True
+
+    async def _life(self, part: GatewayPart, *, again: bool) -> None:
+        """Waits for the end of one process. In training that is an error, because the trainer ends
+        first.
+        """
+        rollout = await self._start(part)
+        addresses = self._engines.addresses()
+        teacher = addresses.pop(TEACHER, None)
+
+        def spec(model: ModelReady) -> Spec:
+            return RolloutSpec(
+                config=part.config.model_dump_json(),
+                model=model.folder,
+                socket_fd=part.place.fd,
+                url=part.url,
+                token=self._access.engine_token,
+                control_token=self._access.control_token,
+                engines=addresses,
+                teacher=teacher,
+                worker_token=self._worker_token if part.workers else None,
+                workers=part.workers,
+                purpose=self._purpose,
+                version=model.version,
+                checkpoint=None if again else model.checkpoint,
+                alarms=() if again else model.alarms,
+                shard=part.shard,
+                owner=self._access.gateway if part.shard else None,
+                again=again,
+            )
+
+        await self._children.brief_and_follow(rollout, spec)
+        if self._purpose is Purpose.TRAIN:
+            raise PartFailed("the rollout process ended before the trainer did", part=rollout.name)
+
+    async def _start(self, part: GatewayPart) -> Child:
+        runs_agents = self._purpose is not Purpose.SERVE and not part.workers
+        entries = entries_of(self._config.environment) if runs_agents else ()
+        return await self._children.start(
+            ProcessKind.ROLLOUT, part.name, part.place, listens=True, writes=True, arguments=entries
+        )
+
+
 class Statuses:
-    """What each said of the run last."""
+    """The last status of the run from each of its rollout processes."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, Status] = {}
 
     def whole(self, name: str, status: Status) -> Status:
-        """The run's, after the word of one of them."""
+        """The run's status, after one rollout process has sent its own."""
         self._by_name[name] = status
-        first, *others = (self._by_name[of] for of in sorted(self._by_name))
+        first, *others = [self._by_name[part] for part in sorted(self._by_name)]
         return together(first, others) if others else status

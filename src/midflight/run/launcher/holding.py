@@ -1,8 +1,8 @@
-"""Which process holds a run's folder, and what it finds there that an earlier one left.
+"""The lock on a run's folder, which one process holds at a time.
 
-One process holds the folder at a time: the lock is the system's, on the file `lock`, which the
-parts that write into the folder inherit, so it ends with the last of them however they die. What
-the file says is for people, and for whoever comes after a crash.
+It is a lock of the system on the file `lock`. The parts that write into the folder inherit it, so
+it ends with the last of them, however they die. What the file says is for people, and for the
+process that comes after a crash.
 """
 
 import fcntl
@@ -22,13 +22,16 @@ from midflight.run.launcher import aside
 from midflight.run.launcher.folder import FAILED_LOGS, put_back, replaces, unwritable
 
 ENDING_SECONDS = 60.0
-"""For the parts of a launcher that was killed to end. They end by themselves in a few seconds, or
-their guards kill them; on a busy machine both come late. What still lives then is named."""
+"""So long the parts of a launcher that was killed may take to end. They end by themselves in a few
+seconds, or their guards kill them; on a busy machine both come late. What still lives then is
+named.
+"""
 
 
 def check_free(folder: Path) -> None:
     """`ConfigError` when another living process holds it."""
-    if (holder := holder_of(folder)) is not None and holder.lives and holder.pid != os.getpid():
+    holder = holder_of(folder)
+    if holder is not None and holder.lives and holder.pid != os.getpid():
         raise _in_use(folder, str(holder))
 
 
@@ -47,7 +50,8 @@ def held(folder: Path, say: Callable[[str], None]) -> Generator[FileIO]:
         raise unwritable(folder, error) from error
     try:
         check_free(folder)
-        if (left := holder_of(folder)) is not None:
+        left = holder_of(folder)
+        if left is not None:
             say(f"{folder} is taken over from {left}, which ended without giving it back.")
         holder = Holder(
             os.getpid(),
@@ -62,7 +66,8 @@ def held(folder: Path, say: Callable[[str], None]) -> Generator[FileIO]:
         _delete_gone(folder, say)
         yield lock
     finally:
-        if (holder := holder_of(folder)) is not None and holder.pid == os.getpid():
+        holder = holder_of(folder)
+        if holder is not None and holder.pid == os.getpid():
             _give_back(folder, lock)
         lock.close()
         restore(folder, say)
@@ -72,8 +77,8 @@ def held(folder: Path, say: Callable[[str], None]) -> Generator[FileIO]:
 
 
 def _give_back(folder: Path, lock: FileIO) -> None:
-    """Where a run is aside the lock stays, without a holder's name: `restore` waits by it for the
-    last parts.
+    """Removes the lock. It stays, without a holder's name, where a run is aside, because `restore`
+    waits by it for the last parts.
     """
     if aside.is_left(folder):
         lock.truncate(0)
@@ -82,12 +87,15 @@ def _give_back(folder: Path, lock: FileIO) -> None:
 
 
 def restore(folder: Path, say: Callable[[str], None]) -> bool:
-    """Puts a run back that is aside, where nobody makes one in its place. Whether it did; where it
-    can't, `say` hears why.
+    """Puts back a run that is aside, where nobody makes one in its place. Returns whether it did;
+    where it can't, `say` hears why.
 
     Waits for the last parts of a launcher that is gone, at most `ENDING_SECONDS`.
     """
-    if not aside.is_left(folder) or ((holder := holder_of(folder)) is not None and holder.lives):
+    if not aside.is_left(folder):
+        return False
+    holder = holder_of(folder)
+    if holder is not None and holder.lives:
         return False
     try:
         lock = _locked(folder / LOCK)
@@ -106,7 +114,7 @@ def restore(folder: Path, say: Callable[[str], None]) -> bool:
 
 
 def _settle(folder: Path, say: Callable[[str], None]) -> bool:
-    """Decides what becomes of a run that is aside. Whether it was put back."""
+    """Gives up a run that is aside, or puts it back. Returns whether it was put back."""
     if not aside.is_left(folder):
         return False
     if aside.is_aside(folder) and replaces(folder):
@@ -114,12 +122,10 @@ def _settle(folder: Path, say: Callable[[str], None]) -> bool:
         return False
     put_back(folder)
     logs = folder / FAILED_LOGS
+    printed = f"; what the new one's parts printed is in {logs}" if logs.is_dir() else ""
     say(
-        (
-            f"{folder}: the run that --overwrite had set aside is back, for the new one ended "
-            "before its first step"
-        )
-        + (f"; what the new one's parts printed is in {logs}." if logs.is_dir() else ".")
+        f"{folder}: the run that --overwrite had set aside is back, for the new one ended before "
+        f"its first step{printed}."
     )
     return True
 
@@ -143,8 +149,8 @@ def _delete_gone(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def _locked(path: Path) -> FileIO:
-    """Waits for the last parts of a launcher that is gone, at most `ENDING_SECONDS`. A living
-    holder is refused at once.
+    """Takes the lock. Waits for the last parts of a launcher that is gone, at most
+    `ENDING_SECONDS`. Where a living process holds it, it is refused at once.
     """
     deadline = time.monotonic() + ENDING_SECONDS
     while True:
@@ -160,10 +166,8 @@ def _locked(path: Path) -> FileIO:
             if holder is not None and holder.lives:
                 raise _in_use(path.parent, str(holder)) from None
             if time.monotonic() > deadline:
-                raise _in_use(
-                    path.parent,
-                    f"what {holder or 'a process'} left behind when it ended: {_users(path)}",
-                ) from None
+                whom = f"what {holder or 'a process'} left behind when it ended: {_users(path)}"
+                raise _in_use(path.parent, whom) from None
             time.sleep(0.05)
 
 

@@ -1,5 +1,5 @@
-"""`midflight join`: one engine in this process that becomes a member of a run anywhere, and leaves
-it in order. Imports torch for one of ours.
+"""What `midflight join` does: one engine in this process becomes a member of a run anywhere, and
+leaves it in order. This imports torch for an engine of ours.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -46,14 +46,14 @@ from midflight.wire.server import listen, serve_app
 E = TypeVar("E", bound=ServedEngine)
 
 SAY_SECONDS = 5.0
-"""Between two times of saying where the engine is: a gateway that was started anew knows of none
-that had joined.
+"""The time after which the gateway is told again where the engine is. A gateway that was started
+anew knows of no engine that had joined.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where a run is joined."""
+    """The address at which a run is joined, and the token for it."""
 
     url: str
     token: str = field(repr=False)
@@ -67,9 +67,9 @@ class Door:
 
 
 async def asked(door: Door, *, name: str, patience_seconds: float) -> EngineNeeds:
-    """What the run needs of an engine. Waits for the answer, at most `patience_seconds`.
-    `ConfigError` where there is none, the token is wrong, its version another, or the name
-    taken.
+    """Asks what the run needs of an engine. Waits for the answer, at most `patience_seconds`.
+    `ConfigError` where there is none, the token is wrong, the run has another version, or the name
+    is taken.
     """
     if not re.fullmatch(r"https?://[^\s/?#@]+/?", door.url):
         raise ConfigError(
@@ -110,13 +110,14 @@ def _check_token(door: Door, answer: Answered) -> None:
 
 
 def default_name() -> str:
-    """Of this process: letters and digits of the machine's name, and the process id."""
-    return f"{re.sub(r'[^A-Za-z0-9-]+', '-', socket.gethostname()).strip('-')[:40] or 'engine'}-{os.getpid()}"
+    """A name for this process: letters and digits of the machine's name, and the process id."""
+    machine = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname()).strip("-")[:40]
+    return f"{machine or 'engine'}-{os.getpid()}"
 
 
 def own_address(url: str) -> str:
-    """The address of this machine on its way to the gateway, by which the gateway finds it too
-    unless there is something between.
+    """The address that this machine has on the way to the gateway. The gateway finds it by the same
+    address, unless there is something between.
     """
     host = urlsplit(url).hostname or ""
     port = urlsplit(url).port or 80
@@ -143,8 +144,9 @@ class JoinedEngine:
         drain_seconds: float,
         say: Callable[[str], None],
     ) -> None:
-        """`patience_seconds`: how long a gateway may stay away before this gives up.
-        `drain_seconds`: how long it lets requests end here when this leaves."""
+        """A gateway may stay away for `patience_seconds` before the engine gives up. It lets
+        requests end here for `drain_seconds` when the engine leaves.
+        """
         self.name = name
         self._door = door
         self._say = say
@@ -154,8 +156,8 @@ class JoinedEngine:
         self._is_member = False
 
     async def run(self, address: EngineAddress, up: asyncio.Event) -> None:
-        """Waits for the engine to be `up`, then says again and again where it is. Ended by
-        cancellation, whereupon it leaves, or by being sent away.
+        """Waits for the engine to be `up`, then says again and again where it is. Ended by being
+        sent away, or by cancellation: then it leaves.
         """
         await up.wait()
         async with self._door.client() as http:
@@ -185,23 +187,18 @@ class JoinedEngine:
             await asyncio.sleep(SAY_SECONDS)
 
     def _hear(self, answer: Answered) -> None:
-        """What ends it the first time may pass later: another engine's name, or a network that was
-        broken for a while.
+        """Takes an answer. An error that ends the first attempt may pass later, such as another
+        engine with this name, or a network that was broken for a while.
         """
         _check_token(self._door, answer)
         if answer.status < 300:
             self._is_member = True
             state = msgspec.json.decode(answer.content, type=MemberState)
-            serving = (
-                f"serves version {state.version}"
-                if state.state == "serving"
-                else state.error or f"is {state.state}"
-            )
-            self._tell(
-                f"{self.name} has joined {self._door.url} and {serving}"
-                if state.state == "serving"
-                else f"{self.name}: {serving}"
-            )
+            if state.state == "serving":
+                joined = f"{self.name} has joined {self._door.url}"
+                self._tell(f"{joined} and serves version {state.version}")
+            else:
+                self._tell(f"{self.name}: {state.error or f'is {state.state}'}")
             return
         message, code = _error_in(answer)
         if code == SentAway.code:
@@ -211,8 +208,8 @@ class JoinedEngine:
         self._tell(message)
 
     async def _leave(self, client: MembershipClient) -> None:
-        """Waits for the requests that may end here; a gateway that is gone, or whoever asks again,
-        ends it.
+        """Waits for the requests that may end here. Ended by them, by a gateway that is gone, or by
+        a second signal.
         """
         self._say(f"{self.name} leaves: its requests may end")
         try:
@@ -227,7 +224,9 @@ class JoinedEngine:
             self._say(f"{self.name} has left" if answer.status < 300 else _error_in(answer)[0])
 
     def _tell(self, text: str) -> None:
-        """Not twice in a row; of versions only the first."""
+        """Says a text, but none twice in a row. Texts that differ in a version alone are the
+        same.
+        """
         key = re.sub(r"version \d+", "version", text)
         if key != self._told:
             self._told = key
@@ -235,7 +234,7 @@ class JoinedEngine:
 
 
 def _bounded(seconds: float) -> float:
-    """For one answer: 0 would be without a limit."""
+    """The limit for one answer. Without this, 0 would be no limit."""
     return max(seconds, SAY_SECONDS)
 
 
@@ -244,13 +243,8 @@ def _error_in(answer: Answered) -> tuple[str, str]:
         error = msgspec.json.decode(answer.content)["error"]
         return str(error["message"]), str(error["code"])
     except (msgspec.DecodeError, KeyError, TypeError):
-        return (
-            (
-                f"the gateway answered {answer.status}: "
-                f"{answer.content[:200].decode(errors='replace')}"
-            ),
-            "",
-        )
+        content = answer.content[:200].decode(errors="replace")
+        return f"the gateway answered {answer.status}: {content}", ""
 
 
 def run(
@@ -263,18 +257,17 @@ def run(
     advertised: str | None,
     patience_seconds: float,
 ) -> int:
-    """Until a signal, or until the run sends the engine away."""
+    """Runs the engine until a signal, or until the run sends it away."""
     model = config.model.path
     assert model is not None
     with Terminal(as_json=config.observe.log_format == "json") as terminal:
         terminal.say(opening.serving(config, logs=False))
         place = (own_address(door.url) if host is None else host, port)
-        drain_seconds = config.gateway.drain_seconds
         joined = JoinedEngine(
             door,
             name,
             patience_seconds=patience_seconds,
-            drain_seconds=drain_seconds,
+            drain_seconds=config.gateway.drain_seconds,
             say=terminal.say,
         )
         return main_task(join(config, model, joined, place, advertised))
@@ -287,8 +280,8 @@ async def join(
     place: tuple[str, int],
     advertised: str | None,
 ) -> None:
-    """Until it is cancelled or sent away, which it leaves in order for; or until the engine dies:
-    nothing is started again here.
+    """Serves until it is cancelled or sent away, and then leaves in order. The death of the engine
+    ends it too: nothing is started again here.
     """
     remove_left()
     with listen(*place) as listener:
@@ -306,7 +299,7 @@ async def join(
             await serve_app(app, listener, ready=up.set)
 
         served = _embedded if config.engine.kind == "embedded" else _server
-        # What has it leave is the main part: the engine goes on until it has left.
+        # The membership is the main part: the engine goes on until it has left.
         await serve_while(joined.run(address, up), served(config, model, joined.name, serve))
 
 

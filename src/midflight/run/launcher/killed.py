@@ -1,5 +1,5 @@
-"""Engines that are killed while they start, again and again, as the kernel does to processes for
-which there is no memory. Synchronous.
+"""Counts how often engines are killed while they start, which the kernel does to processes for which
+there is no memory. Synchronous.
 
 A start that was killed is no death of the model, so it spends no restart (`budgets`). But where
 each start of every engine that could do the work was killed `MAX_KILLED` times, and none of them

@@ -1,5 +1,5 @@
-"""A trainer in all its lives: when a rank of it is lost, all ranks begin again from the last
-checkpoint, and whatever else runs stays.
+"""A trainer in all its lives. When one of its ranks is lost, all ranks begin again from the last
+checkpoint, and everything else goes on.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -21,8 +21,10 @@ STAYS = "The trainer goes on from its last checkpoint; engines, gateway and agen
 
 
 class Lives:
-    """Where another life cannot help, the failure goes on, and all parts may start again: there is
-    no checkpoint yet, the trainer did not come up beside the others, or its budget is spent."""
+    """Starts the trainer again when it fails. Where another life cannot help, the failure is
+    raised, and all parts may start again: there is no checkpoint yet, the trainer did not come up
+    beside the others, or its budget is spent.
+    """
 
     def __init__(
         self,
@@ -46,8 +48,8 @@ class Lives:
     async def lead(
         self, live: Callable[[int], Awaitable[None]], end: Callable[[], Awaitable[None]]
     ) -> None:
-        """`live` is a life by its number, until its last step; `end` leaves nothing of one that
-        failed. See the module.
+        """Waits for the last step. `live` runs the life of a number until its last step; `end`
+        leaves nothing of one that failed.
         """
         number = -1
         while True:

@@ -1,10 +1,11 @@
-"""A short measurement of a model: how it answers the tasks of a project, and how quickly engine and
-trainer compute here.
+"""A short measurement of a model, which tells how it answers the tasks of a project and how quickly
+engine and trainer compute here.
 
-    python -m midflight.run.launcher.measure THREADS      a configuration on standard input;
-    `Measured` as JSON, or what is wrong
+    python -m midflight.run.launcher.measure THREADS
 
-It is bounded by work, not by the clock: so many tokens, fewer of a larger model.
+It reads a configuration from standard input, and writes `Measured` as JSON, or a text that says
+what is wrong. It is bounded by work, not by the clock: it takes so many tokens, fewer of a larger
+model.
 """
 
 import random
@@ -37,8 +38,8 @@ from midflight.types.facts import unheard
 from midflight.weights.transports.select import receiver
 
 WORK = 17_000_000_000
-"""Parameters times steps, or times tokens of the trainer: some seconds of each on a slow core. 126
-of a model of 135 million.
+"""Parameters times steps of the engine, or times tokens of the trainer. Each takes some seconds on a
+slow core. A model of 135 million parameters gets 126 steps.
 """
 FIRST_TOKENS = 64
 """An answer may have so many tokens at first."""
@@ -90,7 +91,7 @@ class Measurement:
         engine = self._engine(tokenizer, longest=questions.lengths[-1])
         rates = tuple((width, self._engine_rate(engine, width)) for width in WIDTHS)
         answers, most = self._answers(engine, questions)
-        said = [tokenizer.decode(answer.token_ids, skip_special=True) for answer in answers]
+        texts = [tokenizer.decode(answer.token_ids, skip_special=True) for answer in answers]
         ended = sorted(
             len(answer.token_ids) for answer in answers if answer.finish.reason != "length"
         )
@@ -104,12 +105,12 @@ class Measurement:
             most_tokens=most,
             num_right=sum(
                 _is_right(text, task, reward)
-                for text, task in zip(said, questions.tasks, strict=True)
+                for text, task in zip(texts, questions.tasks, strict=True)
             ),
             reward=reward,
             closes=_closes(tokenizer),
             question=str(questions.tasks[0].messages[-1].get("content", "")),
-            answer=said[0],
+            answer=texts[0],
             engine_rates=rates,
             trainer_rate=trainer_rate,
         )
@@ -156,15 +157,15 @@ class Measurement:
         return SPEED_ROW * len(rows) / self._seconds(lambda: self._backward(policy, rows))
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """The seconds that this process computes for it, by its threads. The work of other programs
-        on the same cores does not count.
+        """The seconds that this process computes for `work`, divided by its threads. The work of
+        other programs on the same cores does not count.
         """
         began = time.process_time()
         work()
         return (time.process_time() - began) / self._threads
 
     def _row(self, seed: int) -> Example:
-        """Tokens of which no two rows have the same at their beginning."""
+        """Random tokens, so that no two rows begin alike."""
         draw = random.Random(seed)
         ids = [draw.randrange(sizes_of(self._folder).vocab_size) for _ in range(SPEED_ROW)]
         return ids[: SPEED_ROW // 2], ids[SPEED_ROW // 2 :]
@@ -173,9 +174,8 @@ class Measurement:
         predictions = answer_predictions(rows)
         every = np.arange(len(predictions.targets))
         cpu = torch.device("cpu")
-        for micro in split(
-            predictions, every, budget=TRAINED_TOKENS, device=cpu, layout=policy.layout
-        ):
+        micros = split(predictions, every, budget=TRAINED_TOKENS, device=cpu, layout=policy.layout)
+        for micro in micros:
             torch.autograd.backward(-policy(micro, temperature=1.0)[0].sum())
 
     def _engine(self, tokenizer: Tokenizer, *, longest: int) -> EmbeddedEngine:
@@ -231,25 +231,25 @@ class Measurement:
         most: int,
     ) -> list[Generated | None]:
         """Answers that go on where they were cut."""
-        open_ones = [
-            i
-            for i, answer in enumerate(answers)
-            if answer is None or answer.finish.reason == "length"
-        ]
-        before = {i: () if (answer := answers[i]) is None else answer.token_ids for i in open_ones}
+        # tokens of the answers that have not ended, by the number of their question
+        before: dict[int, tuple[int, ...]] = {}
+        for i, answer in enumerate(answers):
+            if answer is None:
+                before[i] = ()
+            elif answer.finish.reason == "length":
+                before[i] = answer.token_ids
+        temperature = self._config.environment.temperature
         requests = [
             GenerateRequest(
                 f"{i:032x}",
-                (*questions.prompts[i], *before[i]),
+                (*questions.prompts[i], *token_ids),
                 len(questions.prompts[i]),
-                SamplingParams(
-                    max_tokens=most, temperature=self._config.environment.temperature, seed=i
-                ),
+                SamplingParams(max_tokens=most, temperature=temperature, seed=i),
             )
-            for i in open_ones
+            for i, token_ids in before.items()
         ]
         longer = list(answers)
-        for i, answer in zip(open_ones, engine.generate_all(requests), strict=True):
+        for i, answer in zip(before, engine.generate_all(requests), strict=True):
             longer[i] = _joined(before[i], answer)
         return longer
 
@@ -276,7 +276,8 @@ def _evenly(source: Source, number: int) -> list[Task]:
 def _reward_of(tasks: Sequence[Task]) -> str:
     """The reward that can judge the answers of these tasks."""
     answers = [str(task.data.get("answer", "")).strip() for task in tasks]
-    return "number_match" if all(_is_number(answer) for answer in answers) else "exact_match"
+    are_numbers = all(_is_number(answer) for answer in answers)
+    return "number_match" if are_numbers else "exact_match"
 
 
 def _is_number(text: str) -> bool:
@@ -291,8 +292,9 @@ def _is_right(said: str, task: Task, reward: str) -> bool:
     answer = task.data.get("answer")
     if not isinstance(answer, str):
         return False
+    judge = number_match if reward == "number_match" else exact_match
     try:
-        return (number_match if reward == "number_match" else exact_match)(said, answer) == 1.0
+        return judge(said, answer) == 1.0
     except EnvironmentFailed:
         return False
 
@@ -310,7 +312,8 @@ def main() -> None:
     with trying() as trial:
         config = Config.model_validate_json(sys.stdin.read())
         try:
-            found: Measured | str = Measurement(config, trial, threads=int(sys.argv[1])).measured()
+            measurement = Measurement(config, trial, threads=int(sys.argv[1]))
+            found: Measured | str = measurement.measured()
         except MidflightError as error:
             found = str(error)
         trial.answer(msgspec.json.encode(found))

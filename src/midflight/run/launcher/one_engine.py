@@ -1,5 +1,5 @@
-"""`midflight engine`: the gateway over one engine in one process, and the routes that give this
-engine weights. Imports torch.
+"""What `midflight engine` does: one process holds the gateway, one engine behind it, and the routes
+that give this engine weights. This imports torch.
 """
 
 import asyncio
@@ -43,10 +43,10 @@ async def serve_engine(
     ready: Callable[[str], None],
     alarmed: Callable[[str], None],
 ) -> None:
-    """Until cancelled, or until the engine dies: nothing is started again here. `ready` gets the
-    URL, `alarmed` what is wrong.
+    """Serves until it is cancelled, or until the engine dies: nothing is started again here.
+    `ready` gets the URL, `alarmed` what is wrong.
 
-    With a token, everything but `/health` asks for it.
+    Where there is a token, everything but `/health` asks for it.
     """
     remove_left()
     with listen(host, port) as listener:
@@ -70,7 +70,7 @@ async def serve_engine(
 
 
 class OneEngineSite:
-    """What answers on the socket, once there is an engine."""
+    """The application that answers on the socket, once there is an engine."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class OneEngineSite:
         *,
         scorer: Scorer | None = None,
     ) -> None:
-        """Waits for clients, for ever; ended by cancellation. A version that is committed from
-        outside is one that the fleet serves.
+        """Waits for clients, for ever; ended by cancellation. When somebody outside commits a
+        version, the fleet serves it.
         """
         metrics = Metrics()
         metrics.registry.register(EngineCollector(engine.reading))
@@ -125,13 +125,12 @@ class OneEngineSite:
             ],
         )
         app = guarded(app, host=self._listener.getsockname()[0], names=self._config.gateway.names)
-        await serve_while(
-            serve_app(
-                app if self._token is None else RequireToken(app, self._token),
-                self._listener,
-                ready=lambda: self._ready(self._url),
-                stopping=serving.gateway.stop,
-            ),
-            serving.watch(),
-            serving.rejoin.run(),
+        if self._token is not None:
+            app = RequireToken(app, self._token)
+        answers = serve_app(
+            app,
+            self._listener,
+            ready=lambda: self._ready(self._url),
+            stopping=serving.gateway.stop,
         )
+        await serve_while(answers, serving.watch(), serving.rejoin.run())

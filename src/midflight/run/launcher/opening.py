@@ -1,4 +1,4 @@
-"""What a command says when it starts: in a few plain lines, what will happen and where to look."""
+"""The lines that a command says when it starts: what will happen, and where to look."""
 
 import os
 from collections.abc import Iterator
@@ -12,36 +12,29 @@ from midflight.config.sections import Config
 
 
 def beginning(config: Config) -> str:
-    """Of a run, before it is known whether machine and user's code can do it."""
+    """What a run will be, before it is known whether machine and user's code can do it."""
     return "\n".join(_beginning(config))
 
 
 def training(config: Config, *, own_loss: str | None = None) -> str:
-    """Of `midflight train`, once that is known."""
-    return "\n".join(
-        [
-            *_learning(config, own_loss),
-            *_where(config),
-            *(f"note: {note}" for note in remarks(config)),
-        ]
-    )
+    """What `midflight train` says once that is known."""
+    return "\n".join([*_learning(config, own_loss), _where(config), *_notes(config)])
 
 
 def rolling_out(config: Config) -> str:
-    """Of `midflight rollouts`, where loss and weights are somebody else's, once that is known."""
+    """What `midflight rollouts` says once that is known. Loss and weights are somebody else's."""
     theirs = "trainer: yours, which draws batches and publishes weights at the address below"
-    return "\n".join([theirs, *_where(config), *(f"note: {note}" for note in remarks(config))])
+    return "\n".join([theirs, _where(config), *_notes(config)])
 
 
 def serving(config: Config, *, logs: bool = True) -> str:
-    """Of `midflight serve`, and of `midflight engine`, which writes no logs."""
-    return f"serving {_model(config)} with {_engines(config)}" + (
-        f"; logs: {config.run.folder / 'logs'}" if logs else ""
-    )
+    """What `midflight serve` says, and `midflight engine`, which writes no logs."""
+    where = f"; logs: {config.run.folder / 'logs'}" if logs else ""
+    return f"serving {_model(config)} with {_engines(config)}{where}"
 
 
 def evaluating(config: Config) -> str:
-    """Of `midflight evaluate`."""
+    """What `midflight evaluate` says."""
     tasks = ", ".join(
         f"{source.num_heldout} of {source.origin}" for source in config.environment.sources
     )
@@ -57,22 +50,26 @@ def loss_lines(config: Config, own_loss: str | None) -> tuple[str, ...]:
 
 
 def warm_start(config: Config) -> str | None:
-    """On what, and until when; none where there is none."""
+    """What a warm start learns from, and until when. None where there is no warm start."""
     section = config.warm_start
     if not section.is_made:
         return None
-    on = "on answers" if section.data is None else f"on {section.data}"
-    return (
-        on
-        + (f", until accuracy {section.target_accuracy:g}" if section.target_accuracy else "")
-        + f", at most {section.max_steps} steps"
-    )
+    on = "answers" if section.data is None else section.data
+    until = f", until accuracy {section.target_accuracy:g}" if section.target_accuracy else ""
+    return f"on {on}{until}, at most {section.max_steps} steps"
 
 
 def remarks(config: Config) -> tuple[str, ...]:
     """What may surprise."""
+    found = [*notes(config)]
     cores = derived.core_note(config, os.cpu_count() or 1)
-    return (*notes(config), *([cores] if cores else []))
+    if cores:
+        found.append(cores)
+    return tuple(found)
+
+
+def _notes(config: Config) -> list[str]:
+    return [f"note: {remark}" for remark in remarks(config)]
 
 
 def _beginning(config: Config) -> Iterator[str]:
@@ -87,11 +84,10 @@ def _beginning(config: Config) -> Iterator[str]:
         f"{config.run.name}: {config.run.steps} steps{until}, each on {rollout.groups_per_step} "
         f"groups of {rollout.group_size} rollouts"
     )
-    yield f"model: {_model(config)}" + (
-        f"; a supervised warm start comes first, {warm}" if warm else ""
-    )
-    tasks = (source.described for source in config.environment.sources)
-    yield f"tasks: {'; '.join(tasks)}; agent {agent_of(config.environment)}"
+    before = f"; a supervised warm start comes first, {warm}" if warm else ""
+    yield f"model: {_model(config)}{before}"
+    tasks = "; ".join(source.described for source in config.environment.sources)
+    yield f"tasks: {tasks}; agent {agent_of(config.environment)}"
     stale = derived.worst_staleness(rollout)
     age = (
         f"no trained token is older than {stale.worst} versions"
@@ -110,9 +106,9 @@ def _learning(config: Config, own_loss: str | None) -> Iterator[str]:
     yield from (f"  {line}" for line in others)
 
 
-def _where(config: Config) -> Iterator[str]:
+def _where(config: Config) -> str:
     folder = config.run.folder
-    yield (
+    return (
         f"folder: {folder}, with numbers in metrics.jsonl and what the parts print in "
         f"{folder / 'logs'}"
     )
@@ -127,7 +123,5 @@ def _engines(config: Config) -> str:
 
 def _model(config: Config) -> str:
     origin = f"{Path(config.model.path)}" if config.model.path else "made here, with random weights"
-    return (
-        f"{derived.model_sizes(config.model).num_parameters:,} parameters in "
-        f"{config.model.dtype} ({origin})"
-    )
+    number = derived.model_sizes(config.model).num_parameters
+    return f"{number:,} parameters in {config.model.dtype} ({origin})"

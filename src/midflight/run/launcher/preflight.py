@@ -1,5 +1,7 @@
-"""What only the machine and the user's own code can say before a run: `python -m
-midflight.run.launcher.preflight`, a process of its own.
+"""The checks before a run that need the machine and the user's own code. They are a process of their
+own.
+
+    python -m midflight.run.launcher.preflight
 
 It imports the environment, draws the tasks, loads the tokenizer, renders a prompt, and looks at
 devices, disk, shared memory and ports. It reads objects of the program that starts the run, and a
@@ -49,7 +51,7 @@ T = TypeVar("T")
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """What the model reads of a task."""
+    """The text of a task as the model reads it, and its tokens with their ids."""
 
     source: str
     task: str
@@ -58,6 +60,8 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Findings(msgspec.Struct, frozen=True):
+    """The result of all checks."""
+
     problems: tuple[str, ...] = ()
     """Each refuses the run."""
     notes: tuple[str, ...] = ()
@@ -71,7 +75,7 @@ class Inspection:
     """Looks at one configuration. Every problem is found, not only the first."""
 
     def __init__(self, config: Config, *, doing: Callable[[str], None] = lambda _: None) -> None:
-        """`doing` hears what is done from now on, as a verb with its object."""
+        """`doing` hears what is done next, as a verb with its object."""
         self._config = config
         self._doing = doing
         self._problems: list[str] = []
@@ -82,22 +86,15 @@ class Inspection:
         program = self._tried(self._environment)
         sources = self._tried(self._sources)
         if program is not None and sources:
-            self._tried(
-                lambda: program.check_columns(
-                    [source.training[0] for source in sources if source.training]
-                )
-            )
+            first_tasks = [source.training[0] for source in sources if source.training]
+            self._tried(lambda: program.check_columns(first_tasks))
         tokenizer = self._tried(self._tokenizer)
-        prompt = (
-            None
-            if not sources or tokenizer is None
-            else self._tried(lambda: self._prompt(sources[0], tokenizer))
-        )
-        found = (
-            []
-            if not sources or tokenizer is None
-            else self._tried(lambda: self._survey(sources, tokenizer, measured=prompt is not None))
-        )
+        prompt = None
+        found = None
+        if sources and tokenizer is not None:
+            prompt = self._tried(lambda: self._prompt(sources[0], tokenizer))
+            measured = prompt is not None
+            found = self._tried(lambda: self._survey(sources, tokenizer, measured=measured))
         if config.warm_start.data is not None and tokenizer is not None:
             self._tried(lambda: self._conversations(tokenizer))
         if config.model.path is not None:
@@ -110,15 +107,13 @@ class Inspection:
         )
 
     def machine(self) -> Findings:
-        """What the machine has of it, and what was found before."""
+        """Looks at the machine alone, and returns everything that was found until now."""
         self._doing("looks at the machine")
-        here = (
-            (self._devices, self._shared_memory, self._port)
-            if self._config.cluster.kind == "local"
-            else ()
-        )
-        for look in (self._disk, *here):
-            self._tried(look)
+        self._tried(self._disk)
+        if self._config.cluster.kind == "local":
+            self._tried(self._devices)
+            self._tried(self._shared_memory)
+            self._tried(self._port)
         return Findings(tuple(self._problems), tuple(self._notes))
 
     def _tried(self, look: Callable[[], T]) -> T | None:
@@ -134,10 +129,8 @@ class Inspection:
         from midflight.environments.mcp_servers import check_servers
         from midflight.environments.registry import AgentProgram
 
-        self._doing(
-            "imports "
-            f"{', '.join(entries_of(self._config.environment)) or agent_of(self._config.environment)}"
-        )
+        entries = ", ".join(entries_of(self._config.environment))
+        self._doing(f"imports {entries or agent_of(self._config.environment)}")
         program = AgentProgram(self._config.environment)
         if self._config.environment.mcp:
             self._doing("starts the servers of environment.mcp")
@@ -145,7 +138,9 @@ class Inspection:
         return program
 
     def _sources(self) -> Sequence[Source] | None:
-        """Whole, or of datasets few tasks where drawing them takes too long here."""
+        """Loads all tasks of the sources, or few of those of datasets where drawing all takes too
+        long here.
+        """
         from midflight.environments.sources import load_sources
 
         sections = self._config.environment.sources
@@ -195,32 +190,28 @@ class Inspection:
                 f"model.max_context is {config.model.max_context}, which leaves none for an "
                 "answer; raise it, or choose shorter tasks."
             )
-        return Prompt(
-            source.name,
-            task.id,
-            text,
-            tuple((i, tokenizer.backend.id_to_token(i) or "?") for i in ids),
-        )
+        tokens = tuple((i, tokenizer.backend.id_to_token(i) or "?") for i in ids)
+        return Prompt(source.name, task.id, text, tokens)
 
     def _survey(
         self, sources: Sequence[Source], tokenizer: Tokenizer, *, measured: bool
     ) -> list[SourceFindings]:
-        """Every row, and the lengths of prompts where the model takes chats."""
+        """Looks at every row, and at the lengths of prompts where the model takes chats."""
         config = self._config
-        agent = agent_of(config.environment)
+        environment = config.environment
         learns_answers = config.warm_start.is_made and config.warm_start.data is None
+        compares_answers = agent_of(environment) == SINGLE_TURN and not environment.rewards
         survey = Survey(
-            needs_answer=(agent == SINGLE_TURN and not config.environment.rewards)
-            or learns_answers,
-            max_context=config.model.max_context,
+            needs_answer=compares_answers or learns_answers, max_context=config.model.max_context
         )
-        sections = dict(
-            zip(source_names(config.environment.sources), config.environment.sources, strict=True)
-        )
+        names = source_names(environment.sources)
+        sections = dict(zip(names, environment.sources, strict=True))
         for source in sources:
             self._doing(f"looks at the tasks of {source.name}")
             survey.rows(source, sections[source.name])
-        found = [survey.lengths(source, tokenizer) for source in sources] if measured else []
+        found: list[SourceFindings] = []
+        if measured:
+            found = [survey.lengths(source, tokenizer) for source in sources]
         self._notes += survey.notes
         return found
 
@@ -248,7 +239,8 @@ class Inspection:
         assert config.model.path is not None
         self._doing("looks at the model")
         check_folder(config.model.path)
-        if config.lora.rank is not None and (number := num_experts_of(config.model.path)):
+        number = 0 if config.lora.rank is None else num_experts_of(config.model.path)
+        if number:
             self._notes.append(
                 f"[lora] does not reach the {number} experts of each layer, nor their router: they "
                 "stay as they are, and adapters train the linear layers beside them, attention "
@@ -273,9 +265,9 @@ class Inspection:
 
     def _devices(self) -> None:
         config = self._config
-        wanted = {"trainer.device": config.trainer.device} | (
-            {} if config.engine.urls else {"engine.device": config.engine.device}
-        )
+        wanted = {"trainer.device": config.trainer.device}
+        if not config.engine.urls:
+            wanted["engine.device"] = config.engine.device
         if not any(device.startswith("cuda") for device in wanted.values()):
             return
         self._doing("asks torch for GPUs")
@@ -329,7 +321,8 @@ def main() -> None:
     with trying() as trial:
         given.read(sys.stdin.buffer)
         config = Config.model_validate_json(sys.stdin.read())
-        trial.answer(msgspec.json.encode(Inspection(config, doing=trial.doing).findings()))
+        inspection = Inspection(config, doing=trial.doing)
+        trial.answer(msgspec.json.encode(inspection.findings()))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What trainer, embedded engine and export make of a model folder, found before anything is
-started; for `midflight check-model`, the dry run, and docs/models.md.
+"""Proves, before anything is started, whether trainer, embedded engine and export compute what a
+model computes. `midflight check-model`, the dry run and docs/models.md show the proofs.
 
-    python -m midflight.run.launcher.proofs DIR MAX_CONTEXT      as JSON
+    python -m midflight.run.launcher.proofs DIR MAX_CONTEXT      writes them as JSON
 """
 
 import copy
@@ -37,8 +37,9 @@ BATCH_TOKENS = 256
 
 
 def proofs_of(folder: Path, *, max_context: int = MAX_CONTEXT) -> list[Proof]:
-    """Of the trainer, the embedded engine and the export. Reads the weights of a small model only.
-    `ModelNotFound` where it is no model, `ConfigError` where it does not even compute by itself."""
+    """The proofs for trainer, embedded engine and export. Reads the weights of a small model only.
+    `ModelNotFound` where it is no model, `ConfigError` where it does not even compute by itself.
+    """
     load.check_folder(folder)
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     try:
@@ -58,8 +59,8 @@ def proofs_of(folder: Path, *, max_context: int = MAX_CONTEXT) -> list[Proof]:
 
 
 def proofs(model: PreTrainedModel, *, max_context: int = MAX_CONTEXT) -> list[Proof]:
-    """The model stays as it is; of a large one, which may be without memory, small copies of its
-    configuration are tried.
+    """The proofs for a model, which stays as it is. In place of a large one, which may be without
+    memory, a small one of its configuration is tried.
     """
     small = model if is_small(model) else stand_in(model, max_context=max_context)
     return [
@@ -72,8 +73,8 @@ def proofs(model: PreTrainedModel, *, max_context: int = MAX_CONTEXT) -> list[Pr
 
 
 def prove_export(model: PreTrainedModel) -> Proof:
-    """A folder that is written, read and written again has the same names and numbers, and computes
-    the same.
+    """Proves that a folder that is written, read and written again has the same names and numbers,
+    and computes the same.
     """
     row = rows_to_try(model)[0]
     with tempfile.TemporaryDirectory(prefix="midflight-") as place, torch.inference_mode():
@@ -83,31 +84,21 @@ def prove_export(model: PreTrainedModel) -> Proof:
             model.save_pretrained(first)
             loaded = load.load_model(first, dtype="float32")
             load.save_model(loaded, second)
-            if lost := _names(first) ^ _names(second):
+            lost = _names(first) ^ _names(second)
+            if lost:
                 raise RuntimeError(f"tensor {min(lost)!r} gets another name")
             with eagerly(model), eagerly(loaded):
-                expected, found = (
-                    own_logits(each, row).log_softmax(-1) for each in (model, loaded)
-                )
+                expected = own_logits(model, row).log_softmax(-1)
+                found = own_logits(loaded, row).log_softmax(-1)
         except Exception as error:  # an architecture fails as it likes to
-            return Proof(
-                "export",
-                Way.REFUSED,
-                reason=(
-                    f"{model.config.model_type} is not written as it is read: {described(error)}."
-                ),
-            )
+            reason = f"{model.config.model_type} is not written as it is read: {described(error)}."
+            return Proof("export", Way.REFUSED, reason=reason)
     error = float((expected - found).abs().max())
     if not error <= TOLERANCE:
-        return Proof(
-            "export",
-            Way.REFUSED,
-            error,
-            reason=(
-                f"{model.config.model_type} does not compute the same after it was written and "
-                "read."
-            ),
+        reason = (
+            f"{model.config.model_type} does not compute the same after it was written and read."
         )
+        return Proof("export", Way.REFUSED, error, reason=reason)
     return Proof("export", Way.PACKED, error)
 
 
@@ -128,18 +119,20 @@ _SAID = {
 
 
 def line(proof: Proof) -> str:
-    nats = proof.logprob_error
-    share = proof.gradient_error
-    errors = [
-        *([] if nats is None else [f"{nats:.1e} nats"]),
-        *([] if share is None else [f"{share:.1e} of the gradient"]),
-    ]
+    errors: list[str] = []
+    if proof.logprob_error is not None:
+        errors.append(f"{proof.logprob_error:.1e} nats")
+    if proof.gradient_error is not None:
+        errors.append(f"{proof.gradient_error:.1e} of the gradient")
     off = f" (off by at most {', '.join(errors)})" if errors and proof.is_right else ""
-    return f"{proof.part}: {_SAID[proof.way]}{off}{f'. {proof.reason}' if proof.reason else ''}"
+    reason = f". {proof.reason}" if proof.reason else ""
+    return f"{proof.part}: {_SAID[proof.way]}{off}{reason}"
 
 
 def main() -> None:
-    """Writes whether each part is right, and a line about it; or what is wrong with the folder."""
+    """Writes whether each part is right, with a line about it. Where something is wrong with the
+    folder, it writes that.
+    """
     with trying() as trial:
         try:
             found = [

@@ -1,4 +1,4 @@
-"""The run that a new one replaces: it goes as soon as the new one has made its first step."""
+"""The run that a new one replaces. It is deleted as soon as the new one has made its first step."""
 
 import os
 import threading
@@ -10,8 +10,8 @@ from midflight.run.launcher.folder import JOURNAL, replaces
 
 
 class ReplacedRun:
-    """Lets the run go that is aside in a folder, if there is one. Synchronous; a thread deletes it,
-    which takes long where it is large.
+    """Deletes the run that is set aside in a folder, if there is one. A thread does that, because
+    it takes long where the run is large.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
@@ -20,12 +20,10 @@ class ReplacedRun:
         self._deletion: threading.Thread | None = None
 
     def look(self) -> None:
-        """To be called when the new run may have made its first step."""
-        if (
-            self._deletion is not None
-            or not aside.is_aside(self._folder)
-            or not replaces(self._folder)
-        ):
+        """Looks whether the new run has made its first step. Called whenever it may have."""
+        if self._deletion is not None:
+            return
+        if not aside.is_aside(self._folder) or not replaces(self._folder):
             return
         try:
             self._let_go()
@@ -37,7 +35,7 @@ class ReplacedRun:
         )
 
     def _let_go(self) -> None:
-        """The step is on the disk before the run goes that it replaces."""
+        """Makes sure that the step is on the disk, and only then gives up the replaced run."""
         with (self._folder / JOURNAL).open("rb") as journal:
             os.fsync(journal.fileno())
         aside.let_go(self._folder)
@@ -50,7 +48,7 @@ class ReplacedRun:
         try:
             aside.delete_gone(self._folder)
         except OSError:
-            return  # what is left the next start deletes, or says why it can't
+            return  # the next start deletes what is left, or says why it can't
 
     def wait(self) -> None:
         """Waits for the deletion; ended by it."""

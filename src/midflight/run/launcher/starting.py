@@ -52,7 +52,8 @@ def _check_resumable(config: Config, folder: Path) -> None:
         raise ConfigError(
             f"resuming {folder}: there is no checkpoint in it; leave out --resume to start anew."
         )
-    if (began := 1 + len(shard_stores(folder))) != config.gateway.shards:
+    began = 1 + len(shard_stores(folder))
+    if began != config.gateway.shards:
         raise ConfigError(
             f"resuming {folder}: it began with {began} gateways, and gateway.shards is "
             f"{config.gateway.shards}; set it to {began}."
@@ -60,7 +61,7 @@ def _check_resumable(config: Config, folder: Path) -> None:
 
 
 def _check_apart(config: Config, folder: Path, *, gives_rows: bool) -> None:
-    """What a run reads must not be what it removes when it begins."""
+    """`ConfigError` where a run reads something that it removes when it begins."""
     removed = [(folder / name).resolve() for name in places_of(folder, config)[0].names]
     for key, path in _paths(config.model_dump()):
         if gives_rows and path == folder / ROWS:
@@ -73,7 +74,7 @@ def _check_apart(config: Config, folder: Path, *, gives_rows: bool) -> None:
 
 
 def _paths(value: object, key: str = "") -> Iterator[tuple[str, Path]]:
-    """Every file and folder that a dumped configuration names, by option."""
+    """Every file and folder that a dumped configuration names, with its option."""
     if isinstance(value, Path):
         yield key, value
     elif isinstance(value, Mapping):
@@ -85,7 +86,9 @@ def _paths(value: object, key: str = "") -> Iterator[tuple[str, Path]]:
 
 
 def _check_room(config: Config, folder: Path, found: str, *, trains: bool) -> None:
-    """The old run and the beginning of the new one are there together, until the first step."""
+    """`ConfigError` unless there is room for the old run beside the beginning of the new one. Both
+    are there until the first step.
+    """
     needed = first_disk_bytes(config, derived.model_sizes(config.model), trains=trains)
     free = shutil.disk_usage(folder).free
     if free < needed:

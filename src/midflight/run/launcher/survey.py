@@ -1,5 +1,5 @@
-"""A look at the tasks of a run before it starts: is every row a task, and how long are the
-prompts?
+"""Looks at the tasks of a run before it starts, to see whether every row is a task and how long the
+prompts are.
 """
 
 import time
@@ -18,18 +18,18 @@ from midflight.text.tokenizer import Tokenizer
 from midflight.types import Task
 
 LOOKING_SECONDS = 20.0
-"""Processor time for which rows are looked at, all sources together: a million of short ones.
-Nothing is refused for it.
+"""Processor time for which rows are looked at, all sources together. It is enough for a million
+short ones. Nothing is refused for it.
 """
 MEASURED = 1000
 """Prompts of a source that are tokenised, evenly from its first to its last."""
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
-"""Of the lengths of prompts."""
+"""The quantiles of the lengths of prompts that are shown."""
 
 
 class SourceFindings(msgspec.Struct, frozen=True):
-    """What a source holds. `lengths` are the quantiles of its prompts in tokens, of the
-    `num_measured` that were tokenised.
+    """The content of a source in numbers. `lengths` are quantiles of the lengths in tokens of the
+    `num_measured` prompts that were tokenised.
     """
 
     name: str
@@ -39,7 +39,7 @@ class SourceFindings(msgspec.Struct, frozen=True):
     num_measured: int = 0
     lengths: tuple[int, ...] = ()
     num_too_long: int = 0
-    """Of those measured, so long that no token is left for an answer."""
+    """The measured prompts that are so long that no token is left for an answer."""
 
 
 class Survey:
@@ -89,7 +89,8 @@ class Survey:
     def _refuse_twice(self, source: Source, section: SourceSection) -> None:
         seen: dict[str, int] = {}
         for number, task in enumerate(chain(source.training, source.heldout)):
-            if (first := seen.setdefault(task.id, number)) != number:
+            first = seen.setdefault(task.id, number)
+            if first != number:
                 raise ConfigError(
                     f"{_place(source, number)}: column {section.id!r} is {task.id!r}, as at "
                     f"{_place(source, first)}; ids must be unique within a source: correct one of "
@@ -107,10 +108,11 @@ class Survey:
                 "answer: their rollouts fail. Raise it, or remove those rows."
             )
         quantiles = tuple(int(x) for x in np.quantile(lengths, QUANTILES, method="nearest"))
-        counts = (len(source.training), len(source.heldout), source.num_left_out)
         return SourceFindings(
             source.name,
-            *counts,
+            num_training=len(source.training),
+            num_heldout=len(source.heldout),
+            num_left_out=source.num_left_out,
             num_measured=len(lengths),
             lengths=quantiles,
             num_too_long=too_long,
@@ -126,14 +128,13 @@ def _length(tokenizer: Tokenizer, task: Task) -> int:
 
 
 def _place(source: Source, number: int) -> str:
-    """Of the task with this number, training before held out."""
-    tasks, place = (
-        (source.training, number)
-        if number < len(source.training)
-        else (source.heldout, number - len(source.training))
-    )
-    return (
-        tasks.place(place)
-        if isinstance(tasks, RowTasks)
-        else f"task {tasks[place].id} of {source.name}"
-    )
+    """The place at which the task with this number is written. Training tasks are counted before
+    held-out ones.
+    """
+    tasks = source.training
+    if number >= len(tasks):
+        number -= len(tasks)
+        tasks = source.heldout
+    if isinstance(tasks, RowTasks):
+        return tasks.place(number)
+    return f"task {tasks[number].id} of {source.name}"

@@ -1,5 +1,5 @@
-"""The trackers of a run, as the launcher has them: a process of their own, of which nothing is
-waited for before the run has ended.
+"""The process of a run's trackers. The launcher starts it, and waits for nothing of it before the
+run has ended.
 """
 
 import os
@@ -21,16 +21,16 @@ from midflight.run.parts import TOKEN_VARIABLE
 from midflight.trackers.process import LAST_SECONDS, TrackerSaid
 
 ENDING_SECONDS = 60.0
-"""For trackers to send what is left, once a run has finished."""
+"""So long trackers may take to send what is left, once a run has finished."""
 ALONE_SECONDS = LAST_SECONDS + 5.0
-"""For the process to end by itself, once the launcher is gone: it notices that, and has its own
-limit.
+"""So long the process may take to end by itself, once the launcher is gone. It notices that, and has
+a limit of its own.
 """
 
 
 class Tracking:
-    """Synchronous; a thread reads what the process says, and `hear` passes it on where the terminal
-    is drawn.
+    """Starts the process and ends it. Synchronous: a thread reads what the process says, and `hear`
+    passes it on in the thread that draws the terminal.
     """
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
@@ -45,26 +45,22 @@ class Tracking:
         self._open: set[str] = set()
 
     def start(self) -> None:
-        """Unless it has been, or there is none to start."""
+        """Starts the process, unless it was started or the run has no trackers."""
         if not self._names or self._process is not None:
             return
         log = self._folder / LOGS / "trackers.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         self._open = set(self._names)
+        command = [sys.executable, "-m", "midflight.trackers.process", str(self._folder)]
+        environ = {**os.environ, **self._environ}
+        environ.pop(TOKEN_VARIABLE, None)
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                guarded(
-                    [sys.executable, "-m", "midflight.trackers.process", str(self._folder)],
-                    ask=None,
-                    seconds=ALONE_SECONDS,
-                ),
+                guarded(command, ask=None, seconds=ALONE_SECONDS),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env={
-                    **{name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
-                    **self._environ,
-                },
+                env=environ,
                 start_new_session=True,  # Ctrl-C is the launcher's
             )
         assert self._process.stdout is not None
@@ -77,8 +73,8 @@ class Tracking:
             self._said.put(msgspec.json.decode(line, type=TrackerSaid))
 
     def hear(self) -> None:
-        """Says what trackers have said since the last look, or that their process died. None of it
-        ends the run.
+        """Passes on what trackers have said since the last look, or that their process died. None
+        of it ends the run.
         """
         status = None if self._process is None else self._process.poll()
         if status and self._open:
@@ -100,10 +96,11 @@ class Tracking:
                 )
 
     def end(self, *, seconds: float) -> None:
-        """Waits until every tracker has been told everything, for `seconds` at most. To be called
-        when plot and summary are there.
+        """Waits until every tracker has been told everything, for `seconds` at most. Called when
+        plot and summary are there.
         """
-        if (process := self._process) is None:
+        process = self._process
+        if process is None:
             return
         assert process.stdin is not None
         process.stdin.close()
@@ -120,7 +117,7 @@ class Tracking:
         self.hear()
 
     def drop(self) -> None:
-        """Ends them at once, as before a run begins again from nothing."""
+        """Ends the process at once, as before a run begins again from nothing."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -26,15 +26,13 @@ from midflight.run.places.port import STACKS_SIGNAL
 LOOK_SECONDS = 1.0
 """Between two looks at the process."""
 WORD_SECONDS = 10.0
-"""A wait of so long is said; then at twice the time, and so on."""
+"""After a wait of so long the user is told, then after twice the time, and so on."""
 STACK_LOOKS = 3
-"""Looks that a process has to write its stack; one that is stopped writes none."""
+"""A process has so many looks to write its stack. One that is stopped writes none."""
 FRAMES = 4
-OF_OTHERS = tuple(
-    f'File "{place}'
-    for place in ("<", *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-)
-"""Begin the frames of libraries, which wait for what the user's own code asked for."""
+_LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+OF_OTHERS = tuple(f'File "{place}' for place in ("<", *_LIBRARIES))
+"""The beginnings of the frames of libraries, which wait for what the user's own code asked for."""
 LAST_LINES = 5
 
 
@@ -48,13 +46,13 @@ def to_terminal(text: str) -> None:
     sys.stderr.flush()
 
 
-# --- Of the command that waits --------------------------------------------------------------------
+# --- The command that waits -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How a trial is waited for. `what` is said of it while it lasts, as a participle: `trying the
-    configuration`.
+    """How a command waits for a trial. `what` says what the trial does, as a participle: `trying
+    the configuration`.
     """
 
     what: str
@@ -100,7 +98,7 @@ def answer_of(
 
 
 def _followed(process: subprocess.Popen[bytes], patience: Patience) -> tuple[bytes, bytes]:
-    """Waits for its end, and looks now and then."""
+    """Waits for the end of the process, and looks at it now and then."""
     motion = Motion(process.pid)
     said_at = WORD_SECONDS
     while True:
@@ -131,25 +129,26 @@ def _word(patience: Patience, motion: Motion, *, doing: str, still: float) -> st
     does = motion.what
     if still > 2 * LOOK_SECONDS:
         does = (
-            f"has done nothing for {still:.0f} s; it is given up at {patience.stall_seconds:g} "
-            "s (run.stall_seconds)"
+            f"has done nothing for {still:.0f} s; it is given up at {patience.stall_seconds:g} s "
+            "(run.stall_seconds)"
         )
-    return f"{patience.what}{f': {doing}' if doing else ''}, for {duration(motion.seconds)}, {does}"
+    what = f"{patience.what}: {doing}" if doing else patience.what
+    return f"{what}, for {duration(motion.seconds)}, {does}"
 
 
 def _hung(
     process: subprocess.Popen[bytes], patience: Patience, *, doing: str, still: float, errors: bytes
 ) -> str:
+    during = f" while it {doing}" if doing else ""
     what = (
-        f"did nothing for {still:.0f} s{f' while it {doing}' if doing else ''}: it took no "
-        "processor time, read and wrote nothing"
+        f"did nothing for {still:.0f} s{during}: it took no processor time, read and wrote nothing"
     )
     remedy = "Mend what it waits for, or raise run.stall_seconds."
     return f"{what}. {remedy}{_stack(process, before=len(errors))}{_end(errors)}"
 
 
 def _stack(process: subprocess.Popen[bytes], *, before: int) -> str:
-    """Where the process stands, which it writes itself. Waits for that some looks at most."""
+    """The stack of the process, which it writes itself. Waits for that, some looks at most."""
     process.send_signal(STACKS_SIGNAL)
     said = b""
     for _ in range(STACK_LOOKS):
@@ -163,19 +162,25 @@ def _stack(process: subprocess.Popen[bytes], *, before: int) -> str:
     lines = [line.strip() for line in said.decode(errors="replace").splitlines()]
     frames = [line for line in lines if line.startswith("File ")]
     own = [line for line in frames if not line.startswith(OF_OTHERS)] or frames
-    return "".join(f"\n{line}" for line in ["It stands at:", *own[:FRAMES]]) if own else ""
+    return _paragraph("It stands at:", own[:FRAMES])
 
 
 def _end(said: bytes) -> str:
-    lines = said.decode(errors="replace").splitlines()[-LAST_LINES:]
-    return "".join(f"\n{line}" for line in ["The last it said:", *lines]) if lines else ""
+    return _paragraph("The last it said:", said.decode(errors="replace").splitlines()[-LAST_LINES:])
 
 
-# --- Of the process that tries --------------------------------------------------------------------
+def _paragraph(head: str, lines: Sequence[str]) -> str:
+    """The lines below a head, or nothing where there are none. Begins a new line."""
+    if not lines:
+        return ""
+    return "".join(f"\n{line}" for line in [head, *lines])
+
+
+# --- The process that tries -----------------------------------------------------------------------
 
 
 class TrialReport:
-    """The answering side. Nobody waits for a text to be read."""
+    """Writes what the process does, and its answer. It does not wait for them to be read."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -185,7 +190,7 @@ class TrialReport:
         self.answer(msgspec.json.encode(what))
 
     def answer(self, line: bytes) -> None:
-        """The last line is the answer."""
+        """Writes a line. The last line is the answer."""
         rest = line + b"\n"
         while rest:
             rest = rest[os.write(self._descriptor, rest) :]
@@ -193,8 +198,8 @@ class TrialReport:
 
 @contextmanager
 def trying() -> Generator[TrialReport]:
-    """In the process that tries, for all that it does: what others print there goes to standard
-    error, and is no answer.
+    """Surrounds all that the process does. What other code prints meanwhile goes to standard error,
+    and is no answer.
     """
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)
     sys.stdout.flush()

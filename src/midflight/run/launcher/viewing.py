@@ -1,5 +1,5 @@
-"""A viewer beside a run: an address from the beginning, and a process behind it from when somebody
-opens that first.
+"""A viewer beside a run. Its address is there from the beginning; its process is started when
+somebody opens the address first.
 
 The viewer reads the run's folder and knows nothing of its processes: it can't stop the run, and the
 run does not need it.
@@ -25,8 +25,8 @@ HOST = "127.0.0.1"
 
 
 class BesideRun:
-    """Opens the address, and starts the viewer for its first visitor. One that ends is said once
-    and not started again.
+    """Opens the address, and starts the viewer for its first visitor. When the viewer ends, it says
+    so and does not start it again.
     """
 
     def __init__(self, config: Config, *, token: str, say: Callable[[str], None]) -> None:
@@ -44,7 +44,7 @@ class BesideRun:
         """
         try:
             await self._serve()
-        except Exception as error:  # a run goes on without its viewer, whatever became of that
+        except Exception as error:  # a run goes on without its viewer, whatever broke
             self._say(
                 f"no viewer beside this run ({error}); the run goes on. Look at it with: midflight "
                 f"view {self._folder}"
@@ -56,10 +56,8 @@ class BesideRun:
             return
         try:
             with listen(HOST, self._port) as listener:
-                write_whole(
-                    self._folder / VIEWER,
-                    msgspec.json.encode(Viewing(f"http://{HOST}:{listener.getsockname()[1]}")),
-                )
+                viewing = Viewing(f"http://{HOST}:{listener.getsockname()[1]}")
+                write_whole(self._folder / VIEWER, msgspec.json.encode(viewing))
                 await _visited(listener)
                 status = await self._watch(listener)
         finally:
@@ -73,16 +71,8 @@ class BesideRun:
     async def _watch(self, listener: socket.socket) -> int:
         """Waits for the end of a viewer, which ends with this process, or when this wait does."""
         environment = {**os.environ, "MIDFLIGHT_CONTROL_TOKEN": self._token, "OMP_NUM_THREADS": "1"}
-        command = guarded(
-            [
-                sys.executable,
-                "-m",
-                "midflight.view.beside",
-                str(listener.fileno()),
-                HOST,
-                str(self._folder),
-            ]
-        )
+        arguments = [str(listener.fileno()), HOST, str(self._folder)]
+        command = guarded([sys.executable, "-m", "midflight.view.beside", *arguments])
         with (self._folder / "logs" / "view.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *command,

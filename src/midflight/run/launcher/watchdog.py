@@ -1,6 +1,6 @@
 """Finds what stands still: a process that is stopped or silent, a loop that is blocked, work that
 takes no processor time, an engine that does not come back from quarantine, and a run in which
-nothing moves. Synchronous: `Ring` looks every second, and acts.
+nothing moves. Synchronous: `ProcessWatch` looks every second, and acts.
 
 | found | when |
 |---|---|
@@ -22,88 +22,25 @@ deadlines and who blocks whom.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from midflight.delays import Lateness, delay_of
-from midflight.observe.motion import BYTES_A_SECOND
 from midflight.observe.readable import duration
-from midflight.run.heart import BEAT_SECONDS, Beat, Doing
+from midflight.run.heart import Beat, Doing
+from midflight.run.launcher.pulse import Pulse
 from midflight.run.places.vitals import Vitals, vitals_of
-from midflight.sender_clock import SenderClock
 
 LOOK_SECONDS = 1.0
-"""Between two looks of the launcher."""
-IDLE_SHARE = 0.01
-"""Of a core: a process that uses less computes nothing. Its heart takes a thousandth."""
+"""The time between two looks of the launcher."""
 REST_SECONDS = 2.0
-"""Later than the other findings: whoever computes nothing may wait for a process that is found to
-be stopped in a moment.
+"""So much later come the findings `idle` and `standing`: a process that computes nothing may wait
+for one that is found to be stopped in a moment.
 """
 MEMORY = 4
-"""So many times `stall_seconds` a delay is remembered: longer than the beats of a slow process are
-apart.
+"""A delay is remembered for so many times `stall_seconds`, which is longer than the beats of a slow
+process are apart.
 """
-
-
-class Work:
-    """When one source last said that a process had done some. `now` is its first `at`."""
-
-    def __init__(self, *, now: float) -> None:
-        self.at = now
-        self._cpu_seconds = 0.0
-        self._num_bytes = 0
-
-    def feel(self, cpu_seconds: float, num_bytes: int, *, now: float) -> None:
-        waited = now - self.at
-        computes = cpu_seconds - self._cpu_seconds > max(0.03, IDLE_SHARE * waited)
-        moves_bytes = num_bytes - self._num_bytes > BYTES_A_SECOND * max(1.0, waited)
-        has_ended = cpu_seconds < self._cpu_seconds  # something below it, whose work counted
-        if computes or moves_bytes or has_ended:
-            self._cpu_seconds = cpu_seconds
-            self._num_bytes = num_bytes
-            self.at = now
-
-
-class Pulse:
-    """What is known of one process. `now` is CLOCK_MONOTONIC everywhere. Without a `pid` it is
-    where only its beats are seen of it.
-    """
-
-    def __init__(self, name: str, pid: int | None, *, now: float, memory_seconds: float) -> None:
-        self.name = name
-        self.pid = pid
-        self.began = self.heard = now
-        self.ready: float | None = None
-        """Since when it serves; none before."""
-        self.beat = Beat(None)
-        self.lateness = Lateness(BEAT_SECONDS, memory_seconds=memory_seconds)
-        """Of its beats, but for those before and after which it may have held the interpreter."""
-        self.state = "?"
-        self.condemned: str | None = None
-        """Why the rollout process asks for its end."""
-        self._seen = Work(now=now)
-        """The work of the process by what the system says."""
-        self._told = Work(now=now)
-        """Its work by its own beats, which may count the processes below it."""
-        self._clock = SenderClock()
-
-    @property
-    def computed(self) -> float:
-        """When it last took processor time, or read or wrote."""
-        return max(self._seen.at, self._told.at)
-
-    def hear(self, beat: Beat, *, now: float) -> None:
-        self.lateness.came(
-            now, counts=not any(doing.heavy for doing in (*self.beat.doing, *beat.doing))
-        )
-        self.beat = beat if beat.at is None else beat.shifted(self._clock.shift(beat.at, now=now))
-        self.heard = now
-        self._told.feel(beat.cpu_seconds, beat.num_bytes, now=now)
-
-    def feel(self, vitals: Vitals, *, now: float) -> None:
-        self.state = vitals.state
-        self._seen.feel(vitals.cpu_seconds, vitals.num_bytes, now=now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +54,9 @@ class Hung:
 
 
 class Watchdog:
-    """See the module. `pulses` are of the processes that run, by name."""
+    """Judges processes by their signs of life; see the module. `pulses` are those of the processes
+    that run, by name.
+    """
 
     def __init__(
         self,
@@ -131,18 +70,18 @@ class Watchdog:
         self._clock = clock
         self.pulses: dict[str, Pulse] = {}
         self._ended: dict[str, float] = {}
-        """When parts ended that have not begun again."""
+        """When each part ended that has not begun again."""
         self._looks = Lateness(LOOK_SECONDS, memory_seconds=MEMORY * stall_seconds)
         self._counters: object = None
         self._moved = clock()
         self._report_after = stall_seconds
         self._weights: float | None = clock()
-        """Since when somebody hands weights out; none while the trainer is away."""
+        """When a trainer began to hand weights out. None while the trainer is away."""
 
     # --- What it hears ----------------------------------------------------------------------------
 
     def begin(self, name: str, pid: int | None) -> None:
-        """`pid` is of this machine; None where the process is on another."""
+        """`pid` is a number of this machine, or None where the process is on another."""
         self.pulses[name] = Pulse(
             name, pid, now=self._clock(), memory_seconds=MEMORY * self._stall_seconds
         )
@@ -150,7 +89,7 @@ class Watchdog:
         self._move()
 
     def end(self, name: str) -> None:
-        """The process has ended, or is about to: nothing is found of it any more."""
+        """The process has ended, or is about to. From now on it is not judged."""
         if self.pulses.pop(name, None) is not None:
             self._ended[name] = self._clock()
 
@@ -163,13 +102,13 @@ class Watchdog:
             pulse.hear(beat, now=now)
 
     def see(self, name: str, state: str) -> None:
-        """The state of a process on another machine, as that says."""
+        """Takes the state of a process on another machine, as that machine says."""
         if (pulse := self.pulses.get(name)) is not None and pulse.pid is None:
             pulse.state = state
 
     def condemn(self, name: str, why: str) -> None:
-        """The rollout process asks for the end of a worker. It does not see what a worker is that
-        says nothing; here that is known.
+        """The rollout process asks for the end of a worker. It cannot see why a worker is silent;
+        here that is known.
         """
         if (pulse := self.pulses.get(name)) is not None:
             pulse.condemned = why
@@ -199,8 +138,8 @@ class Watchdog:
     # --- What it finds ----------------------------------------------------------------------------
 
     def look(self) -> Sequence[Hung]:
-        """Those to be ended now. Not more often than they can be: whoever was found is to be given
-        to `end`.
+        """The processes to be ended now. The caller gives each to `end`, so that none is found
+        twice.
         """
         now = self._clock()
         self._looks.came(now)
@@ -208,15 +147,15 @@ class Watchdog:
             if pulse.pid is not None:
                 pulse.feel(self._vitals(pulse.pid), now=now)
         for judge in (self._condemned, self._unheard, self._blocked, self._absent, self._idle):
-            if found := [
-                hung for pulse in self.pulses.values() if (hung := judge(pulse, now)) is not None
-            ]:
+            judged = [judge(pulse, now) for pulse in self.pulses.values()]
+            found = [hung for hung in judged if hung is not None]
+            if found:
                 return found
         return self._standing(now)
 
     def due(self) -> bool:
-        """Whether a report is due of a run in which nothing moves though something waits: after
-        `stall_seconds`, then at twice the time.
+        """Whether a report is due, because nothing moves in the run though something waits. The
+        first is due after `stall_seconds`, each further one at twice the time.
         """
         if not self._waits() or self.stood() < self._report_after:
             return False
@@ -228,16 +167,16 @@ class Watchdog:
         return self._clock() - self._moved
 
     def _delay(self, now: float) -> float:
-        """Of all signs of life."""
+        """Seconds by which all signs of life are late now."""
         return delay_of(self._looks, (pulse.lateness for pulse in self.pulses.values()), now)
 
     def _bound(self, pulse: Pulse, now: float) -> float:
-        """Seconds without a sign of life of that process, after which it hangs."""
+        """A process hangs after so many seconds without a sign of life."""
         return self._stall_seconds + max(pulse.lateness.worst(now), self._delay(now))
 
     def _allowed(self, pulse: Pulse, now: float) -> float:
-        """Seconds that it may be silent, or its loop blocked: without an end while what may hold
-        the interpreter computes or reads.
+        """Seconds that a process may be silent, or its loop blocked. There is no limit while what
+        may hold the interpreter computes or reads.
         """
         heavy = [doing for doing in pulse.beat.doing if doing.heavy]
         bound = self._bound(pulse, now)
@@ -251,150 +190,134 @@ class Watchdog:
         return _stopped(pulse, now) if pulse.state == "T" else Hung(pulse.name, pulse.condemned)
 
     def _unheard(self, pulse: Pulse, now: float) -> Hung | None:
-        silent = now - pulse.heard
-        stopped = pulse.state == "T"
-        if pulse.state == "t" or silent < (self._bound if stopped else self._allowed)(pulse, now):
+        if pulse.state == "t":  # a debugger holds it
             return None
-        if stopped:
-            return _stopped(pulse, now)
-        return Hung(
-            pulse.name,
-            (
-                f"{pulse.name} was not heard of for {silent:.0f} s: it holds the interpreter, or "
-                "cannot run"
-            ),
+        silent = now - pulse.heard
+        if pulse.state == "T":
+            return None if silent < self._bound(pulse, now) else _stopped(pulse, now)
+        if silent < self._allowed(pulse, now):
+            return None
+        why = (
+            f"{pulse.name} was not heard of for {silent:.0f} s: it holds the interpreter, or "
+            "cannot run"
         )
+        return Hung(pulse.name, why)
 
     def _blocked(self, pulse: Pulse, now: float) -> Hung | None:
         turned = pulse.beat.turned
-        if (
-            turned is None
-            or pulse.heard - turned < self._allowed(pulse, now)
-            or any(doing.holds_loop for doing in pulse.beat.doing)
-        ):
+        if turned is None or pulse.heard - turned < self._allowed(pulse, now):
             return None
-        return Hung(
-            pulse.name,
-            (
-                f"{pulse.name}'s event loop is blocked since {now - turned:.0f} s, by a call that "
-                "does "
-                "not return"
-            ),
+        if any(doing.holds_loop for doing in pulse.beat.doing):
+            return None
+        why = (
+            f"{pulse.name}'s event loop is blocked since {now - turned:.0f} s, by a call that does "
+            "not return"
         )
+        return Hung(pulse.name, why)
 
     def _idle(self, pulse: Pulse, now: float) -> Hung | None:
         for doing in pulse.beat.doing:
+            if not doing.computes or now - doing.since < (doing.limit or 0.0):
+                continue
             seconds = now - max(doing.since, pulse.computed)
-            if (
-                doing.computes
-                and now - doing.since >= (doing.limit or 0.0)
-                and seconds >= self._bound(pulse, now) + REST_SECONDS
-            ):
-                return Hung(
-                    pulse.name,
-                    f"{pulse.name} {doing.what} and took no processor time for {seconds:.0f} s",
-                )
+            if seconds >= self._bound(pulse, now) + REST_SECONDS:
+                why = f"{pulse.name} {doing.what} and took no processor time for {seconds:.0f} s"
+                return Hung(pulse.name, why)
         return None
 
     def _absent(self, pulse: Pulse, now: float) -> Hung | None:
-        """`pulse` is of an engine, and the absence is known to the process that routes to it: since
-        its loop last turned it knows nothing.
+        """Judges an engine by the absences that the processes that route to it report. Such a
+        process knows nothing newer than the last turn of its loop.
         """
         if pulse.ready is None or self._weights is None:
             return None
         for gateway in self.pulses.values():
             known = now if gateway.beat.turned is None else gateway.beat.turned
             for absence in gateway.beat.absences:
+                if absence.engine != pulse.name:
+                    continue
                 seconds = known - max(absence.since, pulse.ready, self._weights)
-                if absence.engine == pulse.name and seconds >= self._bound(pulse, now):
-                    return Hung(
-                        pulse.name,
-                        f"{pulse.name} was in quarantine for {seconds:.0f} s: {absence.error}",
-                    )
+                if seconds >= self._bound(pulse, now):
+                    why = f"{pulse.name} was in quarantine for {seconds:.0f} s: {absence.error}"
+                    return Hung(pulse.name, why)
         return None
 
     def _standing(self, now: float) -> Sequence[Hung]:
-        """Nothing moves, nothing that is done may last longer, and nobody outside is waited for. To
-        blame is the last of those who wait.
+        """Blames the last part in a chain of parts that wait, where nothing moves, nothing that is
+        done may last longer, and nobody outside is waited for.
         """
-        every = [doing for pulse in self.pulses.values() for doing in pulse.beat.doing]
-        waits = self._waits()
-        if (
-            now - self._moved < self._stall_seconds + self._delay(now) + REST_SECONDS
-            or not waits
-            or any(
-                doing.excused(now) or (doing.whom and doing.whom not in self.pulses)
-                for doing in every
-            )
-        ):
+        stood = now - self._moved
+        if stood < self._stall_seconds + self._delay(now) + REST_SECONDS:
             return ()
+        waits = self._waits()
+        if not waits:
+            return ()
+        for pulse in self.pulses.values():
+            for doing in pulse.beat.doing:
+                waits_outside = bool(doing.whom) and doing.whom not in self.pulses
+                if doing.excused(now) or waits_outside:
+                    return ()
         *_, culprit = self._chain(waits[0])
-        return [
-            Hung(
-                culprit,
-                (
-                    f"nothing has moved for {duration(now - self._moved)}, and the others wait for "
-                    f"{culprit}"
-                ),
-            )
-        ]
+        why = f"nothing has moved for {duration(stood)}, and the others wait for {culprit}"
+        return [Hung(culprit, why)]
 
     # --- Who waits for whom -----------------------------------------------------------------------
 
     def _waits(self) -> list[str]:
-        """Those who wait for another part."""
-        return [name for name in self.pulses if any(True for _ in self._waits_for(name))]
+        """The parts that wait for another part."""
+        return [name for name in self.pulses if self._waits_for(name)]
 
-    def _waits_for(self, name: str) -> Iterator[str]:
+    def _waits_for(self, name: str) -> list[str]:
         pulse = self.pulses.get(name)
-        return (
-            (doing.whom for doing in pulse.beat.doing if doing.whom)
-            if pulse is not None
-            else iter(())
-        )
+        if pulse is None:
+            return []
+        return [doing.whom for doing in pulse.beat.doing if doing.whom]
 
     def _chain(self, name: str) -> list[str]:
-        """From one who waits to one who waits for nobody; where all wait for each other, as far as
-        it goes.
+        """A chain from a part that waits to one that waits for nobody. Where all wait for each
+        other it is the longest without a repetition.
         """
         longest = [name]
         chains = [[name]]
         while chains:
             chain = chains.pop(0)
-            further = [whom for whom in self._waits_for(chain[-1]) if whom not in chain]
-            if not any(True for _ in self._waits_for(chain[-1])):
+            waits_for = self._waits_for(chain[-1])
+            if not waits_for:
                 return chain
             longest = max(longest, chain, key=len)
-            chains += [[*chain, whom] for whom in further]
+            for whom in waits_for:
+                if whom not in chain:
+                    chains.append([*chain, whom])
         return longest
 
     # --- What it says -----------------------------------------------------------------------------
 
     def standstill(self) -> str:
-        """For how long nothing has moved, and who waits for whom, in a line."""
+        """A line that says for how long nothing has moved, and who waits for whom."""
         stood = f"nothing has moved for {duration(self.stood())}"
-        if not (waits := self._waits()):
+        waits = self._waits()
+        if not waits:
             return stood
         chain = self._chain(waits[0])
         last = self.pulses.get(chain[-1])
         does = f", which {last.beat.doing[0].what}" if last is not None and last.beat.doing else ""
-        return f"{stood}: {', which waits for '.join(chain).replace(', which', '', 1)}{does}"
+        words = ", which waits for ".join(chain).replace(", which", "", 1)
+        return f"{stood}: {words}{does}"
 
     def report(self) -> str:
-        """Every part: what it does and whom it waits for, with ages."""
+        """What every part does and for whom it waits, with ages."""
         now = self._clock()
-        lines = [line for pulse in self.pulses.values() for line in _lines(pulse, now)]
-        lines += [
-            f"  {name}: ended {now - ended:.0f} s ago, and has not begun again"
-            for name, ended in self._ended.items()
-        ]
+        lines: list[str] = []
+        for pulse in self.pulses.values():
+            lines += _lines(pulse, now)
+        for name, ended in self._ended.items():
+            lines.append(f"  {name}: ended {now - ended:.0f} s ago, and has not begun again")
         return "\n".join(lines)
 
 
 def _stopped(pulse: Pulse, now: float) -> Hung:
     why = (
-        f"{pulse.name} is stopped (SIGSTOP) since {now - pulse.heard:.0f} s, so it has no "
-        "stacks "
+        f"{pulse.name} is stopped (SIGSTOP) since {now - pulse.heard:.0f} s, so it has no stacks "
         "to show"
     )
     return Hung(pulse.name, why, stopped=True)

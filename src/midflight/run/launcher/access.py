@@ -1,0 +1,15 @@
+"""The address at which the parts of a run reach its gateway, and the tokens that they show."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Every attempt at a run has its own. Of its tokens, only the control token is known outside."""
+
+    gateway: str
+    """The URL of the first gateway."""
+    control_token: str
+    engine_token: str
+    segment: str
+    """The beginning of the names of this run's files of shared memory."""

@@ -1,0 +1,31 @@
+"""The sentences on the terminal for messages that are not drawn there."""
+
+from pathlib import Path
+
+from midflight.run.parts import Alarm, Message, Restarted, Stalled, Words
+
+
+def sentence(message: Message) -> str | None:
+    """What a message says to whoever looks at the terminal. None where it says nothing, or is
+    drawn.
+    """
+    match message:
+        case Restarted(part, error, left, seconds):
+            remaining = "" if left is None else f"; {left} restarts are left"
+            return f"{error}\n{part} is started again{after(seconds)}{remaining}."
+        case Stalled(report):
+            return f"stall: {report}"
+        case Alarm(text):
+            return f"alarm: {text}"
+        case Words(text):
+            return text
+        case _:
+            return None
+
+
+def where_gateway(url: str, folder: Path) -> str:
+    return f"gateway: {url}, with its token in {folder / 'endpoint.json'}"
+
+
+def after(seconds: float) -> str:
+    return f" in {seconds:.0f} s" if seconds else ""

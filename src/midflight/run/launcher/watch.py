@@ -1,0 +1,69 @@
+"""The watch over a ring's processes: what the watchdog finds is shown and ended.
+
+| loop | consumes | waits for | unblocked by |
+|---|---|---|---|
+| `ProcessWatch.run` | beats | its interval; the stacks of a process that hangs, which it then ends | time |
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from midflight.run.launcher.children import Children
+from midflight.run.launcher.watchdog import LOOK_SECONDS, Hung, Watchdog
+from midflight.run.parts import Message, ProcessKind, Stalled
+from midflight.run.places.port import Child
+
+
+class ProcessWatch:
+    """Looks at all processes once a second. It starts none again: the loop that keeps a process
+    does that.
+    """
+
+    def __init__(
+        self,
+        children: Children,
+        watchdog: Watchdog,
+        *,
+        say: Callable[[Message], None],
+        spare: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """`spare` is awaited before a worker is ended that could not have run its agents, so that
+        its gateway blames none of them.
+        """
+        self._children = children
+        self._watchdog = watchdog
+        self._say = say
+        self._spare = spare
+
+    async def run(self) -> None:
+        """Waits for the interval to pass, for ever; ended by its task group."""
+        async with asyncio.TaskGroup() as endings:
+            while True:
+                await asyncio.sleep(LOOK_SECONDS)
+                self._look(endings)
+
+    def _look(self, endings: asyncio.TaskGroup) -> None:
+        for child in self._children.newest.values():
+            child.cut_log()
+            self._watchdog.see(child.name, child.state)
+        found = self._watchdog.look()
+        if not found and self._watchdog.due():
+            self._say(Stalled(f"{self._watchdog.standstill()}.\n{self._watchdog.report()}"))
+        for hung in found:
+            report = self._watchdog.report()
+            self._watchdog.end(hung.name)
+            child = self._children.newest[hung.name]
+            endings.create_task(self._end(hung, child, report))
+
+    async def _end(self, hung: Hung, child: Child, report: str) -> None:
+        """Waits for the stacks of a process that can still write them. Before the end of a worker
+        that is stopped, waits for its gateway to hear that no agent is to blame.
+        """
+        if hung.stopped and child.part is ProcessKind.WORKER:
+            await self._spare(hung.name)
+        stacks = ""
+        if not hung.stopped:
+            written = await child.stacks()
+            stacks = f"\nthe stacks of {hung.name} (pid {child.pid}):\n{written}"
+        self._say(Stalled(f"{hung.why}.\n{report}{stacks}"))
+        child.condemn(hung.why)

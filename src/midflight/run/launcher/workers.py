@@ -1,0 +1,94 @@
+"""The processes of a ring that run agents, over all their lives.
+
+| loop | consumes | waits for | unblocked by |
+|---|---|---|---|
+| `Workers.keep` (one each) | the worker's messages | its end; then it starts it again | cancellation, or starts that fail |
+"""
+
+from collections.abc import Callable
+
+from midflight.config.agent import entries_of
+from midflight.config.sections import Config
+from midflight.run.launcher.children import Children
+from midflight.run.launcher.gateways import GatewayPart
+from midflight.run.parts import Message, PartLost, ProcessKind, Restarted, WorkerSpec
+from midflight.run.places.port import Child, PartFailed
+
+MAX_FAILED_STARTS = 3
+"""Failed starts of one worker in a row, before the run fails: its connection is refused, or the
+machine has no room for it.
+"""
+
+
+class Workers:
+    """Keeps them running, whatever agents do to them. Which worker is whose, the gateways know."""
+
+    def __init__(
+        self,
+        config: Config,
+        children: Children,
+        *,
+        token: str,
+        say: Callable[[Message], None],
+    ) -> None:
+        """`token` is for their connections to the gateways."""
+        self._config = config
+        self._children = children
+        self._token = token
+        self._say = say
+        self.are_done = False
+        """Nothing is left to be rolled out: workers that end now have done so because the rollout
+        process does.
+        """
+
+    async def keep(self, name: str, gateway: GatewayPart) -> None:
+        """Runs one process of agents, and starts it again whenever it dies, as agents may have it.
+        `PartFailed` if it does not come up.
+        """
+        failed_starts = 0
+        num_ended = 0
+        error = ""
+        while failed_starts < MAX_FAILED_STARTS:
+            worker = await self._children.start(
+                ProcessKind.WORKER,
+                name,
+                gateway.place,
+                arguments=entries_of(self._config.environment),
+            )
+            error = await self._life(worker, gateway)
+            failed_starts = 0 if name in self._children.ready else failed_starts + 1
+            self._children.ready.discard(name)
+            await self._children.kill(name)  # a failed one may linger
+            if self.are_done:
+                return
+            num_ended += 1
+            if _is_power_of_two(num_ended):  # an environment may do so all the time
+                again = "" if num_ended == 1 else f" It was the {num_ended}th time."
+                self._say(Restarted(name, error + again, None))
+        raise PartFailed(
+            (
+                f"{name} was started {MAX_FAILED_STARTS} times and ended each time before it ran "
+                f"an agent: {error}"
+            ),
+            part=name,
+        )
+
+    async def _life(self, worker: Child, gateway: GatewayPart) -> str:
+        """Waits for the end of one process, and returns why it ended."""
+        spec = WorkerSpec(
+            worker.name,
+            gateway.url,
+            self._token,
+            self._config.environment.model_dump_json(),
+            self._config.gateway.public_url,
+        )
+        try:
+            await worker.tell(spec)
+            await self._children.follow(worker)
+        except (PartFailed, PartLost) as failure:
+            return str(failure)
+        return f"{worker.name} ended, though nobody asked it to"
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
