@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute
 
 from midflight.errors import RequestRejected
 from midflight.gateway.fleet.fleet import Fleet
-from midflight.run.api.service import ModelTensors
+from midflight.run.api.model_tensors import ModelTensors
 from midflight.types import Version, WeightManifest
 from midflight.weights.handover import Handover
 from midflight.weights.transports.files import manifest_of

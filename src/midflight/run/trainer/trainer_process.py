@@ -31,7 +31,8 @@ from midflight.models.load import (
 )
 from midflight.models.names import assign, in_dtype, torch_dtype
 from midflight.observe.motion import WorkBelow
-from midflight.run.api.service import RolloutClient, WentOn
+from midflight.run.api.rollout_client import RolloutClient
+from midflight.run.api.service import WentOn
 from midflight.run.heart import START_SECONDS
 from midflight.run.parts import Alarm, Launcher, ModelReady, TrainerSpec
 from midflight.run.trainer.shards import ShardedRollouts
