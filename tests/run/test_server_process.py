@@ -21,11 +21,12 @@ from tests.real.processes import Command, alive, free_port, gone
 
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, RunFailed
+from midflight.run.endpoint import TOKEN_VARIABLE
 from midflight.run.engine import companion
 from midflight.run.engine.companion import attached, check_interpreter, reserve_port, started
 from midflight.run.heart import Heart
 from midflight.run.launcher.child import failure_of
-from midflight.run.parts import TOKEN_VARIABLE, EngineSpec, ServerLost, Verdict
+from midflight.run.parts import EngineSpec, ServerLost, Verdict
 from midflight.run.places.port import PartFailed, error_of
 from midflight.run.scratch import segment_name
 from midflight.text.byte_tokenizer import write_byte_tokenizer

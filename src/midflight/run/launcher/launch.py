@@ -31,6 +31,7 @@ from midflight.observe.summary import (
     write_summary,
 )
 from midflight.observe.terminal import Terminal
+from midflight.run.endpoint import ControlToken, control_token
 from midflight.run.launcher import opening
 from midflight.run.launcher.aside import is_aside
 from midflight.run.launcher.budgets import Budgets
@@ -44,7 +45,6 @@ from midflight.run.launcher.tracking import ENDING_SECONDS, Tracking
 from midflight.run.launcher.viewing import BesideRun
 from midflight.run.parts import (
     Alarm,
-    ControlToken,
     Message,
     ModelReady,
     Progress,
@@ -54,7 +54,6 @@ from midflight.run.parts import (
     Stalled,
     WarmStart,
     Words,
-    control_token,
     serve_while,
 )
 from midflight.run.places.port import HasDescriptor, PartFailed

@@ -32,6 +32,7 @@ from midflight.config.shards import shard_of, unsharded
 from midflight.errors import first_error
 from midflight.observe.logs import PROCESS_VARIABLE
 from midflight.observe.status import Phase
+from midflight.run.endpoint import Endpoint, remove_endpoint, write_endpoint
 from midflight.run.heart import Beat
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.engines import Access, EnginePart, Engines
@@ -41,7 +42,6 @@ from midflight.run.launcher.watchdog import LOOK_SECONDS, Hung, Watchdog
 from midflight.run.parts import (
     TEACHER,
     Condemned,
-    Endpoint,
     Failed,
     Message,
     ModelReady,
@@ -59,9 +59,7 @@ from midflight.run.parts import (
     Words,
     Worked,
     WorkerSpec,
-    remove_endpoint,
     serve_while,
-    write_endpoint,
 )
 from midflight.run.places.local import LocalPlaces
 from midflight.run.places.port import (
