@@ -106,7 +106,7 @@ def engine_options(path: Path) -> dict[str, object]:
 def check_engine(config: Config) -> None:
     """Whether the interpreter of a server is there."""
     if config.engine.kind != "embedded":
-        from midflight.run.engine.companion import check_interpreter
+        from midflight.run.engine.server_process import check_interpreter
 
         check_interpreter(config.engine)
 

@@ -105,7 +105,11 @@ def _rollouts(batch: PackedBatch) -> list[RolloutFacts]:
 def _room(batch: PackedBatch) -> list[int | None]:
     if batch.room is None:
         return [None] * len(batch.rewards)
-    return [None if room == NO_ANSWER else room for room in batch.room.tolist()]
+    rooms: list[int | None] = batch.room.tolist()
+    for place, room in enumerate(rooms):
+        if room == NO_ANSWER:
+            rooms[place] = None
+    return rooms
 
 
 def _components(batch: PackedBatch) -> list[dict[str, float]]:

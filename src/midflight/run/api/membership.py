@@ -26,7 +26,7 @@ PATH = PREFIX + "/engines"
 
 
 class EngineAddress(StrictBody, frozen=True):
-    """Where an engine is reached. Its repr leaves the token out, so that it can be printed."""
+    """The address of an engine. Its repr leaves the token out, so that it can be printed."""
 
     url: Annotated[str, Meta(pattern=r"^https?://[^\s/?#@]+/?$", max_length=512)]
     token: Annotated[str, Meta(max_length=512)] | None = None

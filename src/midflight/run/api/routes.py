@@ -206,8 +206,8 @@ class TrainerRoutes:
         return json_answer({"version": body.version})
 
     async def _copy(self, request: Request) -> Response:
-        """Copies the store for the checkpoint of a version that was made. Where a run goes on from
-        the copy, what was trained later waits again.
+        """Copies the store for the checkpoint of a version that was made. Groups that are trained
+        later wait again where a run goes on from the copy.
         """
         body = await body_of(request, AtVersion)
         self._book.check_saved(body.version)

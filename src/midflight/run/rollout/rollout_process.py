@@ -97,7 +97,7 @@ async def run_rollout(spec: RolloutSpec, launcher: Launcher) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Hosting:
-    """Where the agents of this process run, and the routes and services that this takes."""
+    """The host of this process's agents, and the routes and services that it takes."""
 
     host: AgentHost
     routes: Sequence[BaseRoute] = ()
