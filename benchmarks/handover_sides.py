@@ -34,7 +34,7 @@ from midflight.models.creation import make_model
 from midflight.models.load import load_model
 from midflight.models.names import named_tensors
 from midflight.ports import Engine
-from midflight.run.engine.companion import started
+from midflight.run.engine.server_process import started
 from midflight.text.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from midflight.types import GenerateRequest, SamplingParams, Version, WeightManifest
 from midflight.types.facts import unheard

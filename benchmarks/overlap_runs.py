@@ -25,7 +25,7 @@ import numpy as np
 
 from midflight.config.sections import Config
 from midflight.observe.history import read_journal
-from midflight.run.api.service import RolloutClient
+from midflight.run.api.rollout_client import RolloutClient
 from midflight.run.launcher.ring import Ring
 from midflight.run.parts import Message, ModelReady, Progress, Purpose, Ready, serve_while
 from midflight.run.trainer.training import TrainingLoop

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from midflight.errors import EngineUnavailable, RequestTimeout
-from midflight.run.api.routes import Teacher
+from midflight.run.api.teacher import Teacher
 from midflight.testing.ring import ScriptedScorer, SimulatedTrainer, SlowSteps, open_ring
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import PackedBatch

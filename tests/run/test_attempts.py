@@ -13,8 +13,8 @@ from rich.console import Console
 from midflight.config.load import load_config
 from midflight.errors import RunFailed
 from midflight.observe.terminal import Terminal
+from midflight.run.endpoint import ControlToken
 from midflight.run.launcher.run import Run
-from midflight.run.parts import ControlToken
 from midflight.run.places.port import PartFailed
 
 LOST = PartFailed("rollout did not get its seat: ActorDiedError: its machine has died", part="rollout")

@@ -15,8 +15,8 @@ from rich.console import Console
 from midflight.config.sections import Config, GatewaySection
 from midflight.errors import ConfigError
 from midflight.observe.terminal import Terminal
+from midflight.run.endpoint import TOKEN_VARIABLE, Endpoint, control_token, remove_endpoint, write_endpoint
 from midflight.run.launcher.launch import warn
-from midflight.run.parts import TOKEN_VARIABLE, Endpoint, control_token, remove_endpoint, write_endpoint
 from midflight.wire.server import exposure
 
 

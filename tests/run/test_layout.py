@@ -16,7 +16,7 @@ from tests.run.test_routes import one_batch
 
 from midflight.config import load_config
 from midflight.errors import ConfigError
-from midflight.run.api.session_routes import batch_as_lists
+from midflight.run.api.batch_lists import batch_as_lists
 from midflight.run.launcher.launch import rollouts
 from midflight.trajectories.packing import to_bytes
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from midflight.run.api.service import RolloutClient
+from midflight.run.api.rollout_client import RolloutClient
 from midflight.run.parts import PartLost
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"

@@ -21,11 +21,12 @@ from tests.real.processes import Command, alive, free_port, gone
 
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, RunFailed
-from midflight.run.engine import companion
-from midflight.run.engine.companion import attached, check_interpreter, reserve_port, started
+from midflight.run.endpoint import TOKEN_VARIABLE
+from midflight.run.engine import companion, server_process
+from midflight.run.engine.server_process import attached, check_interpreter, reserve_port, started
 from midflight.run.heart import Heart
 from midflight.run.launcher.child import failure_of
-from midflight.run.parts import TOKEN_VARIABLE, EngineSpec, ServerLost, Verdict
+from midflight.run.parts import EngineSpec, ServerLost, Verdict
 from midflight.run.places.port import PartFailed, error_of
 from midflight.run.scratch import segment_name
 from midflight.text.byte_tokenizer import write_byte_tokenizer
@@ -110,7 +111,7 @@ def test_a_server_answers_when_it_has_started_and_is_gone_with_its_children_afte
 def test_a_server_that_ignores_the_request_to_end_is_killed(
     config: Callable[..., Config], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(companion, "STOP_SECONDS", 0.2)
+    monkeypatch.setattr(server_process, "STOP_SECONDS", 0.2)
 
     async def main() -> None:
         async with started(config("--stubborn"), model, name="engine0", version=0):
@@ -218,7 +219,7 @@ def test_a_server_dies_with_the_process_that_started_it_however_that_dies(
 ) -> None:
     program = (
         "import asyncio, sys; from pathlib import Path; from midflight.config.sections import Config\n"
-        "from midflight.run.engine.companion import started\n"
+        "from midflight.run.engine.server_process import started\n"
         "async def main():\n"
         "    async with started(Config.model_validate_json(sys.argv[1]), Path(sys.argv[2]), name='engine0', version=0):\n"
         "        print('up', flush=True); await asyncio.Event().wait()\n"

@@ -16,7 +16,8 @@ from midflight.errors import OutOfTurn, RequestRejected, UnknownLease
 from midflight.models.adapters import FOLDER, WEIGHTS
 from midflight.models.load import save_model
 from midflight.models.names import named_tensors
-from midflight.run.api.service import DoneBody, ModelTensors, StepBook
+from midflight.run.api.model_tensors import ModelTensors
+from midflight.run.api.step_book import DoneBody, StepBook
 from midflight.types import Batch, PackedBatch, TensorSpec, WeightManifest
 from midflight.weights.transports.files import manifest_of, read_specs
 

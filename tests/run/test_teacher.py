@@ -15,8 +15,8 @@ from tests.run.test_routes import API, CONTROL, TOKEN, one_batch
 
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, RequestTimeout
 from midflight.gateway.http.http import build_app
-from midflight.run.api.routes import Teacher, score_route
-from midflight.run.api.session_routes import batch_as_lists
+from midflight.run.api.batch_lists import batch_as_lists
+from midflight.run.api.teacher import Teacher, score_route
 from midflight.testing.ring import ScriptedScorer
 from midflight.testing.virtual_time import run_virtual
 from midflight.trajectories.packing import from_bytes, to_bytes

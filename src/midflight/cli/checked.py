@@ -21,12 +21,12 @@ from midflight.config.sections import RunSection
 from midflight.errors import ConfigError
 from midflight.models.gguf_folders import model_folder
 from midflight.models.sizes import sizes_of
+from midflight.run.endpoint import TOKEN_VARIABLE
 from midflight.run.launcher.folder import CONFIG
 from midflight.run.launcher.measured import Measured
 from midflight.run.launcher.preflight import Findings
 from midflight.run.launcher.starting import check_kept
 from midflight.run.launcher.trial import Patience, TrialFailed, answer_of, to_terminal
-from midflight.run.parts import TOKEN_VARIABLE
 
 MAX_SERVED_CONTEXT = 4096
 """The longest context that is served unless more is asked for. Every engine slot reserves keys and
@@ -108,7 +108,7 @@ def engine_options(path: Path) -> dict[str, object]:
 def check_engine(config: Config) -> None:
     """`ConfigError` unless the interpreter of a server is there."""
     if config.engine.kind != "embedded":
-        from midflight.run.engine.companion import check_interpreter
+        from midflight.run.engine.server_process import check_interpreter
 
         check_interpreter(config.engine)
 

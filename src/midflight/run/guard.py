@@ -11,9 +11,9 @@ status. Beside it stays a guard, a small process that waits for the end of eithe
 
 Nothing depends on the instant: the guard asks whether the parent is there, and a parent that ended
 before the guard began is not. The guard is no child of the command, which may wait for its children
-or kill them. This file is its whole program, and imports nothing of ours, so that it is there at
-once and stays small. The name of the command is not among the guard's words: whoever looks for the
-command by its words finds it alone.
+or kill them. This file is its whole program, and imports nothing of ours, so that it starts at once
+and stays small. The name of the command is not on the guard's command line, so that a search for
+the command by name finds it alone.
 """
 
 import os
@@ -25,9 +25,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 GRACE_SECONDS = 5.0
-"""For a command that was asked to end: our own processes take half of it at most."""
+"""The time that a command has which was asked to end: our own processes take half of it at most."""
 LOOK_SECONDS = 0.5
-"""Between two looks, on a system that does not tell of the end of other processes."""
+"""The time between two looks, on a system that does not tell of the end of other processes."""
 BESIDE = "beside"
 """The first word of the command line of a guard."""
 IGNORED = (
@@ -38,8 +38,8 @@ IGNORED = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-"""The guard belongs to the command's process group, and what is sent to that group is not for the
-guard.
+"""The guard ignores these: it belongs to the command's process group, and a signal to that group is
+not for the guard.
 """
 
 
@@ -49,8 +49,8 @@ def guarded(
     ask: signal.Signals | None = signal.SIGTERM,
     seconds: float | None = None,
 ) -> list[str]:
-    """The command line that runs `command` with a guard. For a process that this one starts, in a
-    session of its own.
+    """The command line that runs `command` with a guard. It is for a process that this one starts,
+    in a session of its own.
 
     `ask` is the signal that asks the command to end when this process has ended; with none, the
     command must notice that by itself. `seconds` is the time that it has then, by default
@@ -88,7 +88,8 @@ def stand_beside(parent: int, ask: int, seconds: float) -> None:
     if os.getppid() != parent:
         os._exit(0)
     allowed = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
-    if (between := os.fork()) == 0:
+    between = os.fork()
+    if between == 0:
         try:
             if os.fork() == 0:
                 _become_guard(parent, ask, seconds, descriptors)
@@ -99,16 +100,14 @@ def stand_beside(parent: int, ask: int, seconds: float) -> None:
 
 
 def _become_guard(parent: int, ask: int, seconds: float, descriptors: Sequence[int]) -> None:
-    """Keeps nothing of the command: the guard is a program of its own."""
+    """Becomes the guard, which is a program of its own and keeps nothing of the command."""
     _let_go(descriptors)
     given = [str(word) for word in (BESIDE, parent, ask, seconds, *descriptors)]
     os.execv(sys.executable, [sys.executable, "-I", "-S", __file__, *given])
 
 
 def _descriptors(parent: int, command: int) -> tuple[int, ...]:
-    """Of both processes, for `Ends`; none where the system has no such descriptors, or does not
-    allow them.
-    """
+    """Descriptors of both processes, for `Ends`; none where the system does not have or allow them."""
     try:
         return os.pidfd_open(parent), os.pidfd_open(command)
     except ProcessLookupError:
@@ -124,7 +123,7 @@ class Ends:
         self._parent = parent
         self._command = command
         self._descriptors = descriptors
-        """Of both processes, or none."""
+        """Descriptors of both processes, or none."""
 
     def wait_for_one(self) -> None:
         """Waits for the end of the parent or of the command."""
@@ -159,7 +158,7 @@ def guard(parent: int, ask: int, seconds: float, *descriptors: int) -> None:
 
 def _let_go(kept: Sequence[int]) -> None:
     """Closes the command's pipes, sockets and files but for `kept`, leaves its folder, and ignores
-    what is sent to its group.
+    signals to its group.
     """
     os.chdir("/")
     for number in IGNORED:
@@ -182,16 +181,18 @@ def _kill_session(session: int) -> None:
     finds nobody new.
     """
     killed = {os.getpid()}
-    while found := _members(session) - killed:
+    found = _members(session) - killed
+    while found:
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         killed |= found
+        found = _members(session) - killed
     os.killpg(session, signal.SIGKILL)
 
 
 def _members(session: int) -> set[int]:
-    """Numbers of the processes in a session; none where there is no /proc."""
+    """The numbers of the processes in a session; none where there is no /proc."""
     found: set[int] = set()
     with suppress(OSError), os.scandir("/proc") as entries:
         for entry in entries:
@@ -201,7 +202,7 @@ def _members(session: int) -> set[int]:
 
 
 def _session_of(folder: str) -> int | None:
-    """None for a process that has ended."""
+    """The number of the process's session; None for a process that has ended."""
     try:
         with open(f"{folder}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 (pathlib takes long to be imported)
             # The command's name, in brackets, may itself hold brackets and spaces: the fields start

@@ -1,9 +1,9 @@
-"""What a part of a run does and waits for, told to the launcher every second, so that one that
-stands still is found. Torch-free.
+"""The heartbeat of a part: every second it tells the launcher what it does and waits for, so that a
+part that stands still is found. Torch-free.
 
-A part beats from a thread, so that the launcher hears of it while its event loop is blocked; each
+A part beats from a thread, so that the launcher hears of it while its event loop is blocked. Each
 beat says when the loop last turned. A process that is stopped, or that holds the interpreter, does
-not beat at all. Times are CLOCK_MONOTONIC seconds of its machine.
+not beat at all. Times are CLOCK_MONOTONIC seconds of the part's machine.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ import msgspec
 from midflight.observe.motion import num_bytes_of
 
 BEAT_SECONDS = 1.0
-"""Between two beats: a small part of any `run.stall_seconds`, and too seldom to cost anything."""
+"""The time between two beats: a small part of any `run.stall_seconds`, and too seldom to cost
+anything.
+"""
 START_SECONDS = 600.0
-"""For imports, and for a model to be made or loaded: so long each may hold the interpreter, and
-longer as long as it computes or reads.
+"""The limit of imports, and of a model that is made or loaded. So long each may hold the
+interpreter, and longer while it computes or reads.
 """
 ENDLESS = 1e9
-"""The limit of what may stand as long as somebody wishes, such as an operator's pause. JSON has no
-infinity.
-"""
+"""The limit of what has no limit, such as an operator's pause. JSON has no infinity."""
 
 
 class Doing(msgspec.Struct, frozen=True):
@@ -36,18 +36,19 @@ class Doing(msgspec.Struct, frozen=True):
     what: str
     since: float
     whom: str = ""
-    """The part that it waits for."""
+    """The part that this waits for."""
     limit: float | None = None
-    """Seconds that it may take. Without a limit it is no excuse for a standstill."""
+    """The seconds that it may take. Without a limit it is no excuse for a standstill."""
     computes: bool = False
-    """It takes processor time, or reads and writes, all along, and may take long: past its limit,
-    if it has one, it hangs when it does neither."""
+    """It takes processor time, or reads and writes, all along, and may take long. It hangs when it
+    does neither after its limit, if it has one.
+    """
     heavy: bool = False
     """It may hold the interpreter or the loop for as long as its limit, as imports and models that
     are loaded do.
     """
     holds_loop: bool = False
-    """It holds the event loop, and others judge for how long it may."""
+    """It holds the event loop, and another part judges for how long it may."""
 
     def excused(self, now: float) -> bool:
         """Whether it may still last."""
@@ -55,7 +56,7 @@ class Doing(msgspec.Struct, frozen=True):
 
 
 class Absence(msgspec.Struct, frozen=True):
-    """An engine has been in quarantine since then."""
+    """An engine has been in quarantine since `since`."""
 
     engine: str
     since: float
@@ -66,45 +67,44 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """A part lives."""
 
     turned: float | None
-    """When its event loop last turned; none before it has one."""
+    """When its event loop last turned; None before it has one."""
     doing: tuple[Doing, ...] = ()
     absences: tuple[Absence, ...] = ()
     counters: str = ""
-    """What it has to do, in a few words."""
+    """What the part has to do, in a few words."""
     at: float | None = None
-    """When it was sent; none where its times are of the hearer's clock."""
+    """When the beat was sent; None where its times are already of the receiver's clock."""
     cpu_seconds: float = 0.0
-    """Of processor time, since its start."""
+    """The processor time of the part since its start."""
     num_bytes: int = 0
-    """That it read and wrote since its start."""
+    """The bytes that the part read and wrote since its start."""
     memory_bytes: int = 0
-    """Of it and what is below it, where the launcher cannot look for itself."""
+    """The memory of the part and of its children, where the launcher cannot look for itself."""
 
     def shifted(self, seconds: float) -> "Beat":
-        """With its times on a clock that shows so much more."""
-        return msgspec.structs.replace(
-            self,
-            turned=None if self.turned is None else self.turned + seconds,
-            doing=tuple(
-                msgspec.structs.replace(one, since=one.since + seconds) for one in self.doing
-            ),
-            absences=tuple(
-                msgspec.structs.replace(one, since=one.since + seconds) for one in self.absences
-            ),
-        )
+        """The same beat with its times on a clock that shows so much more."""
+        replaced = msgspec.structs.replace
+        turned = None if self.turned is None else self.turned + seconds
+        doing = tuple(replaced(one, since=one.since + seconds) for one in self.doing)
+        absences = tuple(replaced(one, since=one.since + seconds) for one in self.absences)
+        return replaced(self, turned=turned, doing=doing, absences=absences)
 
 
 class Situation(msgspec.Struct, frozen=True):
-    """What a part can say of itself only on its event loop."""
+    """The things that a part can say of itself only on its event loop."""
 
     doing: tuple[Doing, ...] = ()
     absences: tuple[Absence, ...] = ()
     counters: str = ""
 
 
+def _own_work() -> tuple[float, int]:
+    return time.process_time(), num_bytes_of("self")
+
+
 class Heart:
-    """Beats, once it is started. What is done and waited for is entered by `doing`, from any
-    thread; or read by `ask` on the loop.
+    """Beats, once it is started. Work and waits are entered by `doing`, from any thread, or read by
+    `ask` on the event loop.
     """
 
     def __init__(self, tell: Callable[[Beat], None] = lambda _: None) -> None:
@@ -114,17 +114,14 @@ class Heart:
         self._turned: float | None = None
         self._standing = Situation()
         self.ask: Callable[[], Situation] = Situation
-        """Called on the loop before each beat; must not wait."""
+        """Called on the event loop every second; must not wait."""
         self.beside: Callable[[], tuple[Doing, ...]] = tuple
-        """Called before each beat, beside the loop: what is known of the loop while that is
+        """Called before each beat, beside the loop: returns what is known of the loop while that is
         blocked.
         """
-        self.work: Callable[[], tuple[float, int]] = lambda: (
-            time.process_time(),
-            num_bytes_of("self"),
-        )
-        """Processor seconds and bytes so far. Called before each beat, beside the loop. What is
-        below the process may count.
+        self.work: Callable[[], tuple[float, int]] = _own_work
+        """Called before each beat, beside the loop: returns processor seconds and bytes so far. The
+        process's children may count.
         """
         self.memory: Callable[[], int] = lambda: 0
         """Called before each beat, beside the loop. Takes some milliseconds of a core."""
@@ -162,11 +159,11 @@ class Heart:
         )
 
     def start(self) -> None:
-        """From now on, until the process ends."""
+        """Beats from now on, until the process ends."""
         threading.Thread(target=self._beat_on, name="heart", daemon=True).start()
 
     def turn(self) -> None:
-        """On the running loop, now and every second until the loop ends."""
+        """Notes that the running loop turns, now and every second until the loop ends."""
         asyncio.get_running_loop().call_later(BEAT_SECONDS, self.turn)
         self._turned = time.monotonic()
         self._standing = self.ask()

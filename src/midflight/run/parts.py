@@ -1,39 +1,32 @@
-"""The parts of a run: which there are, what each is told at its start and tells the launcher, and
-how a part ends. Torch-free.
+"""The parts of a run: the kinds of process, the spec that each gets at its start, and the messages
+that it sends to the launcher. Torch-free.
 
-What is told travels as JSON lines on standard input and output. `endpoint.json` in a run's folder
-says where the run is reached and by which token, for programs of the same user.
+Specs and messages travel as JSON lines on standard input and output.
 """
 
 import asyncio
 import os
-import secrets
 import threading
 from collections.abc import Coroutine
-from contextlib import suppress
-from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
 
-from midflight.errors import ConfigError, MidflightError
+from midflight.errors import MidflightError
 from midflight.observe.progress import Status
 from midflight.run.heart import Beat, Heart
 
 T = TypeVar("T")
 
 SEATED_VARIABLE: Final = "MIDFLIGHT_SEATED"
-"""Set for a part that the launcher is not the parent of: it tells in its beats what the launcher
-cannot see.
-"""
+"""Set for a part whose parent is not the launcher: its beats say what the launcher cannot see."""
 TEACHER: Final = "teacher"
-"""Name of the engine process that scores what others generate."""
+"""The name of the engine process that scores what others generate."""
 
 
 class ProcessKind(StrEnum):
-    """The kinds of process a run is made of."""
+    """The kinds of process that a run is made of."""
 
     ENGINE = "engine"
     WORKER = "worker"
@@ -42,21 +35,21 @@ class ProcessKind(StrEnum):
 
 
 class Purpose(StrEnum):
-    """What a rollout process is there for."""
+    """What a rollout process is started for."""
 
     TRAIN = "train"
-    """Rollouts for our trainer; ended by the launcher."""
+    """It makes rollouts for our trainer; the launcher ends it."""
     ROLLOUTS = "rollouts"
-    """Rollouts for a trainer that is not ours; ended by its `finish`."""
+    """It makes rollouts for a trainer that is not ours; that trainer's `finish` ends it."""
     EVALUATE = "evaluate"
-    """Held-out score, then the end."""
+    """It makes the held-out score, and ends."""
     SERVE = "serve"
-    """No tasks."""
+    """It has no tasks."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True, tag="engine"):
-    """`socket_fd` is a listening socket inherited from the launcher: its port outlives a restart of
-    the process.
+    """The spec of an engine. `socket_fd` is a listening socket inherited from the launcher: its
+    port outlives a restart of the process.
     """
 
     name: str
@@ -71,7 +64,7 @@ class EngineSpec(msgspec.Struct, frozen=True, tag="engine"):
     """
     version: int = 0
     url: str | None = None
-    """Of a server that runs already; none starts one."""
+    """The URL of a server that runs already; with None one is started."""
 
 
 class RolloutSpec(msgspec.Struct, frozen=True, tag="rollout"):
@@ -79,45 +72,45 @@ class RolloutSpec(msgspec.Struct, frozen=True, tag="rollout"):
     model: str
     socket_fd: int
     url: str
-    """Where it is reached."""
+    """The address at which the process is reached."""
     token: str
-    """Of the engines."""
+    """The token of the engines."""
     control_token: str
-    """Of the gateway's control plane and of everything under `/midflight/v1`."""
+    """The token of the gateway's control plane and of everything under `/midflight/v1`."""
     engines: dict[str, str]
-    """URL by engine name."""
+    """The URL of each engine, by name."""
     teacher: str | None = None
-    """URL of the engine that scores and generates nothing, where there is one."""
+    """The URL of the engine that scores and generates nothing, where there is one."""
     worker_token: str | None = None
-    """Of the processes that run agents; without one they run in this process."""
+    """The token of the processes that run agents. Without one agents run in this process."""
     workers: tuple[str, ...] = ()
-    """Their names."""
+    """The names of the processes that run agents."""
     purpose: Purpose = Purpose.TRAIN
     version: int = 0
     """The version that the engines start with."""
     checkpoint: int | None = None
-    """Version of the checkpoint that the run goes on from; none starts a new one."""
+    """The version of the checkpoint that the run goes on from; None starts a new run."""
     alarms: tuple[str, ...] = ()
-    """That were told before this process was there."""
+    """Alarms that were raised before this process was started."""
     shard: int = 0
-    """Which of `gateway.shards`; `config` is its part."""
+    """The number of this process among `gateway.shards`; `config` is its part."""
     owner: str | None = None
-    """Of a shard that hands no versions over: URL of the one that does."""
+    """The URL of the shard that hands versions over, for one that does not."""
     again: bool = False
-    """It died, and goes on from its store, while the rest of the run went on."""
+    """The process died, and goes on from its store; the rest of the run did not stop."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, tag="worker"):
-    """Of a process that runs agents. It gets no control token: its own opens nothing but rollouts
-    that it is given.
+    """The spec of a process that runs agents. It gets no control token: its own token opens nothing
+    but the rollouts that it is given.
     """
 
     name: str
     url: str
-    """Of the rollout process."""
+    """The URL of the rollout process."""
     token: str
     environment: str
-    """The section of the configuration, as JSON."""
+    """The configuration's section `environment`, as JSON."""
     public_url: str = ""
     """`gateway.public_url`."""
 
@@ -130,25 +123,25 @@ class TrainerSpec(msgspec.Struct, frozen=True, tag="trainer"):
     """Begins the names of the files of shared memory; no other run has it."""
     resume: bool = False
     life: int = 0
-    """Above 0 it goes on beside a rollout process and engines that have outlived so many
-    trainers.
+    """The number of trainers that the rollout process and the engines have outlived. Above 0 this
+    one goes on beside them.
     """
     rank: int = 0
     host: str = "127.0.0.1"
-    """Address of its machine, at which other parts reach it."""
+    """The address of its machine, at which other parts reach it."""
     meeting: str = ""
-    """`host:port` of the first rank, where several find each other."""
+    """`host:port` of the first rank, where several ranks find each other."""
     meeting_fd: int | None = None
-    """The first rank's socket there, inherited; no other rank has it."""
+    """The first rank's socket at `meeting`, inherited; no other rank has it."""
     further_urls: tuple[str, ...] = ()
-    """Of the rollout processes beside the first."""
+    """The URLs of the rollout processes beside the first."""
 
 
 Spec = EngineSpec | WorkerSpec | RolloutSpec | TrainerSpec
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The part serves; `url` is where agents reach it."""
+    """The part serves; agents reach it at `url`."""
 
     url: str | None = None
 
@@ -159,16 +152,16 @@ class ModelReady(msgspec.Struct, frozen=True, tag="model_ready"):
     folder: str
     version: int
     checkpoint: int | None = None
-    """On resume: the version of the checkpoint behind it. What was trained above it goes back to
-    waiting.
+    """The version of the checkpoint that the model is from, on resume. What was trained after it
+    waits again.
     """
     alarms: tuple[str, ...] = ()
-    """That the trainer has told; the journal, which the rollout process writes, lacks them."""
+    """The trainer's alarms until now. The journal lacks them, which the rollout process writes."""
 
 
 class Worked(msgspec.Struct, frozen=True, tag="worked"):
-    """An engine has made its first token, or scored its first rows, since it was started. Told
-    before anybody gets them.
+    """An engine has made its first token, or scored its first rows, since it was started. The
+    message is sent before the token or the scores.
     """
 
 
@@ -177,8 +170,8 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class WarmStart(msgspec.Struct, frozen=True, tag="warm_start"):
-    """How the supervised warm start stands; `accuracy` is held-out exact match at temperature 1; no
-    `loss`: the step was skipped.
+    """A step of the supervised warm start. `accuracy` is held-out exact match at temperature 1.
+    Without a `loss` the step was skipped.
     """
 
     step: int
@@ -190,23 +183,24 @@ class Verdict(StrEnum):
     """What the failure of a part means for the run."""
 
     CONFIG = "config"
-    """The configuration or the data is to blame: a restart would not help, and the message says
+    """The configuration or the data is to blame. A restart would not help, and the message says
     all.
     """
     FINAL = "final"
-    """A budget is spent, or the disk is full: the same."""
+    """A budget is spent, or the disk is full. A restart would not help, and the message says all.
+    """
     LOST = "lost"
     """The part lost another part, whose own failure says more."""
     CRASH = "crash"
-    """Nobody foresaw it: the traceback is shown, and a restart may help."""
+    """The failure was not foreseen: the traceback is shown, and a restart may help."""
     KILLED = "killed"
-    """Somebody has killed a server beside it, or the kernel has for its memory: a restart may help,
-    and the server is not to blame.
+    """A server beside the part was killed, by a user or by the kernel for its memory. A restart may
+    help, and the server is not to blame.
     """
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The last message of a part that failed: what the launcher shows (I9)."""
+    """The last message of a part that failed; the launcher shows it (I9)."""
 
     error: str
     traceback: str
@@ -214,8 +208,9 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
-    """The launcher's own: a part died and is started again after `seconds`, which may happen `left`
-    more times for now, without a limit where that is None."""
+    """A message of the launcher itself: a part died and is started again after `seconds`. That may
+    happen `left` more times for now; None is no limit.
+    """
 
     part: str
     error: str
@@ -224,14 +219,16 @@ class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
 
 
 class Condemned(msgspec.Struct, frozen=True, tag="condemned"):
-    """The rollout process asks for a worker to be ended and started again."""
+    """The rollout process asks the launcher to end a worker and to start it again."""
 
     part: str
     why: str
 
 
 class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
-    """The launcher's own: something stands still. The report says who waits for whom."""
+    """A message of the launcher itself: something stands still. The report says which part waits
+    for which.
+    """
 
     report: str
 
@@ -269,8 +266,8 @@ decode_spec = msgspec.json.Decoder(Spec).decode
 
 
 class Launcher:
-    """The child's end of the pipe to the launcher. Takes standard output for messages; prints go to
-    the log instead.
+    """The child's end of the pipe to the launcher. It takes standard output for messages; prints go
+    to the log instead.
     """
 
     def __init__(self) -> None:
@@ -280,9 +277,7 @@ class Launcher:
         self.heart = Heart(self.tell)
 
     def tell(self, message: Message) -> None:
-        """Sends a message; a launcher that is gone is no error here: this process ends with it
-        anyway.
-        """
+        """Sends a message. A launcher that is gone is no error here: this process ends with it."""
         try:
             with self._lock:
                 self._file.write(encode(message) + b"\n")
@@ -307,18 +302,18 @@ class FirstWork:
 
 
 class PartLost(MidflightError):
-    """Another process of the run did not answer. Why it ended is its own to say; the ring may start
+    """Another process of the run did not answer. That process says why it ended; the ring may start
     again.
     """
 
 
 class ServerLost(MidflightError):
-    """A server beside us ended, or did not come up in time: started again, it may serve. Its
-    message has the end of its log.
+    """A server beside us ended, or did not come up in time. Started again, it may serve. The
+    message has the end of the server's log.
     """
 
     was_killed = False
-    """By somebody, or by the kernel."""
+    """Whether a user or the kernel killed it."""
 
 
 async def serve_while(main: Coroutine[Any, Any, T], *services: Coroutine[Any, Any, None]) -> T:
@@ -332,79 +327,3 @@ async def serve_while(main: Coroutine[Any, Any, T], *services: Coroutine[Any, An
         finally:
             for task in running:
                 task.cancel()
-
-
-# --- Where a run is reached -----------------------------------------------------------------------
-
-
-NAME = "endpoint.json"
-MIN_TOKEN_LENGTH = 16
-MAX_TOKEN_LENGTH = 512
-TOKEN_VARIABLE = "MIDFLIGHT_CONTROL_TOKEN"
-"""Kept from children: what an agent inherits, it could score itself with."""
-
-
-class Endpoint(msgspec.Struct, frozen=True):
-    """Its repr would hold the token: never print one."""
-
-    url: str
-    control_token: str
-    run: str
-    model_path: str
-    """Folder of the weights that the run began with."""
-    api_version: int = 1
-
-    def __repr__(self) -> str:
-        return f"<Endpoint of {self.run} at {self.url}>"
-
-
-def write_endpoint(folder: Path, endpoint: Endpoint) -> None:
-    """Readable by this user alone, from its first byte on; whole or not at all."""
-    draft = folder / f".{NAME}.writing"
-    draft.unlink(missing_ok=True)
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # noqa: PTH123 (the mode is given here)
-        file.write(msgspec.json.encode(endpoint))
-    draft.replace(folder / NAME)
-
-
-def remove_endpoint(folder: Path, control_token: str) -> None:
-    """When the run ends: nobody listens there any more. One that another run has written there
-    since stays.
-    """
-    with suppress(OSError, msgspec.DecodeError):
-        written = msgspec.json.decode((folder / NAME).read_bytes(), type=Endpoint)
-        if secrets.compare_digest(written.control_token.encode(), control_token.encode()):
-            (folder / NAME).unlink()
-
-
-@dataclass(frozen=True, slots=True)
-class ControlToken:
-    """`is_new`: drawn here, so that somebody must be told it, once."""
-
-    value: str = field(repr=False)
-    is_new: bool
-
-
-def control_token(given: str | None) -> ControlToken:
-    """The one given, else that of the environment, else a new one."""
-    chosen = given or os.environ.get(TOKEN_VARIABLE)
-    return (
-        ControlToken(secrets.token_urlsafe(24), True)
-        if chosen is None
-        else ControlToken(_checked(chosen), False)
-    )
-
-
-def _checked(token: str) -> str:
-    """`ConfigError` when it could not travel in a header, or could be guessed."""
-    if (
-        not MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH
-        or not token.isascii()
-        or not token.isprintable()
-        or " " in token
-    ):
-        raise ConfigError(
-            f"the control token has {len(token)} characters: give {MIN_TOKEN_LENGTH} to "
-            f"{MAX_TOKEN_LENGTH} printable ones of ASCII, without spaces."
-        )
-    return token

@@ -1,8 +1,8 @@
-"""What a run keeps in memory and in temporary folders, and the removal of what killed runs left
-there: it has no lock any more.
+"""Scratch folders: a run keeps them in memory or among temporary files, and removes those that
+killed runs left there.
 
-A lock and not a process id says whether something is in use: it ends with its process, and holds
-between containers too.
+A lock, and not a process id, says whether a folder is in use: it ends with its process, and holds
+between containers too. What a killed run left has no lock any more.
 """
 
 import contextlib
@@ -23,17 +23,19 @@ _SUFFIX = ".scratch"
 
 
 def segment_name(folder: Path) -> str:
-    """Begins the names of a run's files and folders there: the same after a crash, and no other
-    run's.
+    """Begins the names of a run's files and folders there. It is the same after a crash, and no
+    other run has it.
     """
-    return f"{PREFIX}-{hashlib.blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()}"
+    digest = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()
+    return f"{PREFIX}-{digest}"
 
 
 @contextmanager
 def scratch_folder(name: str = PREFIX) -> Generator[Path]:
     """An empty folder whose name begins with `name`, in memory where there is a place for it.
 
-    Nobody removes it while this process lives; its end does, or the next run of anyone.
+    No other run removes it while this process lives. It is removed at the end of the block, or by
+    the next run on this machine, where this process was killed.
     """
     try:
         folder, lock = _locked_folder(SHARED, name)
@@ -47,8 +49,8 @@ def scratch_folder(name: str = PREFIX) -> Generator[Path]:
 
 
 def remove_left() -> None:
-    """Removes what dead processes left, whichever run they were of. What is locked is in use; what
-    is another user's stays.
+    """Removes what dead processes left, whichever run they belonged to. A locked folder is in use;
+    a folder of another user stays.
     """
     remove_stale(PREFIX)
     for place in {SHARED, Path(tempfile.gettempdir())}:
@@ -60,8 +62,8 @@ def remove_left() -> None:
 
 
 def _locked_folder(place: Path, name: str) -> tuple[Path, int]:
-    """A new folder and its lock. Somebody's `remove_left` may take it in the instant before it is
-    locked: then another is made.
+    """A new folder and its lock. The `remove_left` of another run may take it in the instant before
+    it is locked: then another is made.
     """
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-", suffix=_SUFFIX, dir=place))
@@ -73,8 +75,8 @@ def _locked_folder(place: Path, name: str) -> tuple[Path, int]:
 
 
 def _lock(folder: Path) -> int:
-    """Holds until the descriptor is closed or this process ends; `BlockingIOError` if another has
-    it. Children do not inherit it.
+    """Locks the folder until the descriptor is closed or this process ends; `BlockingIOError` if
+    another process has the lock. Children do not inherit it.
     """
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -27,8 +27,8 @@ from midflight.environments.sources import Source
 from midflight.gateway.http.http import build_app
 from midflight.observe.status import Phase
 from midflight.ports import Engine, SessionHandle
-from midflight.run.api.routes import Teacher
 from midflight.run.api.service import RolloutService
+from midflight.run.api.teacher import Teacher
 from midflight.run.parts import serve_while
 from midflight.run.rollout.served import ShardRole
 from midflight.run.rollout.serving import ALONE, Agents, Serving

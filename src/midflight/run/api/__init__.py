@@ -1,3 +1,3 @@
-"""HTTP between the processes of a run: batches, steps, sessions and claims, with client and
-routes.
+"""HTTP between the processes of a run: the routes of batches, steps, sessions and claims, and their
+clients.
 """

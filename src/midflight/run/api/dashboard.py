@@ -9,7 +9,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 VIEWER = "view.json"
-"""In a run's folder: where its viewer is, while there is one."""
+"""The file in a run's folder that says where its viewer is, while there is one."""
 
 _NONE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Midflight</title>
 <style>body{font:16px sans-serif;max-width:40rem;margin:4rem auto;padding:0 1rem;color-scheme:light dark}</style>
@@ -19,13 +19,13 @@ _NONE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Midflight
 
 
 class Viewing(msgspec.Struct, frozen=True):
-    """Where a viewer is."""
+    """The address of a viewer."""
 
     url: str
 
 
 def dashboard_route(folder: Path) -> BaseRoute:
-    """Whoever brings a token brings it along: the viewer looks at it, and asks for it where there
+    """The redirect keeps the token of a request. The viewer checks it, and asks for it where there
     is none.
     """
 
@@ -34,10 +34,13 @@ def dashboard_route(folder: Path) -> BaseRoute:
             there = msgspec.json.decode((folder / VIEWER).read_bytes(), type=Viewing).url
         except (OSError, msgspec.DecodeError):
             return HTMLResponse(_NONE, status_code=404)
-        kind, _, bearer = request.headers.get("authorization", "").partition(" ")
-        token = request.query_params.get("token") or (bearer if kind.lower() == "bearer" else "")
-        return RedirectResponse(
-            f"{there}/" + (f"?{urlencode({'token': token})}" if token else ""), status_code=307
-        )
+        token = request.query_params.get("token") or _bearer(request)
+        query = f"?{urlencode({'token': token})}" if token else ""
+        return RedirectResponse(f"{there}/{query}", status_code=307)
 
     return Route("/dashboard", dashboard, methods=["GET"])
+
+
+def _bearer(request: Request) -> str:
+    kind, _, token = request.headers.get("authorization", "").partition(" ")
+    return token if kind.lower() == "bearer" else ""

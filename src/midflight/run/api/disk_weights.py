@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute
 
 from midflight.errors import RequestRejected
 from midflight.gateway.fleet.fleet import Fleet
-from midflight.run.api.service import ModelTensors
+from midflight.run.api.model_tensors import ModelTensors
 from midflight.types import Version, WeightManifest
 from midflight.weights.handover import Handover
 from midflight.weights.transports.files import manifest_of
@@ -22,19 +22,21 @@ _FILE = "model.safetensors"
 
 
 class FromDisk(msgspec.Struct, frozen=True):
-    """Other fields of SGLang's say how a server of its own goes about it, and are ignored."""
+    """The fields of the request that we use. SGLang's other fields say how its own server loads the
+    weights; they are ignored.
+    """
 
     model_path: str
     weight_version: str | None = None
 
 
 class DiskWeights:
-    """Brings the weights of a folder to all engines, by the handover that trained versions take:
+    """Brings the weights of a folder to all engines, by the same handover as trained versions:
     requests under way go on.
     """
 
     def __init__(self, model: Path, fleet: Fleet, handover: Handover) -> None:
-        """`model`: the folder that the engines started with; new weights must have its tensors."""
+        """`model` is the folder that the engines started with; new weights must have its tensors."""
         self._model = model
         self._fleet = fleet
         self._handover = handover
@@ -53,7 +55,9 @@ class DiskWeights:
             manifest = await asyncio.to_thread(self._manifest, Path(body.model_path), version)
             report = await self._handover.publish(manifest)
         lost = "; ".join(f"{name}: {why}" for name, why in report.quarantined.items())
-        message = f"version {version} is served" + (f", but not by {lost}" if lost else "")
+        message = f"version {version} is served"
+        if lost:
+            message += f", but not by {lost}"
         answer = {
             "success": not lost,
             "message": message,
@@ -63,17 +67,14 @@ class DiskWeights:
         return json_answer(answer, status=400 if lost else 200)
 
     def _next(self, asked: str | None) -> Version:
-        """Versions only grow: tokens are told apart by them."""
+        """The version of the new weights. Versions only grow, because they tell tokens apart."""
         current = self._fleet.current_version()
         if asked is None or asked == "default":
             return current + 1
         if not asked.isdecimal() or not current < int(asked[:20]) < 2**31:
             raise RequestRejected(
-                (
-                    f"weight_version is {asked[:80]!r}, and version {current} is served: send a "
-                    "larger "
-                    "whole number, or leave it out."
-                ),
+                f"weight_version is {asked[:80]!r}, and version {current} is served: send a larger "
+                "whole number, or leave it out.",
                 param="weight_version",
             )
         return int(asked)
@@ -83,10 +84,8 @@ class DiskWeights:
         file = path / _FILE if path.is_dir() else path
         if not file.is_file():
             raise RequestRejected(
-                (
-                    f"model_path is {str(path)[:200]!r}: there is no {_FILE}. Save the weights in "
-                    "one file."
-                ),
+                f"model_path is {str(path)[:200]!r}: there is no {_FILE}. Save the weights in "
+                "one file.",
                 param="model_path",
             )
         return manifest_of(file, version=version, fitting=ModelTensors.of(self._model).fitting)

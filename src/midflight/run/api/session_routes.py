@@ -1,12 +1,11 @@
 """`/midflight/v1/sessions` and `/claims`: for harnesses and workers outside this process, in any
-language; and rows and batches as JSON, the same numbers as the packed bytes, for clients that would
-rather read lists.
+language.
 
 Opening and claiming need the control token. Scoring and ending a session need that, or the
 session's owner token; the agent's own token opens neither, so an agent can't score itself.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, cast
 
@@ -22,22 +21,20 @@ from midflight.errors import BadReward, NothingToClaim, RequestRejected
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import OwnedRecord, OwnedSessions
 from midflight.gateway.sessions.registry import SessionRegistry
+from midflight.run.api.batch_lists import rows_as_lists
 from midflight.run.api.service import PREFIX
-from midflight.trajectories.packing import NO_ANSWER, pack, to_bytes
+from midflight.trajectories.packing import pack, to_bytes
 from midflight.types import (
     Batch,
     Group,
     Json,
-    PackedBatch,
     Result,
-    Row,
     SamplingParams,
     Task,
     Trajectory,
     Version,
 )
 from midflight.types.generation import LEAST_TEMPERATURE, MAX_STOPS, PARAMETERS
-from midflight.types.kept import kept_ids
 from midflight.wire.edge import (
     JSON,
     PACKED,
@@ -52,159 +49,32 @@ from midflight.wire.edge import (
     with_client,
 )
 
-# --- Rows and batches as JSON ---------------------------------------------------------------------
-
-
-class RowLists(msgspec.Struct, frozen=True):
-    """One row. All lists have its length; the last three are meaningful where `loss_mask` is
-    true.
-    """
-
-    token_ids: list[int]
-    loss_mask: list[bool]
-    logprobs: list[float]
-    versions: list[int]
-    kv_versions: list[int]
-
-
-class SessionRow(RowLists, frozen=True, omit_defaults=True):
-    role: str = ""
-    """Of the sessions of a rollout that has several."""
-
-
-class RolloutRow(RowLists, frozen=True, omit_defaults=True):
-    rollout: int
-    """Which of the batch's rollouts it is of."""
-    teacher_logprobs: list[float] | None = None
-    """Of a run with a teacher, as long as the others; meaningful where `loss_mask` is true."""
-    turns: list[int] | None = None
-    """The answer that each token is of, from 0, where some rollout has rewards for its answers."""
-    kept: list[list[int]] | None = None
-    """Where `correction.sampling_masks` is on: of each token the ids that truncation left; none
-    where nothing was cut off.
-    """
-
-
-class RolloutFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    group: int
-    reward: float
-    truncated: bool
-    room: int | None
-    turn_rewards: list[float] | None = None
-    components: dict[str, float] = {}
-
-
-class BatchLists(msgspec.Struct, frozen=True):
-    lease: int
-    train_version: int
-    rollouts: list[RolloutFacts]
-    """Those without rows too: they count in their group's baseline."""
-    rows: list[RolloutRow]
-
-
-def rows_as_lists(rows: Iterable[Row]) -> list[SessionRow]:
-    return [
-        SessionRow(
-            row.token_ids.tolist(),
-            row.loss_mask.tolist(),
-            row.logprobs.tolist(),
-            row.versions.tolist(),
-            row.kv_versions.tolist(),
-            row.role,
-        )
-        for row in rows
-    ]
-
-
-def batch_as_lists(batch: PackedBatch) -> BatchLists:
-    left = (
-        [None] * len(batch.rewards)
-        if batch.room is None
-        else [None if room == NO_ANSWER else room for room in batch.room.tolist()]
-    )
-    num = len(batch.rewards)
-    named = batch.component_names
-    earned = (
-        [None] * num if batch.turn_rewards is None else batch.turn_rewards.reshape(num, -1).tolist()
-    )
-    table = [()] * num if batch.components is None else batch.components.reshape(num, -1).tolist()
-    # no NaN
-    components = [
-        {name: value for name, value in zip(named, line, strict=True) if value == value}
-        for line in table
-    ]
-    facts = zip(
-        batch.rollout_group.tolist(),
-        batch.rewards.tolist(),
-        batch.truncated.tolist(),
-        left,
-        earned,
-        components,
-        strict=True,
-    )
-    spans = [
-        slice(*span)
-        for span in zip(
-            batch.row_offsets[:-1].tolist(), batch.row_offsets[1:].tolist(), strict=True
-        )
-    ]
-    kept = (
-        None
-        if batch.kept is None or batch.kept_lengths is None
-        else kept_ids(batch.kept, batch.kept_lengths)
-    )
-    return BatchLists(
-        lease=batch.lease,
-        train_version=batch.train_version,
-        rollouts=[RolloutFacts(*each) for each in facts],
-        rows=[
-            RolloutRow(
-                batch.token_ids[span].tolist(),
-                batch.loss_mask[span].tolist(),
-                batch.logprobs[span].tolist(),
-                batch.versions[span].tolist(),
-                batch.kv_versions[span].tolist(),
-                rollout,
-                None if batch.teacher_logprobs is None else batch.teacher_logprobs[span].tolist(),
-                None if batch.turns is None else batch.turns[span].tolist(),
-                None if kept is None else kept[span],
-            )
-            for span, rollout in zip(spans, batch.row_rollout.tolist(), strict=True)
-        ],
-    )
-
-
-# --- The routes -----------------------------------------------------------------------------------
-
-
 MAX_TASK_BYTES = 64 * 2**10
-"""What a session's `task` may be as JSON: it is kept with each of up to ten thousand sessions."""
+"""The limit of a session's `task` as JSON: it is kept with each of up to ten thousand sessions."""
 MAX_WAIT_SECONDS = 600.0
-"""Of one request that waits; proxies cut longer ones."""
+"""The limit of one request that waits; proxies cut longer ones."""
 
 WaitSeconds = Annotated[float, Meta(ge=0, le=MAX_WAIT_SECONDS)]
 
 
 def _bounds(parameter: str) -> Meta:
-    """Those of the one list of sampling parameters."""
+    """The bounds in the one list of sampling parameters."""
     bounds = PARAMETERS[parameter].range
     assert bounds is not None
-    return (
-        Meta(gt=bounds.least, le=bounds.most)
-        if bounds.above
-        else Meta(ge=bounds.least, le=bounds.most)
-    )
+    if bounds.above:
+        return Meta(gt=bounds.least, le=bounds.most)
+    return Meta(ge=bounds.least, le=bounds.most)
 
 
 class Sampling(StrictBody, frozen=True):
-    """Defaults of a session's requests. What is sampled at another temperature, or from a truncated
-    distribution, is masked.
+    """Defaults of a session's requests. Tokens that are sampled at another temperature, or from a
+    truncated distribution, are masked.
     """
 
     max_tokens: Annotated[int, _bounds("max_tokens")] | None = None
     min_tokens: Annotated[int, _bounds("min_tokens")] = 0
     temperature: Annotated[float, _bounds("temperature")] | None = None
-    """0, or `LEAST_TEMPERATURE` and more."""
+    """It is 0, or `LEAST_TEMPERATURE` and more."""
     top_p: Annotated[float, _bounds("top_p")] = 1.0
     top_k: Annotated[int, _bounds("top_k")] | None = None
     min_p: Annotated[float, _bounds("min_p")] = 0.0
@@ -220,14 +90,14 @@ class OpenBody(StrictBody, frozen=True):
     dropped(unchosen).
     """
     task: msgspec.Raw = msgspec.Raw(b"null")
-    """Anything; comes back with the record."""
+    """May be anything; it comes back with the record."""
 
 
 class RewardBody(StrictBody, frozen=True):
     reward: float | None
     """Required: a missing reward is no reward of None."""
     components: dict[str, float | None] = {}  # noqa: RUF012 (msgspec copies it)
-    """These, and the rest, as in `Result`."""
+    """The components, and the fields that follow, are as in `Result`."""
     metrics: dict[str, float] = {}  # noqa: RUF012 (msgspec copies it)
     turns: list[float] = []  # noqa: RUF012 (msgspec copies it)
     fields: dict[str, object] = {}  # noqa: RUF012 (msgspec copies it)
@@ -290,15 +160,10 @@ class SessionRoutes:
 
     async def _open(self, request: Request) -> Response:
         body = await body_of(request, OpenBody)
-        if (
-            body.sampling.temperature is not None
-            and 0 < body.sampling.temperature < LEAST_TEMPERATURE
-        ):
+        temperature = body.sampling.temperature
+        if temperature is not None and 0 < temperature < LEAST_TEMPERATURE:
             raise RequestRejected(
-                (
-                    f"sampling.temperature is {body.sampling.temperature}: send 0, or "
-                    f"{LEAST_TEMPERATURE} and more."
-                ),
+                f"sampling.temperature is {temperature}: send 0, or {LEAST_TEMPERATURE} and more.",
                 param="sampling.temperature",
             )
         if len(body.task) > MAX_TASK_BYTES:
@@ -328,15 +193,14 @@ class SessionRoutes:
         return json_answer({"session_id": session_id, "reward": said.reward})
 
     async def _end(self, request: Request) -> Response:
-        """What the trainer gets of a claimed rollout is not the worker's to fetch: to end one is to
-        give it up.
+        """A worker that ends a claimed rollout gives it up: its rows go to the trainer, and the
+        worker does not get them.
         """
         session_id = self._checked(request)
         await body_of(request, StrictBody)
         if self._board is not None and session_id in self._board:
-            return json_answer(
-                {"session_id": session_id, "reward": reward_in(self._board.give_up(session_id))}
-            )
+            reward = reward_in(self._board.give_up(session_id))
+            return json_answer({"session_id": session_id, "reward": reward})
         kind = wants(request, (JSON, PACKED))
         if kind == PACKED and not self._owned.has_reward(session_id):
             raise RequestRejected(
@@ -344,11 +208,9 @@ class SessionRoutes:
                 "given; post that first, or ask for JSON."
             )
         ended = self._owned.end(session_id)
-        return (
-            Response(_packed(ended, self._served()), media_type=PACKED)
-            if kind == PACKED
-            else json_answer(_record(ended))
-        )
+        if kind == PACKED:
+            return Response(_packed(ended, self._served()), media_type=PACKED)
+        return json_answer(_record(ended))
 
     async def _claim(self, request: Request) -> Response:
         """Waits for offers; ended by them, by `wait_seconds`, or by the worker, when it
@@ -366,31 +228,24 @@ class SessionRoutes:
         return json_answer([self._claim_of(request, offer) for offer in offers])
 
     def _claim_of(self, request: Request, offer: Offer) -> Claim:
-        opened = self._opened(
-            request,
-            offer.session_id,
-            offer.api_key,
-            self._gateway.registry.owner_token(offer.session_id),
-        )
+        owner_token = self._gateway.registry.owner_token(offer.session_id)
+        opened = self._opened(request, offer.session_id, offer.api_key, owner_token)
         task = ClaimedTask(offer.task.id, offer.task.source, offer.task.data)
         return Claim(opened.session_id, opened.base_url, opened.api_key, opened.owner_token, task)
 
     def _opened(self, request: Request, session_id: str, api_key: str, owner_token: str) -> Opened:
-        return Opened(
-            session_id,
-            f"{self._public_url or local_address(request)}/s/{api_key}/v1",
-            api_key,
-            owner_token,
-        )
+        address = self._public_url or local_address(request)
+        return Opened(session_id, f"{address}/s/{api_key}/v1", api_key, owner_token)
 
     def _checked(self, request: Request) -> str:
         """The session that the request may score and end."""
         session_id = str(request.path_params["session_id"])
-        if not holds(request, self._token):
-            owner: OwnedSessions | SessionRegistry = (
-                self._owned if session_id in self._owned else self._gateway.registry
-            )
-            owner.check_owner(session_id, bearer_of(request))
+        if holds(request, self._token):
+            return session_id
+        sessions: OwnedSessions | SessionRegistry = self._gateway.registry
+        if session_id in self._owned:
+            sessions = self._owned
+        sessions.check_owner(session_id, bearer_of(request))
         return session_id
 
 
@@ -416,7 +271,7 @@ def _sampling(asked: Sampling, default: SamplingParams) -> SamplingParams:
 
 
 def _said(body: RewardBody, session_id: str) -> Result:
-    """As float32 all of it must be finite, because that is how rewards travel."""
+    """Checks the result: all its numbers must be finite as float32, because rewards travel so."""
     said = Result(
         body.reward,
         body.components,
@@ -433,15 +288,15 @@ def _said(body: RewardBody, session_id: str) -> Result:
 
 def _record(ended: OwnedRecord) -> dict[str, object]:
     record = ended.record
+    parts = {
+        name: getattr(ended.said, name)
+        for name in ("components", "metrics", "turns", "fields", "roles")
+    }
     return {
         "session_id": record.session_id,
         "task": ended.task,
         "reward": ended.reward,
-        **{
-            name: found
-            for name in ("components", "metrics", "turns", "fields", "roles")
-            if (found := getattr(ended.said, name))
-        },
+        **{name: part for name, part in parts.items() if part},
         "num_turns": record.num_turns,
         "num_branches": record.num_branches,
         "num_tokens": sum(row.num_trainable for row in record.rows),
@@ -457,13 +312,12 @@ def _record(ended: OwnedRecord) -> dict[str, object]:
 
 
 def _packed(ended: OwnedRecord, served: Version) -> bytes:
-    """A batch of one group with one rollout, and one for each role that has a reward; its `lease`
-    is 0, and its `train_version` the version served now.
+    """A batch of one group with one rollout, and one for each role that has a reward. Its `lease`
+    is 0, and its `train_version` is the version served now, or a newer one that a row has.
     """
     record = ended.record
-    said = replace(
-        ended.said, roles={**dict.fromkeys(record.roles.keys() - {""}), **ended.said.roles}
-    )
+    without_reward = dict.fromkeys(record.roles.keys() - {""})
+    said = replace(ended.said, roles={**without_reward, **ended.said.roles})
     roles, rows, _ = scored_roles(said, record)
     scored = {"components": said.components, "turn_rewards": tuple(said.turns), "roles": roles}
     rollout = Trajectory(
@@ -477,12 +331,5 @@ def _packed(ended: OwnedRecord, served: Version) -> bytes:
         **cast("dict[str, Any]", scored),
     )
     newest = max((int(row.versions.max()) for row in record.rows), default=served)
-    return to_bytes(
-        pack(
-            Batch(
-                0,
-                max(served, newest),
-                (Group(ended.key.group, record.session_id, "session", (rollout,)),),
-            )
-        )
-    )
+    group = Group(ended.key.group, record.session_id, "session", (rollout,))
+    return to_bytes(pack(Batch(0, max(served, newest), (group,))))

@@ -1,9 +1,9 @@
-"""Where workers reach the rollout process: one WebSocket each, behind a token that opens nothing
-else.
+"""The routes by which workers reach the rollout process: one WebSocket for each worker, behind a
+token that opens nothing else.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
-| `WorkerRoutes._serve` (one each worker) | its words | the next | the worker; its end ends it |
+| `WorkerRoutes._serve` (one each worker) | its messages | the next | the worker; its end ends it |
 | `_Line.drain` (one each worker) | rollouts and cancellations for it | the next | rollouts that begin and end |
 | `watch_workers` | the crew | its interval | time |
 """
@@ -28,8 +28,8 @@ from midflight.wire.edge import bearer_in, body_of, headers_of, json_answer, rou
 
 class WorkerRoutes:
     def __init__(self, crew: Crew, *, token: str, control_token: str) -> None:
-        """`token` is the workers'; by `control_token` the launcher says that it is about to end
-        one.
+        """`token` is the workers'. The launcher uses `control_token` to say that it is about to end
+        a worker.
         """
         self._crew = crew
         self._token = token
@@ -43,8 +43,8 @@ class WorkerRoutes:
         ]
 
     async def _serve(self, socket: WebSocket) -> None:
-        """Waits for the worker's words; ended by the loss of its connection, with which its agents
-        are lost.
+        """Waits for the worker's messages; ended by the loss of its connection, with which its
+        agents are lost.
         """
         if not same_token(bearer_in(headers_of(socket.scope)), self._token):
             return await socket.close(code=1008)
@@ -85,21 +85,22 @@ class WorkerRoutes:
         return json_answer({})
 
     async def _spared(self, request: Request) -> Response:
-        self._crew.spare((await body_of(request, wire.WorkerSpared)).name)
+        said = await body_of(request, wire.WorkerSpared)
+        self._crew.spare(said.name)
         return json_answer({})
 
 
 def _error(ended: wire.AgentEnded) -> Exception | None:
     if ended.error is None:
         return None
-    return (
-        ConfigError(ended.error) if ended.ends_run else AgentFailed(ended.error, trace=ended.trace)
-    )
+    if ended.ends_run:
+        return ConfigError(ended.error)
+    return AgentFailed(ended.error, trace=ended.trace)
 
 
 class _Line:
-    """Implements the crew's `ToWorker`: what is on its way to one worker. Bounded by the rollouts
-    in flight, which admission limits.
+    """Implements the crew's `ToWorker`: the messages on their way to one worker. It is bounded by
+    the rollouts in flight, which admission limits.
     """
 
     def __init__(self) -> None:
@@ -124,13 +125,12 @@ class _Line:
         self._messages.put_nowait(wire.CancelAgent(session_id))
 
     async def drain(self, socket: WebSocket) -> None:
-        """Waits for what is to be sent; ended by its task group, or by the loss of the
-        connection.
-        """
-        # Starlette's for a socket that is closed already
+        """Waits for messages to send; ended by its task group, or by the loss of the connection."""
+        # RuntimeError is Starlette's for a socket that is closed already
         with suppress(WebSocketDisconnect, RuntimeError):
             while True:
-                await socket.send_text(wire.encode(await self._messages.get()).decode())
+                message = await self._messages.get()
+                await socket.send_text(wire.encode(message).decode())
 
 
 async def watch_workers(crew: Crew, condemn: Callable[[HungWorker], None]) -> None:

@@ -1,5 +1,5 @@
-"""What rollout process and workers say to each other over one WebSocket, as JSON. The agents'
-requests go by HTTP, like any others'.
+"""The messages between the rollout process and its workers over one WebSocket, as JSON. The
+requests of agents go by HTTP, like those of any agent.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ SPARED_PATH: Final = PATH + "/spared"
 
 
 class RunAgent(msgspec.Struct, tag="run", frozen=True):
-    """To a worker: a rollout of its own. `data` is the task's as JSON, so that every rollout has a
-    copy of it.
+    """To a worker: run the agent of a rollout. `data` is the task's data as JSON, so that every
+    rollout has a copy of it.
     """
 
     session_id: str
@@ -28,7 +28,7 @@ class RunAgent(msgspec.Struct, tag="run", frozen=True):
     source: str
     data: str
     attempts: str | None = None
-    """As JSON, those of a group that has ended: they are to be scored, and there is no agent."""
+    """The attempts of a group that has ended, as JSON. They are to be scored, and no agent runs."""
 
 
 class CancelAgent(msgspec.Struct, tag="cancel", frozen=True):
@@ -38,7 +38,7 @@ class CancelAgent(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True):
-    """A worker's first word."""
+    """The first message of a worker."""
 
     name: str
 
@@ -48,8 +48,8 @@ class BeatOfLoop(msgspec.Struct, tag="beat", frozen=True):
 
 
 class ToolsRun(msgspec.Struct, tag="tools", frozen=True):
-    """The agent runs tools that have limits of their own, for `limit` seconds at most; None: they
-    have ended.
+    """The agent runs tools that have limits of their own, for `limit` seconds at most. With None
+    the tools have ended.
     """
 
     session_id: str
@@ -57,7 +57,7 @@ class ToolsRun(msgspec.Struct, tag="tools", frozen=True):
 
 
 class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
-    """An agent has ended: with a result, which is checked; or with an error, as its class and
+    """An agent has ended, with a result, which is checked, or with an error, as its class and
     message.
     """
 
@@ -66,14 +66,14 @@ class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
     error: str | None = None
     trace: str | None = None
     ends_run: bool = False
-    """Whether the error is a configuration's."""
+    """Whether the error is one of the configuration, which ends the run."""
     components: dict[str, float] = {}
     metrics: dict[str, float] = {}
     turns: tuple[float, ...] = ()
     fields: dict[str, Any] = {}
     roles: dict[str, float | None] = {}
     unjudged: dict[str, Any] | None = None
-    """In the place of a result, what is to be scored beside the others of its group."""
+    """The attempt, in place of a result: it is to be scored beside the others of its group."""
     judged: list[dict[str, Any]] | None = None
     """The results of a group that was scored."""
 
@@ -88,27 +88,31 @@ class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
 
 
 def ended_with(session_id: str, result: Result | Unjudged) -> AgentEnded:
-    """`result` is checked."""
+    """The message for a result, which is checked."""
     if isinstance(result, Unjudged):
         return AgentEnded(session_id, unjudged=asdict(result))
     return AgentEnded(session_id, **_plain(result))
 
 
 def judged_with(session_id: str, results: Sequence[Result]) -> AgentEnded:
-    """They are checked."""
+    """The message for the results of a group, which are checked."""
     return AgentEnded(session_id, judged=[_plain(result) for result in results])
 
 
 def _plain(result: Result) -> dict[str, Any]:
-    said = {
-        name: dict(getattr(result, name)) for name in ("components", "metrics", "fields", "roles")
+    return {
+        "reward": result.reward,
+        "turns": tuple(result.turns),
+        "components": dict(result.components),
+        "metrics": dict(result.metrics),
+        "fields": dict(result.fields),
+        "roles": dict(result.roles),
     }
-    return {"reward": result.reward, "turns": tuple(result.turns), **said}
 
 
 class LoopBlocked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """By HTTP, from a thread of the worker: its event loop has not turned for `seconds`, and this
-    is where it is.
+    """The event loop of a worker has not turned for `seconds`; `where` names the call in which it
+    is. A thread of the worker sends this by HTTP.
     """
 
     name: str
@@ -118,7 +122,9 @@ class LoopBlocked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerSpared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """By HTTP, from the launcher: it is about to end a worker for what no agent did."""
+    """The launcher is about to end a worker for a reason that no agent caused. It sends this by
+    HTTP.
+    """
 
     name: str
 
@@ -129,5 +135,5 @@ decode_from_worker = msgspec.json.Decoder(Joined | BeatOfLoop | ToolsRun | Agent
 
 
 def _heard(said: dict[str, Any]) -> dict[str, Any]:
-    """What JSON made of it had a list in the place of a tuple."""
+    """The fields with a tuple again where JSON has a list."""
     return {**said, "turns": tuple(said["turns"])}

@@ -22,7 +22,7 @@ from midflight.weights.transports.select import receiver
 from midflight.wire.server import serve_app
 
 SPEAKERS = ("engine0", "teacher")
-"""Engines that tell how slow their model is. The others serve the same model as the first."""
+"""Engines that warn where their model is slow. The others serve the same model as the first."""
 
 
 def make_engine(config: Config, model: Path, *, name: str, version: int) -> EmbeddedEngine:
@@ -65,6 +65,5 @@ async def run_engine(spec: EngineSpec, launcher: Launcher) -> None:
         worked=worked,
     )
     with socket.socket(fileno=spec.socket_fd) as listener:
-        await serve_while(
-            engine.run(), serve_app(app, listener, ready=lambda: launcher.tell(Ready()))
-        )
+        server = serve_app(app, listener, ready=lambda: launcher.tell(Ready()))
+        await serve_while(engine.run(), server)

@@ -40,7 +40,7 @@ from midflight.run.parts import (
 from midflight.run.places.port import Child, PartFailed, Place, Places, Wants
 
 if TYPE_CHECKING:
-    from midflight.run.api.membership import MembershipClient
+    from midflight.run.api.membership_client import MembershipClient
 
 REMINDER_SECONDS = 30.0
 """After so long the user is told that requests wait for an engine, and again each time that this
@@ -263,7 +263,7 @@ class Engines:
     async def _members(self) -> AsyncGenerator["MembershipClient"]:
         """Opens the membership of the gateway. `PartLost` where it does not answer."""
         # only here does the launcher ask anybody
-        from midflight.run.api.membership import MembershipClient
+        from midflight.run.api.membership_client import MembershipClient
         from midflight.wire.client import HttpClient
 
         async with HttpClient(

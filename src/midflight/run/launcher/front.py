@@ -18,7 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from midflight.errors import ConfigError, EngineUnavailable
 from midflight.run.api.service import PREFIX
-from midflight.run.parts import NAME, Endpoint, PartLost
+from midflight.run.endpoint import NAME, Endpoint
+from midflight.run.parts import PartLost
 from midflight.trajectories.pairs import shard_stores
 from midflight.wire.client import HttpClient
 from midflight.wire.edge import (

@@ -27,13 +27,8 @@ from midflight.engines.servers.engine import ServerEngine
 from midflight.errors import ConfigError, RunFailed, SentAway
 from midflight.observe.terminal import Terminal
 from midflight.ports import Scorer
-from midflight.run.api.membership import (
-    EngineAddress,
-    EngineNeeds,
-    Membership,
-    MembershipClient,
-    MemberState,
-)
+from midflight.run.api.membership import EngineAddress, EngineNeeds, Membership, MemberState
+from midflight.run.api.membership_client import MembershipClient
 from midflight.run.engine.companion import speak_for_server
 from midflight.run.launcher import opening
 from midflight.run.launcher.ending import main_task

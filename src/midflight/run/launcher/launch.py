@@ -16,6 +16,7 @@ from midflight.observe.readable import heldout
 from midflight.observe.status import Status
 from midflight.observe.summary_table import summary_table
 from midflight.observe.terminal import Terminal
+from midflight.run.endpoint import ControlToken, control_token
 from midflight.run.launcher import opening
 from midflight.run.launcher.aside import is_aside
 from midflight.run.launcher.ending import main_task
@@ -27,13 +28,11 @@ from midflight.run.launcher.run import Run
 from midflight.run.launcher.sentences import sentence, where_gateway
 from midflight.run.launcher.starting import check_kept
 from midflight.run.parts import (
-    ControlToken,
     Message,
     ModelReady,
     Progress,
     Purpose,
     Ready,
-    control_token,
 )
 from midflight.types import Version
 from midflight.wire.server import exposure, is_loopback

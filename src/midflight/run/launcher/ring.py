@@ -23,6 +23,7 @@ from midflight import given
 from midflight.config.sections import Config
 from midflight.config.shards import unsharded
 from midflight.observe.status import Phase, Status
+from midflight.run.endpoint import Endpoint, remove_endpoint, write_endpoint
 from midflight.run.heart import Beat
 from midflight.run.launcher.access import Access
 from midflight.run.launcher.budgets import Budgets
@@ -36,7 +37,6 @@ from midflight.run.launcher.watchdog import Watchdog
 from midflight.run.launcher.workers import Workers
 from midflight.run.parts import (
     Condemned,
-    Endpoint,
     Message,
     ModelReady,
     PartLost,
@@ -47,9 +47,7 @@ from midflight.run.parts import (
     WarmStart,
     Words,
     Worked,
-    remove_endpoint,
     serve_while,
-    write_endpoint,
 )
 from midflight.run.places.local import LocalPlaces
 from midflight.run.places.port import Child, HasDescriptor, Places

@@ -15,9 +15,9 @@ import msgspec
 
 from midflight.config.sections import Config
 from midflight.observe.logs import PROCESS_VARIABLE
+from midflight.run.endpoint import TOKEN_VARIABLE
 from midflight.run.guard import guarded
 from midflight.run.launcher.folder import LOGS
-from midflight.run.parts import TOKEN_VARIABLE
 from midflight.trackers.process import LAST_SECONDS, TrackerSaid
 
 ENDING_SECONDS = 60.0

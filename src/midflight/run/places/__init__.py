@@ -1,3 +1,3 @@
-"""Where the parts of a run live: places on this machine, or seats on the machines of a cluster. A
-part is the same process in both.
+"""Places for the parts of a run: on this machine, or seats on the machines of a cluster. A part is
+the same process in both.
 """

@@ -1,7 +1,7 @@
-"""What a cluster has of a run's wishes, found out before anything is started: one sentence for each
-thing that is missing.
+"""Whether a cluster has what a run asks for, found out before anything is started: there is one
+sentence for each thing that is missing.
 
-Every machine is asked by a seat of its own, which takes nothing of it.
+Every machine is asked by a seat of its own, which takes none of its resources.
 """
 
 import asyncio
@@ -26,26 +26,37 @@ from midflight.version import __version__
 from midflight.wire.server import is_loopback
 
 SAY_SECONDS = 30.0
-"""A wait for machines is said after so long, and then at twice the time, and so on."""
+"""A wait for machines is told to the user after so long, then at twice the time, and so on."""
 ROUNDING = 1e-6
-"""Of resources, which Ray counts in ten-thousandths."""
+"""The tolerance in sums of resources, which Ray counts in ten-thousandths."""
 WHERE = "{where}"
-"""In a sentence: the machines of which it is true."""
+"""Stands in a sentence for the machines of which it is true."""
 NOT_THERE = ("No module named 'midflight", "cannot import name")
-"""What Ray says of a machine whose Python has not our package, or an older one."""
+"""Ray's words for a machine whose Python does not have our package, or has an older one."""
 
 
 async def check_cluster(
     cluster: Cluster, config: Config, *, say: Callable[[str], None] = lambda _: None
 ) -> None:
-    """`ConfigError` with all that is wrong. Waits for an answer of each machine, at most
+    """Raises `ConfigError` with all that is wrong. Waits for an answer of each machine, at most
     `cluster.wait_seconds`: Python and our package are imported there first, which takes long on a
-    busy one. `say` hears which are waited for."""
+    busy machine. `say` is told which machines are waited for.
+    """
     machines = cluster.machines()
     problems = [*_open(config, machines), *_transport(config, machines), *_hosts(config, machines)]
     if not config.cluster.autoscaler:
-        problems += [*_resources(config, machines)] or [*_room(config, machines)]
+        lacking = list(_resources(config, machines))
+        problems += lacking or _room(config, machines)
         problems += misfits(config, hardware_of(machines))
+    problems += await _problems_there(cluster, machines, config, say=say)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+async def _problems_there(
+    cluster: Cluster, machines: Sequence[Machine], config: Config, *, say: Callable[[str], None]
+) -> list[str]:
+    """A sentence for each problem that machines tell of themselves. Waits for all answers."""
     nearest = _existing(Path(config.run.folder))
     seconds = config.cluster.wait_seconds
     waiting = {machine.address: None for machine in machines}
@@ -55,26 +66,28 @@ async def check_cluster(
         waiting.pop(machine.address, None)
         return said
 
-    with _said_again(
-        lambda passed: say(
-            f"{_listed([*waiting])} did not answer in {passed:.0f} s, of {seconds:g} s that "
+    def say_waiting(passed: float) -> None:
+        say(
+            f"{_listed(list(waiting))} did not answer in {passed:.0f} s, of {seconds:g} s that "
             "cluster.wait_seconds gives"
         )
-    ):
+
+    with _said_again(say_waiting):
         greetings = await asyncio.gather(*map(asked, machines))
     found: defaultdict[str, list[str]] = defaultdict(list)
     for machine, greeting in zip(machines, greetings, strict=True):
-        for problem in [greeting] if isinstance(greeting, str) else _differences(greeting, config):
+        if isinstance(greeting, str):
+            found[greeting].append(machine.address)
+            continue
+        for problem in _differences(greeting, config):
             found[problem].append(machine.address)
-    problems += [problem.replace(WHERE, _listed(addresses)) for problem, addresses in found.items()]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    return [problem.replace(WHERE, _listed(addresses)) for problem, addresses in found.items()]
 
 
 @contextmanager
 def _said_again(say: Callable[[float], None]) -> Generator[None]:
-    """In the block `say` is called after 30 s, a minute, two minutes, with the seconds that have
-    passed.
+    """During the block `say` is called after 30 s, a minute, two minutes and so on, with the
+    seconds that have passed.
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -92,10 +105,9 @@ def _said_again(say: Callable[[float], None]) -> Generator[None]:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or what there is of the way to it: nothing is made before all is checked."""
-    return next(
-        place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir()
-    )
+    """The folder, or the nearest parent that exists: nothing is made before all is checked."""
+    whole = folder.absolute()
+    return next(place for place in (whole, *whole.parents) if place.is_dir())
 
 
 def _listed(addresses: Sequence[str]) -> str:
@@ -108,7 +120,8 @@ def _listed(addresses: Sequence[str]) -> str:
 def _open(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     if config.cluster.token_file is not None or os.environ.get("RAY_AUTH_MODE") == "token":
         return
-    if others := [machine.address for machine in machines if not is_loopback(machine.address)]:
+    others = [machine.address for machine in machines if not is_loopback(machine.address)]
+    if others:
         yield (
             f"the cluster at {_listed(others)} asks nobody for a token, so that whoever reaches it "
             "can run anything there; start Ray with RAY_AUTH_MODE=token, and name its token in "
@@ -118,59 +131,57 @@ def _open(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
 
 def _resources(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     for part, wanted in seat_resources(config).items():
-        if any(
-            all(machine.resources.get(name, 0.0) >= amount for name, amount in wanted.items())
-            for machine in machines
-        ):
+        if any(_has_all(machine, wanted) for machine in machines):
             continue
-        missing = [
-            name
-            for name, amount in wanted.items()
-            if all(machine.resources.get(name, 0.0) < amount for machine in machines)
-        ]
-        for name in missing:
+        is_any_missing = False
+        for name, amount in wanted.items():
             largest = max((machine.resources.get(name, 0.0) for machine in machines), default=0.0)
+            if machines and largest >= amount:
+                continue
+            is_any_missing = True
             there = f"the largest has {largest:g}" if largest else "none has any"
             yield (
-                f"cluster.{part}: no machine has {name}: {wanted[name]:g}; {there}. Lower it, "
-                "or "
+                f"cluster.{part}: no machine has {name}: {amount:g}; {there}. Lower it, or "
                 "add a machine."
             )
-        if not missing:
+        if not is_any_missing:
             yield (
                 f"cluster.{part}: no machine has all of {_said(wanted)} together. Lower it, or "
                 "add a machine."
             )
 
 
+def _has_all(machine: Machine, wanted: Mapping[str, float]) -> bool:
+    return all(machine.resources.get(name, 0.0) >= amount for name, amount in wanted.items())
+
+
 def _room(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
-    """Whether all seats with which a run begins find room at once, whoever uses it now: exactly,
-    over all ways to place them.
+    """Whether all seats with which a run begins find room at once, whether or not it is in use now.
+    The answer is exact: all ways to place the seats are tried.
     """
     asked = seat_resources(config)
     ranks = config.trainer.ranks
-    # of engines that differ only the sum is looked at
+    # where engines differ, only the sum is compared
     if len({tuple(sorted(seat.items())) for seat in engine_seats(config)}) > 1:
         yield from _sum(config, machines)
         return
     engines = engines_min(config) + (config.distillation.teacher is not None)
     best = {(0, 0): 0}  # the most engines that there is room for beside so many gateways and ranks
     for machine in machines:
-        before = best
-        best = {}
-        for (gateway, trainer), found in before.items():
-            for more in ((g, t) for g in range(2 - gateway) for t in range(ranks - trainer + 1)):
-                if (fits := _engines_beside(machine, asked, *more, most=engines)) is None:
-                    continue
-                key = (gateway + more[0], trainer + more[1])
-                best[key] = max(best.get(key, 0), min(engines, found + fits))
-    seated = max((trainer for gateway, trainer in best if gateway), default=0)
+        best = _best_with(machine, best, asked, ranks=ranks, engines=engines)
     if best.get((1, ranks), -1) >= engines:
         return
-    part, beside = (
-        ("engine", "the gateway and the trainer") if seated == ranks else ("trainer", "the gateway")
-    )
-    wanted, room = (engines, best[1, ranks]) if seated == ranks else (ranks, seated)
+    seated = max((trainer for gateway, trainer in best if gateway), default=0)
+    if seated == ranks:
+        part = "engine"
+        wanted = engines
+        beside = "the gateway and the trainer"
+        room = best[1, ranks]
+    else:
+        part = "trainer"
+        wanted = ranks
+        beside = "the gateway"
+        room = seated
     yield (
         f"cluster.{part}: the run begins with {wanted} seats of {_said(asked[part])} each, and "
         f"beside {beside} the cluster has room for {room} ({said_of(machines)}). Ask for less, add "
@@ -178,18 +189,39 @@ def _room(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     )
 
 
+def _best_with(
+    machine: Machine,
+    before: Mapping[tuple[int, int], int],
+    asked: Mapping[str, Mapping[str, float]],
+    *,
+    ranks: int,
+    engines: int,
+) -> dict[tuple[int, int], int]:
+    """`before` maps the numbers of gateways and ranks that have a seat to the most engines that
+    there is room for beside them. The result does so with one machine more. Engines count up to
+    `engines`.
+    """
+    best: dict[tuple[int, int], int] = {}
+    for (gateways, seated), found in before.items():
+        for more_gateways in range(2 - gateways):
+            for more_ranks in range(ranks - seated + 1):
+                fits = _engines_beside(machine, asked, more_gateways, more_ranks, most=engines)
+                if fits is None:
+                    continue
+                key = (gateways + more_gateways, seated + more_ranks)
+                best[key] = max(best.get(key, 0), min(engines, found + fits))
+    return best
+
+
 def _sum(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     asked = seat_resources(config)
-    seats = [
-        *engine_seats(config)[: engines_min(config)],
-        *[asked["trainer"]] * config.trainer.ranks,
-        asked["rollout"],
-    ]
-    for name in sorted({name for seat in seats for name in seat}):
-        amount, there = (
-            sum(each.get(name, 0.0) for each in of)
-            for of in (seats, [machine.resources for machine in machines])
-        )
+    seats = list(engine_seats(config)[: engines_min(config)])
+    seats += [asked["trainer"]] * config.trainer.ranks
+    seats.append(asked["rollout"])
+    names = {name for seat in seats for name in seat}
+    for name in sorted(names):
+        amount = sum(seat.get(name, 0.0) for seat in seats)
+        there = sum(machine.resources.get(name, 0.0) for machine in machines)
         if amount > there + ROUNDING:
             yield (
                 f"the run begins with seats of {name}: {amount:g} in all, and the cluster has "
@@ -205,7 +237,9 @@ def _engines_beside(
     *,
     most: int,
 ) -> int | None:
-    """So many engines, `most` at most, have room there beside these; none where these have not."""
+    """The number of engines, `most` at most, that have room there beside so many gateways and
+    ranks. None where these themselves have no room.
+    """
     fits = most
     for name in {name for wanted in asked.values() for name in wanted}:
         left = (
@@ -215,7 +249,8 @@ def _engines_beside(
         )
         if left < -ROUNDING:
             return None
-        if each := asked["engine"].get(name, 0.0):
+        each = asked["engine"].get(name, 0.0)
+        if each:
             fits = min(fits, int((left + ROUNDING) / each))
     return fits
 
@@ -248,7 +283,7 @@ def _transport(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
 async def _greeting(
     cluster: Cluster, machine: Machine, folder: Path, *, seconds: float
 ) -> Greeting | str:
-    """Or what keeps it from greeting."""
+    """The machine's greeting, or a sentence that says why there is none."""
     nonce = f".midflight-{secrets.token_hex(8)}"
     seat = cluster.seat({}, machine=machine.id)
     try:
@@ -256,8 +291,7 @@ async def _greeting(
             said = await cluster.call(seat, "hello", str(folder), nonce, str(Path.cwd()))
         if not _was_written(folder / nonce, nonce):
             return (
-                f"run.folder is below {folder}, and what {WHERE} writes there is not seen "
-                "here; "
+                f"run.folder is below {folder}, and what {WHERE} writes there is not seen here; "
                 "put it on a file system that all machines share."
             )
         return msgspec.json.decode(said, type=Greeting)
@@ -267,7 +301,8 @@ async def _greeting(
             "of the cluster, or raise cluster.wait_seconds."
         )
     except Exception as error:
-        if (why := why_lost(error)) is None:
+        why = why_lost(error)
+        if why is None:
             raise
         if any(sign in str(error) for sign in NOT_THERE):
             return (
@@ -312,5 +347,5 @@ def _differences(greeting: Greeting, config: Config) -> Iterator[str]:
 
 
 def _public(version: str) -> str:
-    """Without what says for which device it was built: a head may have no GPU."""
+    """The version without the device that it was built for: a head may have no GPU."""
     return version.partition("+")[0]

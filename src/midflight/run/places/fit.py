@@ -1,6 +1,7 @@
-"""Whether a run fits what it runs on: processor cores, memory, and the width of its model. What
-cannot be meant is refused, each in a sentence that says what there is; what is only much is
-allowed, and said.
+"""Whether a run fits its hardware: processor cores, memory, and the width of its model.
+
+An option that cannot be meant so is refused, in a sentence that says what there is. One that is
+only large is allowed, and the user is told.
 
 | refused | when |
 |---|---|
@@ -9,7 +10,7 @@ allowed, and said.
 | memory in the worst case, of one part | more than `WORST_SHARE` times what there is |
 | the rank of adapters | more than the width of the model |
 
-Four engines on two cores work, only slower. What lies on GPUs is not counted here.
+Four engines on two cores work, only slower. Memory of GPUs is not counted here.
 """
 
 import os
@@ -36,21 +37,21 @@ THREADS_PER_CORE = 32
 CERTAIN_SHARE = 2.0
 """The estimate counts pages twice that processes share, and a machine may have swap."""
 LARGEST = 3
-"""Parts that are named where memory is short."""
+"""So many parts are named where memory is short."""
 WORST_SHARE = 16.0
 """Rollouts are rarely all as long as the context allows at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a run has. On a cluster `cores` and `memory_bytes` are of all machines together, and a
-    process has those of one: `most_cores`.
+    """The hardware of a run. On a cluster `cores` and `memory_bytes` are those of all machines
+    together, and a process has the cores of one machine: `most_cores` at most.
     """
 
     where: str
     cores: int
     memory_bytes: int
-    """0 is not known."""
+    """0 where it is not known."""
     most_cores: int
 
 
@@ -60,15 +61,15 @@ def this_hardware() -> Hardware:
 
 
 def hardware_of(machines: Sequence[Machine]) -> Hardware:
-    """What a cluster has, as Ray counts it."""
+    """The hardware of a cluster, as Ray counts it."""
     cores = [int(machine.resources.get("CPU", 0.0)) for machine in machines]
     memory = sum(machine.resources.get("memory", 0.0) for machine in machines)
     return Hardware("the cluster", sum(cores), int(memory), max(cores, default=0))
 
 
 def misfits(config: Config, hardware: Hardware, *, trains: bool = True) -> Iterator[str]:
-    """A sentence for each option that is absurd here, with the remedy. `trains`: our trainer is a
-    part.
+    """A sentence for each option that is absurd here, with the remedy. `trains` says that our
+    trainer is a part of the run.
     """
     said = set[str]()
     for misfit in _misfits(config, hardware, trains=trains):
@@ -94,26 +95,31 @@ def _misfits(config: Config, hardware: Hardware, *, trains: bool) -> Iterator[Mi
         return
     yield from _rank(config, sizes)
     if hardware.memory_bytes:
-        items = _of_memory(config, sizes, trains=trains)
-        certain = [*_certain(items, config, hardware)]
-        yield from certain or (*_worst(items, config, hardware), *_batch(config, hardware))
+        yield from _memory(config, hardware, sizes, trains=trains)
+
+
+def _memory(
+    config: Config, hardware: Hardware, sizes: ModelSizes, *, trains: bool
+) -> Iterator[Misfit]:
+    items = _of_memory(config, sizes, trains=trains)
+    certain = list(_certain(items, config, hardware))
+    if certain:
+        yield from certain
+        return
+    yield from _worst(items, config, hardware)
+    yield from _batch(config, hardware)
 
 
 def memory_note(
     config: Config, hardware: Hardware, *, longest_prompt: int | None = None
 ) -> str | None:
-    """Where the worst case is more than there is. None for a cluster, of which no machine has it
-    all.
+    """A sentence where the worst case is more than there is. None for a cluster, where no machine
+    has it all.
     """
     if config.cluster.kind != "local":
         return None
-    worst = sum(
-        item.num_bytes
-        for item in memory_estimate(
-            config, model_sizes(config.model), longest_prompt=longest_prompt
-        )
-        if not item.on_gpu
-    )
+    items = memory_estimate(config, model_sizes(config.model), longest_prompt=longest_prompt)
+    worst = sum(item.num_bytes for item in items if not item.on_gpu)
     if worst <= hardware.memory_bytes:
         return None
     return (
@@ -127,7 +133,7 @@ def memory_words(config: Config, hardware: Hardware, *, trains: bool) -> str:
     """The words for a user with too little memory: what there is, what the run takes at most, its
     largest parts, and the remedy.
     """
-    # of a cluster no part has all of it
+    # no part has all the memory of a cluster
     there = f"{_memory_of(hardware)}, and " if config.cluster.kind == "local" else ""
     try:
         items = _of_memory(config, model_sizes(config.model), trains=trains)
@@ -136,16 +142,13 @@ def memory_words(config: Config, hardware: Hardware, *, trains: bool) -> str:
     largest = sorted(items, key=lambda item: -item.num_bytes)[:LARGEST]
     parts = ", ".join(f"{size(item.num_bytes)} for {item.what} ({item.where})" for item in largest)
     options = [_grown(item.options, config) for item in largest if item.options]
-    remedies = dict.fromkeys(_remedy(option) for option in options if _node(option, config) != 1)
+    lowered = [_remedy(option) for option in options if _node(option, config) != 1]
+    remedies = [*dict.fromkeys(lowered), "end what else takes memory"]
     said = (
-        f"{there}the parts of the run are estimated to take {size(total_bytes(items))} at "
-        "most: "
+        f"{there}the parts of the run are estimated to take {size(total_bytes(items))} at most: "
         f"{parts} and others."
     )
-    return (
-        f"{said[0].upper()}{said[1:]} "
-        f"{'; '.join([*remedies, 'end what else takes memory']).capitalize()}; or give it more."
-    )
+    return f"{said[0].upper()}{said[1:]} {'; '.join(remedies).capitalize()}; or give it more."
 
 
 def _of_memory(config: Config, sizes: ModelSizes, *, trains: bool) -> tuple[MemoryItem, ...]:
@@ -170,27 +173,22 @@ def _threads(config: Config, hardware: Hardware) -> Iterator[Misfit]:
                 f"{option} is {threads:,}, and {there}; lower it to at most {hardware.most_cores}.",
             )
     wanted = computing_threads(config)
-    if (
-        wanted > THREADS_PER_CORE * hardware.cores
-        and max(config.engine.threads, config.trainer.threads) <= most
-    ):
-        option = _grown(
-            (engines_option(config), "trainer.ranks", "engine.threads", "trainer.threads"), config
-        )
+    one_has_too_many = max(config.engine.threads, config.trainer.threads) > most
+    if wanted > THREADS_PER_CORE * hardware.cores and not one_has_too_many:
+        options = (engines_option(config), "trainer.ranks", "engine.threads", "trainer.threads")
+        option = _grown(options, config)
         there = _cores(hardware, hardware.cores)
         yield Misfit(
             option,
-            (
-                f"{_values((option,), config)}, so that {wanted:,} threads would compute, and "
-                f"{there}; "
-                "lower it."
-            ),
+            f"{_values((option,), config)}, so that {wanted:,} threads would compute, and "
+            f"{there}; lower it.",
         )
 
 
 def _cores(hardware: Hardware, cores: int) -> str:
     largest = "the largest machine of " if cores < hardware.cores else ""
-    return f"{largest}{hardware.where} has {cores} core{'s' * (cores > 1)}"
+    plural = "s" if cores > 1 else ""
+    return f"{largest}{hardware.where} has {cores} core{plural}"
 
 
 def _rank(config: Config, sizes: ModelSizes) -> Iterator[Misfit]:
@@ -209,16 +207,16 @@ def _is_of_trainer(item: MemoryItem) -> bool:
 
 
 def _batch(config: Config, hardware: Hardware) -> Iterator[Misfit]:
-    """One batch must fit beside what runs, or there is never a step."""
-    r = config.rollout
+    """One batch must fit beside the parts that run, or there is never a step."""
     room = hardware.memory_bytes // 4
-    if r.buffer_bytes is None and batch_bytes(config) > WORST_SHARE * room:
+    if config.rollout.buffer_bytes is None and batch_bytes(config) > WORST_SHARE * room:
         options = ("rollout.groups_per_step", "rollout.group_size", "model.max_context")
+        option = _grown(options, config)
         yield Misfit(
-            _grown(options, config),
+            option,
             f"{_values(options, config)}: the rollouts of one step can take "
             f"{size(batch_bytes(config))}, and {_memory_of(hardware)}, of which a quarter is for "
-            f"finished rollouts; {_remedy(_grown(options, config))}.",
+            f"finished rollouts; {_remedy(option)}.",
         )
 
 
@@ -234,7 +232,7 @@ def _worst(items: Sequence[MemoryItem], config: Config, hardware: Hardware) -> I
 
 
 def _certain(items: Sequence[MemoryItem], config: Config, hardware: Hardware) -> Iterator[Misfit]:
-    """All parts together. To blame is the option by which most of it grows."""
+    """Looks at all parts together. The option is to blame by which most of the memory grows."""
     certain = tuple(item for item in items if item.is_certain)
     taken = total_bytes(certain)
     if taken <= CERTAIN_SHARE * hardware.memory_bytes:
@@ -256,17 +254,23 @@ def _memory_of(hardware: Hardware) -> str:
 
 
 def _grown(options: Sequence[str], config: Config) -> str:
-    """Of several options that multiply the one that is furthest above its default."""
+    """The one of several options that multiply which is furthest above its default."""
     return max(options, key=lambda option: _times_default(option, config))
 
 
 def _times_default(option: str, config: Config) -> float:
-    """A folder, and whatever has no default number, comes before a number that is the default."""
+    """The value of an option as a multiple of its default. A folder, or another value that is no
+    number, comes before a number that is the default.
+    """
     value = _node(option, config)
     default = _default(option)
+    if value is None:
+        return 0.0
     if not isinstance(value, int):
-        return 0.0 if value is None else 1.5
-    return value / default if isinstance(default, int) and default else value / 256
+        return 1.5
+    if isinstance(default, int) and default:
+        return value / default
+    return value / 256
 
 
 def _default(option: str) -> object:
@@ -277,11 +281,9 @@ def _default(option: str) -> object:
 
 
 def _remedy(option: str) -> str:
-    return (
-        "choose a smaller model"
-        if option in ("model.path", "distillation.teacher")
-        else f"lower {option}"
-    )
+    if option in ("model.path", "distillation.teacher"):
+        return "choose a smaller model"
+    return f"lower {option}"
 
 
 def _values(options: Sequence[str], config: Config) -> str:
@@ -289,9 +291,13 @@ def _values(options: Sequence[str], config: Config) -> str:
 
 
 def _value(option: str, config: Config) -> str:
-    """As the configuration has it; a list by its length."""
+    """The value as the configuration has it; of a list its length."""
     node = _node(option, config)
-    return f"{node:,}" if isinstance(node, int) else "not set" if node is None else str(node)
+    if node is None:
+        return "not set"
+    if isinstance(node, int):
+        return f"{node:,}"
+    return str(node)
 
 
 def _node(option: str, config: Config) -> object:

@@ -16,7 +16,8 @@ HOST = "127.0.0.1"
 
 
 class LocalPlace:
-    lost = is_recalled = False
+    lost = False
+    is_recalled = False
 
     def __init__(self, listener: socket.socket) -> None:
         self.fd = listener.fileno()
@@ -57,7 +58,7 @@ class LocalPlace:
         self._listener.close()
 
     def close(self) -> None:
-        """Processes are ended by whoever started them."""
+        """Closes the socket. Processes are ended by the code that started them."""
         self._listener.close()
 
 
@@ -80,7 +81,7 @@ class LocalPlaces:
             place.close()
 
     async def watch(self) -> None:
-        """Nobody takes places away here."""
+        """Ends at once: no place is taken away here."""
 
     async def take(
         self,
@@ -91,8 +92,9 @@ class LocalPlaces:
         for_ever: bool = False,
         wants: Wants | None = None,
     ) -> LocalPlace:
-        self._taken.append(LocalPlace(listen(host or HOST, port)))
-        return self._taken[-1]
+        place = LocalPlace(listen(host or HOST, port))
+        self._taken.append(place)
+        return place
 
     async def take_all(self, part: parts.ProcessKind, count: int) -> Sequence[LocalPlace]:
         return [await self.take(part) for _ in range(count)]

@@ -1,7 +1,7 @@
-"""What the ring needs of a place and of a process there, wherever that is.
+"""The ports of the ring: a place, and a process there, wherever that is.
 
-A place holds what must outlive a process: the listening socket, so that the address stands through
-restarts, and on a cluster the GPUs.
+A place holds what must outlive a process: the listening socket, so that the address stays the same
+through restarts, and on a cluster the GPUs.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from midflight.errors import ConfigError, MidflightError, RunFailed
 from midflight.run import parts
 
 STACKS_SIGNAL = signal.SIGUSR1
-"""Has a child write the stacks of its threads into its log."""
+"""Makes a child write the stacks of its threads into its log."""
 
 
 class HasDescriptor(Protocol):
@@ -25,14 +25,16 @@ class HasDescriptor(Protocol):
 
 
 KILLS = frozenset((-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM))
-"""Exit statuses of a process that somebody has ended: a user, or the kernel for its memory."""
+"""Exit statuses of a process that was ended from outside: by a user, or by the kernel for its
+memory.
+"""
 
 
 class PartFailed(RunFailed):
     """A process ended that should not have, and a restart may help."""
 
     def __init__(self, message: str, *, part: str, was_killed: bool = False) -> None:
-        """`was_killed`: from outside the run, which says nothing about the part."""
+        """`was_killed` from outside the run says nothing about the part."""
         super().__init__(message)
         self.part = part
         self.was_killed = was_killed
@@ -41,9 +43,9 @@ class PartFailed(RunFailed):
 class Child(Protocol):
     """A part of the run in a process of its own, here or elsewhere.
 
-    It imports what it needs as soon as it is started and waits for its spec; what it says comes
-    back as messages, what it prints goes to its log. It never outlives the launcher, and what it
-    has started in its session never outlives it (`run/guard.py`).
+    It imports what it needs as soon as it is started, and waits for its spec. It sends messages;
+    its prints go to its log. It never outlives the launcher, and the processes of its session never
+    outlive it (`run/guard.py`).
     """
 
     @property
@@ -52,24 +54,24 @@ class Child(Protocol):
     def name(self) -> str: ...
     @property
     def pid(self) -> int | None:
-        """On this machine; none where it is on another."""
+        """The process id on this machine; None where the process is on another."""
         ...
 
     @property
     def state(self) -> str:
-        """Of a process elsewhere, its state's letter as its machine said it last."""
+        """The letter of the state of a process elsewhere, as its machine said it last."""
         ...
 
     @property
     def was_started(self) -> bool:
-        """Unless that was cut short."""
+        """Whether `start` has ended. It has not where it was cut short."""
         ...
 
     @property
     def running(self) -> bool: ...
 
     async def start(self) -> None:
-        """Waits until it is there. `PartFailed` where its machine is not."""
+        """Starts the process, and waits until it is there. `PartFailed` where its machine is gone."""
         ...
 
     async def tell(self, spec: parts.Spec) -> None:
@@ -77,8 +79,8 @@ class Child(Protocol):
         ...
 
     def messages(self) -> AsyncIterator[parts.Message]:
-        """Everything the child says, in order; ends when it closes its end, which it does at the
-        latest by dying.
+        """All messages of the child, in order. Ends when the child closes its end of the pipe, at
+        the latest by dying.
         """
         ...
 
@@ -89,43 +91,43 @@ class Child(Protocol):
         ...
 
     async def stacks(self) -> str:
-        """The Python stacks of its threads as they are now, which go to its log too. Waits for it
-        to write them, a fixed time.
+        """The Python stacks of its threads as they are now, which go to its log too. Waits a fixed
+        time for the process to write them.
         """
         ...
 
     def cut_log(self) -> None:
-        """Of a log that grew too long the end is kept."""
+        """Cuts a log that grew too long; its end is kept."""
         ...
 
     def condemn(self, why: str) -> None:
-        """Ends it at once, for a reason that is then said to be that of its end."""
+        """Ends the process at once. `why` is then the reason in the error of its end."""
         ...
 
     def died(self, status: int) -> PartFailed:
-        """The error for an end that nobody asked for, with the last lines of its log."""
+        """The error for an end that the launcher did not ask for, with the last lines of the log."""
         ...
 
     def signal(self, number: signal.Signals) -> None:
-        """No error where it has ended."""
+        """Sends a signal. It is no error where the process has ended."""
         ...
 
 
 class Place(Protocol):
-    """An address, and what was set aside there for the processes of a part. Several processes may
-    live in one.
+    """An address, and the resources that were set aside there for the processes of a part. Several
+    processes may live in one place.
     """
 
     @property
     def host(self) -> str:
-        """By which the others reach it."""
+        """The host by which the other parts reach it."""
         ...
 
     @property
     def port(self) -> int: ...
     @property
     def fd(self) -> int:
-        """Number of the listening socket in a child that `listens`."""
+        """The number of the listening socket in a child that `listens`."""
         ...
 
     @property
@@ -135,13 +137,13 @@ class Place(Protocol):
 
     @property
     def is_recalled(self) -> bool:
-        """It is about to be taken away, alone or with its machine: what can leave it in order
-        should.
+        """Whether it is about to be taken away, alone or with its machine: parts that can leave it
+        in order should.
         """
         ...
 
     async def recalled(self) -> None:
-        """Waits until it is; for ever where nobody says so. Ended by that, or by cancellation."""
+        """Waits until it is recalled, which may never be. Ended by that, or by cancellation."""
         ...
 
     def child(
@@ -156,35 +158,36 @@ class Place(Protocol):
         listens: bool = False,
         inherited: Sequence[HasDescriptor] = (),
     ) -> Child:
-        """A process that is to be started there. `objects`: what the program gives to its run,
-        packed. `inherited`: files of the launcher that it gets under their numbers, where it is on
-        the launcher's machine."""
+        """A process that is to be started there. `objects` are what the program gives to its run,
+        pickled. `inherited` are files of the launcher that it gets under their numbers, where it is
+        on the launcher's machine.
+        """
         ...
 
     async def free_port(self) -> int:
-        """One at `host` that nobody listens on now."""
+        """A port at `host` on which nothing listens now."""
         ...
 
     def refuse(self) -> None:
-        """Nobody can connect any more, once no process listens there."""
+        """Connections are refused from now on, once no process listens there."""
         ...
 
     def close(self) -> None:
-        """Gives all back; what still runs there is killed."""
+        """Gives everything back; processes that still run there are killed."""
         ...
 
 
 class Wants(NamedTuple):
-    """What a seat on a cluster asks for, where that is not what all of its kind ask for."""
+    """The wishes of a seat on a cluster, where they are not those of all seats of its kind."""
 
     resources: Mapping[str, float]
     machine: str
-    """Its address; empty is any."""
+    """The machine's address; empty is any machine."""
 
 
 class Places(AbstractAsyncContextManager["Places", None], Protocol):
-    """Gives places to the parts of one attempt at a run. At its end all are closed, and nothing of
-    them is left.
+    """Gives places to the parts of one attempt at a run. At its end all are closed, and nothing is
+    left of them.
     """
 
     @property
@@ -193,8 +196,8 @@ class Places(AbstractAsyncContextManager["Places", None], Protocol):
         ...
 
     async def watch(self) -> None:
-        """Finds out which places are recalled, until it is cancelled; ends at once where none can
-        be.
+        """Finds out which places are recalled, until it is cancelled. Ends at once where none can
+        be recalled.
         """
         ...
 
@@ -207,13 +210,14 @@ class Places(AbstractAsyncContextManager["Places", None], Protocol):
         for_ever: bool = False,
         wants: Wants | None = None,
     ) -> Place:
-        """A place whose socket listens at `host`, by default where the other parts reach it and
-        nobody else need. Waits until there is room for it; ended by that, by cancellation, or,
-        unless `for_ever`, by a limit: `RunFailed`. `ConfigError` where it cannot listen there."""
+        """A place whose socket listens at `host`; by default at an address that the other parts
+        reach. Waits until there is room for it; ended by that, by cancellation, or, unless
+        `for_ever`, by a limit: `RunFailed`. `ConfigError` where it cannot listen there.
+        """
         ...
 
     async def take_all(self, part: parts.ProcessKind, count: int) -> Sequence[Place]:
-        """So many places or none, ordered by machine and GPU. Waits until there is room for all;
+        """`count` places or none, ordered by machine and GPU. Waits until there is room for all;
         `RunFailed` after a limit.
         """
         ...
@@ -239,8 +243,8 @@ async def stop_all(children: Sequence[Child], *, seconds: float) -> None:
 
 
 def error_of(name: str, said: parts.Failed) -> MidflightError:
-    """The launcher's error for a part's last words: what a user can mend is one message, a crash
-    has its traceback (I9).
+    """The launcher's error for a part's last message. An error that a user can mend is one message;
+    a crash has its traceback (I9).
     """
     match said.verdict:
         case parts.Verdict.CONFIG:

@@ -10,32 +10,32 @@ from pathlib import Path
 
 from midflight import given
 from midflight.run import parts
+from midflight.run.endpoint import TOKEN_VARIABLE
 from midflight.run.guard import guarded
 from midflight.run.places.port import KILLS, STACKS_SIGNAL, HasDescriptor, PartFailed
 
 COMMAND = (sys.executable, "-m", "midflight.run.launcher.child")
-"""Behind it the kind of part, and what that is to import."""
+"""The kind of part follows, and the modules that it is to import."""
 STACKS_SECONDS = 1.0
-"""For a process to write its stacks into its log, on a busy machine too."""
+"""The time that a process has to write its stacks into its log, on a busy machine too."""
 MAX_STACKS = 20_000
-"""Bytes of stacks that are shown; a hundred threads make more, and are in the log."""
+"""So many bytes of stacks are shown; a hundred threads make more, which are in the log."""
 MAX_LOG_BYTES = 64 * 2**20
 KEPT_LOG_BYTES = 2**20
-"""A log that grows beyond the first, by what agents print for instance, is cut down to the last of
-it.
+"""A log that grows beyond `MAX_LOG_BYTES`, by the prints of agents for instance, is cut down to its
+last `KEPT_LOG_BYTES`.
 """
 LAST_LINES = 20
-"""Of the log, in an error."""
-KEPT_FROM_CHILDREN = frozenset((parts.TOKEN_VARIABLE, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-"""Variables that open the run, or the cluster that it runs on: what an agent inherits, it could
-use.
+"""So many lines of the log are in an error."""
+KEPT_FROM_CHILDREN = frozenset((TOKEN_VARIABLE, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+"""Variables that open the run, or the cluster that it runs on: an agent could use what it inherits.
 """
 
 
 class LocalChild:
     """A `Child` on this machine. It talks in JSON lines on standard input and output. It lives in
-    its own session, so that a Ctrl-C in the terminal reaches the launcher alone, and so that its
-    guard can end all of that session when it has ended, or when this process has.
+    its own session, so that a Ctrl-C in the terminal reaches the launcher alone. Its guard ends all
+    of that session when the child has ended, or when this process has.
     """
 
     state = "?"
@@ -52,8 +52,10 @@ class LocalChild:
         objects: bytes = given.NOTHING,
         cwd: Path | None = None,
     ) -> None:
-        """`inherited`: sockets and files that it gets under their numbers. `objects`: what the
-        program gives to its run, packed. `cwd`: its working folder, if not that of this process."""
+        """`inherited` are sockets and files that it gets under their numbers. `objects` are what
+        the program gives to its run, pickled. `cwd` is its working folder, if that is not the one
+        of this process.
+        """
         self._objects = objects
         self._cwd = cwd
         self.part = part
@@ -67,27 +69,25 @@ class LocalChild:
 
     async def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        environ = {
+            name: value for name, value in os.environ.items() if name not in KEPT_FROM_CHILDREN
+        }
+        environ.update(self._environ)
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *guarded([*COMMAND, self.part, *self._arguments]),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env={
-                    **{
-                        name: value
-                        for name, value in os.environ.items()
-                        if name not in KEPT_FROM_CHILDREN
-                    },
-                    **self._environ,
-                },
+                env=environ,
                 cwd=self._cwd,
                 pass_fds=[file.fileno() for file in self._inherited],
                 start_new_session=True,
                 limit=2**24,
             )
         assert self._process.stdin is not None
-        # not waited for: one that is stopped reads nothing, and is watched only once it has started
+        # Not waited for: a process that is stopped reads nothing, and it is watched only once it
+        # has started.
         self._process.stdin.write(self._objects)
 
     @property
@@ -111,7 +111,7 @@ class LocalChild:
         await self.write(parts.encode(spec) + b"\n")
 
     async def write(self, data: bytes) -> None:
-        """To its standard input. Waits as `tell`."""
+        """Writes to its standard input. Waits as `tell` does."""
         stdin = self.process.stdin
         assert stdin is not None
         with suppress(ConnectionError):
@@ -121,7 +121,7 @@ class LocalChild:
     async def messages(self) -> AsyncIterator[parts.Message]:
         stdout = self.process.stdout
         assert stdout is not None
-        while line := await stdout.readline():
+        async for line in stdout:
             yield parts.decode_message(line)
 
     async def ended(self) -> int:
@@ -138,7 +138,8 @@ class LocalChild:
     def cut_log(self) -> None:
         """The process goes on writing at its end: it is open for appending."""
         with suppress(OSError), self.log.open("r+b") as log:
-            if (size := log.seek(0, os.SEEK_END)) > MAX_LOG_BYTES:
+            size = log.seek(0, os.SEEK_END)
+            if size > MAX_LOG_BYTES:
                 log.seek(size - KEPT_LOG_BYTES)
                 last = log.read()
                 log.truncate(0)
@@ -157,18 +158,22 @@ class LocalChild:
         return PartFailed(said, part=self.name, was_killed=status in KILLS)
 
     def signal(self, number: signal.Signals) -> None:
-        """Not by asyncio's own, which may take the exit status from the task that waits for it.
-        What a worker's agents have started is asked to end with it; what is left when it has ended,
-        its guard kills."""
-        if self.running:
-            asks_all = self.part is parts.ProcessKind.WORKER and number is signal.SIGTERM
-            with suppress(ProcessLookupError):
-                (os.killpg if asks_all else os.kill)(self.pid, number)
+        """Sends the signal without asyncio's own way, which may take the exit status from the task
+        that waits for it. The processes of a worker's agents are asked to end with the worker; its
+        guard kills what is left when it has ended.
+        """
+        if not self.running:
+            return
+        asks_all = self.part is parts.ProcessKind.WORKER and number is signal.SIGTERM
+        with suppress(ProcessLookupError):
+            if asks_all:
+                os.killpg(self.pid, number)
+            else:
+                os.kill(self.pid, number)
 
 
 def last_lines(log: Path) -> str:
-    return (
-        "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
-        if log.exists()
-        else ""
-    )
+    if not log.exists():
+        return ""
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(lines[-LAST_LINES:])

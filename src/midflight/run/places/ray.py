@@ -1,5 +1,7 @@
-"""What we ask of Ray: which machines live, and actors on them. The one module that imports it; its
-object store, its restarts and its names are not used."""
+"""The cluster of Ray: its machines, and actors on them.
+
+No other module imports Ray. Its object store, its restarts and its names are not used.
+"""
 
 import logging
 import math
@@ -24,28 +26,35 @@ from midflight.run.places.seated import Machine, RayPlaces
 START = "start"
 """The address that starts a cluster on this machine alone."""
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", MONITOR_VARIABLE: "0"}
-"""Of a Ray that is started here: it tells nobody of itself, and kills nobody for what others keep
-in memory.
+"""The settings of a Ray that is started here: it reports no usage, and kills no process for the
+memory that others use.
 """
 WRONG_TOKEN = ("AuthenticationError", "InvalidAuthToken", "Unauthenticated")
 PRINTER = "ray._private.worker"
 STARTS = 3
-"""Attempts: on a busy machine Ray gives up its own daemons, which are slow to come up."""
+"""The number of attempts: on a busy machine Ray gives up its own daemons, which are slow to come
+up.
+"""
 STORE_BYTES = 80 * 2**20
-"""The least that its object store can be: we keep nothing there."""
+"""The least size that Ray's object store can have: we keep nothing there."""
 
 
 def ray_places(config: Config, *, say: Callable[[str], None]) -> RayPlaces:
     """The places of one attempt at a run, on the cluster that its configuration names."""
     cluster = config.cluster
     asked = seat_resources(config)
-    resources = {kind: asked[kind if kind in asked else "rollout"] for kind in ProcessKind}
+    resources = {kind: asked.get(kind, asked["rollout"]) for kind in ProcessKind}
     environ = {
         name: os.environ[name] for name in ("PYTHONPATH", *cluster.variables) if name in os.environ
     }
-    made = connect(config)
-    seconds = {"lost_seconds": cluster.lost_seconds, "wait_seconds": cluster.wait_seconds}
-    return RayPlaces(made, resources, **seconds, environ=environ, say=say)
+    return RayPlaces(
+        connect(config),
+        resources,
+        lost_seconds=cluster.lost_seconds,
+        wait_seconds=cluster.wait_seconds,
+        environ=environ,
+        say=say,
+    )
 
 
 def connect(config: Config) -> "RayCluster":
@@ -53,17 +62,10 @@ def connect(config: Config) -> "RayCluster":
     there is none.
     """
     address = config.cluster.address
-    token = config.cluster.token_file
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    if token is not None:
-        path = token.expanduser()
-        if not path.is_file():
-            raise ConfigError(
-                f"cluster.token_file is {token}, and there is no such file; copy there the token "
-                "that the cluster was started with."
-            )
-        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path.absolute()))
+    if config.cluster.token_file is not None:
+        _use_token(config.cluster.token_file)
     try:
         ray = import_module("ray")  # after the settings, which it reads as it is imported
     except ModuleNotFoundError as error:
@@ -72,21 +74,32 @@ def connect(config: Config) -> "RayCluster":
         ) from error
     if not ray.is_initialized():
         _check_listens(address, seconds=config.cluster.lost_seconds)
-        if (worker := sys.modules.get(PRINTER)) is not None:
+        worker = sys.modules.get(PRINTER)
+        if worker is not None:
             worker.__dict__["print_to_stdstream"] = _unsaid
         _initialise(ray, address, cpus=math.ceil(run_resources(config).get("CPU", 0.0)))
     return RayCluster(ray)
 
 
+def _use_token(file: Path) -> None:
+    path = file.expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"cluster.token_file is {file}, and there is no such file; copy there the token "
+            "that the cluster was started with."
+        )
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path.absolute()))
+
+
 def _unsaid(*given: object, **named: object) -> None:
-    """In the place of what prints Ray's messages of dead machines and failed actors on our standard
-    output, whatever that is for.
+    """Replaces the function that prints Ray's messages of dead machines and failed actors on our
+    standard output, which may be in use for something else.
     """
 
 
 def _initialise(ray: Any, address: str, *, cpus: int) -> None:
-    """`cpus`: what the run asks for, which a cluster that is there for it alone gives it, however
-    many cores it has.
+    """A cluster that is started for this run alone gives it the `cpus` that it asks for, however
+    many cores the machine has.
     """
     given: dict[str, Any] = {
         "log_to_driver": False,
@@ -112,8 +125,8 @@ def _initialise(ray: Any, address: str, *, cpus: int) -> None:
 
 @contextmanager
 def _silent() -> Generator[None]:
-    """Ray's native half writes each of its attempts to standard error; the sentence that comes of
-    them says enough.
+    """Silences standard error: Ray's native half writes each of its attempts there, and our own
+    error says enough.
     """
     with Path(os.devnull).open("wb") as nowhere:
         before = os.dup(2)
@@ -126,9 +139,11 @@ def _silent() -> Generator[None]:
 
 
 def _check_listens(address: str, *, seconds: float) -> None:
-    """Ray itself tries an address where nobody listens for two minutes. Waits `seconds` at most."""
+    """Checks that something listens at the address, because Ray itself tries for two minutes. Waits
+    `seconds` at most.
+    """
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdecimal():  # `auto`, and what Ray alone understands
+    if not port.isdecimal():  # `auto`, or another form that Ray alone understands
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
@@ -140,7 +155,7 @@ def _check_listens(address: str, *, seconds: float) -> None:
 
 
 def _why_none(error: BaseException) -> str:
-    """Ray says the reason in what caused its error."""
+    """The reason that Ray has no cluster; it is in the causes of Ray's error."""
     said = ""
     cause = error
     while cause is not None:
@@ -151,19 +166,20 @@ def _why_none(error: BaseException) -> str:
             f"the token in {os.environ.get('RAY_AUTH_TOKEN_PATH', '~/.ray/auth_token')} is not "
             "its own; set cluster.token_file to that."
         )
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
-        type(error).__name__
-    ]
-    return f"no cluster was reached there: {lines[0]}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    return f"no cluster was reached there: {first}"
 
 
 class RaySeat(SeatActor):
-    """The actor, in a worker of Ray's, whose SIGTERM it hears first: an engine that is to end
-    leaves, a second one ends it at once.
+    """The actor, in a worker of Ray. It gets the worker's SIGTERM first: then an engine leaves in
+    order. A second SIGTERM ends the worker at once.
     """
 
     def __new__(cls, address: str = "") -> "RaySeat":
-        """This alone runs in the worker's main thread, where signals are heard."""
+        """Sets the handler here, because no other method runs in the worker's main thread, where
+        signals arrive.
+        """
         seat = super().__new__(cls)
         before = signal.getsignal(signal.SIGTERM)
 
@@ -175,40 +191,33 @@ class RaySeat(SeatActor):
         return seat
 
 
+def _machine(node: Mapping[str, Any]) -> Machine:
+    resources = {name: float(amount) for name, amount in node["Resources"].items()}
+    return Machine(node["NodeID"], node["NodeManagerAddress"], resources)
+
+
 class RayCluster:
-    """A `Cluster`. Actors die with this process: they have no names, and are not detached."""
+    """A `Cluster` of Ray. Actors die with this process: they have no names, and are not detached."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
         self._actor = ray.remote(RaySeat)
 
     def machines(self) -> Sequence[Machine]:
-        return [
-            Machine(
-                node["NodeID"],
-                node["NodeManagerAddress"],
-                {name: float(n) for name, n in node["Resources"].items()},
-            )
-            for node in self._ray.nodes()
-            if node["Alive"]
-        ]
+        return [_machine(node) for node in self._ray.nodes() if node["Alive"]]
 
     def leaving(self) -> Collection[str]:
         found = import_module("ray._private.state").state.get_draining_nodes()
-        return (
-            {node["NodeManagerAddress"] for node in self._ray.nodes() if node["NodeID"] in found}
-            if found
-            else ()
-        )
+        if not found:
+            return ()
+        return {node["NodeManagerAddress"] for node in self._ray.nodes() if node["NodeID"] in found}
 
     def seat(self, resources: Mapping[str, float], *, machine: str = "") -> Any:
         if not machine:
             return self._seat(resources)
         strategies = import_module("ray.util.scheduling_strategies")
-        return self._seat(
-            resources,
-            scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(machine, soft=False),
-        )
+        strategy = strategies.NodeAffinitySchedulingStrategy(machine, soft=False)
+        return self._seat(resources, scheduling_strategy=strategy)
 
     async def group(
         self, resources: Mapping[str, float], count: int
@@ -221,26 +230,30 @@ class RayCluster:
         except BaseException:
             groups.remove_placement_group(group)
             raise
-        bundles = [
-            strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            for index in range(count)
-        ]
-        return [
-            self._seat(resources, scheduling_strategy=bundle) for bundle in bundles
-        ], lambda: groups.remove_placement_group(group)
+        seats: list[Any] = []
+        for index in range(count):
+            strategy = strategies.PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=index
+            )
+            seats.append(self._seat(resources, scheduling_strategy=strategy))
+
+        def give_back() -> None:
+            groups.remove_placement_group(group)
+
+        return seats, give_back
 
     def _seat(self, resources: Mapping[str, float], **options: Any) -> Any:
         asked = dict(resources)
-        cpus = asked.pop("CPU", 0.0)
-        gpus = asked.pop("GPU", 0.0)
-        memory = asked.pop("memory", None)
-        options |= {
-            "num_cpus": cpus,
-            "num_gpus": gpus,
-            "memory": memory,
-            "resources": asked or None,
-        }
-        return self._actor.options(max_restarts=0, max_task_retries=0, **options).remote()
+        actor = self._actor.options(
+            max_restarts=0,
+            max_task_retries=0,
+            num_cpus=asked.pop("CPU", 0.0),
+            num_gpus=asked.pop("GPU", 0.0),
+            memory=asked.pop("memory", None),
+            resources=asked or None,  # what is left of them
+            **options,
+        )
+        return actor.remote()
 
     def call(self, seat: Any, method: str, *given: object) -> Awaitable[Any]:
         return getattr(seat, method).remote(*given)

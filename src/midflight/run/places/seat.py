@@ -1,8 +1,8 @@
-"""A seat: an actor on a machine of the cluster, which holds an address and what Ray set aside
-there, and has our processes below it.
+"""A seat: an actor on a machine of the cluster. It holds an address and the resources that Ray set
+aside there, and has our processes below it.
 
-Only text, numbers and bytes go in and out, so nothing of ours is pickled. It dies with the
-launcher, and its processes with it.
+Only text, numbers and bytes go in and out, so nothing of ours is pickled. The seat dies with the
+launcher, and its processes die with it.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ from midflight.version import __version__
 from midflight.wire.server import listen
 
 HEAR_SECONDS = 1.0
-"""An answer to `hear` comes at the latest after this, so that whoever asks knows that the machine
-is there.
+"""An answer to `hear` comes after this time at the latest, so that the launcher knows that the
+machine is there.
 """
 MONITOR_VARIABLE = "RAY_memory_monitor_refresh_ms"
-"""Of the machine's Ray: 0 has it kill nobody for what others keep in memory."""
+"""A variable of the machine's Ray. With 0 it kills no process for the memory that others use."""
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """What a machine says of itself before anything is started."""
+    """A machine's description of itself, before anything is started."""
 
     address: str
     python: str
@@ -42,7 +42,7 @@ class Greeting(msgspec.Struct, frozen=True):
     kills_for_memory: bool
     """Ray's memory monitor is on."""
     has_folder: bool
-    """That the launcher was started in."""
+    """The folder is there in which the launcher was started."""
 
 
 class SeatOpened(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class SeatOpened(msgspec.Struct, frozen=True):
     port: int = 0
     fd: int = -1
     machine: str = ""
-    """Its address, as Ray knows it."""
+    """The machine's address, as Ray knows it."""
     gpus: str = ""
     error: str = ""
 
@@ -61,45 +61,46 @@ class Order(msgspec.Struct, frozen=True):
     """A process to be started."""
 
     life: str
-    """No other process has it."""
+    """An id that no other process has."""
     log: str
     cwd: str
     environ: dict[str, str]
     arguments: list[str]
     objects: bytes
-    """What the program gives to its run, packed."""
+    """Objects that the program gives to its run, pickled."""
     listens: bool
     alone_seconds: float
-    """See `BelowSeat`."""
+    """`BelowSeat` explains it."""
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """What a child has said behind the lines that were heard before."""
+    """The lines of a child after those that were heard before, and its state."""
 
     lines: list[bytes]
     closed: bool
-    """Nothing comes behind them."""
+    """No line comes after these."""
     status: int | None
-    """With which it ended."""
+    """The exit status, where the child ended."""
     log: str = ""
-    """The end of its log, where it ended."""
+    """The end of the child's log, where the child ended."""
     recalled: bool = False
     """The seat is about to be taken away."""
     state: str = "?"
-    """Its process's."""
+    """The letter of the process's state."""
 
 
 class BelowSeat:
-    """A child and what it has said that nobody has heard yet."""
+    """A child, and its lines that the launcher has not heard yet."""
 
     def __init__(self, child: LocalChild, life: str, *, alone_seconds: float) -> None:
-        """Ends the child when nobody has heard it for `alone_seconds`: the launcher is gone or cut
-        off then, and may have gone on with the run elsewhere, in the same folder."""
+        """Ends the child when the launcher has not asked for its lines for `alone_seconds`: then the
+        launcher is gone or cut off, and may have gone on with the run elsewhere, in the same folder.
+        """
         self.child = child
         self.life = life
         self.lines = deque[bytes]()
         self.first = 0
-        """Number of the first of them."""
+        """The number of the first of these lines."""
         self.closed = False
         self.changed = asyncio.Event()
         self._alone_seconds = alone_seconds
@@ -108,11 +109,11 @@ class BelowSeat:
         )
 
     async def follow(self) -> None:
-        """Waits for what the child says; ended by its end."""
+        """Waits for the child's lines; ended by its end."""
         stdout = self.child.process.stdout
         assert stdout is not None
         try:
-            while line := await stdout.readline():
+            async for line in stdout:
                 self.lines.append(line)
                 self.changed.set()
         finally:
@@ -128,8 +129,8 @@ class BelowSeat:
         )
 
     async def hear(self, after: int) -> Heard:
-        """Waits for lines behind the first `after`, which were heard, or for the end; a second at
-        most. To be asked again it changes nothing.
+        """Waits for lines after the first `after`, which were heard, or for the end; a second at
+        most. The same question may come again: it changes nothing.
         """
         self._was_asked()
         while self.lines and self.first < after:
@@ -141,18 +142,20 @@ class BelowSeat:
                 async with asyncio.timeout(HEAR_SECONDS):
                     await self.changed.wait()
         self.child.cut_log()
+        lines = list(self.lines)
         if not self.closed:
-            return Heard([*self.lines], False, None, state=vitals_of(self.child.pid).state)
-        return Heard([*self.lines], True, await self.child.ended(), last_lines(self.child.log))
+            return Heard(lines, False, None, state=vitals_of(self.child.pid).state)
+        status = await self.child.ended()
+        return Heard(lines, True, status, last_lines(self.child.log))
 
 
 class SeatActor:
-    """The actor. All methods are async: some wait long, and others are called meanwhile. Names are
-    of parts, such as `engine0`.
+    """The actor. Its methods are async, because others are called while some wait long. Names are
+    those of parts, such as `engine0`.
     """
 
     def __init__(self, address: str = "") -> None:
-        """`address` of this machine, if not the one that Ray knows it by."""
+        """`address` is that of this machine, if it is not the one by which Ray knows it."""
         self._address = address
         self._told: dict[str, BelowSeat] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
@@ -163,32 +166,33 @@ class SeatActor:
         self._is_recalled = False
 
     def recall(self) -> bool:
-        """The machine, or whoever ends this process, will not wait long. Whether the launcher can
-        make something of that, which it is told with the next answer: an engine leaves in order. Of
-        the other parts none can, and asked twice none should."""
-        first = not self._is_recalled
+        """Notes that this process is about to be ended, and soon; the launcher is told with the
+        next answer. Returns whether something can still leave in order: only engines can, and only
+        after the first call.
+        """
+        if self._is_recalled:
+            return False
         self._is_recalled = True
-        return first and any(
+        return any(
             told.child.part is ProcessKind.ENGINE and told.child.running
             for told in self._told.values()
         )
 
     async def hello(self, folder: str, nonce: str, cwd: str) -> bytes:
-        """What the machine is. `nonce` is written into a file of that name in `folder`, for the
+        """Describes the machine. `nonce` is written into a file of that name in `folder`, for the
         launcher to find there.
         """
         with suppress(OSError):
             await asyncio.to_thread((Path(folder) / nonce).write_text, nonce)
-        return msgspec.json.encode(
-            Greeting(
-                address=self._here(),
-                python=platform.python_version(),
-                midflight=__version__,
-                torch=metadata.version("torch"),
-                kills_for_memory=os.environ.get(MONITOR_VARIABLE) != "0",
-                has_folder=await asyncio.to_thread(Path(cwd).is_dir),
-            )
+        greeting = Greeting(
+            address=self._here(),
+            python=platform.python_version(),
+            midflight=__version__,
+            torch=metadata.version("torch"),
+            kills_for_memory=os.environ.get(MONITOR_VARIABLE) != "0",
+            has_folder=await asyncio.to_thread(Path(cwd).is_dir),
         )
+        return msgspec.json.encode(greeting)
 
     async def open(self, host: str, port: int) -> bytes:
         """Listens at `host`; where that is empty, at the machine's own address. A second call
@@ -201,33 +205,31 @@ class SeatActor:
         at = self._listener.getsockname()
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         host = self._here() if at[0] == "0.0.0.0" else at[0]
-        return msgspec.json.encode(
-            SeatOpened(host, at[1], self._listener.fileno(), self._here(), gpus)
-        )
+        opened = SeatOpened(host, at[1], self._listener.fileno(), self._here(), gpus)
+        return msgspec.json.encode(opened)
 
     async def start(self, part: str, name: str, order: bytes) -> None:
-        """A process, which takes the place of the one of that name. To be asked again for the same
-        process changes nothing.
+        """Starts a process, which takes the place of the one of that name. The same order may come
+        again: it changes nothing.
         """
         asked = msgspec.json.decode(order, type=Order)
         if name in self._told and self._told[name].life == asked.life:
             return
         assert self._listener is not None
+        given = {variable: value for variable, value in asked.environ.items() if value}
         child = LocalChild(
             ProcessKind(part),
             name,
             log=Path(asked.log),
-            environ={
-                SEATED_VARIABLE: "1",
-                **{name: value for name, value in asked.environ.items() if value},
-            },
+            environ={SEATED_VARIABLE: "1", **given},
             inherited=[self._listener] if asked.listens else [],
             arguments=asked.arguments,
             objects=asked.objects,
             cwd=Path(asked.cwd),
         )
         await child.start()
-        self._told[name] = told = BelowSeat(child, asked.life, alone_seconds=asked.alone_seconds)
+        told = BelowSeat(child, asked.life, alone_seconds=asked.alone_seconds)
+        self._told[name] = told
         self._following[name] = asyncio.create_task(told.follow())
 
     async def tell(self, name: str, spec: bytes) -> None:

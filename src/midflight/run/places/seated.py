@@ -1,4 +1,4 @@
-"""Places on a cluster: each is a seat on a machine that has room for it, and a part is a process
+"""Places on a cluster. Each is a seat on a machine that has room for it, and a part is a process
 below that seat.
 
 | wait | waits for | ended by |
@@ -37,29 +37,30 @@ from midflight.run.places.seat import Heard, Order, SeatOpened
 from midflight.wire.server import is_loopback
 
 AGAIN_SECONDS = 0.5
-"""Between two calls of a seat that cannot be reached, though its machine is said to live."""
+"""The time between two calls of a seat that cannot be reached, though its machine is said to live.
+"""
 ALONE = 2
-"""So many times `lost_seconds` a process outlives its launcher, where Ray does not end it: longer
-than the launcher bears a silence.
+"""A process outlives its launcher by so many times `lost_seconds`, where Ray does not end it:
+longer than the launcher waits in silence.
 """
 LOOK_SECONDS = 2.0
-"""Between two questions which machines are about to be taken away: they have half a minute or
-more.
+"""The time between two questions which machines are about to be taken away: these have half a
+minute or more.
 """
 KILL_SECONDS = 5.0
-"""For a seat to say that a process which was killed has ended: the end of a run waits for that,
+"""The time that a seat has to say that a killed process has ended: the end of a run waits for that,
 also where the machine is gone.
 """
 PATIENCE_SECONDS = 30.0
-"""A seat is not there at once; after so long it is told that it is waited for, and again each time
-that has doubled.
+"""A seat is not there at once. After so long the user is told that it is waited for, and again each
+time that the wait has doubled.
 """
 OWN_RESOURCES = frozenset(("memory", "node", "object_store_memory", "accelerator_type"))
-"""Ray's own of each machine, in bytes or as marks; nobody need be told of them."""
+"""Resources that Ray gives each machine, in bytes or as marks; they are not shown to users."""
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """One of the cluster. `resources` are all that it has, whoever uses them now."""
+    """A machine of the cluster. `resources` are all that it has, whether or not they are in use."""
 
     id: str
     address: str
@@ -67,29 +68,24 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def said_of(machines: Sequence[Machine]) -> str:
-    """How many they are, and what they have together, whoever uses it."""
-    names = sorted(
-        {
-            name
-            for machine in machines
-            for name in machine.resources
-            if name.partition(":")[0] not in OWN_RESOURCES
-        }
-    )
-    have = ", ".join(
-        f"{name}: {sum(machine.resources.get(name, 0.0) for machine in machines):g}"
-        for name in names
-    )
-    return f"{len(machines)} machine{'s' if len(machines) != 1 else ''} with {have or 'nothing'}"
+    """The number of machines, and what they have together, whether or not it is in use."""
+    totals: dict[str, float] = {}
+    for machine in machines:
+        for name, amount in machine.resources.items():
+            if name.partition(":")[0] not in OWN_RESOURCES:
+                totals[name] = totals.get(name, 0.0) + amount
+    have = ", ".join(f"{name}: {totals[name]:g}" for name in sorted(totals))
+    plural = "s" if len(machines) != 1 else ""
+    return f"{len(machines)} machine{plural} with {have or 'nothing'}"
 
 
 class Cluster(Protocol):
-    """What is asked of Ray. A seat is an actor's handle; calls raise Ray's own errors, by which
-    `why_lost` tells them apart.
+    """The requests that are made of Ray. A seat is an actor's handle. Calls raise Ray's own errors;
+    `why_lost` tells them from others.
     """
 
     def machines(self) -> Sequence[Machine]:
-        """Those that live."""
+        """The machines that live."""
         ...
 
     def leaving(self) -> Collection[str]:
@@ -99,19 +95,19 @@ class Cluster(Protocol):
         ...
 
     def seat(self, resources: Mapping[str, float], *, machine: str = "") -> Any:
-        """A new one, wherever there is room, or on that machine. Does not wait."""
+        """A new seat, wherever there is room, or on that machine. Does not wait."""
         ...
 
     async def group(
         self, resources: Mapping[str, float], count: int
     ) -> tuple[Sequence[Any], Callable[[], None]]:
-        """So many seats, on as few machines as can be, and what gives their room back. Waits until
-        there is room for all.
+        """`count` seats, on as few machines as possible, and a function that gives their room back.
+        Waits until there is room for all.
         """
         ...
 
     def call(self, seat: Any, method: str, *given: object) -> Awaitable[Any]:
-        """Sent at once, whether its answer is waited for or not."""
+        """Sends the call at once, whether its answer is waited for or not."""
         ...
 
     def kill(self, seat: Any) -> None: ...
@@ -123,7 +119,7 @@ def is_unreached(error: BaseException) -> bool:
 
 
 def why_lost(error: BaseException) -> str | None:
-    """What an error of Ray's says in a line; none where it is another's."""
+    """The first line of an error of Ray; None for any other error."""
     kinds = [kind.__name__ for kind in type(error).__mro__]
     if "RayError" not in kinds:
         return None
@@ -149,7 +145,9 @@ class SeatedPlace:
         environ: Mapping[str, str],
         closed: Callable[[], None],
     ) -> None:
-        """`environ`: for all its processes. `closed` is called when the seat was given back."""
+        """`environ` is for all processes of the place. `closed` is called when the seat was given
+        back.
+        """
         self._cluster = cluster
         self._seat = seat
         self._lost_seconds = lost_seconds
@@ -160,7 +158,8 @@ class SeatedPlace:
         self.fd = opened.fd
         self.gpus = opened.gpus
         self.machine = opened.machine
-        self.lost = self._is_closed = False
+        self.lost = False
+        self._is_closed = False
         self._recalled = asyncio.Event()
 
     @property
@@ -185,17 +184,15 @@ class SeatedPlace:
         listens: bool = False,
         inherited: Sequence[HasDescriptor] = (),
     ) -> "SeatedChild":
-        everything = {**self._environ, **environ}
-        alone = ALONE * self._lost_seconds
         order = Order(
-            secrets.token_hex(8),
-            str(log.absolute()),
-            str(Path.cwd()),
-            everything,
-            [*arguments],
-            objects,
-            listens,
-            alone,
+            life=secrets.token_hex(8),
+            log=str(log.absolute()),
+            cwd=str(Path.cwd()),
+            environ={**self._environ, **environ},
+            arguments=list(arguments),
+            objects=objects,
+            listens=listens,
+            alone_seconds=ALONE * self._lost_seconds,
         )
         return SeatedChild(self, part, name, order)
 
@@ -213,11 +210,11 @@ class SeatedPlace:
             self._closed()
 
     async def ask(self, method: str, *given: object, of: str, hurry: bool = False) -> Any:
-        """The one way to a seat. `PartFailed` of the part `of` where no answer comes, whatever
-        became of the seat, which is then lost.
+        """Asks the seat; all questions go this way. Where no answer comes, the seat is lost,
+        whatever became of it: `PartFailed` of the part `of`.
 
         A seat that cannot be reached is asked again for as long as its machine is listed, at most
-        `lost_seconds`; with `hurry` that is `KILL_SECONDS`.
+        `lost_seconds`; with `hurry`, at most `KILL_SECONDS`.
         """
         seconds = min(self._lost_seconds, KILL_SECONDS) if hurry else self._lost_seconds
         try:
@@ -226,18 +223,20 @@ class SeatedPlace:
                     try:
                         return await self._cluster.call(self._seat, method, *given)
                     except Exception as error:
-                        if (why := why_lost(error)) is None:
+                        why = why_lost(error)
+                        if why is None:
                             raise
-                        if not is_unreached(error) or all(
-                            machine.address != self.machine for machine in self._cluster.machines()
-                        ):
+                        if not is_unreached(error) or not self._is_listed():
                             raise self._gone(why, of=of) from error
                     await asyncio.sleep(AGAIN_SECONDS)
         except TimeoutError as error:
             raise self._gone(f"nothing was heard of it for {seconds:g} s", of=of) from error
 
+    def _is_listed(self) -> bool:
+        return any(machine.address == self.machine for machine in self._cluster.machines())
+
     def order(self, method: str, *given: object) -> None:
-        """Sent without a wait for an answer; an error is found where something is asked."""
+        """Sends the call without a wait for an answer. An error shows at the next question."""
         try:
             self._cluster.call(self._seat, method, *given)
         except Exception as error:
@@ -264,12 +263,12 @@ class SeatedChild:
         self._lock = asyncio.Lock()
         self._unread = deque[bytes]()
         self._heard = 0
-        """Lines that came."""
+        """The number of lines that came."""
         self._closed = False
         self._status: int | None = None
         self._log = ""
         self._why: str | None = None
-        """Of an end that was not its own."""
+        """The reason of an end that did not come from the process itself."""
         self._killed = False
         self.state = "?"
         self.was_started = False
@@ -298,20 +297,19 @@ class SeatedChild:
         return self._status
 
     async def _hear(self) -> None:
-        """Waits for the next that it says, or for its end. The loss of its seat is its end."""
+        """Waits for its next lines, or for its end. The loss of its seat is its end."""
         async with self._lock:
             if self._status is not None:
                 return
             try:
-                heard = msgspec.json.decode(
-                    await self._ask("hear", self.name, self._heard, hurry=self._killed), type=Heard
-                )
+                answer = await self._ask("hear", self.name, self._heard, hurry=self._killed)
             except PartFailed as lost:
                 self._why = str(lost)
                 self._closed = True
                 self._status = -signal.SIGKILL
                 self._log = last_lines(Path(self._order.log))
                 return
+            heard = msgspec.json.decode(answer, type=Heard)
             if heard.recalled:
                 self._place.recall()
             self._unread += heard.lines
@@ -327,7 +325,7 @@ class SeatedChild:
         return ""
 
     def cut_log(self) -> None:
-        """The seat does."""
+        """Does nothing: the seat cuts the log."""
 
     def condemn(self, why: str) -> None:
         self._why = f"{why}. It was ended."
@@ -353,8 +351,8 @@ class SeatedChild:
 
 
 class RayPlaces:
-    """Seats of a cluster. All of an attempt at a run are given back at its end, and die with this
-    process at the latest.
+    """Gives seats of a cluster to the parts. All seats of an attempt at a run are given back at its
+    end, and die with this process at the latest.
     """
 
     def __init__(
@@ -367,8 +365,8 @@ class RayPlaces:
         environ: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
-        """`resources`: what a seat of each kind asks for. `environ`: for all processes. `say` hears
-        what is waited for.
+        """`resources` are what a seat of each kind asks for. `environ` is for all processes. `say`
+        is told what is waited for.
         """
         self._cluster = cluster
         self._resources = resources
@@ -409,23 +407,26 @@ class RayPlaces:
         wants: Wants | None = None,
     ) -> SeatedPlace:
         asked, machine = wants or Wants(self._resources[part], "")
+        at = "" if host is None or is_loopback(host) else host
         async with self._patience(part, 1, asked, for_ever=for_ever):
             seat = self._cluster.seat(asked, machine=await self._machine(machine))
             try:
-                return await self._opened(
-                    part, seat, "" if host is None or is_loopback(host) else host, port
-                )
+                return await self._opened(part, seat, at, port)
             except BaseException:
                 self._cluster.kill(seat)
                 raise
 
     async def _machine(self, address: str) -> str:
-        """Its id, or none of any. Waits until it is there."""
-        while address not in (  # noqa: ASYNC110
-            ids := {"": ""} | {machine.address: machine.id for machine in self._cluster.machines()}
-        ):
+        """The id of the machine at an address; empty for an empty address, which is any. Waits
+        until the machine is there.
+        """
+        if not address:
+            return ""
+        while True:
+            ids = {machine.address: machine.id for machine in self._cluster.machines()}
+            if address in ids:
+                return ids[address]
             await asyncio.sleep(AGAIN_SECONDS)
-        return ids[address]
 
     async def take_all(self, part: parts.ProcessKind, count: int) -> Sequence[SeatedPlace]:
         asked = self._resources[part]
@@ -458,11 +459,11 @@ class RayPlaces:
     ) -> SeatedPlace:
         """Waits until the seat is there, however long that takes."""
         try:
-            opened = msgspec.json.decode(
-                await self._cluster.call(seat, "open", host, port), type=SeatOpened
-            )
+            answer = await self._cluster.call(seat, "open", host, port)
+            opened = msgspec.json.decode(answer, type=SeatOpened)
         except Exception as error:
-            if (why := why_lost(error)) is None:
+            why = why_lost(error)
+            if why is None:
                 raise
             raise PartFailed(f"{part} did not get its seat: {why}", part=str(part)) from error
         if opened.error:
@@ -487,8 +488,8 @@ class RayPlaces:
         *,
         for_ever: bool = False,
     ) -> AsyncGenerator[None]:
-        """Of a wait for seats: what for is said again and again. `RunFailed` after `wait_seconds`,
-        unless it may last `for_ever`.
+        """Holds a wait for seats: the user is told again and again what it waits for. `RunFailed`
+        after `wait_seconds`, unless the wait may last `for_ever`.
         """
         loop = asyncio.get_running_loop()
         asked = ", ".join(f"{name}: {amount:g}" for name, amount in resources.items())

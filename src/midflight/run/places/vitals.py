@@ -1,4 +1,4 @@
-"""What a machine says of a process that runs on it."""
+"""The state of a process, as its machine's /proc has it."""
 
 import os
 from dataclasses import dataclass
@@ -9,9 +9,7 @@ from midflight.observe.motion import num_bytes_of
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """What the system says of a process: its state's letter, its processor seconds, and the bytes
-    that it read and wrote.
-    """
+    """A process's state as a letter, its processor seconds, and the bytes that it read and wrote."""
 
     state: str
     cpu_seconds: float
@@ -19,13 +17,12 @@ class Vitals:
 
 
 def vitals_of(pid: int) -> Vitals:
-    """Where there is no /proc, a process that runs and never computes."""
+    """Where there is no /proc, the process seems to run and never to compute."""
     try:
         # The command's name, in brackets, may itself hold brackets and spaces: the fields start
         # after the last one.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return Vitals("?", 0.0)
-    return Vitals(
-        fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), num_bytes_of(pid)
-    )
+    ticks = int(fields[11]) + int(fields[12])
+    return Vitals(fields[0], ticks / os.sysconf("SC_CLK_TCK"), num_bytes_of(pid))

@@ -1,10 +1,10 @@
 """How many rollouts run at once, for training and for evaluations: the numbers that are set, else
 what the engines hold just now.
 
-What an engine cannot decode at once waits inside it, counted as open, and only grows old there. So
-rollouts are as many as its slots, or as its room for keys, and more where agents spend part of
-their time in tools. Whatever the engines hold, the bound on age stands (`buffer.staleness`): that
-is the hard limit, this the soft one.
+A request that an engine cannot decode at once waits inside it, counted as open, and only grows old
+there. So there are as many rollouts as the engine has slots, or room for keys, and more where
+agents spend part of their time in tools. Whatever the engines hold, the bound on age holds
+(`buffer.staleness`): that is the hard limit, this is the soft one.
 """
 
 import asyncio
@@ -21,15 +21,16 @@ from midflight.types import Capabilities, Trajectory
 from midflight.types.facts import RolloutEnded
 
 MOST_IN_TOOLS = 8
-"""Rollouts for each slot, however long their tools take: agents may all come back at once."""
+"""The most rollouts for each slot, however long their tools take: agents may all come back at once.
+"""
 MEMORY = 0.98
-"""Of what rollouts did: the last fifty count."""
+"""The weight of earlier rollouts in each mean: about the last fifty count."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """How many may run, and what says so: the option that is `set`, `slots` or `keys` of engines,
-    or the bound on `staleness`.
+    """How many may run, and what limits them: the option that is `set`, the `slots` or `keys` of
+    engines, or the bound on `staleness`.
     """
 
     number: int
@@ -55,21 +56,24 @@ class Capacity:
         self._config = config
         self._fleet = fleet
         self.most_turns = 0
-        """That a rollout with a reward took."""
-        self._asking = self._running = self._tokens = self._lengths = 0.0
+        """The most turns that a rollout with a reward took."""
+        self._asking = 0.0
+        self._running = 0.0
+        self._tokens = 0.0
+        self._lengths = 0.0
         self._engines: dict[bool, list[Capabilities]] = {False: [], True: []}
-        """Whether they take requests of evaluations: those that do, or that did last while none
-        does.
+        """The engines that take requests, by whether these are of evaluations. While no engine
+        does, the last that did.
         """
         self.evaluations = EvaluationSlots(self)
         self.on_changed: Callable[[], None] | None = None
-        """Told whenever more or fewer may run."""
+        """Called whenever more or fewer may run."""
         fleet.on_changed = self._moved
         self._moved()
 
     def training(self) -> InFlight:
-        """A group fits in any case. Rollouts of an evaluation on the same engines are counted
-        off.
+        """How many rollouts of training may run; a group fits in any case. Rollouts of an
+        evaluation on the same engines are subtracted.
         """
         held, reason = self._holds(evaluates=False)
         # an equal part: the other gateways use the same engines
@@ -78,50 +82,49 @@ class Capacity:
         number = in_flight(self._config, self._rollouts(slots) - beside)
         if self._config.rollout.max_in_flight is not None:
             return InFlight(number, "set")
-        return InFlight(
-            number, reason if number < most_in_flight(self._config.rollout) else "staleness"
-        )
+        if number >= most_in_flight(self._config.rollout):
+            return InFlight(number, "staleness")
+        return InFlight(number, reason)
 
     def full(self, running: int) -> Wait | None:
-        """Why no further group may start beside so many rollouts; none if one may."""
+        """Why no further group may start beside so many rollouts; None if one may."""
         may = self.training()
-        return (
-            Wait("slots", f"{running} rollouts run; {may.words}")
-            if running + self._config.rollout.group_size > may.number
-            else None
-        )
+        if running + self._config.rollout.group_size <= may.number:
+            return None
+        return Wait("slots", f"{running} rollouts run; {may.words}")
 
     def evaluating(self) -> InFlight:
-        if (given := self._config.evaluation.max_in_flight) is not None:
+        given = self._config.evaluation.max_in_flight
+        if given is not None:
             return InFlight(given, "set")
         slots, reason = self._holds(evaluates=True)
         return InFlight(max(1, slots), reason)
 
     def limits(self) -> dict[str, tuple[int, str]]:
-        """Of each kind of rollouts how many may run, and why."""
+        """How many rollouts of each kind may run, and why."""
+        training = self.training()
+        evaluating = self.evaluating()
         return {
-            kind: (may.number, may.reason)
-            for kind, may in (("training", self.training()), ("evaluation", self.evaluating()))
+            "training": (training.number, training.reason),
+            "evaluation": (evaluating.number, evaluating.reason),
         }
 
     def ended(self, rollout: RolloutEnded) -> None:
-        """A rollout of training: how much of its time it waited for answers, and how many there
-        were.
+        """A rollout of training has ended: notes how much of its time it waited for answers, and
+        how many there were.
         """
-        self._asking = MEMORY * self._asking + sum(
-            turn.ended - turn.began for turn in rollout.times
-        )
+        asking = sum(turn.ended - turn.began for turn in rollout.times)
+        self._asking = MEMORY * self._asking + asking
         self._running = MEMORY * self._running + rollout.seconds
         if rollout.error is None:
             self.most_turns = max(self.most_turns, rollout.num_turns)
 
     def kept(self, trajectory: Trajectory) -> None:
-        """The room for keys that its longest row took, on the mean over its answers: all that it
-        read, and half of what it said.
+        """Notes the room for keys that the longest row took, on the mean over its answers: all that
+        it read, and half of the tokens that were sampled.
         """
-        longest = max(
-            (len(row.token_ids) - row.num_trainable / 2 for row in trajectory.rows), default=0.0
-        )
+        lengths = (len(row.token_ids) - row.num_trainable / 2 for row in trajectory.rows)
+        longest = max(lengths, default=0.0)
         self._tokens = MEMORY * self._tokens + longest
         self._lengths = MEMORY * self._lengths + (longest > 0)
 
@@ -132,38 +135,40 @@ class Capacity:
             self.on_changed()
 
     def _rollouts(self, slots: int) -> int:
-        """That keep so many slots full."""
-        share = self._asking / self._running if self._asking > 0 and self._running > 0 else 1.0
+        """The number of rollouts that keep so many slots full."""
+        share = 1.0
+        if self._asking > 0 and self._running > 0:
+            share = self._asking / self._running
         return round(slots / max(share, 1 / MOST_IN_TOOLS))
 
     def _moved(self) -> None:
         for evaluates in self._engines:
-            self._engines[evaluates] = (
-                self._fleet.takers(evaluates=evaluates) or self._engines[evaluates]
-            )
+            takers = self._fleet.takers(evaluates=evaluates)
+            if takers:
+                self._engines[evaluates] = takers
         self.changed()
 
     def _holds(self, *, evaluates: bool) -> tuple[int, Literal["slots", "keys"]]:
-        """Requests that such engines hold together, and whether their slots are full first or their
-        keys.
+        """The number of requests that such engines hold together, and whether their slots are full
+        first or their keys.
         """
         length = self._tokens / self._lengths if self._lengths else self._config.model.max_context
-        slots = sum(engine.max_running for engine in self._engines[evaluates])
-        held = sum(_held(engine, length) for engine in self._engines[evaluates])
+        engines = self._engines[evaluates]
+        slots = sum(engine.max_running for engine in engines)
+        held = sum(_held(engine, length) for engine in engines)
         return held, "slots" if held == slots else "keys"
 
 
 def _held(engine: Capabilities, length: float) -> int:
-    return (
-        engine.max_running
-        if engine.max_keys is None
-        else min(engine.max_running, max(1, int(engine.max_keys / length)))
-    )
+    if engine.max_keys is None:
+        return engine.max_running
+    by_keys = max(1, int(engine.max_keys / length))
+    return min(engine.max_running, by_keys)
 
 
 class EvaluationSlots:
-    """Implements the slots of an `Evaluator`, as many as the engines hold. First come, first
-    served; bounded by the held-out tasks.
+    """Implements the slots of an `Evaluator`: there are as many as the engines hold. The waiting
+    line is first come, first served; the number of held-out tasks bounds it.
     """
 
     def __init__(self, capacity: Capacity) -> None:
@@ -172,7 +177,7 @@ class EvaluationSlots:
         self.num_running = 0
 
     async def __aenter__(self) -> None:
-        """Waits for the end of another, or for engines."""
+        """Waits for the end of another rollout, or for engines."""
         if not self._line and self.num_running < self._capacity.evaluating().number:
             self.num_running += 1
             return
@@ -197,8 +202,10 @@ class EvaluationSlots:
         self._leave()
 
     def follow(self) -> None:
-        """Starts those that there is room for."""
-        free = self._capacity.evaluating().number - self.num_running if self._line else 0
+        """Starts the rollouts that there is room for."""
+        if not self._line:
+            return
+        free = self._capacity.evaluating().number - self.num_running
         for turn in self._line[: max(0, free)]:
             self._line.remove(turn)
             if not turn.cancelled():

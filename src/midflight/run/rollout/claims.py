@@ -1,5 +1,5 @@
-"""Watches whether anybody claims the rollouts that wait for workers outside. Nothing ends their
-wait, so people are told of it.
+"""Watches whether the rollouts that wait for workers outside are claimed. Nothing ends their wait,
+so people are told of it.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from midflight.types import facts
 
 
 class ClaimWatch:
-    """Records an alarm when nobody has claimed a rollout for `stall_seconds`, and again each time
-    that this has doubled.
+    """Records an alarm when no rollout has been claimed for `stall_seconds`, and again each time
+    that this time has doubled.
 
-    While a claimed rollout is under way there is none: its worker may be busy, and has a limit.
+    While a claimed rollout is under way there is no alarm: its worker may be busy, and has a limit.
     Synchronous; `look` is called about every second.
     """
 
@@ -25,11 +25,12 @@ class ClaimWatch:
         stall_seconds: float,
         where: str,
     ) -> None:
-        """`where` workers find address and token."""
+        """`where` names the place in which workers find address and token."""
         self.board = board
         self._record = record
         self._where = where
-        self._stall_seconds = self._after = stall_seconds
+        self._stall_seconds = stall_seconds
+        self._after = stall_seconds
 
     def look(self) -> None:
         found = self.board.unclaimed()

@@ -1,9 +1,9 @@
 """The engine on the trainer's own cores or GPU: it generates while the trainer waits for a batch,
 and stands aside while that trains.
 
-It joins and leaves as any engine that comes and goes, by requests that are cut and go on elsewhere
-with their tokens (I5). Versions come to it as to all, also while it stands aside. Whether it lives
-is the fleet's matter: a hold outlasts its death and its return.
+It joins and leaves as any engine that comes and goes: its requests are cut, and go on elsewhere
+with their tokens (I5). It gets versions as all engines do, also while it stands aside. The fleet
+sees whether it lives: a hold outlasts its death and its return.
 """
 
 from collections.abc import Generator
@@ -14,20 +14,22 @@ from midflight.gateway.fleet.fleet import Fleet
 OWNER = "trainer"
 """The name of its hold."""
 SHARE = 0.3
-"""Of the difference to the most loaded engine, what moves to it at once. Sessions stay where they
-were below a quarter more than the mean load, so that more would go back."""
+"""The share of the difference to the most loaded engine that moves to it at once. A session stays
+where it was below a quarter more than the mean load, so that a larger share would go back.
+"""
 
 
 class Lending:
-    """Synchronous. The engine is lent while the trainer waits and has no batch at work: it asks for
-    the next one before its step is done. Without an engine to lend it does nothing."""
+    """Lends the engine while the trainer waits and has no batch at work: the trainer may ask for
+    the next batch before its step is done. Without an engine to lend it does nothing. Synchronous.
+    """
 
     def __init__(self, fleet: Fleet, engine: str | None) -> None:
         self._fleet = fleet
         self._engine = engine
         self._num_waits = 0
         self._at_work = set[int]()
-        """Leases of batches that the trainer has and has not reported."""
+        """Leases of batches that the trainer has, and whose steps it has not reported."""
         self._is_lent = False
         if engine is not None:
             fleet.lent = engine
@@ -39,7 +41,7 @@ class Lending:
 
     @contextmanager
     def while_waiting(self) -> Generator[None]:
-        """The trainer waits for as long as the block takes, for a batch or for the end."""
+        """Enters that the trainer waits during the block, for a batch or for the end."""
         self._num_waits += 1
         self._settle()
         try:
@@ -49,21 +51,25 @@ class Lending:
             self._settle()
 
     def given(self, lease: int) -> None:
-        """It has a batch, or is about to."""
+        """The trainer has a batch, or is about to get it."""
         self._at_work.add(lease)
         self._settle()
 
     def done(self, *leases: int) -> None:
-        """It has made the step of a batch, or given it back; none: it began anew, and has no
-        batch.
+        """The trainer has made the steps of these batches, or given the batches back. Without a
+        lease it began anew, and has no batch.
         """
-        self._at_work.difference_update(leases or tuple(self._at_work))
+        if leases:
+            self._at_work.difference_update(leases)
+        else:
+            self._at_work.clear()
         self._settle()
 
     def _settle(self) -> None:
-        if self._engine is None or self._is_lent == (
-            is_lent := self._num_waits > 0 and not self._at_work
-        ):
+        if self._engine is None:
+            return
+        is_lent = self._num_waits > 0 and not self._at_work
+        if is_lent == self._is_lent:
             return
         self._is_lent = is_lent
         if is_lent:
@@ -72,8 +78,8 @@ class Lending:
             self._leave(self._engine)
 
     def _join(self, engine: str) -> None:
-        """Requests of the engine that has most move there, the youngest first: those that only wait
-        inside it, and some.
+        """Requests of the most loaded engine move there, the youngest first: those that only wait
+        inside that engine, and a share of the others.
         """
         fleet = self._fleet
         fleet.release(engine, OWNER)
@@ -83,10 +89,10 @@ class Lending:
         most = max(loads, key=loads.__getitem__, default=engine)
         room = SHARE * (loads.get(most, 0) - loads.get(engine, 0))
         leases = fleet.leases(most)
-        for waiting, lease in zip(range(len(leases), 0, -1), reversed(leases), strict=True):
-            if (
-                lease.tokens <= room or waiting > lease.engine.capabilities.max_running
-            ) and lease.lost is None:
+        for place in range(len(leases), 0, -1):
+            lease = leases[place - 1]
+            only_waits = place > lease.engine.capabilities.max_running
+            if lease.lost is None and (only_waits or lease.tokens <= room):
                 room -= lease.tokens
                 lease.move(f"shares its requests with {engine}")
 

@@ -5,9 +5,9 @@
 | `Connections.run` | nothing | the ends of connections | cancellation, or a fault of ours in one of them |
 | `Members.run` | connections that are down | its interval | time |
 
-A joiner is an engine that rejoins: it is in quarantine from its first moment, and `Rejoin` brings
-it the current version as it does to one that was started again. Whatever could keep it from serving
-is asked before anything is changed.
+An engine that joins is treated as one that rejoins: it is in quarantine from its first moment, and
+`Rejoin` brings it the current version, as it does to one that was started again. Whatever could
+keep it from serving is asked before anything is changed.
 """
 
 import asyncio
@@ -61,13 +61,13 @@ class Attachable(Engine, Protocol):
 
 
 Ask = Callable[[EngineAddress, Path | None, bool], Awaitable[About]]
-"""Asks an engine what it is: whether it sees a file, and, as that takes seconds, which weights it
-was started with.
+"""Asks an engine what it is: whether it sees that file, and, where the bool is true, which weights
+it was started with. The latter takes seconds.
 """
 
 
 class Connections:
-    """Of all engines; each is held from `open` to `close`."""
+    """The connections of all engines; each is held from `open` to `close`."""
 
     def __init__(self, first: Iterable[Attachable]) -> None:
         self._first = tuple(first)
@@ -75,7 +75,7 @@ class Connections:
         self._group: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs the connections until it is cancelled."""
         async with asyncio.TaskGroup() as self._group:
             for engine in self._first:
                 self.open(engine)
@@ -88,32 +88,33 @@ class Connections:
         self._tasks.pop(engine).cancel()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Something that goes on beside them, whoever asked for it."""
+        """Starts work that goes on beside the connections, though its caller may end."""
         assert self._group is not None, "connections are opened while `run` runs"
         return self._group.create_task(work)
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the run is to an engine that wants to join."""
+    """The terms on which engines join and leave the run."""
 
     model: Path
-    """The folder that its engines were started from."""
+    """The folder that the run's engines were started from."""
     settings: Mapping[str, Leaf]
     transport: str | None
-    """How weights will come; none where they stay as they are."""
+    """How weights will come; None where they stay as they are."""
     weights: Path
-    """Where they lie if they come as files."""
+    """The folder of weights that come as files."""
     drain_seconds: float
     stall_seconds: float
     """An engine that says what it is must be attached within this time, or it counts as hung. A
     member that had no connection for as long, and did not say where it is either, is removed: its
-    machine is gone. When the engine is back, it joins again."""
+    machine is gone. When the engine is back, it joins again.
+    """
 
 
 def settings_of(config: Config) -> Mapping[str, Leaf]:
-    """What engines of one run must have alike, and for how long one that leaves may end its
-    requests.
+    """The settings that engines of one run must have alike, and the time that an engine which
+    leaves has for its requests.
     """
     return {
         "model.max_context": config.model.max_context,
@@ -129,14 +130,18 @@ class _KnownEngine:
     engine: Attachable
     address: EngineAddress
     process: str = ""
-    """As `About`; empty for those that were there from the start, which are never forgotten."""
+    """The process as `About` has it. It is empty for engines that were there from the start, which
+    are never forgotten.
+    """
     num_missed: int = 0
-    """Looks in a row that found it without a connection, and without a word since the look before.
-    Looks are counted, and no time, because time in which nobody looked is not its absence."""
+    """The number of looks in a row that found the engine without a connection, and without a word
+    since the look before. Looks are counted rather than time, because time without a look is not an
+    absence of the engine.
+    """
 
     @property
     def away_seconds(self) -> float:
-        """Between the first of these looks and the last."""
+        """The time between the first of these looks and the last."""
         return LOOK_SECONDS * max(0, self.num_missed - 1)
 
 
@@ -156,8 +161,8 @@ class Members:
         connect: Callable[[str, EngineAddress], Attachable],
         record: Record,
     ) -> None:
-        """`first`: the engines that the serving side has. `connect` makes one that is not connected
-        yet.
+        """`first` are the engines that the serving side has. `connect` makes an engine that is not
+        connected yet.
         """
         self._serving = serving
         self._handover = serving.handover
@@ -173,7 +178,7 @@ class Members:
         self._joining: set[str] = set()
         self._leaving: dict[str, asyncio.Task[Left]] = {}
         self._sent_away: dict[str, None] = {}
-        """Processes of engines that have left."""
+        """Processes of engines that have left, in the order in which they left."""
         self._identity: ModelIdentity | None = None
 
     async def run(self) -> None:
@@ -183,22 +188,23 @@ class Members:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             for name, known in list(self._known.items()):
-                known.num_missed = (
-                    0 if not known.process or known.engine.is_attached else known.num_missed + 1
-                )
-                if known.away_seconds >= self._terms.stall_seconds and name not in self._leaving:
-                    self._let_go(
-                        name,
-                        f"was out of reach for {self._terms.stall_seconds:g} s (run.stall_seconds)",
-                    )
+                self._look(name, known)
+
+    def _look(self, name: str, known: _KnownEngine) -> None:
+        if not known.process or known.engine.is_attached:
+            known.num_missed = 0
+        else:
+            known.num_missed += 1
+        limit = self._terms.stall_seconds
+        if known.away_seconds >= limit and name not in self._leaving:
+            self._let_go(name, f"was out of reach for {limit:g} s (run.stall_seconds)")
 
     def members(self) -> Membership:
         states = tuple(
             self._state(state) for state in self._serving.states() if state.name in self._known
         )
-        return Membership(
-            states, EngineNeeds(__version__, str(self._terms.model), self._terms.settings)
-        )
+        needs = EngineNeeds(__version__, str(self._terms.model), self._terms.settings)
+        return Membership(states, needs)
 
     # --- Joining and moving -----------------------------------------------------------------------
 
@@ -250,18 +256,16 @@ class Members:
         self._known[name] = joiner
         self._sent_away.pop(joiner.process, None)
         fleet = self._serving.home(name)
-        error = (
-            None
-            if self._is_apart(name)
-            else EngineUnavailable("it has just joined, and gets the current weights first")
-        )
+        error = None
+        if not self._is_apart(name):
+            error = EngineUnavailable("it has just joined, and gets the current weights first")
         fleet.attach(joiner.engine, version=fleet.served_version(), error=error)
         if fleet is self._serving.apart:
             self._serving.beside.forsaken = ""
         self._record(EngineJoined(name, joiner.address.url))
 
     def _let_go(self, name: str, why: str) -> int:
-        """Says how many requests it still had."""
+        """Returns the number of requests that the engine still had."""
         known = self._known.pop(name)
         lost = self._serving.home(name).detach(name)
         self._connections.close(known.engine)
@@ -273,7 +277,7 @@ class Members:
     async def leave(
         self, name: str, *, force: bool, drain_seconds: float | None, for_good: bool = False
     ) -> Left:
-        """Goes on when the caller does not wait any more. Asked again, it is the same leaving."""
+        """Goes on when the caller does not wait any more. A second call waits for the same end."""
         known = self._known.get(name)
         if known is None:
             raise UnknownEngine(
@@ -284,9 +288,8 @@ class Members:
             if not force:
                 self._check_others(name)
             seconds = self._terms.drain_seconds if drain_seconds is None else drain_seconds
-            leaving = self._leaving[name] = self._connections.start(
-                self._leave(name, known.process, seconds, for_good)
-            )
+            leaving = self._connections.start(self._leave(name, known.process, seconds, for_good))
+            self._leaving[name] = leaving
         return await asyncio.shield(leaving)
 
     async def _leave(self, name: str, process: str, seconds: float, for_good: bool) -> Left:
@@ -298,9 +301,7 @@ class Members:
                 async with asyncio.timeout(seconds):
                     await fleet.emptied(name)
             if process:
-                self._sent_away[process] = None
-                for oldest in list(self._sent_away)[:-MAX_SENT_AWAY]:
-                    del self._sent_away[oldest]
+                self._note_sent_away(process)
             left = Left(name, self._let_go(name, "left"))
             if for_good:
                 self._serving.give_up(name)
@@ -309,11 +310,15 @@ class Members:
             fleet.release(name, LEAVING)
             del self._leaving[name]
 
+    def _note_sent_away(self, process: str) -> None:
+        self._sent_away[process] = None
+        for oldest in list(self._sent_away)[:-MAX_SENT_AWAY]:
+            del self._sent_away[oldest]
+
     def _check_others(self, name: str) -> None:
-        serving = {
-            state.name for state in self._serving.home(name).states() if state.error is None
-        } - self._leaving.keys()
-        if serving == {name}:
+        states = self._serving.home(name).states()
+        serving = {state.name for state in states if state.error is None}
+        if serving - self._leaving.keys() == {name}:
             raise MemberConflict(
                 f"{name} is the only engine that serves: without it requests would wait until they "
                 "fail. Let another join first, or say force=true, as one must whose machine is "
@@ -326,10 +331,8 @@ class Members:
     def _check_name(self, name: str, address: EngineAddress) -> None:
         if not _NAME.fullmatch(name) or name == TEACHER:
             raise EngineRefused(
-                (
-                    f"an engine cannot be called {name[:80]!r}: take a letter or digit, then at "
-                    "most 63 letters, digits, '.', '_' or '-'."
-                ),
+                f"an engine cannot be called {name[:80]!r}: take a letter or digit, then at "
+                "most 63 letters, digits, '.', '_' or '-'.",
                 param="name",
             )
         if name in self._leaving:
@@ -343,30 +346,26 @@ class Members:
     def _check_process(self, name: str, process: str, address: EngineAddress) -> None:
         if address.again and process in self._sent_away:
             raise SentAway(
-                (
-                    f"the engine at {address.url} was told to leave this run: start another, or "
-                    "let it join as a new one."
-                ),
+                f"the engine at {address.url} was told to leave this run: start another, or "
+                "let it join as a new one.",
                 param="name",
             )
         for other, known in self._known.items():
             if other != name and known.process == process:
                 raise MemberConflict(
-                    (
-                        f"the engine at {address.url} is a member already, as {other} at "
-                        f"{known.address.url}."
-                    ),
+                    f"the engine at {address.url} is a member already, as {other} at "
+                    f"{known.address.url}.",
                     param="url",
                 )
 
     def _is_apart(self, name: str) -> bool:
-        """Such an engine keeps the weights that the run began or went on with, in every life: it
-        gets none, and is asked for its own.
+        """Whether the engine keeps the weights that the run began or went on with, in all its
+        lives: it gets no others, and is asked for its own.
         """
         return self._serving.home(name) is self._serving.apart
 
     async def _asked(self, name: str, address: EngineAddress) -> About:
-        """What it says of itself, once it is known that the weights it needs can reach it."""
+        """The engine's answers. `EngineRefused` where the weights that it needs cannot reach it."""
         if self._is_apart(name):
             return await self._ask(address, None, True)
         current = self._handover.current
@@ -376,11 +375,15 @@ class Members:
         if current is not None:
             transport = current.transport
             location = current.location
-            folder = folder if transport in SENT else Path(location).parent
+            if transport not in SENT:
+                folder = Path(location).parent
         with _nonce(folder if transport == "file" else SHARED) as nonce:
             about = await self._ask(address, nonce, current is None)
             seen = nonce is None or about.sees == _word(nonce)
-        if not seen and (obstacle := _obstacle(transport, folder, location)):
+        if seen:
+            return about
+        obstacle = _obstacle(transport, folder, location)
+        if obstacle:
             raise EngineRefused(
                 f"weights cannot reach the engine at {address.url}: {obstacle}", param="url"
             )
@@ -391,10 +394,8 @@ class Members:
         what = f"the engine at {address.url} cannot join"
         if about.midflight != __version__:
             raise EngineRefused(
-                (
-                    f"{what}: it is of Midflight {about.midflight}, the run of {__version__}; "
-                    "install the same."
-                ),
+                f"{what}: it is of Midflight {about.midflight}, the run of {__version__}; "
+                "install the same.",
                 param="url",
             )
         apart = self._is_apart(name)
@@ -404,9 +405,8 @@ class Members:
             self._identity = await asyncio.to_thread(
                 ModelIdentity.of, self._terms.model, weights=unpublished
             )
-        if why := self._identity.difference(about.model) or self._limits.lacking(
-            about.capabilities
-        ):
+        why = self._identity.difference(about.model) or self._limits.lacking(about.capabilities)
+        if why:
             raise EngineRefused(
                 f"{what}: {why}. Start it from {self._terms.model} with the run's settings.",
                 param="url",
@@ -441,7 +441,7 @@ class Members:
 
 
 def standing(state: EngineState) -> str:
-    """In one word."""
+    """The state in one word."""
     if LEAVING in state.held_by:
         return LEAVING
     if state.error is None:
@@ -454,7 +454,9 @@ def standing(state: EngineState) -> str:
 
 @contextlib.contextmanager
 def _nonce(folder: Path) -> Generator[Path | None]:
-    """A file with a word of its own; none where there can be none, and nothing can be said then."""
+    """A file that holds a word of its own, for the block. None where it cannot be written: whether
+    an engine sees our files is not known then.
+    """
     path = folder / f"{NONCE}{secrets.token_hex(8)}"
     try:
         path.write_text(_word(path))
@@ -472,7 +474,7 @@ def _word(nonce: Path) -> str:
 
 
 def _obstacle(transport: str | None, folder: Path, location: str) -> str:
-    """Why an engine that does not see the gateway's files gets none; empty where it does."""
+    """Why an engine that does not see the gateway's files gets no weights; empty where it does."""
     if transport == "shared_memory":
         return (
             'weights.transport is "shared_memory", and it runs on another machine; set it to '
@@ -483,11 +485,10 @@ def _obstacle(transport: str | None, folder: Path, location: str) -> str:
             f"they are files in {folder}, which it does not see; share that folder, or set "
             'weights.transport to "collective" or "pull".'
         )
-    if (
-        transport in SENT
-        and location
-        and is_loopback(host := urlsplit(location.split()[0]).hostname or "")
-    ):
+    if transport not in SENT or not location:
+        return ""
+    host = urlsplit(location.split()[0]).hostname or ""
+    if is_loopback(host):
         return (
             f"the trainer sends them from {host}, which other machines do not reach; set "
             "gateway.host to an address of its machine."

@@ -45,9 +45,12 @@ from midflight.observe.status import Phase, Status
 from midflight.observe.teaching import LearningOptions
 from midflight.run.api.dashboard import dashboard_route
 from midflight.run.api.disk_weights import DiskWeights
+from midflight.run.api.info import info_route
 from midflight.run.api.membership import EngineAddress, member_routes
-from midflight.run.api.routes import Teacher, TrainerRoutes, info_route, score_route, tasks_route
+from midflight.run.api.routes import TrainerRoutes
 from midflight.run.api.session_routes import SessionRoutes
+from midflight.run.api.task_routes import tasks_route
+from midflight.run.api.teacher import Teacher, score_route
 from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
 from midflight.run.parts import (
     TEACHER,
@@ -77,7 +80,7 @@ from midflight.wire.memory import MemoryTransport
 from midflight.wire.server import guarded, serve_app
 
 REPORT_SECONDS = 0.5
-"""Between two looks of the launcher at the run."""
+"""The time between two reports to the launcher."""
 
 
 async def run_rollout(spec: RolloutSpec, launcher: Launcher) -> None:
@@ -98,28 +101,25 @@ async def run_rollout(spec: RolloutSpec, launcher: Launcher) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Hosting:
-    """Where the agents of this process run, and what it takes."""
+    """The host of this process's agents, and the routes and services that it takes."""
 
     host: AgentHost
     routes: Sequence[BaseRoute] = ()
     services: Sequence[Coroutine[Any, Any, None]] = ()
     board: Board | None = None
-    """Where outsiders claim rollouts."""
+    """The board at which outsiders claim rollouts."""
     whereabouts: Callable[[str], Whereabouts] = lambda _: HERE
-    """Of a session's rollout."""
+    """Says of a session where its rollout is."""
 
 
 def frequent(state: RunState, metrics: Metrics) -> dict[type, Sequence[facts.Record]]:
-    """Who applies the facts of which there are some for each rollout, request or step of an engine.
-    All others are told to every observer.
+    """The observers of facts that come for each rollout, request or step of an engine. All other
+    facts go to every observer.
     """
-    heard = {
+    return {
         facts.EngineStepped: [state.apply, metrics.apply],
         facts.TurnFinished: [metrics.apply],
         facts.SessionEnded: [metrics.apply],
-    }
-    return {
-        **heard,
         facts.EvaluationKept: [],
         facts.SlotFreed: [],
         facts.TurnKept: [],
@@ -149,34 +149,9 @@ class RolloutProcess:
         self._metrics.memory = partial(resident, os.getppid())
         self._heldout: HeldoutStore | None = None
         self._claims: ClaimWatch | None = None
-        """Where workers outside run the agents."""
-        observers: list[facts.Record] = [self._state.apply, self._metrics.apply]
-        of = frequent(self._state, self._metrics)
-        if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
-            folder = Path(config.run.folder)
-            folder.mkdir(parents=True, exist_ok=True)  # of a further shard
-            at = (
-                newest_version(folder / "metrics.jsonl", otherwise=spec.version)
-                if spec.again
-                else spec.checkpoint
-            )
-            observers.append(Journal(folder / "metrics.jsonl", self._state, resume_at=at).apply)
-            self._heldout = HeldoutStore(folder / HELDOUT, run=config.run.name)
-            of[facts.EvaluationKept] = [self._heldout.apply]
-        rollout = config.rollout
-        if rollout.show_every:
-            observers.append(
-                Completions(
-                    self._shown,
-                    self._decoded,
-                    every=rollout.show_every,
-                    number=rollout.show_completions,
-                ).apply
-            )
-        self._last = LastRollout(self._decoded) if config.observe.samples else None
-        if self._last is not None:
-            of[facts.TrajectoryKept] = [self._last.apply]
-        self._record = Observers([*observers, self._alarms().apply], of=of).apply
+        """Present where workers outside run the agents."""
+        self._last: LastRollout | None = None
+        self._record = self._observers().apply
         for text in spec.alarms:
             self._record(facts.Alarmed("trainer", text))
         self._engines = {
@@ -187,8 +162,38 @@ class RolloutProcess:
         )
         self.connections = Connections(self._remotes)
 
+    def _observers(self) -> Observers:
+        """All that apply the run's facts, and those for which some facts are left out."""
+        spec = self._spec
+        config = self._config
+        observers: list[facts.Record] = [self._state.apply, self._metrics.apply]
+        of = frequent(self._state, self._metrics)
+        if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
+            folder = Path(config.run.folder)
+            folder.mkdir(parents=True, exist_ok=True)  # a further shard has none yet
+            at = spec.checkpoint
+            if spec.again:
+                at = newest_version(folder / "metrics.jsonl", otherwise=spec.version)
+            journal = Journal(folder / "metrics.jsonl", self._state, resume_at=at)
+            observers.append(journal.apply)
+            self._heldout = HeldoutStore(folder / HELDOUT, run=config.run.name)
+            of[facts.EvaluationKept] = [self._heldout.apply]
+        if config.rollout.show_every:
+            completions = Completions(
+                self._shown,
+                self._decoded,
+                every=config.rollout.show_every,
+                number=config.rollout.show_completions,
+            )
+            observers.append(completions.apply)
+        if config.observe.samples:
+            self._last = LastRollout(self._decoded)
+            of[facts.TrajectoryKept] = [self._last.apply]
+        observers.append(self._alarms().apply)
+        return Observers(observers, of=of)
+
     def close(self) -> None:
-        """Waits until what was said to held-out tasks is on disk: the process ends without waiting
+        """Waits until the answers to held-out tasks are on disk: the process ends without waiting
         for threads.
         """
         if self._heldout is not None:
@@ -196,10 +201,13 @@ class RolloutProcess:
 
     @property
     def _remotes(self) -> list[RemoteEngine]:
-        """Whose connections must run from the start: the engines, and the teacher, to whom the
-        gateway routes nothing.
+        """The engines, and the teacher, to which the gateway routes nothing. Their connections must
+        run from the start.
         """
-        return [*self._engines.values(), *([] if self._teacher is None else [self._teacher])]
+        remotes = list(self._engines.values())
+        if self._teacher is not None:
+            remotes.append(self._teacher)
+        return remotes
 
     def _remote(self, name: str, address: EngineAddress) -> RemoteEngine:
         return RemoteEngine(
@@ -209,58 +217,78 @@ class RolloutProcess:
     # --- Purposes ---------------------------------------------------------------------------------
 
     async def train(self) -> None:
-        """For our trainer it ends only by the launcher, because it may still read our last answer;
-        for another, after that answer.
+        """With our trainer it is ended only by the launcher, because the trainer may still read the
+        last answer. With a foreign trainer it ends after that answer.
         """
-        section = self._config.environment
         sources = await self._sources()
         serving = await self._attached(anonymous=False)
         async with self._hosting(serving) as hosting:
             teacher = self._scoring()
             agents = Agents(self._config, serving, hosting.host, self._record)
-            system = RolloutSystem(
-                agents,
-                sources=sources
-                if self._spec.owner is None
-                else [replace(source, heldout=()) for source in sources],
-                store=Store(await asyncio.to_thread(self._store), run=self._config.run.name),
-                phases=self,
-                version=self._spec.version,
-                checkpoint=self._spec.checkpoint,
-                teacher=teacher,
-                posted=posted_tasks(
-                    section.sources,
-                    Path(self._config.run.folder),
-                    heldout=sources,
-                    seed=self._config.run.seed,
-                ),
-            )
+            system = await self._system(agents, sources, teacher)
             self._standing.watch(
                 agents, system.queue, whereabouts=hosting.whereabouts, board=hosting.board
             )
-            self._state.accounts = self._metrics.accounts = lambda: accounts(system.books)
+            self._state.accounts = lambda: accounts(system.books)
+            self._metrics.accounts = self._state.accounts
             finished = asyncio.Event()  # the trainer's last answer was sent
-            trainer = TrainerRoutes(
-                system,
-                token=self._spec.control_token,
-                model=Path(self._spec.model),
-                start_version=self._spec.version,
-                served=serving.fleet.served_version,
-                finished=finished.set,
-                goes_on=(system.leased, system.next_version) if self._spec.again else None,
-            )
-            token = self._spec.control_token
-            routes = [
-                *trainer.routes(),
-                score_route(teacher, token=token),
-                tasks_route(system.post, token=token),
-                *hosting.routes,
-            ]
+            routes = self._trainer_routes(system, serving, teacher, finished=finished.set)
+            routes += hosting.routes
             services = (self._http(serving, routes, board=hosting.board), *hosting.services)
             if self._spec.purpose is Purpose.TRAIN:
                 await serve_while(system.run(), *services)
             else:
                 await serve_while(finished.wait(), system.run(), *services)
+
+    async def _system(
+        self, agents: Agents, sources: Sequence[Source], teacher: Teacher | None
+    ) -> RolloutSystem:
+        """Waits until the store is ready. The first gateway alone evaluates: the others leave the
+        held-out tasks out.
+        """
+        spec = self._spec
+        run = self._config.run
+        drawn = sources
+        if spec.owner is not None:
+            drawn = [replace(source, heldout=()) for source in sources]
+        store = Store(await asyncio.to_thread(self._store), run=run.name)
+        posted = posted_tasks(
+            self._config.environment.sources, Path(run.folder), heldout=sources, seed=run.seed
+        )
+        return RolloutSystem(
+            agents,
+            sources=drawn,
+            store=store,
+            phases=self,
+            version=spec.version,
+            checkpoint=spec.checkpoint,
+            teacher=teacher,
+            posted=posted,
+        )
+
+    def _trainer_routes(
+        self,
+        system: RolloutSystem,
+        serving: Serving,
+        teacher: Teacher | None,
+        *,
+        finished: Callable[[], None],
+    ) -> list[BaseRoute]:
+        token = self._spec.control_token
+        trainer = TrainerRoutes(
+            system,
+            token=token,
+            model=Path(self._spec.model),
+            start_version=self._spec.version,
+            served=serving.fleet.served_version,
+            finished=finished,
+            goes_on=(system.leased, system.next_version) if self._spec.again else None,
+        )
+        return [
+            *trainer.routes(),
+            score_route(teacher, token=token),
+            tasks_route(system.post, token=token),
+        ]
 
     async def evaluate(self) -> None:
         """Ends with the scores."""
@@ -290,41 +318,45 @@ class RolloutProcess:
         await self._http(serving, [weights.route(self._spec.control_token)])
 
     def _store(self) -> Path:
-        """Where the store is, ready for this run. A new one has none yet, whatever an earlier run
-        of this folder left on another disk.
+        """The path of the store, which is ready for this run. A new run has none yet, whatever an
+        earlier run of this folder left on another disk. Blocking.
         """
         section = self._config.run
-        store = store_path(Path(section.folder), section.store_folder)
+        folder = Path(section.folder)
+        store = store_path(folder, section.store_folder)
         check_local(store)
         if section.store_folder is not None:
-            if gone := remove_left(section.store_folder, but=store):
-                self._launcher.tell(
-                    Words(
-                        f"removed from {section.store_folder}, for their runs went on elsewhere: "
-                        f"{len(gone)} stores"
-                    )
+            gone = remove_left(section.store_folder, but=store)
+            if gone:
+                words = (
+                    f"removed from {section.store_folder}, for their runs went on elsewhere: "
+                    f"{len(gone)} stores"
                 )
-            claim(store, Path(section.folder))
+                self._launcher.tell(Words(words))
+            claim(store, folder)
         if self._spec.checkpoint is None:
             if section.store_folder is not None:
-                # where the launcher is on another machine, and could not set it aside
+                # a launcher on another machine could not set it aside
                 shelve(store)
-        elif (said := go_on(Path(section.folder), section.store_folder)) is not None:
-            self._launcher.tell(Alarm(said))
+            return store
+        alarm = go_on(folder, section.store_folder)
+        if alarm is not None:
+            self._launcher.tell(Alarm(alarm))
         return store
 
     # --- Parts ------------------------------------------------------------------------------------
 
     async def _sources(self) -> Sequence[Source]:
-        """Waits for the tasks to be drawn, however many they are."""
+        """Waits until the tasks are drawn, however many they are."""
         with self._launcher.heart.doing("draws its tasks", computes=True):
             return await asyncio.to_thread(
                 load_sources, self._config.environment.sources, seed=self._config.run.seed
             )
 
     async def _attached(self, *, anonymous: bool) -> Serving:
-        """Waits until every engine answers, and the teacher, however long they load; ended by them,
-        or by the launcher, which ends those that hang."""
+        """Waits until every engine and the teacher answer, however long they load; ended by them,
+        or by the launcher, which ends those that hang.
+        """
         for remote in self._remotes:
             with self._launcher.heart.doing(f"attaches {remote.name}", whom=remote.name):
                 await remote.connect()
@@ -332,15 +364,13 @@ class RolloutProcess:
         wants_masks = derived.trains_truncated(
             self._config, trainer_is_ours=self._spec.purpose is Purpose.TRAIN
         )
-        owner = (
-            None
-            if self._spec.owner is None
-            else OwnerClient(self._spec.owner, token=self._spec.control_token)
-        )
+        owner = None
+        if self._spec.owner is not None:
+            owner = OwnerClient(self._spec.owner, token=self._spec.control_token)
         serving = Serving(
             self._config,
             tokenizer,
-            [*self._engines.values()],
+            list(self._engines.values()),
             record=self._record,
             version=self._spec.version,
             anonymous=anonymous,
@@ -370,23 +400,12 @@ class RolloutProcess:
 
     @asynccontextmanager
     async def _hosting(self, serving: Serving) -> AsyncGenerator[Hosting]:
-        """Where agents run: in workers, whose code this process never sees, or here. Here they talk
-        to the gateway in memory, and like any other agent may not pause it. Waits at its end for
-        requests that are still being answered."""
+        """Agents run in workers, whose code this process never sees, or here. Here they talk to the
+        gateway in memory, and like any other agent they may not pause it. Waits at its end for
+        requests that are still being answered.
+        """
         if self._spec.worker_token is not None:
-            crew = Crew(
-                serving.gateway,
-                stall_seconds=self._config.run.stall_seconds,
-                names=self._spec.workers,
-                say=lambda text: self._alarmed(facts.Alarmed("worker", text)),
-            )
-            watch = watch_workers(
-                crew, lambda hung: self._launcher.tell(Condemned(hung.name, hung.why))
-            )
-            routes = WorkerRoutes(
-                crew, token=self._spec.worker_token, control_token=self._spec.control_token
-            ).routes()
-            yield Hosting(crew, routes, services=(watch,), whereabouts=crew.whereabouts)
+            yield self._workers(serving, self._spec.worker_token)
             return
         section = self._config.environment
         if agent_of(section) == SINGLE_TURN and not section.rewards:
@@ -410,6 +429,19 @@ class RolloutProcess:
                     self._claims = self._claim_watch(board)
                     yield Hosting(host, board=board, whereabouts=board.whereabouts)
 
+    def _workers(self, serving: Serving, token: str) -> Hosting:
+        crew = Crew(
+            serving.gateway,
+            stall_seconds=self._config.run.stall_seconds,
+            names=self._spec.workers,
+            say=lambda text: self._alarmed(facts.Alarmed("worker", text)),
+        )
+        watch = watch_workers(
+            crew, lambda hung: self._launcher.tell(Condemned(hung.name, hung.why))
+        )
+        routes = WorkerRoutes(crew, token=token, control_token=self._spec.control_token)
+        return Hosting(crew, routes.routes(), services=(watch,), whereabouts=crew.whereabouts)
+
     def _claim_watch(self, board: Board) -> ClaimWatch:
         run = self._config.run
         return ClaimWatch(
@@ -425,29 +457,31 @@ class RolloutProcess:
         gateway = self._config.gateway
         members = self._members(serving)
         owned = OwnedSessions(serving.gateway, session_seconds=gateway.session_seconds)
+        token = self._spec.control_token
         app = build_app(
             serving.gateway,
             serving.control,
-            control_token=self._spec.control_token,
+            control_token=token,
             ready=serving.routable,
             metrics=self._metrics.registry,
-            metrics_token=self._spec.control_token if gateway.private_metrics else None,
+            metrics_token=token if gateway.private_metrics else None,
             extra_routes=[
                 *routes,
                 *self._common_routes(serving, owned, board),
-                *member_routes(members, token=self._spec.control_token),
+                *member_routes(members, token=token),
             ],
         )
-        # by anybody outside
+        # an evaluation without claims gets no requests from outside
         is_asked = self._spec.purpose is not Purpose.EVALUATE or board is not None
         address = serving.gateway.address if is_asked else None
+        server = serve_app(
+            guarded(app, host=self._listener.getsockname()[0], names=gateway.names),
+            self._listener,
+            ready=lambda: self._launcher.tell(Ready(address)),
+            stopping=serving.gateway.stop,
+        )
         await serve_while(
-            serve_app(
-                guarded(app, host=self._listener.getsockname()[0], names=gateway.names),
-                self._listener,
-                ready=lambda: self._launcher.tell(Ready(address)),
-                stopping=serving.gateway.stop,
-            ),
+            server,
             serving.watch(),
             serving.rejoin.run(),
             members.run(),
@@ -491,7 +525,7 @@ class RolloutProcess:
     def _common_routes(
         self, serving: Serving, owned: OwnedSessions, board: Board | None
     ) -> Sequence[BaseRoute]:
-        """What every purpose offers: who is here, and sessions for agents that others run."""
+        """The routes of every purpose: what is here, and sessions for agents that others run."""
         served = serving.fleet.served_version
         token = self._spec.control_token
         sessions = SessionRoutes(
@@ -512,12 +546,15 @@ class RolloutProcess:
             bound=serving.rollout_bound,
             token=token,
         )
-        news = [] if serving.news is None else [served_route(serving.news, token=token)]
-        return [info, dashboard_route(Path(self._config.run.folder)), *sessions.routes(), *news]
+        routes = [info, dashboard_route(Path(self._config.run.folder))]
+        routes += sessions.routes()
+        if serving.news is not None:
+            routes.append(served_route(serving.news, token=token))
+        return routes
 
     def _sampling(self, serving: Serving) -> SamplingParams:
-        """Defaults of a session opened over HTTP: the environment's in a run; when serving, an
-        answer may use all the room.
+        """Defaults of a session that is opened over HTTP. In a run they are the environment's; when
+        serving, an answer may use all the room.
         """
         if self._spec.purpose is Purpose.SERVE:
             return SamplingParams(max_tokens=serving.gateway.limits.max_context)
@@ -527,25 +564,23 @@ class RolloutProcess:
 
     def _alarms(self) -> Alarms:
         learns_from_rewards = self._config.distillation.teacher is None
+        trains = self._spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS)
         return Alarms(
             self._alarmed,
             log=str(Path(self._config.run.folder) / "logs" / "rollout.log"),
             step_rollouts=batch_rollouts(self._config.rollout) if learns_from_rewards else None,
-            learning=self._learning()
-            if self._spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS)
-            else None,
+            learning=self._learning() if trains else None,
         )
 
     def _learning(self) -> LearningOptions:
         config = self._config
+        trainer_is_ours = self._spec.purpose is Purpose.TRAIN
         return LearningOptions(
             group_size=config.rollout.group_size,
             groups_per_step=config.rollout.groups_per_step,
             max_tokens=config.environment.max_tokens,
             max_context=config.model.max_context,
-            learning_rate=config.trainer.learning_rate
-            if self._spec.purpose is Purpose.TRAIN
-            else None,
+            learning_rate=config.trainer.learning_rate if trainer_is_ours else None,
             usual_rate=usual_rate(config),
             draws_by_pass_rate=config.curriculum.chooses,
             draws_others=config.rollout.drop_zero_spread,
@@ -562,18 +597,14 @@ class RolloutProcess:
         self._record(completions)
 
     def _membership(self, fact: facts.Fact) -> None:
-        """Engines that come and go are something to read, too."""
+        """Records engines that come and go, and shows them too."""
         match fact:
             case facts.EngineJoined(engine=engine, url=url):
-                self._launcher.tell(
-                    Words(
-                        f"engine {engine} has joined from {url}; it gets the current weights first"
-                    )
-                )
+                words = f"engine {engine} has joined from {url}; it gets the current weights first"
+                self._launcher.tell(Words(words))
             case facts.EngineLeft(engine=engine, why=why, num_resumed=resumed):
-                self._launcher.tell(
-                    Words(f"engine {engine} {why}; {resumed} of its requests go on elsewhere")
-                )
+                words = f"engine {engine} {why}; {resumed} of its requests go on elsewhere"
+                self._launcher.tell(Words(words))
             case _:
                 pass
         self._record(fact)

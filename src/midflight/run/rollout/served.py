@@ -1,15 +1,14 @@
-"""What engines serve, as the one gateway says that hands versions over, to others that share its
-engines.
+"""What engines serve: the gateway that hands versions over tells the others that share its engines.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
 | `Follower.run` | the owner's words | the next that says something else | a change of an engine there; the owner's next life |
 
-The owner holds an engine, pauses it, commits, attests, and lets it go on; of each of these the
-others hear at once, and until they do they count the version before: their admission is then
-stricter than it need be, and never laxer (I2). What a token was sampled by its engine says. A
-request that one of them sends to a paused engine waits there. While the owner is away no version
-moves, so what it said last holds.
+The owner holds an engine, pauses it, commits, attests, and lets it go on. The others hear of each
+of these at once. Until they do they count with the version before: their admission is then stricter
+than it need be, and never laxer (I2). The version that a token was sampled by comes from its
+engine. A request that another gateway sends to a paused engine waits there. While the owner is away
+no version moves, so that its last word holds.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ _log = logging.getLogger(__name__)
 OWNER = "owner"
 """The name of the owner's holds."""
 AGAIN_SECONDS = 0.2
-"""Before an owner that is away is asked again."""
+"""The wait before an owner that is away is asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +44,27 @@ class ShardRole:
 
     number: int = 0
     ask: "Ask | None" = None
-    """How it hears what engines serve; the one that hands versions over knows."""
+    """How the process hears what engines serve; the one that hands versions over has none."""
     again: bool = False
-    """It died, and goes on from its store while the trainer and the other shards went on: it has
-    yet to hear what engines serve.
+    """The process died, and goes on from its store; the trainer and the other shards did not stop.
+    It has yet to hear what engines serve.
     """
 
 
 class EngineWord(msgspec.Struct, frozen=True):
-    """Of an engine that has attested a version in this life of the owner."""
+    """The owner's word on an engine that has attested a version in this life of the owner."""
 
     version: Version
     held: bool = False
     away: str | None = None
-    """Why it takes no requests of rollouts."""
+    """Why the engine takes no requests of rollouts."""
 
 
 class ServedWord(msgspec.Struct, frozen=True):
-    """All engines at one moment; those that the owner has yet to hear of are left out."""
+    """The owner's word on all engines at one moment; those that it has yet to hear of are left out."""
 
     serial: str
-    """Of the moment; another life of the owner has others."""
+    """The number of the moment; another life of the owner has other numbers."""
     engines: dict[str, EngineWord]
 
 
@@ -74,7 +73,7 @@ Ask = Callable[[str], Awaitable[ServedWord]]
 
 
 class ServedNews:
-    """The owner's. It waits in `after` alone."""
+    """The owner's side: has a new word after each change of an engine. It waits in `after` alone."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._life = secrets.token_hex(4)
@@ -91,10 +90,12 @@ class ServedNews:
         return ServedWord(f"{self._life}-{self._count}", said)
 
     async def after(self, serial: str) -> ServedWord:
-        """Waits for a change since then; ended by any of an engine, or by its caller."""
-        while (word := self.now()).serial == serial:
+        """Waits for a word with another serial; ended by a change of any engine, or by its caller."""
+        while True:
+            word = self.now()
+            if word.serial != serial:
+                return word
             await self._changed.wait()
-        return word
 
     def _told(self) -> None:
         self._count += 1
@@ -104,8 +105,8 @@ class ServedNews:
 
 
 def _word(state: EngineState, served: Version) -> EngineWord:
-    """One that keeps an older version for an evaluation answers nobody else: its tokens would be
-    older than what admission counts with.
+    """An engine that keeps an older version for an evaluation counts as away, and answers no other
+    requests: its tokens would be older than admission counts with.
     """
     away = None if state.error is None else f"{type(state.error).__name__}: {state.error}"
     if away is None and state.reserved and state.version < served:
@@ -119,15 +120,15 @@ def served_route(news: ServedNews, *, token: str) -> BaseRoute:
     """
 
     async def served(request: Request) -> Response:
-        return json_answer(
-            await with_client(request.receive, news.after(request.query_params.get("after", "")))
-        )
+        serial = request.query_params.get("after", "")
+        word = await with_client(request.receive, news.after(serial))
+        return json_answer(word)
 
     return route(f"{PREFIX}/served", served, token=token, method="GET")
 
 
 class OwnerClient:
-    """Implements `Ask`: a connection for each word, of which there are a few for each version."""
+    """Implements `Ask`. It makes a connection for each word; there are a few for each version."""
 
     def __init__(self, url: str, *, token: str) -> None:
         self._url = url
@@ -137,10 +138,8 @@ class OwnerClient:
         async with HttpClient(self._url, lost=PartLost, token=self._token) as http:
             answer = await http.call("GET", f"{PREFIX}/served?after={serial}")
         if answer.status != 200:
-            raise PartLost(
-                f"the first gateway answered {answer.status}: "
-                f"{answer.content[:200].decode(errors='replace')}"
-            )
+            said = answer.content[:200].decode(errors="replace")
+            raise PartLost(f"the first gateway answered {answer.status}: {said}")
         return msgspec.json.decode(answer.content, type=ServedWord)
 
 
@@ -155,7 +154,7 @@ class Follower:
         self._answer_seconds = answer_seconds
         self._said: Mapping[str, EngineWord] = {}
         self._asked: set[str] = set()
-        """Engines that have yet to say what they serve."""
+        """Engines that were asked for their version and have not answered."""
 
     async def run(self) -> None:
         """Waits for the owner's next word, for ever; ended by its task group."""
@@ -171,8 +170,8 @@ class Follower:
             self.hear(word)
 
     def _let_go(self) -> None:
-        """Engines that an owner held when it was lost: one that it had paused goes on by itself, or
-        with the next owner.
+        """Releases the engines that an owner held when it was lost: one that it had paused goes on
+        by itself, or with the next owner.
         """
         for state in self._fleet.states():
             if OWNER in state.held_by:
@@ -184,26 +183,30 @@ class Follower:
         """
         self._said = {**self._said, **word.engines}
         for state in self._fleet.states():
-            if (said := word.engines.get(state.name)) is None:
-                continue
-            if said.away is not None:
-                self._fleet.quarantine(state.name, EngineError(said.away))
-            elif state.error is None and state.version != said.version:
-                self._fleet.served(state.name, said.version)
-            if said.held != (OWNER in state.held_by):
-                (self._fleet.hold if said.held else self._fleet.release)(state.name, OWNER)
+            said = word.engines.get(state.name)
+            if said is not None:
+                self._follow(state, said)
+
+    def _follow(self, state: EngineState, said: EngineWord) -> None:
+        if said.away is not None:
+            self._fleet.quarantine(state.name, EngineError(said.away))
+        elif state.error is None and state.version != said.version:
+            self._fleet.served(state.name, said.version)
+        is_held = OWNER in state.held_by
+        if said.held and not is_held:
+            self._fleet.hold(state.name, OWNER)
+        elif is_held and not said.held:
+            self._fleet.release(state.name, OWNER)
 
     async def rejoin(self, engine: str) -> bool:
         """An engine is let in if it serves what the owner says that it does. Waits for its answer;
         `False` at once while it is asked already.
         """
         found = next((one for one in self._fleet.engines() if one.name == engine), None)
-        if (
-            found is None
-            or engine in self._asked
-            or (said := self._said.get(engine)) is None
-            or said.away is not None
-        ):
+        said = self._said.get(engine)
+        if found is None or engine in self._asked:
+            return False
+        if said is None or said.away is not None:
             return False
         self._asked.add(engine)
         try:
@@ -216,17 +219,16 @@ class Follower:
         return True
 
     async def _version_of(self, engine: Engine) -> Version | None:
-        """The version that the engine serves; None where it does not say. Waits for its answer. The
-        loss of its connection ends the wait, or `answer_seconds`."""
+        """The version that the engine serves; None where it does not answer. Waits for the answer.
+        The loss of the engine's connection ends the wait, or `answer_seconds`.
+        """
         try:
             async with asyncio.timeout(self._answer_seconds):
                 return (await engine.health()).version
         except TimeoutError:
             _log.warning(
-                (
-                    "engine %r has not said within %g s what it serves, and is asked again "
-                    "(run.stall_seconds)"
-                ),
+                "engine %r has not said within %g s what it serves, and is asked again "
+                "(run.stall_seconds)",
                 engine.name,
                 self._answer_seconds,
             )

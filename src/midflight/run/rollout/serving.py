@@ -39,22 +39,22 @@ from midflight.types.facts import Fact, Record, RolloutEnded
 from midflight.weights.handover import Handover
 
 HEALTH_SECONDS = 1.0
-"""Between readings of an engine's progress; a crash shows at once by its connection, this finds
-stalls.
+"""The time between two readings of an engine's progress. They find stalls; a crash shows at once by
+its connection.
 """
 
 ALONE = ShardRole()
 
 
 class Readmission(Protocol):
-    """Who may let an engine in again."""
+    """Lets an engine in again."""
 
     async def rejoin(self, engine: str) -> bool: ...
 
 
 class Rejoin:
-    """Brings engines in quarantine back: one that was restarted serves old weights and must first
-    be given the current ones (I7).
+    """Brings engines in quarantine back. An engine that was restarted serves old weights, and must
+    first be given the current ones (I7).
     """
 
     def __init__(self, fleet: Fleet, handover: Readmission) -> None:
@@ -63,7 +63,7 @@ class Rejoin:
 
     async def run(self) -> None:
         """Waits for the interval to pass, for ever; ended by its task group. An engine that hangs
-        keeps no other from rejoining.
+        does not keep others from rejoining.
         """
         async with asyncio.TaskGroup() as rejoins:
             while True:
@@ -73,8 +73,8 @@ class Rejoin:
                         rejoins.create_task(self._rejoin(state.name))
 
     async def _rejoin(self, engine: str) -> None:
-        """Ends at once while the engine is rejoining already, so that there is one of each at most;
-        else by the handover's deadlines.
+        """Ends at once while the engine is rejoining already, so that each engine rejoins once at a
+        time; else by the handover's deadlines.
         """
         with suppress(EngineError):
             await self._handover.rejoin(engine)
@@ -96,41 +96,42 @@ class Serving:
         role: ShardRole = ALONE,
         come_back: bool = False,
     ) -> None:
-        """`without`: what engines can do and is not wanted. `anonymous` serving has no rollouts,
-        and so no engines apart. `come_back`: a launcher starts engines again that die."""
+        """`without` names features of engines that are not wanted. `anonymous` serving has no
+        rollouts, and so no engines apart. `come_back` says that a launcher starts engines again
+        that die.
+        """
         self._stall_seconds = config.run.stall_seconds / 4
-        """Without a token while it has work, an engine is left by its requests; the launcher starts
-        it again later, if it does not come back.
+        """An engine that has work and gives no token for so long loses its requests to others. The
+        launcher starts it again later, if it does not come back.
         """
         self.role = role
         num_apart = 0 if anonymous else config.environment.untracked.engines
-        self.fleet, self.apart = (Fleet(record=record, come_back=come_back) for _ in range(2))
-        """Those that are trained, and those that keep their weights for judges and simulated users:
-        no handover knows these.
+        self.fleet = Fleet(record=record, come_back=come_back)
+        """The engines that are trained."""
+        self.apart = Fleet(record=record, come_back=come_back)
+        """The engines that keep their weights, for judges and simulated users: no handover knows
+        them.
         """
         self._environment = config.environment
         self.outage = Stopwatch()
-        """How long no engine took requests of training."""
+        """Measures how long no engine took requests of training."""
         self.delay = LoopDelay(BEAT_SECONDS)
-        """How late this process came to its turns."""
+        """Measures how late the event loop of this process turns."""
         self.fleet.on_outage = self._outage
-        self._attach(
-            engines,
-            version,
-            frozenset(engine.name for engine in engines[len(engines) - num_apart :]),
-        )
+        last = engines[len(engines) - num_apart :]
+        self._attach(engines, version, frozenset(engine.name for engine in last))
         seconds = config.gateway.request_seconds
         shares = config.gateway.shards > 1
-        self.generator, self.beside = (
-            Generator(each, request_seconds=seconds) for each in (self.fleet, self.apart)
-        )
+        self.generator = Generator(self.fleet, request_seconds=seconds)
+        self.beside = Generator(self.apart, request_seconds=seconds)
         self.control = Control(
             self.fleet, self.generator, beside=(self.beside,), pause_seconds=self._stall_seconds
         )
         self.handover = self._handover(config, record)
-        self.news, self.follower = (
-            self._shared(config.run.stall_seconds) if shares else (None, None)
-        )
+        self.news: ServedNews | None = None
+        self.follower: Follower | None = None
+        if shares:
+            self._share(config.run.stall_seconds)
         self.rejoin = Rejoin(self.fleet, self.follower or self.handover)
         self.capacity = Capacity(config, self.fleet)
         self.gateway = Gateway(
@@ -161,16 +162,21 @@ class Serving:
         unknown = EngineError("this gateway was started again") if self.role.again else None
         for engine in engines:
             home = self.home(engine.name)
-            home.attach(engine, version=version, error=unknown if home is self.fleet else None)
+            error = unknown if home is self.fleet else None
+            home.attach(engine, version=version, error=error)
 
-    def _shared(self, stall_seconds: float) -> tuple[ServedNews, None] | tuple[None, Follower]:
+    def _share(self, stall_seconds: float) -> None:
+        """Other gateways use the same engines. The one that hands versions over tells the others
+        what engines serve.
+        """
         if self.role.ask is None:
-            return ServedNews(self.fleet), None
-        return None, Follower(self.fleet, self.role.ask, answer_seconds=stall_seconds)
+            self.news = ServedNews(self.fleet)
+        else:
+            self.follower = Follower(self.fleet, self.role.ask, answer_seconds=stall_seconds)
 
     async def watch(self) -> None:
-        """Reads all engines' health, and hears the gateway that hands versions over, where another
-        does; ended by its task group.
+        """Reads the health of all engines. Where another gateway hands versions over, follows it
+        too. Ended by its task group.
         """
         owns = self.follower is None
         async with asyncio.TaskGroup() as watches:
@@ -186,13 +192,14 @@ class Serving:
                 watches.create_task(self.follower.run())
 
     async def adopt(self) -> None:
-        """After the death of the process that handed versions over: the newest version that an
-        engine serves is the one that all do or are about to, and each verified it whole. The others
-        get it, or the next, by a handover. Waits for their answers, each as long as a health
-        check."""
-        found: dict[str, Version] = {}
+        """Learns what engines serve, where the process that handed versions over died and this one
+        is its next life. The newest version that an engine serves is the one that all serve or are
+        about to serve, and each engine verified it whole. The others get it, or the next, by a
+        handover. Waits for the engines' answers, each as long as a health check.
+        """
         if not self.role.again or self.follower is not None:
             return
+        found: dict[str, Version] = {}
 
         async def ask(engine: Engine) -> None:
             with suppress(EngineError, OSError):  # a timeout is an OSError
@@ -213,14 +220,14 @@ class Serving:
             self.outage.stop()
 
     def home(self, engine: str) -> Fleet:
-        """Where an engine of that name belongs, in all its lives. Those that join under new names
-        are trained.
+        """The fleet that an engine of that name belongs to, in all its lives. Engines that join
+        under new names are trained.
         """
         return self.apart if engine in self._names_apart else self.fleet
 
     def give_up(self, engine: str) -> None:
-        """It has left and nobody knows when it comes back. Where no other answers what is not
-        trained, that fails at once until one joins.
+        """The engine has left, and it is not known when it comes back. Where it was the last engine
+        for requests that are not trained on, these fail at once until one joins.
         """
         if engine in self._names_apart and not self.apart.states():
             self.beside.forsake(
@@ -230,7 +237,7 @@ class Serving:
             )
 
     def states(self) -> tuple[EngineState, ...]:
-        """Of all engines."""
+        """The states of all engines."""
         return (*self.fleet.states(), *self.apart.states())
 
     def _handover(self, config: Config, record: Record) -> Handover:
@@ -275,25 +282,28 @@ class Agents:
     host: AgentHost
     record: Record
     runners: list[RolloutRunner] = field(default_factory=list["RolloutRunner"])
-    """All that were made here."""
+    """All runners that were made here."""
 
     def _delayed_seconds(self) -> float:
-        """That agents lost which run in this process. Those in workers are told by their workers'
-        words, which come late by that too.
+        """The time that agents in this process lost to it. For agents in workers it is 0: the
+        messages of a worker come late by its delay too.
         """
-        return 0.0 if isinstance(self.host, Crew) else self.serving.delay.seconds()
+        if isinstance(self.host, Crew):
+            return 0.0
+        return self.serving.delay.seconds()
 
     def runner(
         self, sessions: Sessions, fates: Fates, *, tracked: bool, temperature: float | None = None
     ) -> RolloutRunner:
-        """`tracked`: its sessions are trained on. `temperature`: in place of the environment's."""
+        """`tracked` sessions are trained on. `temperature` replaces the environment's."""
         environment = self.config.environment
+        sampling = environment.sampling
+        if temperature is not None:
+            sampling = sampling.changed(temperature=temperature)
         runner = RolloutRunner(
             sessions=sessions,
             agents=self.host,
-            sampling=environment.sampling
-            if temperature is None
-            else environment.sampling.changed(temperature=temperature),
+            sampling=sampling,
             rollout_seconds=environment.rollout_seconds,
             record=self._heard if tracked else self.record,
             fates=fates,
@@ -317,14 +327,11 @@ class Agents:
         rollouts = self.runner(sessions, Fates(), tracked=False)
         suites: list[Suite] = []
         for section in self.config.evaluation.suites:
-            own = (
-                self.config.environment.temperature
-                if section.temperature is None
-                else section.temperature
-            )
-            suites.append(
-                Suite(section, own, self.runner(sessions, Fates(), tracked=False, temperature=own))
-            )
+            temperature = section.temperature
+            if temperature is None:
+                temperature = self.config.environment.temperature
+            runner = self.runner(sessions, Fates(), tracked=False, temperature=temperature)
+            suites.append(Suite(section, temperature, runner))
         return Evaluator(
             rollouts=rollouts,
             slots=slots,

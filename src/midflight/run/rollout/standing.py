@@ -1,5 +1,5 @@
-"""What the rollout process is doing, for the launcher: who waits here for whom, which rollouts run,
-which engines are away.
+"""What the rollout process is doing, for the launcher: what waits here for which part, which
+rollouts run, and which engines are away.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from midflight.run.heart import ENDLESS, Absence, Doing, Situation
 from midflight.run.rollout.serving import Agents, Serving
 
 MAX_ROLLOUTS = 3
-"""The oldest of those that run, which are what a batch waits for, and as many of those that wait
-for a worker.
+"""So many of the oldest rollouts that run are shown, because a batch waits for these, and as many of
+those that wait for a worker.
 """
 PARTS = {"trainer": "trainer", "handover": "trainer"}
-"""The process that ends a wait, where it is another one."""
+"""The process that ends a wait, where that is another process."""
 
 
 class RunningRollout(NamedTuple):
@@ -40,7 +40,7 @@ def _age(one: "RunningRollout") -> tuple[float, str]:
 
 
 class RolloutStanding:
-    """Read on the loop, every second. Its own times are the loop's; a beat's are
+    """Is read on the event loop, every second. Its own times are the loop's; those of a beat are
     CLOCK_MONOTONIC.
     """
 
@@ -53,7 +53,7 @@ class RolloutStanding:
         self._whereabouts: Callable[[str], Whereabouts] = lambda _: HERE
         self._board: Board | None = None
         self._grown: dict[str, tuple[tuple[int, int], float]] = {}
-        """Of the oldest rollouts, how far their answers are, and since when."""
+        """How far the answers of the oldest rollouts are, and since when, by session."""
 
     def watch(
         self,
@@ -63,8 +63,8 @@ class RolloutStanding:
         whereabouts: Callable[[str], Whereabouts] = lambda _: HERE,
         board: Board | None = None,
     ) -> None:
-        """From now on there are rollouts too; `whereabouts` of each, by its session. `board`: where
-        workers outside claim them.
+        """From now on there are rollouts too. `whereabouts` says of a session where its rollout is.
+        Workers outside claim rollouts at `board`, where there is one.
         """
         self._agents = agents
         self._queue = queue
@@ -76,46 +76,45 @@ class RolloutStanding:
         self._serving.delay.turn()
         if self._queue is not None:
             self._queue.count_waits()
-        return Situation(
-            (*self._pause(shift), *self._waits(shift), *self._rollouts(shift)),
-            self._absences(),
-            self._counters(),
-        )
+        doing = self._pause(shift) + self._waits(shift) + self._rollouts(shift)
+        return Situation(tuple(doing), self._absences(), self._counters())
 
-    def _pause(self, shift: float) -> tuple[Doing, ...]:
+    def _pause(self, shift: float) -> list[Doing]:
         since = self._serving.control.paused_since
-        return (
-            ()
-            if since is None
-            else (Doing("stands paused by the operator", since + shift, limit=ENDLESS),)
-        )
+        if since is None:
+            return []
+        return [Doing("stands paused by the operator", since + shift, limit=ENDLESS)]
 
     def _waits(self, shift: float) -> list[Doing]:
-        waits = {} if self._queue is None else self._queue.waits
-        return [
-            Doing(
-                f"{who} waits for {one.wait.for_whom} ({one.wait.detail})",
+        if self._queue is None:
+            return []
+        found: list[Doing] = []
+        for who, one in self._queue.waits.items():
+            part = one.wait.for_whom
+            doing = Doing(
+                f"{who} waits for {part} ({one.wait.detail})",
                 one.began + shift,
-                whom=PARTS.get(one.wait.for_whom, ""),
-                limit=ENDLESS if one.wait.for_whom == FOR_TASKS else None,
+                whom=PARTS.get(part, ""),
+                limit=ENDLESS if part == FOR_TASKS else None,
             )
-            for who, one in waits.items()
-        ]
+            found.append(doing)
+        return found
 
     def _rollouts(self, shift: float) -> list[Doing]:
-        """Each of the oldest, for as long as nothing of it need move. An engine that is away is
-        another finding. In line for a worker it has no deadline: nothing of it moves but by that
-        worker."""
+        """The oldest rollouts, each with the time for which nothing of it need move. An engine that
+        is away is another finding. A rollout in line for a worker has no deadline: it moves by that
+        worker alone.
+        """
         if self._agents is None:
             return []
         run, wait = self._parted()
         oldest = run[:MAX_ROLLOUTS]
         self._grown = {one.session: self._growth(one.session) for one in oldest}
-        said = [self._running(one, shift) for one in oldest]
-        return said + [
-            Doing(f"rollout {one.key} waits for {one.part}", one.since + shift, whom=one.part)
-            for one in wait[:MAX_ROLLOUTS]
-        ]
+        found = [self._running(one, shift) for one in oldest]
+        for one in wait[:MAX_ROLLOUTS]:
+            what = f"rollout {one.key} waits for {one.part}"
+            found.append(Doing(what, one.since + shift, whom=one.part))
+        return found
 
     def _running(self, one: RunningRollout, shift: float) -> Doing:
         where = f" in {one.part}" if one.part else ""
@@ -129,18 +128,22 @@ class RolloutStanding:
         """The rollouts whose agents run, and those that wait for a worker, the oldest first."""
         run = list[RunningRollout]()
         wait = list[RunningRollout]()
-        for runner in self._agents.runners if self._agents is not None else ():
+        if self._agents is None:
+            return run, wait
+        for runner in self._agents.runners:
             for session, spent in runner.times.items():
                 key, since = runner.running[session]
                 part, waits = self._whereabouts(session)
-                (wait if waits else run).append(
-                    RunningRollout(since, str(key), session, part, spent)
-                )
+                rollout = RunningRollout(since, str(key), session, part, spent)
+                if waits:
+                    wait.append(rollout)
+                else:
+                    run.append(rollout)
         return sorted(run, key=_age), sorted(wait, key=_age)
 
     def _may_stand(self, session: str, spent: RolloutTime) -> float:
-        """Seconds before nothing excuses any more that it does not move: its agent's own time, or
-        that of an answer that does not grow.
+        """The seconds for which a rollout may still stand without a move: the rest of its agent's
+        own time, or of the time of an answer that does not grow.
         """
         if not spent.waits:
             return spent.left()
@@ -149,24 +152,24 @@ class RolloutStanding:
         return grew + seconds - asyncio.get_running_loop().time()
 
     def _growth(self, session: str) -> tuple[tuple[int, int], float]:
-        """How far its answers are, and since when."""
+        """How far the session's answers are, and since when."""
         now = asyncio.get_running_loop().time()
         asked = self._serving.gateway.registry.get(session)
         far = (asked.num_requests, asked.num_growing)
         known = self._grown.get(session)
-        return known if known is not None and known[0] == far else (far, now)
+        if known is not None and known[0] == far:
+            return known
+        return far, now
 
     def _absences(self) -> tuple[Absence, ...]:
-        away = {
-            state.name: str(state.error)
-            for state in self._serving.states()
-            if state.error is not None
-        }
-        self._absent = {
-            name: self._absent.get(name) or Absence(name, self._clock(), error)
-            for name, error in away.items()
-        }
-        return tuple(self._absent.values())
+        absent: dict[str, Absence] = {}
+        for state in self._serving.states():
+            if state.error is None:
+                continue
+            known = self._absent.get(state.name)
+            absent[state.name] = known or Absence(state.name, self._clock(), str(state.error))
+        self._absent = absent
+        return tuple(absent.values())
 
     def _waits_for(self, session: str, spent: RolloutTime) -> str:
         """What a rollout waits for, with its progress."""
@@ -188,12 +191,15 @@ class RolloutStanding:
         ]
         if self._agents is not None:
             run, wait = self._parted()
-            counts.append(
-                f"{len(run)} rollouts run" + (f", {len(wait)} wait for a worker" if wait else "")
-            )
-            counts += [
-                f"rollout {one.key} {self._waits_for(one.session, one.spent)}" for one in run[:1]
-            ]
-        if self._board is not None and (found := self._board.unclaimed()) is not None:
-            counts.append(unclaimed_words(found))
-        return ", ".join([*counts, f"{fleet.num_waiting} requests wait for an engine"])
+            counts.append(f"{len(run)} rollouts run")
+            if wait:
+                counts.append(f"{len(wait)} wait for a worker")
+            if run:
+                oldest = run[0]
+                state = self._waits_for(oldest.session, oldest.spent)
+                counts.append(f"rollout {oldest.key} {state}")
+        unclaimed = None if self._board is None else self._board.unclaimed()
+        if unclaimed is not None:
+            counts.append(unclaimed_words(unclaimed))
+        counts.append(f"{fleet.num_waiting} requests wait for an engine")
+        return ", ".join(counts)

@@ -11,7 +11,7 @@ handover, wired together.
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -27,30 +27,35 @@ from midflight.environments.sources import Source
 from midflight.environments.tasks import TaskStream
 from midflight.errors import OutOfTurn, StoreFailed
 from midflight.observe.status import Phase
-from midflight.run.api.routes import Teacher
 from midflight.run.api.service import Copied
+from midflight.run.api.teacher import Teacher
 from midflight.run.parts import serve_while
+from midflight.run.rollout.evaluations import Evaluations, Phases
 from midflight.run.rollout.lending import Lending
-from midflight.run.rollout.rollouts import (
-    Evaluations,
-    Fates,
-    GroupAges,
-    Phases,
-    Recorded,
-    RolloutStream,
-)
+from midflight.run.rollout.rollouts import Fates, GroupAges, Recorded, RolloutStream
 from midflight.run.rollout.serving import Agents
 from midflight.trajectories.packing import pack
 from midflight.trajectories.pairs import copy_store, drafted
 from midflight.trajectories.store import Store, Unfinished
 from midflight.trajectories.writer import StoreWriter
-from midflight.types import Accounts, Batch, PackedBatch, Task, Version, WeightManifest, facts
+from midflight.types import (
+    Accounts,
+    Batch,
+    PackedBatch,
+    Reason,
+    Task,
+    Version,
+    WeightManifest,
+    facts,
+)
 from midflight.types.rollouts import GroupScores
 
 _STORED = frozenset(get_args(facts.Stored))
+"""The classes of facts that the store applies."""
 _WAKING = frozenset(get_args(facts.Booked)) - {facts.TrajectoryKept, facts.SlotFreed}
-"""The classes of facts that the store applies, and those that may end a wait of the queue: to look
-for one among them is cheaper than to ask it for each. A slot is one of many that a group needs."""
+"""The classes of facts that may end a wait of the queue. To look for a fact's class here is cheaper
+than to wake the queue for each. A freed slot is one of many that a group needs.
+"""
 
 
 def held_out(sources: Sequence[Source]) -> list[Task]:
@@ -73,42 +78,46 @@ def buffer_limits(rollout: RolloutSection) -> Limits:
 
 
 def accounts(books: Books) -> Accounts:
-    """All of them as values; the reasons as words."""
+    """All accounts as values; the reasons as words."""
     tokens = books.tokens
-    dropped, masked_tokens, dropped_tokens = (
-        {reason.value: n for reason, n in counts.items()}
-        for counts in (books.dropped, tokens.masked, tokens.dropped)
-    )
     return Accounts(
         submitted=books.submitted,
         running=books.num_running,
         waiting=books.num_waiting,
         leased=books.num_leased,
         trained=books.trained,
-        dropped=dropped,
+        dropped=_in_words(books.dropped),
         received_tokens=tokens.received,
         waiting_tokens=books.tokens_waiting,
         trained_tokens=tokens.trained,
-        masked_tokens=masked_tokens,
-        dropped_tokens=dropped_tokens,
+        masked_tokens=_in_words(tokens.masked),
+        dropped_tokens=_in_words(tokens.dropped),
     )
+
+
+def _in_words(counts: Mapping[Reason, int]) -> dict[str, int]:
+    return {reason.value: count for reason, count in counts.items()}
 
 
 def resumed(
     books: Books, groups: Iterable[GroupScores], unfinished: Iterable[Unfinished]
 ) -> facts.Resumed:
-    """What is true of the run so far, for those who count."""
+    """What holds of the run so far, for observers that count."""
     scored = Counter[str]()
     failed = Counter[str]()
     rewards = defaultdict[str, float](float)
-    for group in (group for group in groups if group.num_scored + group.num_failed):
-        scored[group.task.source] += group.num_scored
-        failed[group.task.source] += group.num_failed
-        rewards[group.task.source] += group.rewards
-    turns = (turn for group in unfinished for made in group.turns.values() for turn in made)
-    return facts.Resumed(
-        accounts(books), sum(len(turn.output_ids) for turn in turns), scored, failed, rewards
-    )
+    for group in groups:
+        if group.num_scored + group.num_failed == 0:
+            continue
+        source = group.task.source
+        scored[source] += group.num_scored
+        failed[source] += group.num_failed
+        rewards[source] += group.rewards
+    num_tokens = 0
+    for one in unfinished:
+        for turns in one.turns.values():
+            num_tokens += sum(len(turn.output_ids) for turn in turns)
+    return facts.Resumed(accounts(books), num_tokens, scored, failed, rewards)
 
 
 def task_stream(
@@ -131,11 +140,11 @@ class RolloutSystem:
     """
 
     leased: Sequence[Batch] = ()
-    """That a trainer had when this process died and went on."""
+    """Batches that a trainer had when this process died and was started again."""
     next_version: Version
-    """Of the next batch, when it began."""
+    """The version of the next batch, as it was when this process began."""
     _last_version: Version | None = None
-    """That of the last step, once the trainer has said `finish`."""
+    """The version of the last step, once the trainer has said `finish`."""
 
     def __init__(
         self,
@@ -160,10 +169,8 @@ class RolloutSystem:
         self._gateway = serving.gateway
         self._handover = serving.handover
         self._gateway.on_turn = self.record
-        self._ages, self._lending = (
-            GroupAges(serving.gateway),
-            Lending(serving.fleet, lent_engine(config.engine)),
-        )
+        self._ages = GroupAges(serving.gateway)
+        self._lending = Lending(serving.fleet, lent_engine(config.engine))
         self.books = Books(buffer_limits(config.rollout), start_version=version)
         self.queue = GroupQueue(
             self.books,
@@ -196,9 +203,10 @@ class RolloutSystem:
             handover=serving.handover,
             sessions=serving.gateway,
         )
-        # the trainer has said `finish`; it was answered
         self._last_step = asyncio.Event()
+        """The trainer has said `finish`."""
         self._finished = asyncio.Event()
+        """The last evaluation has ended, so that `finish` is answered."""
 
     def _rolling_out(self, agents: Agents, runner: Recorded, fates: Fates) -> RolloutStream:
         rollout = agents.config.rollout
@@ -220,9 +228,10 @@ class RolloutSystem:
     def _restore(
         self, agents: Agents, store: Store, recorded: Recorded, *, checkpoint: Version | None
     ) -> None:
-        """Goes on after a crash of the ring: what the checkpoint has is final, everything else
-        waits or runs again (I8). Without a checkpoint after one of this process alone: what was
-        leased or trained still is."""
+        """Goes on after a crash. With a checkpoint the whole ring has crashed: what the checkpoint
+        has is final, everything else waits or runs again (I8). Without one this process alone has
+        crashed: what was leased or trained still is.
+        """
         serving = agents.serving
         passes = agents.config.curriculum.passes
         store.apply(facts.Interrupted())
@@ -253,7 +262,7 @@ class RolloutSystem:
 
     def record(self, fact: facts.Fact) -> None:
         """Applies a fact in one order: to the books, which may refuse it; to the store; to the
-        observers. Then whoever waits is woken.
+        observers. Then the waits of the queue are woken.
         """
         self.books.apply(fact)
         if type(fact) in _STORED:
@@ -265,7 +274,7 @@ class RolloutSystem:
             self.queue.wake()
 
     def post(self, rows: Sequence[Columns]) -> tuple[range, int]:
-        """As `TaskStream`; whoever waits for tasks is woken."""
+        """Posts as `TaskStream` does; waits for tasks are woken."""
         taken = self._stream.post(rows)
         self.queue.wake()
         return taken
@@ -273,8 +282,8 @@ class RolloutSystem:
     # --- The run of it ----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Evaluates, rolls out until the trainer says that it has finished, evaluates again. Ended
-        by `finish`, or by a failure.
+        """Evaluates, rolls out until the trainer says that it has finished, and evaluates again.
+        After `finish` it waits for ever: the launcher ends it, or a failure.
         """
         try:
             await serve_while(self._phases(), self._writer.run())
@@ -307,15 +316,17 @@ class RolloutSystem:
         return await self._packed(batch)
 
     async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
-        """Nothing where the trainer's place is lent meanwhile."""
+        """Returns None where the trainer's cores or GPU are lent to an engine while it waits."""
         if self._lending.is_on:
             return None
         groups = await self.queue.ahead(train_version, tokens=tokens)
-        return pack(Batch(0, train_version, groups)) if groups else None
+        if not groups:
+            return None
+        return pack(Batch(0, train_version, groups))
 
     async def take_within(self, train_version: Version, *, seconds: float) -> PackedBatch | None:
-        """Only the wait for the batch has the deadline: once there is one, it is written down and
-        given.
+        """Only the wait for the batch has the deadline: once there is a batch, it is written down
+        and given.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -326,8 +337,9 @@ class RolloutSystem:
 
     async def done(self, step: facts.Stepped) -> None:
         """A lease that is not open is refused before anything is recorded."""
-        for closed in self.books.skipping(step.lease) if step.skipped else ():
-            self.record(closed)
+        if step.skipped:
+            for closed in self.books.skipping(step.lease):
+                self.record(closed)
         self.record(step)
         self._lending.done(step.lease)
 
@@ -337,7 +349,9 @@ class RolloutSystem:
         await self._writer.flush()
 
     async def restart(self, checkpoint: Version, *, least: Version = 0) -> Version:
-        """Reads the groups again if a step was reported meanwhile. Ended by the writer."""
+        """Waits for the writer to read the groups; reads them again if a step was reported
+        meanwhile.
+        """
         if self.over and checkpoint != self._last_version:
             raise OutOfTurn(
                 f"going back to version {checkpoint}: version {self._last_version} was the last, "
@@ -345,7 +359,8 @@ class RolloutSystem:
             )
         while True:
             groups = await self._writer.read(lambda store: store.groups_after(checkpoint))
-            if frozenset(group.key for group in groups) == self.books.learnt_after(checkpoint):
+            keys = frozenset(group.key for group in groups)
+            if keys == self.books.learnt_after(checkpoint):
                 break
         version = max(least, self.books.resumed_as(checkpoint))
         self.record(facts.WentBack(checkpoint, version, groups))
@@ -358,10 +373,15 @@ class RolloutSystem:
         return self._last_step.is_set()
 
     async def copy_store(self, version: Version) -> Copied:
-        """Waits for facts before it to be written, then for a thread of its own: facts go on being
-        written, and the loop goes on.
+        """Waits until earlier facts are written, then for a thread of its own, which makes the
+        copy. Meanwhile facts are written and the event loop goes on.
         """
-        store = await self._writer.read(lambda store: (store.copied(version), store)[1])
+
+        def noted(store: Store) -> Store:
+            store.copied(version)
+            return store
+
+        store = await self._writer.read(noted)
         try:
             await asyncio.to_thread(copy_store, store.path, drafted(self._folder, version))
         except StoreFailed as error:
@@ -390,4 +410,6 @@ class RolloutSystem:
         """
         await self._writer.flush()
         packed = pack(batch)
-        return packed if self._teacher is None else await self._teacher.scored(packed)
+        if self._teacher is None:
+            return packed
+        return await self._teacher.scored(packed)

@@ -1,6 +1,6 @@
-"""Conversations to learn from: each message of the assistant, calls of tools too, behind the prompt
-that the chat template makes of what came before it. That is what the gateway sends an engine in its
-place, so what is learnt is what is sampled later.
+"""Conversations to learn from: each message of the assistant, calls of tools too, after the prompt
+that the chat template makes of the messages before it. The gateway sends an engine the same prompt,
+so that the model learns what it samples later.
 """
 
 import json
@@ -16,18 +16,18 @@ from midflight.text.tokenizer import Message, Tokenizer
 from midflight.types import Json
 
 Learnt = tuple[tuple[int, ...], tuple[int, ...]]
-"""Ids of a prompt and of the message to learn, the token that ends it included."""
+"""The ids of a prompt and of the message to learn, with the token that ends it."""
 MAX_APART = 256
-"""Conversations held out, at most."""
+"""So many conversations are held out at most."""
 
 
 class Conversations:
-    """Those of one file, by number. Each is read and written out when it is asked for;
+    """The conversations of one file, by number. Each is read and rendered when it is asked for;
     `ConfigError` names a broken one by its place.
     """
 
     def __init__(self, path: Path, tokenizer: Tokenizer, *, max_tokens: int) -> None:
-        """`max_tokens` of a message and all before it."""
+        """`max_tokens` is the limit of a message and all before it."""
         self._rows = open_rows(path, option="warm_start.data")
         self._path = path
         self._tokenizer = tokenizer
@@ -41,19 +41,16 @@ class Conversations:
         return len(self._rows)
 
     def turns(self, number: int) -> list[Learnt]:
-        """Every message of the assistant."""
+        """Every message of the assistant in a conversation."""
         return self._turns(self._rows[number], number)
 
     def split(self, *, seed: int, every: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Those to learn from and those held out, one of `every` by a hash of the messages: none is
-        in both, also where it is there twice.
+        """The numbers of conversations to learn from, and of those held out, one of `every` by a
+        hash of the messages. No conversation is in both, also where the file has it twice.
         """
         if not every:
             return range(len(self)), ()
-        ranks = [
-            rank_of(json.dumps(row.get("messages"), sort_keys=True), seed=seed)
-            for row in self._rows
-        ]
+        ranks = [_rank(row, seed) for row in self._rows]
         distinct = sorted(set(ranks))
         number = min(MAX_APART, -(-len(distinct) // every))
         if number >= len(distinct):
@@ -62,17 +59,20 @@ class Conversations:
                 "of which would be left to learn from; add some."
             )
         limit = distinct[number]
+        learnt: list[int] = []
+        apart: list[int] = []
         seen = set[int]()
-        apart = [
-            i
-            for i, rank in enumerate(ranks)
-            if rank < limit and not (rank in seen or seen.add(rank))
-        ]
-        return [i for i, rank in enumerate(ranks) if rank >= limit], apart
+        for place, rank in enumerate(ranks):
+            if rank >= limit:
+                learnt.append(place)
+            elif rank not in seen:
+                seen.add(rank)
+                apart.append(place)
+        return learnt, apart
 
     def check(self, *, seconds: float) -> int:
-        """Writes out one after the other until it has taken so many seconds of processor time; how
-        many.
+        """Renders one conversation after the other until that has taken so many seconds of
+        processor time. Returns how many it rendered.
         """
         until = time.thread_time() + seconds
         number = 0
@@ -97,8 +97,8 @@ class Conversations:
     def _learnt(
         self, messages: Sequence[Message], place: int, tools: Sequence[Message] | None
     ) -> Learnt:
-        """The message at a place. Raises `ValueError` where it is too long, or the template does
-        not write it behind its own beginning.
+        """The message at a place, with its prompt. Raises `ValueError` where it is too long, or
+        where the template does not write it after the prompt's own beginning of an answer.
         """
         before = self._tokenizer.render(messages[:place], tools=tools, add_generation_prompt=True)
         whole = self._tokenizer.render(messages[: place + 1], tools=tools)
@@ -110,16 +110,24 @@ class Conversations:
             )
         prompt = self._tokenizer.encode(before)
         answer = self._tokenizer.encode_after(prompt[-1], whole[len(before) :])
-        end = next(
-            (i for i, token in enumerate(answer) if token in self._tokenizer.eos_token_ids), None
-        )
-        learnt = (*answer, min(self._tokenizer.eos_token_ids)) if end is None else answer[: end + 1]
+        learnt = self._ended(answer)
         if len(prompt) + len(learnt) > self._max_tokens:
             raise ValueError(
                 f"message {place} ends at token {len(prompt) + len(learnt)}, and model.max_context "
                 f"is {self._max_tokens}; raise it, or shorten the conversation."
             )
         return prompt, learnt
+
+    def _ended(self, answer: tuple[int, ...]) -> tuple[int, ...]:
+        """The answer up to the first token that ends a message, which is added where it lacks one."""
+        for place, token in enumerate(answer):
+            if token in self._tokenizer.eos_token_ids:
+                return answer[: place + 1]
+        return (*answer, min(self._tokenizer.eos_token_ids))
+
+
+def _rank(row: Columns, seed: int) -> int:
+    return rank_of(json.dumps(row.get("messages"), sort_keys=True), seed=seed)
 
 
 def _messages(row: Columns) -> list[dict[str, Json]]:
@@ -130,26 +138,10 @@ def _messages(row: Columns) -> list[dict[str, Json]]:
             f"{', '.join(row)}."
         )
     for number, message in enumerate(found):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {number} is {_short(message)}; give it a role.")
-        if not isinstance(message.get("content"), str) and not (
-            message["role"] == "assistant" and message.get("tool_calls")
-        ):
-            raise ValueError(
-                f"message {number} has content {_short(message.get('content'))}; give it a text."
-            )
-        calls = message.get("tool_calls") or []
-        if not isinstance(calls, list) or not all(
-            isinstance(call, dict) and _is_call(call.get("function")) for call in calls
-        ):
-            raise ValueError(
-                f'message {number} has tool_calls {_short(calls)}; write each as {{"function": '
-                f'{{"name": ..., "arguments": {{...}}}}}}.'
-            )
+        _check_message(message, number)
     messages = cast("list[dict[str, Json]]", found)
-    if messages[0]["role"] == "assistant" or all(
-        message["role"] != "assistant" for message in messages
-    ):
+    is_answer = [message["role"] == "assistant" for message in messages]
+    if is_answer[0] or not any(is_answer):
         raise ValueError(
             "there is no message of the assistant behind another one, so there is nothing to "
             "learn; add one, or remove the row."
@@ -157,16 +149,32 @@ def _messages(row: Columns) -> list[dict[str, Json]]:
     return messages
 
 
-def _is_call(function: Json) -> bool:
-    return (
-        isinstance(function, dict)
-        and isinstance(function.get("name"), str)
-        and isinstance(function.get("arguments"), dict | str)
-    )
+def _check_message(message: Json, number: int) -> None:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"message {number} is {_short(message)}; give it a role.")
+    content = message.get("content")
+    only_calls = message["role"] == "assistant" and message.get("tool_calls")
+    if not isinstance(content, str) and not only_calls:
+        raise ValueError(f"message {number} has content {_short(content)}; give it a text.")
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+        raise ValueError(
+            f'message {number} has tool_calls {_short(calls)}; write each as {{"function": '
+            f'{{"name": ..., "arguments": {{...}}}}}}.'
+        )
+
+
+def _is_call(call: Json) -> bool:
+    if not isinstance(call, dict):
+        return False
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    return isinstance(function.get("arguments"), dict | str)
 
 
 def _tools(row: Columns) -> list[Message] | None:
-    """As OpenAI's `tools`, or that as a text of JSON."""
+    """The tools as OpenAI's `tools` has them, in the column as a list or as a text of JSON."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools:
         try:

@@ -1,5 +1,5 @@
 """Falling back to an older checkpoint: `latest`, newer checkpoints and the store go back together.
-Imports torch.
+The module imports torch.
 """
 
 from pathlib import Path
@@ -14,8 +14,8 @@ from midflight.types.facts import Interrupted, WentBack
 
 
 def roll_back(folder: Path, to: Version, *, run: str, store_folder: Path | None = None) -> int:
-    """Number of groups that wait again. `ConfigError` when there is no such checkpoint, or not a
-    whole one.
+    """Goes back to the checkpoint of a version, and returns the number of groups that wait again.
+    `ConfigError` when there is no such checkpoint, or when it is not whole.
 
     The checkpoint is named first. A crash after that does no harm: a run that goes on rolls its
     store back to where its checkpoint is.
@@ -40,11 +40,9 @@ def _stored_back(path: Path, to: Version, *, folder: Path, run: str) -> int:
     store = Store(path, run=run)
     try:
         groups = store.groups_after(to)
-        for fact in (
-            Interrupted(),
-            WentBack(to, PublishedVersions(folder / "published").resumed_as(to), groups),
-        ):
-            store.apply(fact)
+        goes_on = PublishedVersions(folder / "published").resumed_as(to)
+        store.apply(Interrupted())
+        store.apply(WentBack(to, goes_on, groups))
         return len(groups)
     finally:
         store.close()

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Shard(RolloutService, Protocol):
-    """One of them."""
+    """One of the rollout processes."""
 
     async def __aenter__(self) -> object: ...
     async def __aexit__(self, *exc: object) -> None: ...
@@ -28,25 +28,25 @@ class Shard(RolloutService, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LeasePart:
-    """What one shard gave of a batch."""
+    """The part of a batch that one shard gave."""
 
     lease: int
     num_tokens: int
 
 
 class ShardedRollouts:
-    """Implements `RolloutService`. A step is of all of them or of none, so the batch of a version
-    is leased when the last has given its part.
+    """Implements `RolloutService`. A step has a part of every shard, so that the batch of a version
+    is leased when the last shard has given its part.
 
-    I2: a step at v takes B/R groups of each of R shards, which holds the bound for itself
-    (`buffer.staleness`), so no token of the batch is too old. It waits for the slowest shard, as it
-    would for that shard's stragglers if there were one.
+    I2: a step at v takes B/R groups of each of R shards. Each shard holds the bound for itself
+    (`buffer.staleness`), so no token of the batch is too old. The step waits for the slowest shard,
+    as it would wait for the same stragglers in a single process.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
         self._parts: dict[int, list[LeasePart]] = {}
-        """Of each lease; its number is that of the version."""
+        """The parts of each lease; a lease's number is its version."""
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -58,7 +58,7 @@ class ShardedRollouts:
         await self._open.aclose()
 
     async def take(self, train_version: Version) -> PackedBatch:
-        """Waits for the parts of all; asked again, each gives the same."""
+        """Waits for the parts of all shards; asked again, each gives the same."""
         batches = await self._all(lambda shard: shard.take(train_version))
         self._parts[train_version] = [
             LeasePart(batch.lease, int(batch.loss_mask.sum())) for batch in batches
@@ -66,17 +66,16 @@ class ShardedRollouts:
         return merged(train_version, batches)
 
     async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
-        """None: of a batch of several nothing is begun before it is whole."""
+        """Always None: no part of a sharded batch is begun before the batch is whole."""
         return None
 
     async def done(self, step: Stepped) -> None:
-        """Each hears of its own part."""
+        """Reports to each shard the step with its own part."""
         parts = dict(zip(self._shards, self._parts[step.lease], strict=True))
 
         def own(part: LeasePart) -> Stepped:
-            return msgspec.structs.replace(
-                step, lease=part.lease, num_tokens=0 if step.skipped else part.num_tokens
-            )
+            num_tokens = 0 if step.skipped else part.num_tokens
+            return msgspec.structs.replace(step, lease=part.lease, num_tokens=num_tokens)
 
         await self._all(lambda shard: shard.done(own(parts[shard])))
         del self._parts[step.lease]
@@ -91,8 +90,8 @@ class ShardedRollouts:
         await self._all(lambda shard: shard.finish(version))
 
     async def restart(self, checkpoint: Version) -> WentOn:
-        """All go on under one number: where one has leased further than others, above what it was
-        for.
+        """All go on under one number. Where one shard has leased further than others, the number is
+        above the version of that lease.
         """
         self._parts.clear()
         said = await self._all(lambda shard: shard.restart(checkpoint))
@@ -102,7 +101,7 @@ class ShardedRollouts:
         return WentOn(max(one.version for one in said), all(one.over for one in said))
 
     async def _all(self, ask: Callable[[Shard], Awaitable[T]]) -> list[T]:
-        """Waits for all; the failure of one cancels the others."""
+        """Waits for the answers of all; the failure of one cancels the others."""
 
         async def answer(shard: Shard) -> T:
             return await ask(shard)

@@ -1,9 +1,9 @@
-"""Several trainer processes as one: the first decides, says each deed to the others, and all do it
+"""Several trainer processes as one: the first decides, sends each deed to the others, and all do it
 together.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
-| `follow` | deeds | the next that the first rank says; its own | the first rank; its death closes the connection, which is an error here |
+| `follow` | deeds | the next that the first rank sends; its own | the first rank; its death closes the connection, which is an error here |
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Gather(msgspec.Struct, frozen=True, tag=True):
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):
-    """Give away your part of this version, and those no more."""
+    """Give away your part of this version, and of the released versions no longer."""
 
     version: Version
     released: tuple[Version, ...]
@@ -72,22 +72,25 @@ class Wire:
     def __init__(
         self, ranks: Ranks, publisher: Callable[..., PullPublisher] = PullPublisher
     ) -> None:
-        """`publisher` makes that of this rank's part of the weights, when it is first wanted."""
+        """`publisher` makes the publisher of this rank's part of the weights, when it is first
+        used.
+        """
         self.ranks = ranks
         self._publisher = publisher
         self._control = self._group()
         self.writing = self._group()
-        """Of checkpoints on their way to the disk."""
+        """The group of the threads that write checkpoints."""
 
     def say(self, deed: Deed) -> None:
-        """Returns when it was sent."""
-        if self.ranks.size > 1:
-            data = torch.frombuffer(bytearray(_encode(deed)), dtype=torch.uint8)
-            dist.broadcast(torch.tensor([len(data)]), 0, group=self._control)
-            dist.broadcast(data, 0, group=self._control)
+        """Sends the deed to the other ranks, and returns when it was sent."""
+        if self.ranks.size == 1:
+            return
+        data = torch.frombuffer(bytearray(_encode(deed)), dtype=torch.uint8)
+        dist.broadcast(torch.tensor([len(data)]), 0, group=self._control)
+        dist.broadcast(data, 0, group=self._control)
 
     def hear(self) -> Deed:
-        """Waits for the first rank."""
+        """Waits for the next deed of the first rank."""
         length = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(length, 0, group=self._control)
         data = torch.empty(int(length), dtype=torch.uint8)
@@ -95,18 +98,16 @@ class Wire:
         return _decode(data.numpy().tobytes())
 
     def gather(self, told: bytes) -> list[bytes]:
-        """What each rank tells, in their order. A collective."""
+        """The bytes that each rank gives, in the order of ranks. A collective."""
         if self.ranks.size == 1:
             return [told]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks.size)]
         dist.all_gather(lengths, torch.tensor([len(told)]), group=self._control)
         longest = max(map(int, lengths))
+        padded = bytearray(told.ljust(longest, b"\0"))
         found = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
-        dist.all_gather(
-            found,
-            torch.frombuffer(bytearray(told.ljust(longest, b"\0")), dtype=torch.uint8),
-            group=self._control,
-        )
+        own = torch.frombuffer(padded, dtype=torch.uint8)
+        dist.all_gather(found, own, group=self._control)
         return [
             each[: int(length)].numpy().tobytes()
             for each, length in zip(found, lengths, strict=True)
@@ -126,8 +127,8 @@ class Wire:
 
 @contextmanager
 def together() -> Generator[None]:
-    """Around what all ranks do. A connection that breaks in it is the death of another: why it died
-    is its own to say, so this is `PartLost`.
+    """Surrounds the work of all ranks. A connection that breaks during it is the death of another
+    rank. That rank says why it died, so the error here is `PartLost`.
     """
     try:
         yield
@@ -138,7 +139,7 @@ def together() -> Generator[None]:
 
 
 class Team:
-    """The first rank's trainer, as the training loop sees it. Alone it says nothing to anybody."""
+    """The first rank's trainer, as the training loop sees it. In a team of one it sends nothing."""
 
     def __init__(
         self,
@@ -166,7 +167,7 @@ class Team:
         return self._trainer.early_tokens
 
     def begin(self, groups: PackedBatch) -> None:
-        """Of a team of one: several wait for whole batches."""
+        """Works on groups in a team of one: several ranks wait for whole batches."""
         self._trainer.begin(groups)
 
     @together()
@@ -183,27 +184,27 @@ class Team:
 
     @together()
     def stage(self, *, beside: Callable[[Path], bool] | None = None) -> Callable[[], bool]:
-        """Copies the state between two steps; what it returns writes the copy, beside the next
-        steps, and says whether there is a checkpoint. `beside` puts what belongs to it into its
-        draft."""
+        """Copies the state between two steps. The function that it returns writes the copy, beside
+        the next steps, and returns whether there is a checkpoint. `beside` puts files that belong
+        to the checkpoint into its draft.
+        """
         self._wire.say(Stage())
-        return partial(
-            _writing(self._trainer, self._checkpoints, keep=self._keep, wire=self._wire),
-            beside=beside,
-        )
+        write = _writing(self._trainer, self._checkpoints, keep=self._keep, wire=self._wire)
+        return partial(write, beside=beside)
 
     @together()
     def weights(self) -> dict[str, Tensor]:
-        """What is handed over, whole. Alone these share the model's storage."""
+        """The tensors to hand over, each whole. In a team of one they share the model's storage."""
         self._wire.say(Gather())
         return _whole(self._trainer)
 
     @together()
     def publish(self, version: Version, released: Sequence[Version]) -> WeightManifest:
-        """By the pull transport: every rank gives away what it has of the weights, and nothing is
-        put together.
+        """Publishes by the pull transport: every rank gives away its part of the weights, and no
+        tensor is put together.
         """
-        self._wire.say(deed := Publish(version, tuple(released)))
+        deed = Publish(version, tuple(released))
+        self._wire.say(deed)
         return _published(self._trainer, self._wire, deed)
 
     def end(self) -> None:
@@ -218,9 +219,9 @@ async def follow(
     heart: Heart,
     publisher: Callable[..., PullPublisher] = PullPublisher,
 ) -> None:
-    """Any rank but the first: makes its trainer and does what is said until the end. Any error ends
-    it, also that of a checkpoint on its way to the disk, for which the first rank would wait for
-    ever: our end is what tells it.
+    """Runs any rank but the first: makes its trainer, and does the deeds of the first rank until
+    the end. Any error ends it, also one of a checkpoint on its way to the disk. The first rank would
+    wait for that for ever; it learns of the error by our end.
     """
     # One thread for all deeds: a thread chooses its GPU. Not waited for at the end, since nothing
     # ends its waiting but the first rank.
@@ -259,7 +260,7 @@ def _done(
     keep: int,
     wire: Wire,
 ) -> Callable[[], object] | None:
-    """What is left to do beside the next deeds."""
+    """Does a deed. Returns what is left to do beside the next deeds."""
     match deed:
         case Step(batch):
             trainer.step(from_bytes(batch))
@@ -277,9 +278,8 @@ def _done(
 def _writing(
     trainer: PolicyTrainer, checkpoints: Path, *, keep: int, wire: Wire
 ) -> Callable[..., bool]:
-    return partial(
-        together()(stage(trainer, cursor="").write), checkpoints, keep=keep, group=wire.writing
-    )
+    write = together()(stage(trainer, cursor="").write)
+    return partial(write, checkpoints, keep=keep, group=wire.writing)
 
 
 def _published(trainer: PolicyTrainer, wire: Wire, deed: Publish) -> WeightManifest:
@@ -289,8 +289,8 @@ def _published(trainer: PolicyTrainer, wire: Wire, deed: Publish) -> WeightManif
 
 
 def _whole(trainer: PolicyTrainer) -> dict[str, Tensor]:
-    """Tensors that are spread over ranks are put together one by one; a rank that is not the first
-    keeps none.
+    """All tensors, each whole. Those that are spread over ranks are put together one by one; a rank
+    that is not the first keeps none.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in named_tensors(trainer.model).items():

@@ -1,4 +1,4 @@
-"""The trainer's process: model, warm start, then the loop of steps. Owns the numbers of
+"""The trainer's process: model, warm start, then the loop of steps. It owns the numbers of
 versions.
 """
 
@@ -26,7 +26,8 @@ from midflight.models.load import load_model
 from midflight.models.lora import add_adapters, is_adapted, lora_config, save_adapters
 from midflight.models.names import assign, in_dtype, torch_dtype
 from midflight.observe.motion import WorkBelow
-from midflight.run.api.service import RolloutClient, WentOn
+from midflight.run.api.rollout_client import RolloutClient
+from midflight.run.api.service import WentOn
 from midflight.run.heart import START_SECONDS
 from midflight.run.parts import Alarm, Launcher, ModelReady, TrainerSpec
 from midflight.run.trainer.shards import ShardedRollouts
@@ -54,8 +55,9 @@ if TYPE_CHECKING:
 
 class PublishedVersions:
     """The highest version ever made, in a file that is replaced before the version reaches any
-    engine: no number is used again, also after a crash, whether that version was published or
-    passed over."""
+    engine. So no number is used again, also after a crash, whether that version was published or
+    passed over.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -76,12 +78,14 @@ class PublishedVersions:
         handed out.
         """
         highest = self.highest()
-        return checkpoint if highest is None or highest <= checkpoint else highest + 1
+        if highest is None or highest <= checkpoint:
+            return checkpoint
+        return highest + 1
 
 
 def first_model(section: ModelSection, folder: Path, *, seed: int) -> Path:
-    """The model folder a run starts from: the configured one, or one made here with a byte
-    tokenizer and random weights.
+    """The model folder that a run starts from: the configured one, or one that is made here with a
+    byte tokenizer and random weights.
     """
     if section.path is not None:
         return section.path
@@ -112,13 +116,10 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
     """
     config = Config.model_validate_json(spec.config)
     if spec.rank > 0:
-        checkpoints = Path(config.run.folder) / "checkpoints"
-        made = partial(_follower, config, spec)
-        keep = config.trainer.keep_checkpoints
         await follow(
-            made,
-            checkpoints,
-            keep=keep,
+            partial(_follower, config, spec),
+            Path(config.run.folder) / "checkpoints",
+            keep=config.trainer.keep_checkpoints,
             heart=launcher.heart,
             publisher=_sharing(config, spec.host),
         )
@@ -144,8 +145,10 @@ async def _ready(
     published: PublishedVersions,
     keep: Callable[[str], None],
 ) -> tuple[Team, Version | None, bool]:
-    """The trainer as it begins; the version of the checkpoint that it goes on from, if it does; and
-    whether the last step was made before. Alarms are told at once, and kept."""
+    """Returns the trainer as it begins, the version of the checkpoint that it goes on from, if
+    there is one, and whether the last step was made before. Alarms go to the launcher at once, and
+    to `keep`.
+    """
 
     def alarm(text: str) -> None:
         launcher.tell(Alarm(text))
@@ -181,8 +184,8 @@ async def _ready(
 
 
 def _loading(launcher: Launcher) -> AbstractContextManager[None]:
-    """A large model takes minutes of disk, and may take them as long as it is read, computed or
-    written.
+    """Tells the launcher of the block. A large model takes minutes of disk, and may take them while
+    it is read, computed or written.
     """
     return launcher.heart.doing(
         "makes or loads its model", limit=START_SECONDS, heavy=True, computes=True
@@ -193,9 +196,8 @@ def _service(spec: TrainerSpec) -> RolloutClient | ShardedRollouts:
     if not spec.further_urls:
         return RolloutClient(spec.rollout_url, token=spec.token, life=spec.life)
     urls = (spec.rollout_url, *spec.further_urls)
-    return ShardedRollouts(
-        [RolloutClient(url, token=spec.token, life=spec.life, patient=True) for url in urls]
-    )
+    clients = [RolloutClient(url, token=spec.token, life=spec.life, patient=True) for url in urls]
+    return ShardedRollouts(clients)
 
 
 async def _first(
@@ -204,8 +206,8 @@ async def _first(
     """The model that the ring starts with, proven and warmed up. Waits for the warm start, between
     whose steps it may be cancelled.
 
-    It is written down for engines and other ranks; and, where the loss asks for one, as the
-    reference, which a resumed run keeps.
+    It is saved for engines and other ranks. Where the loss asks for a reference, it is saved as
+    that too, which a resumed run keeps.
     """
     run = Path(config.run.folder)
     with _loading(launcher):
@@ -226,15 +228,17 @@ async def _first(
     if adapters is not None:
         add_adapters(model, adapters, seed=config.run.seed)
     with _loading(launcher):
-        for name in ("start", "reference") if config.objective.kl_coefficient else ("start",):
-            await asyncio.to_thread(export_model, model, source, run / name)
+        await asyncio.to_thread(export_model, model, source, run / "start")
+        if config.objective.kl_coefficient:
+            await asyncio.to_thread(export_model, model, source, run / "reference")
     return model, layout
 
 
 def _pairing(config: Config, service: RolloutClient, launcher: Launcher) -> Callable[[Path], bool]:
-    """Gets a copy of the store into a checkpoint's draft, and says whether it is there: the two are
-    one pair. Called in the thread that writes the checkpoint; waits for the rollout process, which
-    copies beside its work."""
+    """Gets a copy of the store into a checkpoint's draft, and returns whether it is there: the two
+    are one pair. Called in the thread that writes the checkpoint; waits for the rollout process,
+    which copies beside its work.
+    """
     loop = asyncio.get_running_loop()
 
     def pair(draft: Path) -> bool:
@@ -256,8 +260,8 @@ def _pairing(config: Config, service: RolloutClient, launcher: Launcher) -> Call
 def _layout(
     config: Config, model: PreTrainedModel, alarm: Callable[[str], None] | None = None
 ) -> Layout:
-    """How rows must lie for the model's numbers to be right, which is proven here. A slow way is
-    told once.
+    """How rows must lie for the model's numbers to be right, which is proven here. A slow layout is
+    an alarm, once.
     """
     layout, found = proven_layout(model, max_context=config.model.max_context)
     if layout is not Layout.PACKED and alarm is not None:
@@ -269,7 +273,7 @@ def _layout(
 
 
 def _started(config: Config, *, device: str | None = None) -> PreTrainedModel:
-    """What the ring started with, this time or before."""
+    """The model that the ring started with, this time or before."""
     return load_model(
         Path(config.run.folder) / "start",
         dtype=config.model.dtype,
@@ -293,12 +297,12 @@ def _team(
 
 
 def _sharing(config: Config, host: str) -> Callable[..., PullPublisher]:
-    """Of a rank's part of the weights."""
+    """Makes the publisher of a rank's part of the weights."""
     return partial(PullPublisher, host, dtype=torch_dtype(served_dtype(config)))
 
 
 def _follower(config: Config, spec: TrainerSpec) -> PolicyTrainer:
-    """Waits for the first rank, which writes down what the others begin with before it joins
+    """Waits for the first rank, which saves the model that the others begin with before it joins
     them.
     """
     _join(spec, size=config.trainer.ranks, device=config.trainer.device)
@@ -331,8 +335,8 @@ def _trainer(config: Config, model: PreTrainedModel, layout: Layout) -> PolicyTr
 
 
 def _export(config: Config, team: Team, folder: Path, *, merged: bool = False) -> None:
-    """The model as it is now, in a folder that others load. The trainer's own may be in pieces, so
-    a copy is filled with its weights.
+    """Saves the model as it is now, in a folder that others load. The trainer's own model may be in
+    pieces, so that a copy is filled with its weights.
     """
     start = Path(config.run.folder) / "start"
     model = _started(config, device="cpu")
@@ -343,14 +347,10 @@ def _export(config: Config, team: Team, folder: Path, *, merged: bool = False) -
 
 
 def _adapters(config: Config, model: PreTrainedModel) -> LoraConfig | None:
-    rank = config.lora.rank
-    return (
-        None
-        if rank is None
-        else lora_config(
-            model, rank=rank, alpha=lora_alpha(config.lora), targets=config.lora.targets
-        )
-    )
+    lora = config.lora
+    if lora.rank is None:
+        return None
+    return lora_config(model, rank=lora.rank, alpha=lora_alpha(lora), targets=lora.targets)
 
 
 class ModelWeights:
@@ -365,8 +365,8 @@ class ModelWeights:
         publish: Callable[[Version, Sequence[Version]], WeightManifest],
         published: PublishedVersions,
     ) -> None:
-        """`publish` gives those versions back, and publishes that one with the weights as they are
-        now.
+        """`publish` gives the released versions back, and publishes a version with the weights as
+        they are now.
         """
         self._publish = publish
         self._published = published
@@ -388,7 +388,7 @@ def put_together(
     weights: Callable[[], Mapping[str, Tensor]], publisher: Publisher, *, dtype: str
 ) -> Callable[[Version, Sequence[Version]], WeightManifest]:
     """Publishes whole tensors, which `weights` gives, in the `dtype` that engines serve in, so that
-    a fingerprint is of what is served.
+    the fingerprint is that of the served tensors.
     """
 
     def publish(version: Version, released: Sequence[Version]) -> WeightManifest:
@@ -400,10 +400,13 @@ def put_together(
 
 
 def sending_host(gateway: str, own: str) -> str:
-    """Where a broadcast of weights is reached: the trainer's own address; of a trainer on loopback
-    that of the gateway beside it, which names this machine to engines that join from others, unless
-    it names no address."""
-    return own if own != "127.0.0.1" or gateway in ("0.0.0.0", "::", "localhost") else gateway
+    """The address at which engines reach the sender of weights. It is the trainer's own address.
+    For a trainer on loopback it is that of the gateway beside it, which names this machine to
+    engines that join from others, unless it names no address.
+    """
+    if own != "127.0.0.1" or gateway in ("0.0.0.0", "::", "localhost"):
+        return own
+    return gateway
 
 
 async def _train(
@@ -416,31 +419,31 @@ async def _train(
     over: bool,
 ) -> None:
     section = config.weights
-    # engines that were reading what a trainer before published have had the time of a start
+    # engines that were reading the weights of a trainer before have had the time of a start
     if spec.life:
         remove_stale(spec.segment)
     if over:
         async with _service(spec) as service:
             await service.finish(team.version)
         return
-    full_every = section.full_every if section.delta else 1
-    engines = num_engines(config.engine)
-    folder = Path(config.run.folder) / "weights"
-    host = sending_host(config.gateway.host, spec.host)
+    handover_seconds = 2 * (
+        config.evaluation.pin_seconds
+        + section.stage_seconds
+        + num_engines(config.engine) * section.commit_seconds
+    )
     with ExitStack() as closing:
         publish = team.publish
         if section.transport != "pull" or section.delta:  # a difference is made of whole tensors
             weights = make_publisher(
                 section.transport,
                 name=spec.segment,
-                folder=folder,
-                host=host,
-                full_every=full_every,
+                folder=Path(config.run.folder) / "weights",
+                host=sending_host(config.gateway.host, spec.host),
+                full_every=section.full_every if section.delta else 1,
                 stage_seconds=section.stage_seconds,
             )
-            publish = put_together(
-                team.weights, closing.enter_context(weights), dtype=served_dtype(config)
-            )
+            publisher = closing.enter_context(weights)
+            publish = put_together(team.weights, publisher, dtype=served_dtype(config))
         async with _service(spec) as service:
             stage = team.stage
             if config.run.store_folder is not None and isinstance(service, RolloutClient):
@@ -456,14 +459,10 @@ async def _train(
                 publish_every=section.every,
                 stop_at_reward=config.run.stop_at_reward,
                 heart=launcher.heart,
-                handover_seconds=2
-                * (
-                    config.evaluation.pin_seconds
-                    + section.stage_seconds
-                    + engines * section.commit_seconds
-                ),
+                handover_seconds=handover_seconds,
             )
             if team.num_steps == 0:
-                # What a crash in the first steps goes back to: the warm start is not made twice.
-                await asyncio.to_thread(await asyncio.to_thread(team.stage))
+                # A crash in the first steps goes back to this: the warm start is not made twice.
+                write = await asyncio.to_thread(team.stage)
+                await asyncio.to_thread(write)
             await loop.run()

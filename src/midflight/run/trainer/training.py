@@ -22,14 +22,14 @@ REWARD_WINDOW = 20
 """Steps over which `stop_at_reward` takes its mean: long enough that luck does not end a run."""
 
 Stage = Callable[[], Callable[[], object]]
-"""Copies the trainer's state, and returns what puts the copy on disk, or says False. Both block;
-the trainer may step on before the second is called."""
+"""Copies the trainer's state. Returns a function that puts the copy on disk, which returns False
+where it made no checkpoint. Both block; the trainer may step on before the second is called.
+"""
 
 DISK_SECONDS = 600.0
-"""For copies of a model, in memory and to a disk that others use too."""
+"""The limit of copies of a model, in memory and to a disk that others use too."""
 MAX_HANDOVERS = 2
-"""One under way and one that waits for it. The outlet holds one version more: the one that is
-live.
+"""One is under way and one waits for it. The outlet holds one version more: the one that is live.
 """
 
 
@@ -54,12 +54,14 @@ class Steps(Protocol):
     def num_steps(self) -> int: ...
     @property
     def early_tokens(self) -> int:
-        """Of groups that are worth `begin`; 0 where a step needs its whole batch."""
+        """The number of tokens of groups that are worth `begin`; 0 where a step needs its whole
+        batch.
+        """
         ...
 
     def begin(self, groups: PackedBatch) -> None:
-        """Works on groups of a batch that is not whole yet. Whether they are in it the batch
-        says.
+        """Works on groups of a batch that is not whole yet. The batch says later whether they are
+        in it.
         """
         ...
 
@@ -67,7 +69,7 @@ class Steps(Protocol):
 
 
 class WeightsOutlet(Protocol):
-    """Where the trainer's weights are put for the engines."""
+    """Takes the trainer's weights for the engines."""
 
     def publish(self, version: Version) -> WeightManifest:
         """Copies the trainer's weights as they are now. Blocking."""
@@ -110,7 +112,7 @@ class TrainingLoop:
         heart: Heart | None = None,
         handover_seconds: float = 0.0,
     ) -> None:
-        """`heart` hears what is done and waited for, a handover with the `handover_seconds` that it
+        """`heart` is told of work and waits, and of a handover with the `handover_seconds` that it
         may take.
         """
         self._doing = (heart or Heart()).doing
@@ -171,10 +173,13 @@ class TrainingLoop:
             await self._service.finish(self._trainer.version)
 
     async def _begun(self, drawn: asyncio.Task[PackedBatch]) -> PackedBatch:
-        """Waits for the batch, and works on what of it is there before."""
+        """Waits for the batch, and works before that on those of its groups that are there."""
         version = self._trainer.version
         self._early_seconds = 0.0
-        while (tokens := self._trainer.early_tokens) and not drawn.done():
+        while not drawn.done():
+            tokens = self._trainer.early_tokens
+            if not tokens:
+                break
             with self._doing(f"waits for groups of version {version}", whom="rollout"):
                 groups = await self._service.ahead(version, tokens=tokens)
             if groups is None:
@@ -187,12 +192,15 @@ class TrainingLoop:
             return await drawn
 
     async def _step(self, batch: PackedBatch) -> Stepped:
-        """What was done before the batch was whole counts as done just before it came."""
+        """Makes a step. Work that was done before the batch was whole counts as done just before
+        it came.
+        """
         started = time.monotonic() - self._early_seconds
         with self._doing(f"makes version {batch.train_version + 1}", computes=True):
             report = await asyncio.to_thread(self._trainer.step, batch)
         ended = time.monotonic()
-        if (scored := np.isfinite(batch.rewards)).any():
+        scored = np.isfinite(batch.rewards)
+        if scored.any():
             self._rewards.append(float(batch.rewards[scored].mean()))
         skipped = report.skipped is not None
         num_tokens = 0 if skipped else int(batch.loss_mask.sum())
@@ -250,8 +258,8 @@ class TrainingLoop:
         self._live = manifest.version
 
     async def _copied(self, *, after: asyncio.Task[None] | None = None) -> Callable[[], object]:
-        """Waits for that write, so that memory holds one copy; copies the trainer's state before
-        the next step may change it.
+        """Copies the trainer's state before the next step may change it. Waits for the write
+        `after`, so that memory holds one copy.
         """
         if after is not None:
             await after
@@ -266,8 +274,8 @@ class TrainingLoop:
         *,
         after: asyncio.Task[None] | None = None,
     ) -> None:
-        """Waits for that handover, then for the disk: a checkpoint ahead of the journal would lose
-        a step's line in a crash (I8).
+        """Writes a checkpoint. Waits for the handover `after`, then for the disk: a checkpoint
+        ahead of the journal would lose a step's line in a crash (I8).
         """
         if after is not None:
             await after
@@ -279,10 +287,8 @@ class TrainingLoop:
             await self._service.checkpointed(version)
 
     def _over(self) -> bool:
-        full = len(self._rewards) == REWARD_WINDOW
-        good = (
-            self._stop_at_reward is not None
-            and full
-            and sum(self._rewards) / REWARD_WINDOW >= self._stop_at_reward
-        )
-        return self._trainer.num_steps >= self._steps or good
+        if self._trainer.num_steps >= self._steps:
+            return True
+        if self._stop_at_reward is None or len(self._rewards) < REWARD_WINDOW:
+            return False
+        return sum(self._rewards) / REWARD_WINDOW >= self._stop_at_reward

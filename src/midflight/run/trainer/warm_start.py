@@ -1,5 +1,5 @@
 """The warm start: supervised learning of answers, or of conversations, before a ring starts. A
-model of random weights learns here what an answer looks like, or a call of a tool, so that there is
+model of random weights learns here to write an answer, or a call of a tool, so that there is
 something to reward.
 """
 
@@ -31,18 +31,18 @@ from midflight.types.facts import unheard
 from midflight.weights.transports.select import receiver
 
 EVALUATED = 256
-"""Examples that the accuracy is taken on: a standard error of at most 0.03."""
+"""The number of examples that the accuracy is measured on: a standard error of at most 0.03."""
 SCREENED = 64
-"""Of them, those that are tried first: a standard error of at most 0.0625."""
+"""The number of those that are tried first: a standard error of at most 0.0625."""
 FAR = 0.19
-"""An accuracy of the first so far below the target, three standard errors, is the answer: the
-others would not bring it there.
+"""Three standard errors. Where the accuracy of the first is so far below the target, it is the
+answer: the others would not bring it there.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Lessons:
-    """What is learnt, without an end, and what the accuracy is taken on."""
+    """Endless examples to learn from, and those that the accuracy is measured on."""
 
     tokenizer: Tokenizer
     examples: Iterator[Example]
@@ -50,8 +50,8 @@ class Lessons:
 
 
 def lessons_of(config: Config, tokenizer: Tokenizer) -> Lessons:
-    """From the conversations that the configuration names, else from its tasks. Blocking;
-    `ConfigError` names what is wrong in them.
+    """Takes the conversations that the configuration names, else its tasks. Blocking; `ConfigError`
+    names their faults.
     """
     section = config.warm_start
     seed = config.run.seed
@@ -60,11 +60,13 @@ def lessons_of(config: Config, tokenizer: Tokenizer) -> Lessons:
         heldout = [_answered(tokenizer, task) for task in sources[0].heldout[:EVALUATED]]
         return Lessons(tokenizer, _examples(tokenizer, sources, seed=seed), heldout)
     conversations = Conversations(section.data, tokenizer, max_tokens=config.model.max_context)
-    learnt, apart = conversations.split(
-        seed=seed, every=0 if section.target_accuracy is None else 8
-    )
-    heldout = [turn for number in apart for turn in conversations.turns(number)][:EVALUATED]
-    return Lessons(tokenizer, _turns(conversations, learnt, random.Random(seed)), heldout)
+    every = 0 if section.target_accuracy is None else 8
+    learnt, apart = conversations.split(seed=seed, every=every)
+    heldout: list[Example] = []
+    for number in apart:
+        heldout += conversations.turns(number)
+    examples = _turns(conversations, learnt, random.Random(seed))
+    return Lessons(tokenizer, examples, heldout[:EVALUATED])
 
 
 async def warm_start(
@@ -77,8 +79,8 @@ async def warm_start(
 ) -> None:
     """Trains on the examples until exact match on the held-out ones, sampled, reaches the target.
 
-    Steps go on while the accuracy is taken of the weights as they were. Where it reaches the
-    target, those weights are put back: the model is the same as if the steps had waited.
+    Steps go on while the accuracy of earlier weights is measured. Where it reaches the target,
+    those weights are put back: the model is the same as if the steps had waited.
 
     Waits for its own steps and measurements, each in a thread; ended by the accuracy, by
     `max_steps`, or by cancellation between steps.
@@ -96,10 +98,9 @@ async def warm_start(
     measured = cast("asyncio.Task[float] | None", None)
     async with asyncio.TaskGroup() as beside:
         for step in range(1, section.max_steps + 1):
+            examples = list(islice(lessons.examples, section.examples_per_step))
             try:
-                loss = await asyncio.to_thread(
-                    trainer.step, list(islice(lessons.examples, section.examples_per_step))
-                )
+                loss = await asyncio.to_thread(trainer.step, examples)
             except StepSkipped:
                 loss = None  # it costs the step: the weights are as they were
             is_due = step % section.evaluate_every == 0
@@ -121,11 +122,12 @@ async def warm_start(
 
 
 def _answered(tokenizer: Tokenizer, task: Task) -> Example:
-    """What a single-turn agent's request for the task becomes, and its answer with the end of a
-    message.
+    """The prompt of a single-turn agent's request for the task, and the task's answer with the end
+    of a message.
     """
     prompt = tokenizer.encode(tokenizer.render(task.messages, add_generation_prompt=True))
-    return prompt, (*tokenizer.encode(task.text("answer")), min(tokenizer.eos_token_ids))
+    answer = tokenizer.encode(task.text("answer"))
+    return prompt, (*answer, min(tokenizer.eos_token_ids))
 
 
 def _examples(tokenizer: Tokenizer, sources: Sequence[Source], *, seed: int) -> Iterator[Example]:
@@ -138,18 +140,20 @@ def _examples(tokenizer: Tokenizer, sources: Sequence[Source], *, seed: int) -> 
     ]
     weights = [source.weight for source in sources]
     while True:
-        yield _answered(tokenizer, next(draw.choices(epochs, weights)[0]))
+        (epoch,) = draw.choices(epochs, weights)
+        yield _answered(tokenizer, next(epoch))
 
 
 def _epochs(tasks: Sequence[Task], order: random.Random) -> Iterator[Task]:
     while True:
-        yield from (tasks[i] for i in order.sample(range(len(tasks)), len(tasks)))
+        for place in order.sample(range(len(tasks)), len(tasks)):
+            yield tasks[place]
 
 
 def _turns(
     conversations: Conversations, learnt: Sequence[int], order: random.Random
 ) -> Iterator[Example]:
-    """Endless turns, those of a conversation together."""
+    """Endless turns; those of one conversation come together."""
     while True:
         for number in order.sample(learnt, len(learnt)):
             yield from conversations.turns(number)
@@ -170,10 +174,10 @@ class Accuracy:
         self._model = model
         self._tokenizer = lessons.tokenizer
         self._examples = lessons.heldout
-        longest = max((len(answer) for _, answer in lessons.heldout), default=0)
-        self._max_tokens = (
-            config.environment.max_tokens if config.warm_start.data is None else longest
-        )
+        if config.warm_start.data is None:
+            self._max_tokens = config.environment.max_tokens
+        else:
+            self._max_tokens = max((len(answer) for _, answer in lessons.heldout), default=0)
         self._temperature = config.environment.temperature
         self._target = config.warm_start.target_accuracy or 0.0
         self._copy = copy.deepcopy(model)
@@ -191,7 +195,7 @@ class Accuracy:
         )
 
     def take(self) -> None:
-        """The weights as they are now, to `measure` them. Not while it does."""
+        """Copies the weights as they are now, to `measure` them. Must not be called meanwhile."""
         _copy(self._model, self._copy)
 
     def put_back(self) -> None:
@@ -199,15 +203,14 @@ class Accuracy:
         _copy(self._copy, self._model)
 
     def measure(self, *, seed: int) -> float:
-        """Of the weights that were taken, on a part of the examples where that says enough.
-        Blocking.
+        """The accuracy of the weights that were taken, on a part of the examples where that says
+        enough. Blocking.
         """
         exact = self._exact(0, SCREENED, seed=seed)
         if len(self._examples) <= SCREENED or sum(exact) / SCREENED < self._target - FAR:
             return sum(exact) / len(exact)
-        return sum(exact + self._exact(SCREENED, len(self._examples), seed=seed)) / len(
-            self._examples
-        )
+        exact += self._exact(SCREENED, len(self._examples), seed=seed)
+        return sum(exact) / len(exact)
 
     def _exact(self, start: int, end: int, *, seed: int) -> list[float]:
         examples = self._examples[start:end]

@@ -1,4 +1,6 @@
-"""What agents may take of their worker. No sandbox: code that means harm has ways around it."""
+"""Limits on the resources of a worker that agents may take. This is no sandbox: harmful code has
+ways around it.
+"""
 
 import asyncio
 import resource
@@ -15,40 +17,45 @@ STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty"})
 
 
 def limit_memory(megabytes: int) -> None:
-    """From now on an allocation beyond it raises `MemoryError` where it is made: mostly in the
-    agent that takes too much.
+    """From now on an allocation beyond the limit raises `MemoryError` where it is made: mostly in
+    the agent that takes too much.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = megabytes * 2**20
-    resource.setrlimit(
-        resource.RLIMIT_DATA,
-        (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard),
-    )
+    soft = megabytes * 2**20
+    if hard != resource.RLIM_INFINITY:
+        soft = min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 class StartedProcesses:
-    """The processes that each agent has started, also from its threads; `TooManyProcesses` in the
-    agent that starts more than `most`.
+    """Counts the processes that each agent has started, also from its threads. Raises
+    `TooManyProcesses` in the agent that starts more than `most`.
     """
 
     def __init__(self, most: int, *, session: ContextVar[str]) -> None:
-        """`session` is that of the agent whose code runs."""
+        """`session` holds the session of the agent whose code runs."""
         self._most = most
         self._session = session
         self._started = Counter[str]()
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """For as long as the process lives. uvloop starts processes where the interpreter does not
-        see them.
+        """Counts for as long as the process lives. uvloop starts processes where the interpreter
+        does not see them, so that its methods are wrapped.
         """
-        sys.addaudithook(lambda event, _: self.start() if event in STARTS else None)
+
+        def audit(event: str, _: object) -> None:
+            if event in STARTS:
+                self.start()
+
+        sys.addaudithook(audit)
         if not isinstance(loop, asyncio.BaseEventLoop):
             for name in ("subprocess_exec", "subprocess_shell"):
                 setattr(loop, name, self._counted(getattr(loop, name)))
 
     def start(self) -> None:
-        """A process is about to start; of nobody's, where no agent's code runs."""
-        if (session_id := self._session.get(None)) is None:
+        """A process is about to start. It counts only where an agent's code runs."""
+        session_id = self._session.get(None)
+        if session_id is None:
             return
         if self._started[session_id] >= self._most:
             raise TooManyProcesses(

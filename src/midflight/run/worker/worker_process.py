@@ -1,5 +1,5 @@
-"""A worker: agents of many rollouts on one event loop, or in threads, with a thread that watches
-the loop.
+"""A worker: it runs agents of many rollouts on one event loop, or in threads. A thread watches the
+loop.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -46,20 +46,20 @@ from midflight.wire.client import LOSSES, HttpClient
 
 _log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 600.0
-"""For the rollout process to answer a ping: long, because the worker dies with the launcher and the
-ring anyway.
+"""The time that the rollout process has to answer a ping. It is long, because the worker dies with
+the launcher and the ring in any case.
 """
 AGAIN_SECONDS = 5.0
-"""After which an agent that has swallowed its cancellation is cancelled once more."""
+"""After so long an agent that has swallowed its cancellation is cancelled once more."""
 LOOK_SECONDS = 0.25
 BLOCKED_SECONDS = 1.0
-"""A loop that has been in one step of an agent for so long is blocked: the rollout process is told
-by whom, now and every second.
+"""A loop that has been in one step of an agent for so long is blocked. The rollout process is told
+which agent blocks it, at once and every second.
 """
 MAX_AGENTS = 3
-"""The oldest that run are named in a report; of the others their number."""
+"""A report names so many of the agents that run, the oldest; of the others it has the number."""
 MAX_TRACE = 20_000
-"""Characters of a traceback that are told, from its end."""
+"""So many characters of a traceback are sent, from its end."""
 
 _running: ContextVar[str] = ContextVar("session_id")
 """The session of the agent that the code belongs to; tasks that an agent starts inherit it."""
@@ -75,7 +75,7 @@ class Given:
 
 
 async def run_worker(spec: WorkerSpec, launcher: Launcher) -> None:
-    """Until the launcher ends it, or the rollout process is gone."""
+    """Runs agents until the launcher ends it, or the rollout process is gone."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         # there is nothing to save, and an agent may hold the loop
@@ -88,12 +88,9 @@ async def run_worker(spec: WorkerSpec, launcher: Launcher) -> None:
     program = AgentProgram(section)
     clients = partial(SharedClients, untracked=section.untracked, public_url=spec.public_url)
     async with http_client, program.host(partial(http_client.call, "POST"), clients) as host:
-        count = (
-            None
-            if section.max_processes is None
-            else StartedProcesses(section.max_processes, session=_running)
-        )
-        if count is not None:
+        count = None
+        if section.max_processes is not None:
+            count = StartedProcesses(section.max_processes, session=_running)
             count.watch(loop)
         if section.worker_mb is not None:
             limit_memory(section.worker_mb)
@@ -105,8 +102,8 @@ async def run_worker(spec: WorkerSpec, launcher: Launcher) -> None:
 
 
 class Worker:
-    """One connection, and the agents that run. `cancels`: agents can be cancelled; threads cannot,
-    and end by themselves.
+    """One connection, and the agents that run. `cancels` says that agents can be cancelled; agents
+    in threads cannot, and end by themselves.
     """
 
     def __init__(
@@ -127,7 +124,7 @@ class Worker:
         self._count = count
         self._agents: dict[str, asyncio.Task[None]] = {}
         self._began: dict[str, float] = {}
-        """When each agent was given, the earliest first."""
+        """The time at which each agent was given, the earliest first."""
         if isinstance(host, BuiltInLoop):
             host.on_tools = self._tools_run
         self._outbox: asyncio.Queue[
@@ -135,13 +132,11 @@ class Worker:
         ] = asyncio.Queue()
 
     def situation(self) -> Situation:
-        """Which agents run. They have no limit here: each rollout has its deadline in the rollout
-        process.
+        """The agents that run. They have no limit here: each rollout has its deadline in the
+        rollout process.
         """
-        oldest = [
-            Doing(f"runs the agent of {session}", since)
-            for session, since in itertools.islice(self._began.items(), MAX_AGENTS)
-        ]
+        first = itertools.islice(self._began.items(), MAX_AGENTS)
+        oldest = [Doing(f"runs the agent of {session}", since) for session, since in first]
         return Situation(tuple(oldest), counters=f"{len(self._began)} agents run")
 
     async def run(self, launcher: Launcher) -> None:
@@ -162,9 +157,10 @@ class Worker:
             raise PartLost(f"the rollout process was lost: {error!r}") from error
 
     async def _send(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """Waits for what is to be told; ended by its task group."""
+        """Waits for messages to send; ended by its task group."""
         while True:
-            await socket.send_str(wire.encode(await self._outbox.get()).decode())
+            message = await self._outbox.get()
+            await socket.send_str(wire.encode(message).decode())
 
     async def _beat(self) -> None:
         """Waits for the interval to pass, for ever; ended by its task group."""
@@ -178,7 +174,12 @@ class Worker:
             agent = tasks.create_task(self._agent(said), name=f"agent of {said.session_id}")
             self._agents[said.session_id] = agent
             self._began[said.session_id] = time.monotonic()
-        elif self._cancels and (agent := self._agents.get(said.session_id)) is not None:
+        elif self._cancels:
+            self._cancel(said.session_id)
+
+    def _cancel(self, session_id: str) -> None:
+        agent = self._agents.get(session_id)
+        if agent is not None:
             agent.cancel()
             asyncio.get_running_loop().call_later(AGAIN_SECONDS, agent.cancel)
 
@@ -187,26 +188,21 @@ class Worker:
 
     async def _judged(self, given: wire.RunAgent, task: Task) -> wire.AgentEnded:
         """Waits for the functions that score a group."""
-        results = await self._host.judge(
-            task,
-            [Unjudged(**each) for each in json.loads(given.attempts or "[]")],
-            name=given.session_id,
-        )
-        return wire.judged_with(
-            given.session_id, [checked_result(result, task=task) for result in results]
-        )
+        attempts = [Unjudged(**each) for each in json.loads(given.attempts or "[]")]
+        results = await self._host.judge(task, attempts, name=given.session_id)
+        checked = [checked_result(result, task=task) for result in results]
+        return wire.judged_with(given.session_id, checked)
 
     async def _agent(self, given: wire.RunAgent) -> None:
-        """Waits for one agent. Whatever it raises is its own end and nobody else's."""
+        """Waits for one agent. An exception of the agent ends that agent alone."""
         task = Task(given.task_id, given.source, json.loads(given.data))
         session = Given(given.session_id, given.base_url, given.api_key)
         ended = wire.AgentEnded(given.session_id, error="the agent was cancelled")
         try:
             if given.attempts is None:
-                ended = wire.ended_with(
-                    given.session_id,
-                    await result_of(await self._host.run(task, session), task=task),
-                )
+                returned = await self._host.run(task, session)
+                result = await result_of(returned, task=task)
+                ended = wire.ended_with(given.session_id, result)
             else:
                 ended = await self._judged(given, task)
         except asyncio.CancelledError as error:
@@ -214,14 +210,8 @@ class Worker:
             if current is not None:
                 while current.uncancel():  # by itself, or by us: either way this is its end
                     pass
-            ended = _failed(
-                given.session_id,
-                error,
-                said=(
-                    "the agent let a CancelledError escape; catch it where the inner task is "
-                    "awaited"
-                ),
-            )
+            said = "the agent let a CancelledError escape; catch it where the inner task is awaited"
+            ended = _failed(given.session_id, error, said=said)
         except BaseException as error:
             ended = _failed(given.session_id, error)
         finally:
@@ -238,19 +228,22 @@ def _failed(session_id: str, error: BaseException, *, said: str | None = None) -
     if len(trace) > MAX_TRACE:
         trace = trace[-MAX_TRACE:].partition("\n")[2]
     ends_run = isinstance(error, MidflightError) and error.cost is Cost.RUN
-    text = said or (str(error) if ends_run else f"{type(error).__name__}: {error}")
+    text = str(error) if ends_run else f"{type(error).__name__}: {error}"
+    if said:
+        text = said
     return wire.AgentEnded(session_id, error=text, trace=trace, ends_run=ends_run)
 
 
 class LoopWatch:
-    """A thread that sees when the event loop is blocked, and tells the rollout process by whom, on
-    a connection of its own.
+    """A thread that sees when the event loop is blocked, and tells the rollout process which agent
+    blocks it, on a connection of its own.
     """
 
     def __init__(self, spec: WorkerSpec, loop: asyncio.AbstractEventLoop) -> None:
         self._spec = spec
         self._loop = loop
-        self._turned = self._since = time.monotonic()
+        self._turned = time.monotonic()
+        self._since = self._turned
         self._current: object = None
         self._held: tuple[Doing, ...] = ()
         self._main = threading.get_ident()
@@ -273,11 +266,13 @@ class LoopWatch:
             self._held = self._holds(seconds)
             if seconds > BLOCKED_SECONDS:
                 self._tell(seconds)
-            pause.wait(BLOCKED_SECONDS if seconds > BLOCKED_SECONDS else LOOK_SECONDS)
+                pause.wait(BLOCKED_SECONDS)
+            else:
+                pause.wait(LOOK_SECONDS)
 
     def held(self) -> tuple[Doing, ...]:
-        """That an agent blocks the loop. The rollout process judges it; a loop that is blocked by
-        nobody's agent is the launcher's to find.
+        """The agent that blocks the loop, if one does. The rollout process judges it. The launcher
+        finds a loop that something else blocks.
         """
         return self._held
 
@@ -285,18 +280,14 @@ class LoopWatch:
         session_id = self._culprit() if seconds > BLOCKED_SECONDS else None
         if session_id is None:
             return ()
-        return (
-            Doing(
-                f"is blocked by the agent of {session_id}",
-                time.monotonic() - seconds,
-                holds_loop=True,
-            ),
-        )
+        what = f"is blocked by the agent of {session_id}"
+        return (Doing(what, time.monotonic() - seconds, holds_loop=True),)
 
     def _stands(self, now: float, current: object) -> float:
-        """Seconds that the loop has been in one step of one task. On a busy machine a turn of it
-        may take long, with a hundred agents that each take a moment: that is nobody's fault, and
-        the next turn comes."""
+        """The seconds that the loop has been in one step of one task. On a busy machine a turn of
+        the loop may take long, with a hundred agents that each take a moment: no agent is at fault
+        then, and the next turn comes.
+        """
         if current is not self._current:
             self._current = current
             self._since = now
@@ -306,11 +297,8 @@ class LoopWatch:
         frame = sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage] (documented, and there is no other way)
         where = "" if frame is None else _where(frame)
         if seconds < 2 * BLOCKED_SECONDS and frame is not None:  # once for each time it is blocked
-            _log.warning(
-                "the event loop is blocked since %.1f s:\n%s",
-                seconds,
-                "".join(traceback.format_stack(frame)),
-            )
+            stack = "".join(traceback.format_stack(frame))
+            _log.warning("the event loop is blocked since %.1f s:\n%s", seconds, stack)
         said = wire.LoopBlocked(self._spec.name, self._culprit(), where, seconds)
         address = urlsplit(self._spec.url)
         connection = http.client.HTTPConnection(
@@ -335,7 +323,8 @@ class LoopWatch:
     ) -> asyncio.Task[Any]:
         """The loop's task factory: it remembers to which session a task belongs."""
         task = asyncio.Task(coro, loop=loop, **options)
-        if (session_id := _running.get(None)) is not None:
+        session_id = _running.get(None)
+        if session_id is not None:
             self._sessions[task] = session_id
         return task
 
@@ -344,10 +333,10 @@ def _where(frame: FrameType) -> str:
     """The innermost call that is in no library, as file, line and function."""
     stack = traceback.extract_stack(frame)
     library = asyncio.__file__.rpartition("/asyncio/")[0]
-    own = [
-        entry
-        for entry in stack
-        if not entry.filename.startswith((library, "<")) and "site-packages" not in entry.filename
-    ]
-    last = (own or list(stack))[-1]
+    last = stack[-1]
+    for entry in reversed(stack):
+        is_library = entry.filename.startswith((library, "<"))
+        if not is_library and "site-packages" not in entry.filename:
+            last = entry
+            break
     return f"{last.name} ({last.filename}:{last.lineno})"
