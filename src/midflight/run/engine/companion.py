@@ -26,7 +26,8 @@ import aiohttp
 from midflight.config.derived import engine_python, served_dtype
 from midflight.config.sections import Config, EngineSection
 from midflight.engines.about import about_route
-from midflight.engines.app import build_app, relay
+from midflight.engines.app import build_app
+from midflight.engines.relay import relay
 from midflight.engines.servers.adapters import AdapterEngine
 from midflight.engines.servers.command import HOST, READY, Command, Served, server_command
 from midflight.engines.servers.direct import TRANSPORT as DIRECT

@@ -12,7 +12,8 @@ from typing import TypeVar
 from starlette.websockets import WebSocket
 
 from midflight.config.sections import Config
-from midflight.engines.app import EngineCollector, EngineRoutes, ServedEngine, relay, relay_steps
+from midflight.engines.app import EngineCollector, EngineRoutes
+from midflight.engines.relay import ServedEngine, relay, relay_steps
 from midflight.engines.servers.engine import ServerEngine
 from midflight.gateway.http.http import build_app
 from midflight.observe.alarms import Alarms
