@@ -21,7 +21,7 @@ from midflight.ports import Engine
 from midflight.types import Capabilities, Version
 from midflight.version import __version__
 from midflight.wire.client import HttpClient
-from midflight.wire.edge import json_answer, route
+from midflight.wire.routes import json_answer, route
 
 NONCE = ".midflight-seen-"
 """The beginning of the names of files that an engine may be asked to look at. It looks at no

@@ -21,16 +21,8 @@ from midflight.engines.relay import ServedEngine, unheard
 from midflight.errors import NotSupported, RequestRejected
 from midflight.ports import PromptScorer, Scorer
 from midflight.types import EngineHealth, Feature, PauseMode, Version, WeightManifest
-from midflight.wire.edge import (
-    PACKED,
-    RequireToken,
-    body_of,
-    json_answer,
-    metrics_route,
-    read_body,
-    route,
-    with_client,
-)
+from midflight.wire.edge import RequireToken, read_body, with_client
+from midflight.wire.routes import PACKED, body_of, json_answer, metrics_route, route
 
 E = TypeVar("E", bound=ServedEngine)
 

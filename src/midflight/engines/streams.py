@@ -128,7 +128,7 @@ key.
 
 
 class Outlet(Protocol):
-    """Where the tokens of some requests go. It is called on the event loop and never waits."""
+    """The receiver of the tokens of some requests. It is called on the event loop and never waits."""
 
     def put(self, step: StepOutput) -> None: ...
     def fail(self, error: Exception) -> None:

@@ -219,7 +219,7 @@ class Bucket:
 
 @dataclass(slots=True, eq=False)
 class StepPlaces:
-    """Where the N tokens of a step live, and how they attend. It is the same for all layers, but
+    """The places of the N tokens of a step, and how they attend. It is the same for all layers, but
     for what `reaches` says.
     """
 
@@ -230,10 +230,10 @@ class StepPlaces:
     """[N]"""
     buckets: list[Bucket]
     reaches: Mapping[int, Reach]
-    """By layer, where the configuration of the model says it."""
+    """What each layer sees, where the configuration of the model says it."""
     rows: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
-    """See `slot_rows`. By the number of key heads and the rows of a slot, made by the first layer
-    of a step that has so many.
+    """See `slot_rows`. The key is the number of key heads and the rows of a slot. The first layer of
+    a step that has so many makes the entry.
     """
     times: dict[int, int] = field(default_factory=dict[int, int])
     """How often each layer has attended in this step."""
@@ -262,7 +262,7 @@ class StepPlaces:
         return self.rows[num_heads, stride]
 
     def place(self, layer: int) -> Place:
-        """Where the layer's keys are kept, the next time that it attends."""
+        """The place of the layer's keys, the next time that it attends."""
         time = self.times.get(layer, 0)
         self.times[layer] = time + 1
         return layer, time

@@ -231,7 +231,7 @@ class EmbeddedEngine:
         submissions = [self._submission(r, _LOCAL, self._constraint(r)) for r in requests]
         for submission in submissions:
             self._scheduler.submit(submission)
-        answers = {submission.handle: _Answer() for submission in submissions}
+        answers = {submission.handle: _PartialAnswer() for submission in submissions}
         failures: list[Exception] = []
         while self._scheduler.has_work():
             step = self._scheduler.step()
@@ -478,7 +478,7 @@ def _capabilities(
 
 
 @dataclass(slots=True, eq=False)
-class _Answer:
+class _PartialAnswer:
     """What one request of `generate_all` has got so far."""
 
     token_ids: list[int] = field(default_factory=list[int])
@@ -506,7 +506,7 @@ class _Answer:
         )
 
 
-def _deal(step: StepOutput, answers: Mapping[int, _Answer]) -> None:
+def _deal(step: StepOutput, answers: Mapping[int, _PartialAnswer]) -> None:
     """Gives each answer, by its handle, what a step did for it."""
     for handle, token_id, logprob, kv_version in step.rows():
         answer = answers[handle]

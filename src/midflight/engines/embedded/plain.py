@@ -243,7 +243,7 @@ class PlainRunner(Runner):
         ahead = self._ahead
         products: Sequence[Sequence[Product]]
         if ahead is None:
-            products = [[self._plain_product(side) for side in sides] for sides in self._sides]
+            products = [list(map(self._plain_product, sides)) for sides in self._sides]
             self._head: Product = self._plain_product(self._head_side)
         else:
             self._replaced = self._used

@@ -78,7 +78,7 @@ class _Span:
     """[tokens, bytes of a token], where choices are recorded."""
     parent: "_Span | None"
     children: dict[int, "_Span"] = field(default_factory=dict[int, "_Span"])
-    """By their first tokens."""
+    """The spans behind it, by their first tokens."""
 
 
 class Prefixes:

@@ -72,8 +72,8 @@ _MANNERS = (
     Manner(whole=True),
 )
 _found: dict[tuple[str, bool, int, int], tuple[Manner, Proof]] = {}
-"""By configuration, whether the model is plain (adapters or the like are in it otherwise), and
-limits. The answer does not depend on the weights.
+"""What was found before. The key is the configuration, whether the model is plain (it is not with
+adapters or the like in it), and limits: the answer does not depend on the weights.
 """
 
 
@@ -288,7 +288,7 @@ class _Trial:
         self._rows = rows
         self._expected = expected
         self._at: dict[int, tuple[int, int]] = {}
-        """By slot, the row in it and how many tokens of the row it has."""
+        """The row in each slot, and how many tokens of the row it has."""
         self.worst = 0.0
 
     def run(self, plan: Plan) -> None:

@@ -16,7 +16,7 @@ from midflight.gateway.answers.generation import Generator
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.ports import Engine, pause_mode, verified_pause
 from midflight.types import PauseMode, Version
-from midflight.wire.edge import body_of, json_answer, route
+from midflight.wire.routes import body_of, json_answer, route
 
 OPERATOR = "operator"
 

@@ -37,7 +37,7 @@ from midflight.gateway.sessions.session import CompletionCall, Messages, Session
 from midflight.text import Message
 from midflight.types import Json
 from midflight.wire import edge
-from midflight.wire.edge import fault_answer, json_answer, metrics_route, route
+from midflight.wire.routes import fault_answer, json_answer, metrics_route, route
 
 KEEP_ALIVE_SECONDS = 10.0
 """Silence after which a comment is sent: proxies and clients cut connections that say nothing,

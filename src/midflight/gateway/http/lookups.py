@@ -29,7 +29,8 @@ from midflight.gateway.sessions.kept import Conversation, KeptResponses
 from midflight.gateway.sessions.session import CompletionCall, Session
 from midflight.types import Json
 from midflight.version import __version__
-from midflight.wire.edge import headers_of, json_answer, key_in, read_body, route
+from midflight.wire.edge import headers_of, key_in, read_body
+from midflight.wire.routes import json_answer, route
 
 _Object = dict[str, Json]
 

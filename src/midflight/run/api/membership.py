@@ -22,7 +22,7 @@ from midflight.models.identity import Leaf
 from midflight.run.api.service import PREFIX
 from midflight.types import Version
 from midflight.wire.client import Answered, HttpClient
-from midflight.wire.edge import StrictBody, body_of, json_answer, route
+from midflight.wire.routes import StrictBody, body_of, json_answer, route
 
 PATH = PREFIX + "/engines"
 

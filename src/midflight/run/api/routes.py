@@ -57,16 +57,8 @@ from midflight.types import (
     WeightManifest,
 )
 from midflight.weights.transports.files import check_readable, manifest_of
-from midflight.wire.edge import (
-    JSON,
-    PACKED,
-    StrictBody,
-    body_of,
-    json_answer,
-    route,
-    wants,
-    with_client,
-)
+from midflight.wire.edge import with_client
+from midflight.wire.routes import JSON, PACKED, StrictBody, body_of, json_answer, route, wants
 
 API_VERSION = 1
 

@@ -38,7 +38,8 @@ from midflight.types import (
 )
 from midflight.types.generation import LEAST_TEMPERATURE, MAX_STOPS, PARAMETERS
 from midflight.types.kept import kept_ids
-from midflight.wire.edge import (
+from midflight.wire.edge import with_client
+from midflight.wire.routes import (
     JSON,
     PACKED,
     StrictBody,
@@ -49,7 +50,6 @@ from midflight.wire.edge import (
     local_address,
     route,
     wants,
-    with_client,
 )
 
 # --- Rows and batches as JSON ---------------------------------------------------------------------

@@ -59,7 +59,7 @@ from midflight.run.parts import (
 )
 from midflight.run.places.port import HasDescriptor, PartFailed
 from midflight.types import Version
-from midflight.wire.server import exposure, is_loopback
+from midflight.wire.hosts import exposure, is_loopback
 
 MEMORY_SECONDS = 1.0
 """Between two looks at the memory of all processes; a look costs some milliseconds of one core."""

@@ -28,7 +28,8 @@ from midflight.run.rollout.serving import Serving
 from midflight.run.scratch import remove_left, scratch_folder
 from midflight.text.tokenizer import Tokenizer
 from midflight.wire.edge import RequireToken
-from midflight.wire.server import guarded, listen, serve_app
+from midflight.wire.hosts import guarded
+from midflight.wire.server import listen, serve_app
 
 NAME = "engine"
 E = TypeVar("E", bound=ServedEngine)

@@ -1,5 +1,5 @@
-"""Runs inside servers: seeds of single tokens. By these an answer that goes on after an interruption
-has the noise that it would have had.
+"""Runs inside servers: seeds of single tokens. They give an answer that goes on after an
+interruption the noise that it would have had.
 """
 
 import hashlib
