@@ -20,7 +20,7 @@ from prefixes import engine
 from smoke import options_of
 
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.engines.embedded.table import PrefixRoom
+from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.types import GenerateRequest, SamplingParams
 
 

@@ -20,7 +20,7 @@ from engine import NoWeights
 from smoke import options_of
 
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.engines.embedded.table import PrefixRoom
+from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.models.creation import make_model
 from midflight.text import Tokenizer
 from midflight.text.byte_tokenizer import END, VOCAB_SIZE, byte_tokenizer

@@ -12,7 +12,7 @@ from tests.models.tiny import MAX_CONTEXT, tiny_model
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.engines.embedded.table import PrefixRoom
+from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.engines.embedded.weights import tensors_fingerprint
 from midflight.errors import WeightsCorrupt
 from midflight.models.names import dtype_name, named_tensors

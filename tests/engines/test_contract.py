@@ -10,8 +10,9 @@ from tests.engines.contract import EngineContract
 from tests.engines.models import MemoryReceiver, make_engine
 from tests.engines.sites import ModelSite, ScriptedSite, Site, tiny_version
 
-from midflight.engines.app import build_app, relay, relay_steps
+from midflight.engines.app import build_app
 from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.engines.relay import relay, relay_steps
 from midflight.engines.remote import RemoteEngine
 from midflight.testing.script import Script
 from midflight.testing.scripted import CAPABLE, ScriptedEngine

@@ -12,12 +12,11 @@ from tests.models.tiny import tiny_model
 from tests.models.zoo import tiny
 from transformers import PreTrainedModel
 
-from midflight.engines.embedded import probe
-from midflight.engines.embedded import runner as plain
+from midflight.engines.embedded import plain, probe
 from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.engines.embedded.plain import PlainRunner
 from midflight.engines.embedded.probe import Manner
 from midflight.engines.embedded.products import PackedProduct, PlainProduct
-from midflight.engines.embedded.runner import PlainRunner
 from midflight.models.names import as_tensors, assign, named_tensors, put_together, side_by_side
 from midflight.models.plain import is_plain
 from midflight.models.proof import Way

@@ -13,8 +13,9 @@ from tests.engines.models import ask
 from tests.engines.reading import collect, ids
 from tests.engines.test_contract import attached, listening
 
-from midflight.engines import app as relays
-from midflight.engines.app import Outbox, build_app, relay
+from midflight.engines import relay as relays
+from midflight.engines.app import build_app
+from midflight.engines.relay import Outbox, relay
 from midflight.engines.wire import (
     Abort,
     ClientFrame,

@@ -20,8 +20,9 @@ from tests.models.tiny import MAX_CONTEXT, tiny_model
 from tests.real.processes import free_port
 from transformers import PreTrainedModel
 
-from midflight.engines.app import build_app, relay, relay_steps
+from midflight.engines.app import build_app
 from midflight.engines.embedded.scoring import likely_tokens, portions, token_logprobs
+from midflight.engines.relay import relay, relay_steps
 from midflight.engines.wire import decode_rows, decode_scores, encode_rows, encode_scores
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, NotSupported, RequestRejected
 from midflight.ports import Scorer

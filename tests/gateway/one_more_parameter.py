@@ -33,10 +33,11 @@ class _Finder(MetaPathFinder):
 
 sys.meta_path.insert(0, _Finder())
 
+from midflight.engines.requests import check_features, check_sampling  # noqa: E402
 from midflight.engines.servers.server import ServerRequest  # noqa: E402
 from midflight.engines.servers.sglang import SglangServer  # noqa: E402
 from midflight.engines.servers.vllm import VllmServer  # noqa: E402
-from midflight.engines.streams import ChunkStream, check_features, check_sampling  # noqa: E402
+from midflight.engines.streams import ChunkStream  # noqa: E402
 from midflight.engines.wire import Submit, client_frame, decode_client_frames, encode  # noqa: E402
 from midflight.errors import RequestRejected  # noqa: E402
 from midflight.gateway.answers import plan  # noqa: E402

@@ -22,9 +22,9 @@ from midflight.engines.servers.direct import DirectWay
 from midflight.errors import EngineUnavailable
 from midflight.models.names import named_tensors
 from midflight.weights.transports.collective import CollectivePublisher
+from midflight.weights.transports.deltas import DeltaPublisher
 from midflight.weights.transports.direct import DirectFeed
 from midflight.weights.transports.process_group import BroadcastGroup, GroupBroken
-from midflight.weights.transports.publish import DeltaPublisher
 
 GREEDY = {"temperature": 0.0, "max_tokens": 30}
 PROMPT = "The quick brown fox"

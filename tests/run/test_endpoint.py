@@ -17,7 +17,7 @@ from midflight.errors import ConfigError
 from midflight.observe.terminal import Terminal
 from midflight.run.endpoint import TOKEN_VARIABLE, Endpoint, control_token, remove_endpoint, write_endpoint
 from midflight.run.launcher.launch import warn
-from midflight.wire.server import exposure
+from midflight.wire.hosts import exposure
 
 
 def test_the_endpoint_file_is_for_this_user_alone_and_goes_with_its_run(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from starlette.websockets import WebSocket
 from tests.engines.test_contract import listening
 
 from midflight.wire import edge, server
-from midflight.wire.server import guarded
+from midflight.wire.hosts import guarded
 
 
 async def talk(socket: WebSocket) -> None:

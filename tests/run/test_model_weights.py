@@ -15,7 +15,7 @@ from midflight.models.creation import make_model
 from midflight.models.names import in_dtype, named_tensors
 from midflight.run.trainer.trainer_process import ModelWeights, PublishedVersions, put_together, sending_host
 from midflight.types import Version, WeightManifest
-from midflight.weights.transports.publish import SharedMemoryPublisher
+from midflight.weights.transports.shared_memory import SharedMemoryPublisher
 
 SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_context": 32}
 

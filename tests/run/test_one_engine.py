@@ -22,8 +22,8 @@ from tests.engines.test_contract import attached, running
 from tests.models.tiny import tiny_model
 
 from midflight.config.sections import Config
-from midflight.engines.app import relay_steps
 from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.engines.relay import relay_steps
 from midflight.errors import RequestRejected
 from midflight.run.launcher.one_engine import OneEngineSite
 from midflight.text.byte_tokenizer import write_byte_tokenizer

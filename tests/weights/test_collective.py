@@ -28,7 +28,7 @@ from midflight.weights.transports import collective
 from midflight.weights.transports.collective import CollectivePublisher
 from midflight.weights.transports.files import check_readable
 from midflight.weights.transports.process_group import BroadcastGroup, CollectiveReceiver, join_store
-from midflight.weights.transports.receive import (
+from midflight.weights.transports.rendezvous import (
     MAX_WAITING,
     Address,
     Answer,

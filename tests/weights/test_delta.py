@@ -21,9 +21,11 @@ from midflight.models.names import as_tensors
 from midflight.types import TensorSpec, Version, WeightManifest
 from midflight.weights.frames import BLOCK, Frames, encode
 from midflight.weights.manifest import ALIGNMENT, MAX_DELTAS, check_extents
+from midflight.weights.transports.deltas import DeltaPublisher
+from midflight.weights.transports.file_receiver import FileReceiver
 from midflight.weights.transports.files import SHARED
-from midflight.weights.transports.publish import DeltaPublisher, Publisher
-from midflight.weights.transports.receive import DeltaReceiver, FileReceiver
+from midflight.weights.transports.publish import Publisher
+from midflight.weights.transports.receive import DeltaReceiver
 from midflight.weights.transports.select import publisher, receiver
 
 from .fleets import sent
@@ -357,7 +359,7 @@ def test_other_names_shapes_or_dtypes_begin_anew(sender: Publisher, change: str)
 
 
 def test_noise_is_published_whole_and_only_one_version_in_a_period_is_tried(shared: DeltaPublisher, monkeypatch: pytest.MonkeyPatch):
-    from midflight.weights.transports import publish as module
+    from midflight.weights.transports import deltas as module
 
     tried: list[int] = []
     monkeypatch.setattr(module, "encode", lambda old, new, *, width: tried.append(version) or encode(old, new, width=width))

@@ -22,9 +22,9 @@ from midflight.engines.servers.command import INSIDE
 from midflight.errors import EngineError, EngineUnavailable, WeightsCorrupt
 from midflight.types import TensorSpec, TransferOrder, WeightManifest, WorkerState
 from midflight.weights.transports.collective import CollectivePublisher
+from midflight.weights.transports.deltas import DeltaPublisher
 from midflight.weights.transports.direct import DirectFeed, DirectRound, RoundBroken, legs
-from midflight.weights.transports.publish import DeltaPublisher
-from midflight.weights.transports.receive import Again, Join, Refused, Sent
+from midflight.weights.transports.rendezvous import Again, Join, Refused, Sent
 
 sys.path.append(str(INSIDE))
 import midflight_direct

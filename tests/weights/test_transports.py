@@ -21,8 +21,9 @@ from midflight.models.names import as_tensors
 from midflight.types import TensorSpec
 from midflight.weights.manifest import ALIGNMENT, layout, set_aside, views
 from midflight.weights.transports.files import SHARED, FilePublisher, remove_stale
-from midflight.weights.transports.publish import Publisher, SharedMemoryPublisher
+from midflight.weights.transports.publish import Publisher
 from midflight.weights.transports.select import publisher, receiver
+from midflight.weights.transports.shared_memory import SharedMemoryPublisher
 
 from .fleets import sent
 
@@ -175,7 +176,7 @@ def test_versions_with_more_tensors_than_the_first_are_refused_by_name():
 def test_files_of_killed_publishers_are_removed_and_those_of_living_ones_stay():
     program = f"""if True:
         import torch, time
-        from midflight.weights.transports.publish import SharedMemoryPublisher
+        from midflight.weights.transports.shared_memory import SharedMemoryPublisher
         sender = SharedMemoryPublisher("{NAME}")
         print(sender.publish(1, {{"w": torch.ones(3)}}).location, flush=True)
         time.sleep(60)
@@ -198,7 +199,7 @@ def test_files_of_killed_publishers_are_removed_and_those_of_living_ones_stay():
 @pytest.mark.parametrize("full_every", [1, 3])
 def test_closing_during_a_publication_hides_no_other_error_and_leaves_no_file(full_every: int, monkeypatch: pytest.MonkeyPatch):
     """A run that fails closes the publisher while a thread still publishes."""
-    from midflight.weights.transports import publish
+    from midflight.weights.transports import shared_memory
 
     sender = publisher("shared_memory", name=NAME, folder=Path(), full_every=full_every)
 
@@ -206,16 +207,16 @@ def test_closing_during_a_publication_hides_no_other_error_and_leaves_no_file(fu
         sender.close()
         return ""
 
-    monkeypatch.setattr(publish, "fingerprint", closing)
+    monkeypatch.setattr(shared_memory, "fingerprint", closing)
     sender.publish(1, tensors(1))
     assert list(SHARED.glob(f"{NAME}*")) == []
 
 
 def test_without_room_the_next_folder_is_tried_and_then_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from midflight.weights.transports import publish
+    from midflight.weights.transports import shared_memory
 
-    monkeypatch.setattr(publish, "SHARED", tmp_path / "absent")
-    monkeypatch.setattr(publish.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(shared_memory, "SHARED", tmp_path / "absent")
+    monkeypatch.setattr(shared_memory.tempfile, "gettempdir", lambda: str(tmp_path))
     with SharedMemoryPublisher(NAME) as sender:
         assert Path(sender.publish(1, tensors(1)).location).parent == tmp_path
     with SharedMemoryPublisher(NAME, folder=tmp_path / "absent") as sender, pytest.raises(ConfigError, match="--shm-size"):

@@ -115,7 +115,7 @@ def _numbers(chosen: Sequence[ArchivedRun]) -> Iterator[tuple[str, ...]]:
 
 def _scores(past: PastLines, source: str) -> str:
     """The first and the last held-out score of a source."""
-    from midflight.observe.status import UNKNOWN, number
+    from midflight.observe.readable import UNKNOWN, number
 
     scores = [line.mean_reward for line in past.evaluations if line.source == source]
     if not scores:
@@ -125,7 +125,7 @@ def _scores(past: PastLines, source: str) -> str:
 
 
 def _total(past: PastLines, name: str) -> str:
-    from midflight.observe.status import UNKNOWN
+    from midflight.observe.readable import UNKNOWN
 
     if not past.steps:
         return UNKNOWN

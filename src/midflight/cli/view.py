@@ -35,7 +35,8 @@ def view(
 
     from midflight.cli.returned import put_back_below
     from midflight.errors import ConfigError
-    from midflight.wire.server import is_loopback, listen
+    from midflight.wire.hosts import is_loopback
+    from midflight.wire.server import listen
 
     try:
         from midflight.view import app as viewer

@@ -1,6 +1,7 @@
-"""What an engine says of itself to a gateway that it may join: which process it is, what it can do,
-which model it has, and whether it sees a file of the gateway's. Asked once for each joining;
-`Hello` says the rest on each connection."""
+"""What an engine tells a gateway that it may join: which process it is, what it can do, which model
+it has, and whether it sees a file of the gateway's. The gateway asks once for each joining. `Hello`
+says the rest on each connection.
+"""
 
 import asyncio
 import contextlib
@@ -20,45 +21,52 @@ from midflight.ports import Engine
 from midflight.types import Capabilities, Version
 from midflight.version import __version__
 from midflight.wire.client import HttpClient
-from midflight.wire.edge import json_answer, route
+from midflight.wire.routes import json_answer, route
 
 NONCE = ".midflight-seen-"
-"""Begins the names of files that an engine may be asked to look at, and no others."""
+"""The beginning of the names of files that an engine may be asked to look at. It looks at no
+others.
+"""
 MAX_NONCE_BYTES = 64
 
 
 class About(msgspec.Struct, frozen=True):
     process: str
-    """Drawn at its start: no other process has it, at the same address either."""
+    """The process's id, drawn at its start. No other process has it, not even a later one at the
+    same address.
+    """
     midflight: str
-    """Its version of the package."""
+    """The engine's version of the package."""
     capabilities: Capabilities
     version: Version
-    """Of the weights that it serves."""
+    """The version of the weights that the engine serves."""
     model: ModelIdentity
     sees: str | None = None
-    """What it reads in the file that it was asked to look at."""
+    """What the engine reads in the file that it was asked to look at."""
 
 
 def about_route(engine: Engine, model: Path) -> BaseRoute:
-    """`GET /engine/v1/about`; `model` is the folder that the engine was started from."""
+    """`GET /engine/v1/about`. `model` is the folder that the engine was started from."""
     process = secrets.token_hex(8)
 
     async def about(request: Request) -> Response:
         weights = bool(request.query_params.get("weights"))
         nonce = Path(request.query_params.get("nonce", ""))
         identity = await asyncio.to_thread(ModelIdentity.of, model, weights=weights)
-        sees = await asyncio.to_thread(_seen, nonce) if nonce.name.startswith(NONCE) else None
-        return json_answer(
-            About(
-                process,
-                __version__,
-                engine.capabilities,
-                (await engine.health()).version,
-                identity,
-                sees,
-            )
+        sees = None
+        if nonce.name.startswith(NONCE):
+            sees = await asyncio.to_thread(_seen, nonce)
+        capabilities = engine.capabilities
+        health = await engine.health()
+        answer = About(
+            process=process,
+            midflight=__version__,
+            capabilities=capabilities,
+            version=health.version,
+            model=identity,
+            sees=sees,
         )
+        return json_answer(answer)
 
     return route(PREFIX + "/about", about, method="GET")
 
@@ -72,8 +80,8 @@ def _seen(path: Path) -> str | None:
 async def ask_about(
     url: str, *, token: str | None, nonce: Path | None = None, weights: bool = False, seconds: float
 ) -> About:
-    """Waits for the engine, `seconds` at most. `EngineRefused` says why what is there cannot
-    join.
+    """What the engine at `url` says. Waits for the answer, `seconds` at most. `EngineRefused` says
+    why an engine cannot join from there.
     """
 
     def lost(what: str) -> EngineRefused:
@@ -86,11 +94,13 @@ async def ask_about(
             param="url",
         )
 
-    asked = urlencode(
-        {**({"nonce": str(nonce)} if nonce else {}), **({"weights": "1"} if weights else {})}
-    )
+    asked: dict[str, str] = {}
+    if nonce:
+        asked["nonce"] = str(nonce)
+    if weights:
+        asked["weights"] = "1"
     async with HttpClient(url, lost=lost, token=token) as http:
-        answer = await http.call("GET", f"{PREFIX}/about?{asked}", seconds=seconds)
+        answer = await http.call("GET", f"{PREFIX}/about?{urlencode(asked)}", seconds=seconds)
     if answer.status == 401:
         raise EngineRefused(
             (

@@ -24,23 +24,24 @@ _log = logging.getLogger(__name__)
 R = TypeVar("R")
 _FIRST_DELAY = 0.05
 _LONGEST_DELAY = 2.0
-"""Seconds between attempts to attach: short enough not to be noticed after a restart, long enough
-to cost nothing meanwhile.
+"""Seconds between attempts to attach. They are short enough not to be noticed after a restart, and
+long enough to cost nothing meanwhile.
 """
 _HEARTBEAT_SECONDS = 120.0
-"""Between two pings; a peer that has not answered one after half of it is gone. No engine's life
-hangs on it: one that says nothing is left by its requests before (`HealthWatch`), a process that
-dies closes its connection at once, and one that is only late answers in time."""
+"""The time between two pings. A peer that has not answered a ping after half of it is gone. No
+engine's life hangs on it: requests leave an engine that says nothing before (`HealthWatch`), a
+process that dies closes its connection at once, and a process that is only late answers in time.
+"""
 _MAX_OUTBOX = 65_536
-"""Frames not yet sent: more than any gateway has requests; beyond it the connection is as good as
-lost.
+"""The limit of frames not yet sent. It is more than any gateway has requests, and beyond it the
+connection is as good as lost.
 """
 _LOSSES = (*LOSSES, msgspec.DecodeError, EngineUnavailable)
 """Ways to lose a connection. Anything else is a fault of ours and ends `run`."""
 
 
 class RemoteEngine:
-    """Implements the engine port over the wire. `run` holds the connection; while there is none,
+    """Implements the engine port over the wire. `run` holds the connection. While there is none,
     requests raise `EngineUnavailable`.
     """
 
@@ -62,7 +63,7 @@ class RemoteEngine:
 
     @property
     def capabilities(self) -> types.Capabilities:
-        """As the engine stated them when it was last attached."""
+        """The capabilities that the engine stated when it was last attached."""
         if self._capabilities is None:
             raise self._unavailable("has not been attached yet")
         return self._capabilities
@@ -77,7 +78,7 @@ class RemoteEngine:
             await self._stay_attached()
 
     async def connect(self, *, seconds: float | None = None) -> None:
-        """Waits until `run` has attached; `EngineUnavailable` after `seconds`, if there is such a
+        """Waits until `run` has attached. `EngineUnavailable` after `seconds`, if there is such a
         limit.
         """
         try:
@@ -91,7 +92,8 @@ class RemoteEngine:
     def generate(self, request: types.GenerateRequest) -> ChunkStream:
         """Sends the request when it is first iterated, and aborts it when it is closed before its
         end. Each wait is for a step of the engine, or for the loss of the connection, which raises
-        `EngineUnavailable`."""
+        `EngineUnavailable`.
+        """
         handle = next(self._counter)
 
         def submit(stream: ChunkStream) -> None:
@@ -106,31 +108,28 @@ class RemoteEngine:
         return ChunkStream(eager=request.eager, on_open=submit, on_close=abort)
 
     async def abort(self, request_id: str | None) -> None:
-        await self._post(
-            "/abort", {"abort_all": True} if request_id is None else {"rid": request_id}
-        )
+        body = {"abort_all": True} if request_id is None else {"rid": request_id}
+        await self._post("/abort", body)
 
     async def score(
         self, token_ids: types.Int32, row_offsets: types.Int32, *, temperature: float
     ) -> types.Float32:
         """As the port's `Scorer`. Waits until the engine is attached, which may be its next life,
-        and then for its answer; ended by the caller's deadline."""
+        and then for its answer. The caller's deadline ends the wait.
+        """
         await self._attached.wait()
-        content = await self._request(
-            "POST", "/score", wire.encode_rows(token_ids, row_offsets, temperature=temperature)
-        )
+        body = wire.encode_rows(token_ids, row_offsets, temperature=temperature)
+        content = await self._request("POST", "/score", body)
         return wire.decode_scores(content, num_tokens=len(token_ids))
 
     async def prompt_logprobs(
         self, token_ids: Sequence[int], *, top: int
     ) -> Sequence[types.Likely]:
-        """As the port's `PromptScorer`. Waits for the engine's answer; ended by the caller's
-        deadline.
+        """As the port's `PromptScorer`. Waits for the engine's answer. The caller's deadline ends
+        the wait.
         """
-        return _decoded(
-            await self._post("/prompt_logprobs", {"token_ids": token_ids, "top": top}),
-            list[types.Likely],
-        )
+        content = await self._post("/prompt_logprobs", {"token_ids": token_ids, "top": top})
+        return _decoded(content, list[types.Likely])
 
     # --- Pauses and weights -----------------------------------------------------------------------
 
@@ -153,12 +152,12 @@ class RemoteEngine:
         return await self._request("POST", path, msgspec.json.encode(body))
 
     async def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """Waits for the answer; a lost connection raises `EngineUnavailable`, an error answer the
-        error it names.
+        """Waits for the answer. A lost connection raises `EngineUnavailable`, an error answer the
+        error that it names.
 
-        Without a connection nothing is asked: a frozen process still lets itself be connected to,
-        and would never answer. While there is one, its heartbeat ends it; the answer's deadline is
-        the caller's.
+        Without a connection nothing is asked, because a frozen process still accepts connections
+        and would never answer. The heartbeat ends a connection that is dead. The deadline of the
+        answer is the caller's.
         """
         if not self._attached.is_set():
             raise self._unavailable("is not attached")
@@ -190,12 +189,13 @@ class RemoteEngine:
             delay = min(2 * delay, _LONGEST_DELAY)
 
     async def _talk(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """Until the connection ends, which ends every open request at once.
+        """Sends and receives until the connection ends, which ends every open request at once.
 
         Losses end the task group without an error: an error in it could hide a cancellation that
         comes at the same time.
         """
-        outbox = self._outbox = _Unsent()
+        outbox = _Unsent()
+        self._outbox = outbox
         self._clock = SenderClock()  # this life of the engine may be on another machine
         error = self._unavailable("was cut off")
         try:
@@ -212,8 +212,8 @@ class RemoteEngine:
             self._streams.fail(error)
 
     async def _receive_all(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """Waits for frames of the engine; ended by the end of the connection. What its loss means
-        is for `_talk` to say.
+        """Waits for frames of the engine until the connection ends. `_talk` says what its loss
+        means.
         """
         with contextlib.suppress(*_LOSSES):
             async for message in socket:
@@ -223,12 +223,10 @@ class RemoteEngine:
                 if isinstance(frame, wire.StepFrame):
                     self._take_step(frame)
                 elif isinstance(frame, wire.Rejected):
-                    self._streams.reject(
-                        frame.handle,
-                        wire.error_from(
-                            frame.code, frame.message, frame.param, frame.retry_after_seconds
-                        ),
+                    error = wire.error_from(
+                        frame.code, frame.message, frame.param, frame.retry_after_seconds
                     )
+                    self._streams.reject(frame.handle, error)
                 else:
                     self._capabilities = frame.capabilities
                     self._attached.set()
@@ -237,32 +235,24 @@ class RemoteEngine:
         rows = wire.step_rows(frame)
         tops = wire.step_tops(frame) if frame.top_ids else ()
         kept = wire.step_kept(frame) if frame.kept_lengths else ()
-        attested = frame.attested
-        experts = frame.experts
         self._streams.take(
             frame.version,
             rows,
             tops,
             kept,
             finishes=frame.finishes,
-            attested=attested,
-            experts=experts,
+            attested=frame.attested,
+            experts=frame.experts,
         )
         if frame.num_running:
             shift = self._clock.shift(frame.ended, now=time.monotonic())
-            self._record(
-                EngineStepped(
-                    self._name,
-                    frame.started + shift,
-                    frame.ended + shift,
-                    len(rows),
-                    frame.num_running,
-                )
-            )
+            started = frame.started + shift
+            ended = frame.ended + shift
+            self._record(EngineStepped(self._name, started, ended, len(rows), frame.num_running))
 
     def _send(self, frame: wire.ClientFrame) -> None:
-        """A frame is packed here, so that one which cannot be costs its request alone
-        (`RequestRejected`).
+        """Sends a frame later. It is packed at once, so that a frame which cannot be packed costs
+        its request alone (`RequestRejected`).
         """
         if self._outbox is None or not self._attached.is_set():
             raise self._unavailable("is not attached")
@@ -278,14 +268,14 @@ class RemoteEngine:
 
 
 class _Unsent:
-    """Frames that wait to be sent: all that wait go in one message."""
+    """Frames that wait to be sent. All of them go in one message."""
 
     def __init__(self) -> None:
         self._frames: list[msgspec.Raw] = []
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, frame: msgspec.Raw) -> bool:
-        """Whether there was room."""
+        """Adds a frame. Returns whether there was room."""
         if len(self._frames) >= _MAX_OUTBOX:
             return False
         self._frames.append(frame)
@@ -294,7 +284,7 @@ class _Unsent:
         return True
 
     async def take(self) -> list[msgspec.Raw]:
-        """Waits for a frame; ended by `put`."""
+        """Waits for a frame, which `put` brings."""
         if not self._frames:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -304,8 +294,8 @@ class _Unsent:
 
 
 async def _send_all(outbox: _Unsent, socket: aiohttp.ClientWebSocketResponse) -> None:
-    """Waits for frames to send; ended when `_receive_all` has ended. What a lost connection means
-    is for that to say.
+    """Waits for frames to send until `_receive_all` has ended, which also notices a lost
+    connection.
     """
     with contextlib.suppress(*_LOSSES):
         while True:

@@ -1,15 +1,11 @@
-"""What a step gives out, and its tokens as chunks of single requests for the callers inside the
+"""The tokens of an engine's steps, as streams of chunks for the requests of callers inside the
 process.
-
-And what a request must satisfy before it enters the engine: a bad one is refused alone, and the
-engine goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,145 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from midflight.errors import ContextExceeded, RequestRejected
-from midflight.types import (
-    Chunk,
-    Feature,
-    Finish,
-    GenerateRequest,
-    Int32,
-    SamplingParams,
-    Segment,
-    Version,
-)
-from midflight.types.generation import MAX_BIASES, RANGED, ranged_values
-
-
-def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int) -> None:
-    """Raises `RequestRejected` or `ContextExceeded`, naming the value and the remedy."""
-    _check_ids("input_ids", request.input_ids, vocab_size)
-    _check_ids("stop_token_ids", request.sampling.stop_token_ids, vocab_size)
-    _check_ids("logit_bias", tuple(i for i, _ in request.sampling.logit_bias), vocab_size)
-    check_sampling(request.sampling)
-    length = len(request.input_ids)
-    prompt = request.num_prompt_tokens
-    if length == 0:
-        raise RequestRejected(
-            "generating: the prompt is empty. Send at least one token.", param="input_ids"
-        )
-    if not 1 <= prompt <= length:
-        raise RequestRejected(
-            (
-                f"generating: num_prompt_tokens is {prompt} but input_ids has {length} tokens. "
-                f"Send a number from 1 to {length}."
-            ),
-            param="num_prompt_tokens",
-        )
-    if length > max_context or prompt >= max_context:
-        raise ContextExceeded(
-            (
-                f"generating: {length} input tokens leave no room in a context of {max_context}. "
-                f"Send at most {max_context - 1} tokens."
-            ),
-            param="input_ids",
-        )
-
-
-def check_rows(
-    token_ids: Int32, row_offsets: Int32, *, temperature: float, vocab_size: int, max_context: int
-) -> None:
-    """Checks rows to score. Raises `RequestRejected` or `ContextExceeded`, naming the value and the
-    remedy.
-    """
-    _require(
-        math.isfinite(temperature) and temperature > 0,
-        "temperature",
-        temperature,
-        "a finite number above 0",
-    )
-    spans = len(row_offsets) > 1 and row_offsets[0] == 0 and row_offsets[-1] == len(token_ids)
-    lengths = np.diff(row_offsets)
-    if not spans or lengths.min() < 1:
-        raise RequestRejected(
-            (
-                "scoring: the rows are empty, or do not span the tokens. Send at least one row, "
-                "each with a token."
-            ),
-            param="rows",
-        )
-    if (longest := int(lengths.max())) > max_context:
-        raise ContextExceeded(
-            f"scoring: a row has {longest} tokens, the context {max_context}. Send shorter rows.",
-            param="rows",
-        )
-    bad = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
-    if len(bad):
-        raise RequestRejected(
-            (
-                f"scoring: token id {bad[0]} is outside the vocabulary. Send ids from 0 to "
-                f"{vocab_size - 1}."
-            ),
-            param="rows",
-        )
-
-
-def check_features(sampling: SamplingParams, features: frozenset[Feature], *, engine: str) -> None:
-    """`RequestRejected` names a way of sampling that the engine has not: to ignore it would sample
-    from another distribution.
-    """
-    if lacking := sorted(sampling.features - features):
-        raise RequestRejected(
-            f"generating on {engine}: it has no {lacking[0]}. Leave that out.", param=lacking[0]
-        )
-
-
-def check_sampling(sampling: SamplingParams) -> None:
-    """Every limit is checked here once, so that the sampler may trust its numbers."""
-    for (p, bounds), value in zip(RANGED, ranged_values(sampling), strict=True):
-        if value != p.default and (value is None or not bounds.holds(value)):
-            raise _refused(p.name, value, f"a number {bounds}")
-    s = sampling
-    _require(
-        s.min_tokens <= s.max_tokens,
-        "min_tokens",
-        s.min_tokens,
-        f"an integer from 0 to max_tokens ({s.max_tokens})",
-    )
-    _require(
-        len(s.logit_bias) <= MAX_BIASES,
-        "logit_bias",
-        f"{len(s.logit_bias)} ids",
-        f"at most {MAX_BIASES} ids",
-    )
-    for token_id, bias in s.logit_bias:
-        _require(
-            -100 <= bias <= 100,
-            "logit_bias",
-            f"{bias} for token {token_id}",
-            "numbers from -100 to 100",
-        )
-
-
-def _require(holds: bool, param: str, value: object, expected: str) -> None:
-    if not holds:
-        raise _refused(param, value, expected)
-
-
-def _refused(param: str, value: object, expected: str) -> RequestRejected:
-    return RequestRejected(f"sampling: {param} is {value!r}. Send {expected}.", param=param)
-
-
-def _check_ids(param: str, ids: tuple[int, ...], vocab_size: int) -> None:
-    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-        bad = next(i for i in ids if not 0 <= i < vocab_size)
-        raise RequestRejected(
-            (
-                f"generating: token id {bad} in {param} is outside the vocabulary. Send ids from 0 "
-                f"to {vocab_size - 1}."
-            ),
-            param=param,
-        )
-
+from midflight.errors import RequestRejected
+from midflight.types import Chunk, Finish, Segment, Version
 
 Ints = NDArray[np.int64]
 PATIENCE_SECONDS = 0.05
@@ -168,11 +27,11 @@ no more than that.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
-    """The tokens of a step, as arrays of equal length, those of one request in their order, and the
-    requests that ended.
+    """What an engine gives out after a step: its tokens, as arrays of equal length, and how
+    requests ended.
 
-    All tokens were sampled under `version`. A request that ends with a token has it in the same
-    output.
+    All tokens were sampled under `version`, and those of one request are in their order. A request
+    that ends with a token has it in the same output.
     """
 
     version: Version
@@ -181,24 +40,24 @@ class StepOutput:
     logprobs: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     kv_versions: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     top_ids: Ints = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
-    """[R, W] the likeliest ids at each token's place, likeliest first, filled up with -1; W is 0
-    where nobody asks.
+    """[R, W] the likeliest ids at each token's place, likeliest first, filled up with -1. W is 0
+    where no request asks.
     """
     top_logprobs: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
     """[R, W]"""
     kept: tuple[bytes | None, ...] = ()
-    """[R] what truncation kept for each token, `None` for a request that did not ask; empty where
-    nobody asks.
+    """[R] what truncation kept for each token, `None` for a request that did not ask. Empty where
+    no request asks.
     """
     outlets: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     finishes: tuple[tuple[int, int, Finish], ...] = ()
     """(handle, outlet, how it ended)"""
     failures: tuple[tuple[int, int, RequestRejected], ...] = ()
-    """(handle, outlet, why it could not go on): these requests ended too."""
+    """(handle, outlet, why it could not go on). These requests ended too."""
     experts: tuple[tuple[int, bytes], ...] = ()
-    """Of requests among `finishes`: handle, and `Chunk.experts` where the engine records them"""
+    """(handle, `Chunk.experts`) of requests among `finishes`, where the engine records them."""
     touched: frozenset[int] = frozenset()
-    """Outlets with a request in the step, also those whose request got no token yet."""
+    """Outlets with a request in the step, also where the request got no token yet."""
     started: float = 0.0
     ended: float = 0.0
     num_running: int = 0
@@ -207,7 +66,13 @@ class StepOutput:
         """The part of one outlet of several."""
         rows = np.flatnonzero(self.outlets == outlet)
         top_ids = self.top_ids[rows] if self.top_ids.size else self.top_ids
+        top_logprobs = self.top_logprobs[rows] if self.top_logprobs.size else self.top_logprobs
         width = int((top_ids >= 0).sum(1).max(initial=0))
+        kept: tuple[bytes | None, ...] = ()
+        if self.kept:
+            kept = tuple([self.kept[row] for row in rows.tolist()])
+        finishes = tuple([finish for finish in self.finishes if finish[1] == outlet])
+        finished = {handle for handle, _, _ in finishes}
         return StepOutput(
             version=self.version,
             handles=self.handles[rows],
@@ -215,18 +80,12 @@ class StepOutput:
             logprobs=self.logprobs[rows],
             kv_versions=self.kv_versions[rows],
             top_ids=top_ids[:, :width],
-            top_logprobs=(self.top_logprobs[rows] if self.top_logprobs.size else self.top_logprobs)[
-                :, :width
-            ],
-            kept=tuple([self.kept[row] for row in rows.tolist()]) if self.kept else (),
+            top_logprobs=top_logprobs[:, :width],
+            kept=kept,
             outlets=self.outlets[rows],
-            finishes=tuple(f for f in self.finishes if f[1] == outlet),
-            experts=tuple(
-                e
-                for e in self.experts
-                if e[0] in {handle for handle, of, _ in self.finishes if of == outlet}
-            ),
-            failures=tuple(f for f in self.failures if f[1] == outlet),
+            finishes=finishes,
+            experts=tuple([record for record in self.experts if record[0] in finished]),
+            failures=tuple([failure for failure in self.failures if failure[1] == outlet]),
             touched=frozenset({outlet}),
             started=self.started,
             ended=self.ended,
@@ -234,18 +93,28 @@ class StepOutput:
         )
 
     def rows(self) -> list[TokenRow]:
-        columns = (self.handles, self.token_ids, self.logprobs, self.kv_versions)
-        return list(zip(*(column.tolist() for column in columns), strict=True))
+        """The tokens, one row for each."""
+        columns = zip(
+            self.handles.tolist(),
+            self.token_ids.tolist(),
+            self.logprobs.tolist(),
+            self.kv_versions.tolist(),
+            strict=True,
+        )
+        return list(columns)
 
     def tops(self) -> list[Top]:
-        """The alternatives of each row; empty where nobody asks. A row that asked has one at least,
-        the sampled token.
+        """The alternatives of each row; empty where no request asks. A row that asked has at least
+        one, the sampled token.
         """
         if not self.top_ids.size:
             return []
-        pairs = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
-        rows = [tuple((i, p) for i, p in zip(*row, strict=True) if i >= 0) for row in pairs]
-        return [row or None for row in rows]
+        found: list[Top] = []
+        for ids, logprobs in zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True):
+            pairs = zip(ids, logprobs, strict=True)
+            known = tuple([pair for pair in pairs if pair[0] >= 0])
+            found.append(known or None)
+        return found
 
 
 Top: TypeAlias = "tuple[tuple[int, float], ...] | None"
@@ -259,11 +128,11 @@ key.
 
 
 class Outlet(Protocol):
-    """Where the tokens of some requests go. Called on the event loop; never waits."""
+    """The receiver of the tokens of some requests. It is called on the event loop and never waits."""
 
     def put(self, step: StepOutput) -> None: ...
     def fail(self, error: Exception) -> None:
-        """The engine died: nothing more will come."""
+        """Says that the engine died, so that nothing more will come."""
 
 
 class _Gathered(msgspec.Struct):
@@ -281,12 +150,12 @@ class _Gathered(msgspec.Struct):
 
 
 class ChunkStream:
-    """The chunks of one request, as an iterator that ends after a chunk with `finish`. Bounded by
-    the request's own `max_tokens`.
+    """The chunks of one request, as an iterator that ends after a chunk with `finish`. It is
+    bounded by the request's own `max_tokens`.
 
     Tokens that come while the caller does not read become one chunk. An eager caller is woken by
-    each, another by the first, the last, and in between when tokens have gathered for
-    `PATIENCE_SECONDS`.
+    each token. Another is woken by the first, by the last, and in between when tokens have gathered
+    for `PATIENCE_SECONDS`.
     """
 
     def __init__(
@@ -296,19 +165,19 @@ class ChunkStream:
         on_open: Callable[[ChunkStream], None] | None = None,
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        """`on_open` is called when the stream is first read; `on_close` once, when it is read no
+        """`on_open` is called when the stream is first read, `on_close` once, when it is read no
         more.
         """
         self._gathered: deque[_Gathered] = deque()
         self._error: Exception | None = None
         self._is_ready = False
-        """Only while tokens or an error wait for the caller."""
+        """Whether tokens or an error wait for the caller."""
         self._waiter: asyncio.Future[bool] | None = None
-        """Of the caller, who waits alone: one future a token costs half of what an `asyncio.Event`
-        does. True: it has had enough.
+        """What the caller waits for. There is only one caller, and one future a token costs half as
+        much as an `asyncio.Event`. Its result is true where the caller has had enough.
         """
         self._take: Callable[[Chunk], bool] | None = None
-        """Of a caller who has the chunks brought."""
+        """The function of a caller that has the chunks brought to it."""
         self._eager = eager
         self._at_once = True
         self._timer: asyncio.TimerHandle | None = None
@@ -329,7 +198,9 @@ class ChunkStream:
         top: Top = None,
         kept: bytes | None = None,
     ) -> _Gathered:
-        """What it is gathered in: further tokens of the same message may be put there."""
+        """Gathers a token and returns the chunk-to-be that it is in, to which further tokens of the
+        same message may be added.
+        """
         part = self._gathered[-1] if self._gathered else None
         if part is None or part.version != version or part.kv_version != kv_version:
             part = _Gathered(version, kv_version)
@@ -355,7 +226,7 @@ class ChunkStream:
         attested: tuple[Segment, ...] = (),
         experts: bytes = b"",
     ) -> None:
-        """Marks the request as finished; the finish goes with the last tokens that still wait."""
+        """Marks the request as finished. The finish goes with the last tokens that still wait."""
         if not self._gathered:
             self._gathered.append(_Gathered(version, version))
         last = self._gathered[-1]
@@ -379,14 +250,15 @@ class ChunkStream:
             self._waiter.set_result(False)
 
     def _bring(self) -> None:
-        """Gives the caller what has gathered; with the end of it, or with what `take` raises, the
-        wait in `each` ends.
+        """Gives the caller what has gathered. The wait in `each` ends with the last chunk, or with
+        an error that `take` raises.
         """
         take = self._take
         waiter = self._waiter
         if take is None or waiter is None or waiter.done():
             return
-        self._is_ready = enough = False
+        self._is_ready = False
+        enough = False
         try:
             while self._gathered and not enough:
                 chunk = self._next()
@@ -402,7 +274,7 @@ class ChunkStream:
         return self
 
     async def __anext__(self) -> Chunk:
-        """Waits for a chunk, which the engine delivers, or for `fail`, whose error it raises."""
+        """Waits for a chunk, which the engine delivers, or for `fail`, and raises its error."""
         if self.is_closed:
             raise self._error or StopAsyncIteration
         try:
@@ -422,9 +294,10 @@ class ChunkStream:
         return self._next()
 
     async def each(self, take: Callable[[Chunk], bool]) -> None:
-        """As the iteration, but `take` is called with each chunk as it comes, without a switch of
-        tasks, until it says that it is enough or a chunk has `finish`. Waits for that, or for
-        `fail`, whose error it raises, as it does what `take` raises."""
+        """As the iteration, but calls `take` with each chunk as it comes, without a switch of
+        tasks, until `take` returns true or a chunk has `finish`. Waits for that, or for `fail`, and
+        raises its error. An error that `take` raises is raised too.
+        """
         try:
             self._waiter = asyncio.get_running_loop().create_future()
             self._take = take
@@ -438,26 +311,23 @@ class ChunkStream:
             self.close()
 
     def _next(self) -> Chunk:
-        """What has gathered of one version."""
+        """The chunk of what has gathered of one version."""
         part = self._gathered.popleft()
         if part.finish is not None:
             self.close()
         elif self._timer is not None and not self._gathered:
             self._timer.cancel()
             self._timer = None
-        ids = tuple(part.token_ids)
-        logprobs = tuple(part.logprobs)
-        tops = tuple(part.top_logprobs)
-        kept = tuple(part.kept)
+        # Positional, because this runs for every token of an eager caller.
         return Chunk(
-            ids,
-            logprobs,
+            tuple(part.token_ids),
+            tuple(part.logprobs),
             part.version,
             part.kv_version,
             part.finish,
-            tops,
+            tuple(part.top_logprobs),
             part.attested,
-            kept,
+            tuple(part.kept),
             part.experts,
         )
 
@@ -483,11 +353,11 @@ class ChunkStreams:
         self._streams: dict[int, ChunkStream] = {}
 
     def open(self, handle: int, stream: ChunkStream) -> None:
-        """From here on `stream` gets what the request of this handle gets."""
+        """Gives `stream` what the request of this handle gets from here on."""
         self._streams[handle] = stream
 
     def close(self, handle: int) -> bool:
-        """Whether the request had not ended."""
+        """Forgets the stream. Returns whether the request had not ended."""
         return self._streams.pop(handle, None) is not None
 
     def put(self, step: StepOutput) -> None:
@@ -514,41 +384,42 @@ class ChunkStreams:
         attested: Sequence[tuple[int, tuple[Segment, ...]]] = (),
         experts: Sequence[tuple[int, bytes]] = (),
     ) -> None:
-        """Gives each request what a step did for it, `tops` and `kept` for each row or for none.
-        What is for requests that were closed meanwhile is dropped."""
+        """Gives each request what a step did for it. `tops` and `kept` are there for each row or
+        for none. Tokens for requests that were closed meanwhile are dropped.
+        """
         streams = self._streams
-        each = zip(
-            rows, tops or itertools.repeat(None), kept or itertools.repeat(None), strict=False
-        )
+        nothing = itertools.repeat(None)
         last = -1
         part = None
-        for (handle, token, logprob, kv), top, left in each:
-            if (
-                handle == last
-                and part is not None
-                and part.kv_version == kv
-                and top is None
-                and left is None
-            ):
+        for (handle, token, logprob, kv), top, left in zip(
+            rows, tops or nothing, kept or nothing, strict=False
+        ):
+            is_plain = top is None and left is None
+            if is_plain and handle == last and part is not None and part.kv_version == kv:
                 part.token_ids.append(token)
                 part.logprobs.append(logprob)
-            elif (stream := streams.get(handle)) is not None:
-                last = handle
-                part = stream.add(
-                    token, logprob, version=version, kv_version=kv, top=top, kept=left
-                )
+                continue
+            stream = streams.get(handle)
+            if stream is None:
+                continue
+            last = handle
+            part = stream.add(token, logprob, version=version, kv_version=kv, top=top, kept=left)
+        attested_by = dict(attested)
+        experts_by = dict(experts)
         for handle, finish in finishes:
-            if (stream := streams.pop(handle, None)) is not None:
+            stream = streams.pop(handle, None)
+            if stream is not None:
                 stream.end(
                     version,
                     finish,
-                    attested=dict(attested).get(handle, ()),
-                    experts=dict(experts).get(handle, b""),
+                    attested=attested_by.get(handle, ()),
+                    experts=experts_by.get(handle, b""),
                 )
 
     def reject(self, handle: int, error: Exception) -> None:
-        """Ends one request with an error; an unknown one has been closed meanwhile."""
-        if (stream := self._streams.pop(handle, None)) is not None:
+        """Ends one request with an error. An unknown one has been closed meanwhile."""
+        stream = self._streams.pop(handle, None)
+        if stream is not None:
             stream.fail(error)
 
     def fail(self, error: Exception) -> None:

@@ -1,8 +1,8 @@
 """The multiplexed wire between a gateway and an engine: one WebSocket per client, one message per
 decode step.
 
-Frames are msgpack. What is per token travels as one raw little-endian array of rows. Rows to score
-and their scores travel over HTTP: msgpack there, raw little-endian float32 back.
+Frames are msgpack. Data per token travels as one raw little-endian array of rows. Rows to score and
+their scores travel over HTTP, as msgpack one way and as raw little-endian float32 back.
 """
 
 import struct
@@ -32,10 +32,10 @@ from midflight.types import (
 )
 
 PREFIX: Final = "/engine/v1"
-"""Of the routes between rollout process and engine."""
+"""The beginning of the routes between rollout process and engine."""
 STREAM_PATH: Final = PREFIX + "/stream"
 END_OF_INTS: Final = 2**31
-"""Of versions and token ids: each has 32 bits in a row."""
+"""The end of versions and token ids, each of which has 32 bits in a row."""
 _ROW: Final = struct.Struct("<iifi")
 """One token on the wire: the handle of its request, its id, its log-probability, the version of its
 oldest key.
@@ -46,14 +46,14 @@ _ROW_DTYPE: Final = np.dtype(
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
-    """From the client, which numbers its requests."""
+    """The client sends a request. It numbers its requests."""
 
     handle: int
     request: GenerateRequest
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """From the client: it wants no more of this request."""
+    """The client wants no more of this request."""
 
     handle: int
 
@@ -66,36 +66,36 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class StepFrame(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
-    """What one step did for this client. Times are CLOCK_MONOTONIC seconds of the engine's machine;
-    it is sent as the step ends.
+    """What one step did for this client. Times are CLOCK_MONOTONIC seconds of the engine's machine.
+    The frame is sent as the step ends.
     """
 
     version: Version
     rows: bytes
-    """One `_ROW` for each token; a request that got several has them in this order."""
+    """One `_ROW` for each token. The tokens of one request are in their order."""
     finishes: tuple[tuple[int, Finish], ...]
     started: float
     ended: float
     num_running: int
     top_ids: bytes = b""
-    """int32, as many for each token, -1 where a request asked for fewer than another; absent where
-    nobody asks
+    """int32, equally many for each token, -1 where a request asked for fewer than another. Absent
+    where no request asks.
     """
     top_logprobs: bytes = b""
-    """float32, one for each of `top_ids`"""
+    """float32, one for each of `top_ids`."""
     kept: bytes = b""
-    """What truncation kept for each token, end to end; absent where nobody asks"""
+    """What truncation kept for each token, end to end. Absent where no request asks."""
     kept_lengths: bytes = b""
-    """int32, of each token's part of `kept`; -1 where its request did not ask"""
+    """int32, the length of each token's part of `kept`, or -1 where its request did not ask."""
     attested: tuple[tuple[int, tuple[Segment, ...]], ...] = ()
-    """Of requests among `finishes`: `Chunk.attested`, where the engine has it"""
+    """`Chunk.attested` of requests among `finishes`, where the engine has it."""
     experts: tuple[tuple[int, bytes], ...] = ()
-    """`Chunk.experts`, likewise"""
+    """`Chunk.experts` of requests among `finishes`, where the engine has it."""
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True, omit_defaults=True):
-    """A request ended in an error, named by its code: refused, or lost (`engine_unavailable`).
-    Others go on.
+    """A request ended in an error, which the code names: it was refused, or lost
+    (`engine_unavailable`). Other requests go on.
     """
 
     handle: int
@@ -103,7 +103,7 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True, omit_defaults=True):
     message: str
     param: str | None
     retry_after_seconds: int | None = None
-    """Of an engine that is full for now."""
+    """Present where the engine is full for now."""
 
 
 ClientFrame = Submit | Abort
@@ -111,9 +111,7 @@ EngineFrame = Hello | StepFrame | Rejected
 
 encode = msgspec.msgpack.Encoder().encode
 decode_client_frames = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
-"""A message of a client holds all that it had to say at that moment. Each frame is read by
-itself.
-"""
+"""A message of a client holds all frames that waited at that moment. Each frame is read by itself."""
 decode_engine_frame = msgspec.msgpack.Decoder(EngineFrame).decode
 _decode_client_frame = msgspec.msgpack.Decoder(ClientFrame).decode
 
@@ -138,8 +136,8 @@ def pack_client_frame(frame: ClientFrame) -> msgspec.Raw:
 
 
 def client_frame(raw: msgspec.Raw) -> ClientFrame | Rejected:
-    """A frame of a client, or the answer to one that cannot be read. `msgspec.DecodeError` where
-    not even its number can.
+    """A frame of a client, or the answer to a frame that cannot be read. `msgspec.DecodeError`
+    where not even its number can be read.
     """
     try:
         return _decode_client_frame(raw)
@@ -154,91 +152,106 @@ def client_frame(raw: msgspec.Raw) -> ClientFrame | Rejected:
 
 
 def pack_step(step: StepOutput, numbers: dict[int, int]) -> StepFrame:
-    """`numbers` gives the client's number of each of the engine's handles."""
+    """The frame of a step. `numbers` gives the client's number of each of the engine's handles."""
     rows = np.empty(len(step.handles), dtype=_ROW_DTYPE)
-    rows["handle"] = list(map(numbers.__getitem__, step.handles.tolist()))
-    rows["token_id"], rows["logprob"], rows["kv_version"] = (
-        step.token_ids,
-        step.logprobs,
-        step.kv_versions,
-    )
+    rows["handle"] = [numbers[handle] for handle in step.handles.tolist()]
+    rows["token_id"] = step.token_ids
+    rows["logprob"] = step.logprobs
+    rows["kv_version"] = step.kv_versions
+    top_ids = b""
+    top_logprobs = b""
+    if step.top_ids.size:
+        top_ids = step.top_ids.astype("<i4").tobytes()
+        top_logprobs = step.top_logprobs.astype("<f4").tobytes()
     return StepFrame(
         version=step.version,
         rows=rows.tobytes(),
-        finishes=tuple([(numbers[h], finish) for h, _, finish in step.finishes])
-        if step.finishes
-        else (),
+        finishes=tuple([(numbers[handle], finish) for handle, _, finish in step.finishes]),
         started=step.started,
         ended=step.ended,
         num_running=step.num_running,
-        top_ids=step.top_ids.astype("<i4").tobytes() if step.top_ids.size else b"",
-        top_logprobs=step.top_logprobs.astype("<f4").tobytes() if step.top_ids.size else b"",
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
         kept=b"".join(filter(None, step.kept)),
         kept_lengths=_lengths(step.kept),
-        experts=tuple([(numbers[h], experts) for h, experts in step.experts])
-        if step.experts
-        else (),
+        experts=tuple([(numbers[handle], experts) for handle, experts in step.experts]),
     )
 
 
 def pack_chunks(
     chunks: Sequence[tuple[int, Chunk]], *, started: float, ended: float, num_running: int
 ) -> StepFrame:
-    """Chunks of one version, each with its client's number. A number may occur several times; its
-    chunks are in order.
+    """The frame of chunks of one version, each with its client's number. A number may occur several
+    times. Its chunks are in order.
     """
-    rows = [
-        (h, i, p, c.kv_version)
-        for h, c in chunks
-        for i, p in zip(c.token_ids, c.logprobs, strict=True)
-    ]
-    width = max((len(top) for _, c in chunks for top in c.top_logprobs), default=0)
-    tops = (
-        [
-            _widened(top, width)
-            for _, c in chunks
-            for top in c.top_logprobs or ((),) * len(c.token_ids)
-        ]
-        if width
-        else []
-    )
-    has_kept = any(c.kept for _, c in chunks)
+    rows: list[tuple[int, int, float, Version]] = []
+    for number, chunk in chunks:
+        for token_id, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
+            rows.append((number, token_id, logprob, chunk.kv_version))
+    top_ids, top_logprobs = _packed_tops([chunk for _, chunk in chunks])
+    kept, kept_lengths = _packed_kept([chunk for _, chunk in chunks])
     return StepFrame(
         version=chunks[0][1].version,
         rows=np.array(rows, dtype=_ROW_DTYPE).tobytes(),
-        finishes=tuple((h, c.finish) for h, c in chunks if c.finish is not None),
+        finishes=tuple([(n, chunk.finish) for n, chunk in chunks if chunk.finish is not None]),
         started=started,
         ended=ended,
         num_running=num_running,
-        top_ids=np.fromiter((i for top in tops for i, _ in top), dtype="<i4").tobytes(),
-        top_logprobs=np.fromiter((p for top in tops for _, p in top), dtype="<f4").tobytes(),
-        attested=tuple((h, c.attested) for h, c in chunks if c.attested),
-        kept=b"".join(left for _, c in chunks for left in c.kept),
-        kept_lengths=_lengths(
-            [left for _, c in chunks for left in c.kept or [None] * len(c.token_ids)]
-        )
-        if has_kept
-        else b"",
-        experts=tuple((h, c.experts) for h, c in chunks if c.experts),
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        attested=tuple([(n, chunk.attested) for n, chunk in chunks if chunk.attested]),
+        kept=kept,
+        kept_lengths=kept_lengths,
+        experts=tuple([(n, chunk.experts) for n, chunk in chunks if chunk.experts]),
     )
+
+
+def _packed_tops(chunks: Sequence[Chunk]) -> tuple[bytes, bytes]:
+    """`StepFrame.top_ids` and `StepFrame.top_logprobs` of the tokens of some chunks."""
+    width = 0
+    for chunk in chunks:
+        for top in chunk.top_logprobs:
+            width = max(width, len(top))
+    if not width:
+        return b"", b""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    for chunk in chunks:
+        for top in chunk.top_logprobs or ((),) * len(chunk.token_ids):
+            for token_id, logprob in top:
+                ids.append(token_id)
+                logprobs.append(logprob)
+            missing = width - len(top)
+            ids += [-1] * missing
+            logprobs += [0.0] * missing
+    return np.array(ids, dtype="<i4").tobytes(), np.array(logprobs, dtype="<f4").tobytes()
+
+
+def _packed_kept(chunks: Sequence[Chunk]) -> tuple[bytes, bytes]:
+    """`StepFrame.kept` and `StepFrame.kept_lengths` of the tokens of some chunks."""
+    if not any(chunk.kept for chunk in chunks):
+        return b"", b""
+    kept: list[bytes | None] = []
+    for chunk in chunks:
+        kept += chunk.kept or [None] * len(chunk.token_ids)
+    return b"".join(filter(None, kept)), _lengths(kept)
 
 
 def can_carry(chunk: Chunk) -> bool:
     """Whether a chunk fits the columns: their lengths agree, and what should be an int32 is one."""
     num = len(chunk.token_ids)
-    aligned = (
-        len(chunk.logprobs) == num
-        and len(chunk.kept) in (0, num)
-        and (not chunk.top_logprobs or (len(chunk.top_logprobs) == num and all(chunk.top_logprobs)))
-    )
-    ints = (
-        chunk.version,
-        chunk.kv_version,
-        *chunk.token_ids,
-        *(i for top in chunk.top_logprobs for i, _ in top),
-    )
-    spans = (i for s in chunk.attested for i in (s.version, s.kv_version, s.start, s.end))
-    return aligned and all(0 <= i < END_OF_INTS for i in (*ints, *spans))
+    if len(chunk.logprobs) != num or len(chunk.kept) not in (0, num):
+        return False
+    tops = chunk.top_logprobs
+    if tops and (len(tops) != num or not all(tops)):
+        return False
+    ints = [chunk.version, chunk.kv_version]
+    ints += chunk.token_ids
+    for top in tops:
+        ints += [token_id for token_id, _ in top]
+    for span in chunk.attested:
+        ints += (span.version, span.kv_version, span.start, span.end)
+    return all(0 <= value < END_OF_INTS for value in ints)
 
 
 def step_rows(frame: StepFrame) -> list[TokenRow]:
@@ -247,35 +260,37 @@ def step_rows(frame: StepFrame) -> list[TokenRow]:
 
 
 def step_tops(frame: StepFrame) -> list[Top]:
-    """The alternatives of each token; empty where nobody asks."""
+    """The alternatives of each token; empty where no request asks."""
     if not frame.top_ids:
         return []
     ids = np.frombuffer(frame.top_ids, dtype="<i4").tolist()
     logprobs = np.frombuffer(frame.top_logprobs, dtype="<f4").tolist()
     pairs = list(zip(ids, logprobs, strict=True))
     width = len(pairs) * _ROW.size // len(frame.rows)
-    return [
-        tuple(pair for pair in pairs[at : at + width] if pair[0] >= 0) or None
-        for at in range(0, len(pairs), width)
-    ]
+    found: list[Top] = []
+    for start in range(0, len(pairs), width):
+        known = tuple([pair for pair in pairs[start : start + width] if pair[0] >= 0])
+        found.append(known or None)
+    return found
 
 
 def step_kept(frame: StepFrame) -> list[bytes | None]:
-    """What truncation kept for each token; empty where nobody asks."""
-    lengths = _int32(frame.kept_lengths)
-    ends = np.cumsum(lengths.clip(min=0)).tolist()
-    return [
-        None if length < 0 else frame.kept[end - length : end]
-        for length, end in zip(lengths.tolist(), ends, strict=True)
-    ]
+    """What truncation kept for each token; empty where no request asks."""
+    found: list[bytes | None] = []
+    start = 0
+    for length in _int32(frame.kept_lengths).tolist():
+        if length < 0:
+            found.append(None)
+            continue
+        end = start + length
+        found.append(frame.kept[start:end])
+        start = end
+    return found
 
 
 def _lengths(kept: Sequence[bytes | None]) -> bytes:
-    return np.fromiter((-1 if left is None else len(left) for left in kept), dtype="<i4").tobytes()
-
-
-def _widened(top: tuple[tuple[int, float], ...], width: int) -> tuple[tuple[int, float], ...]:
-    return top + ((-1, 0.0),) * (width - len(top))
+    lengths = [-1 if left is None else len(left) for left in kept]
+    return np.array(lengths, dtype="<i4").tobytes()
 
 
 def error_from(
@@ -285,15 +300,22 @@ def error_from(
     kind = next((k for k in _kinds(MidflightError) if k.code == code), EngineError)
     if issubclass(kind, Overloaded) and retry_after_seconds is not None:
         return kind(message, retry_after_seconds=retry_after_seconds)
-    return kind(message, param=param) if issubclass(kind, RequestRejected) else kind(message)
+    if issubclass(kind, RequestRejected):
+        return kind(message, param=param)
+    return kind(message)
 
 
 def _kinds(kind: type[MidflightError]) -> Iterator[type[MidflightError]]:
-    """Breadth first: where subclasses inherit a code, the class that defines it comes first."""
+    """The class and all its subclasses, breadth first: where subclasses inherit a code, the class
+    that defines it comes first.
+    """
     level = [kind]
     while level:
         yield from level
-        level = [below for above in level for below in above.__subclasses__()]
+        below: list[type[MidflightError]] = []
+        for above in level:
+            below += above.__subclasses__()
+        level = below
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -316,7 +338,9 @@ def encode_rows(token_ids: Int32, row_offsets: Int32, *, temperature: float) -> 
 
 
 def decode_rows(data: bytes) -> tuple[Int32, Int32, float]:
-    """The inverse; `RequestRejected` for other bytes. What the numbers say is not looked at."""
+    """The inverse of `encode_rows`; `RequestRejected` for other bytes. It does not look at what the
+    numbers say.
+    """
     try:
         rows = _decode_rows(data)
         return _int32(rows.token_ids), _int32(rows.row_offsets), rows.temperature
@@ -331,7 +355,7 @@ def encode_scores(scores: Float32) -> bytes:
 
 
 def decode_scores(data: bytes, *, num_tokens: int) -> Float32:
-    """The inverse; `EngineUnavailable` where there is not one for each token."""
+    """The inverse of `encode_scores`; `EngineUnavailable` where there is not one for each token."""
     if len(data) != 4 * num_tokens:
         raise EngineUnavailable(
             f"reading an engine's scores: {len(data)} bytes for {num_tokens} tokens. Check that "

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 from midflight import types
-from midflight.engines.streams import check_features, check_request
+from midflight.engines.requests import check_features, check_request
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, NotSupported
 from midflight.testing.script import (
     Script,

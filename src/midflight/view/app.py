@@ -23,7 +23,7 @@ from midflight.view import looks
 from midflight.view.guard import OnlyWithToken
 from midflight.view.pages import conversation, groups, ledger, overview, run, time
 from midflight.view.visit import Shelf, Visit
-from midflight.wire.server import guarded, is_loopback
+from midflight.wire.hosts import guarded, is_loopback
 
 LOOKS = {"auto": None, "light": False, "dark": True}
 LOOKS_COOKIE = "midflight_looks"

@@ -1,26 +1,26 @@
-"""The difference of two versions as bytes. Workers of servers read it from this file by its path,
-and have no Midflight: it imports nothing of ours.
+"""The difference of two versions as bytes. Workers of servers load this file by its path and have
+no Midflight, so it imports nothing of Midflight.
 
 A difference leads from one set of words to the other, bit for bit. Weights are words of 1, 2, 4 or
-8 bytes. What a step changes in a word is small beside the word, so a difference is taken as between
+8 bytes. What a step changes in a word is small beside the word. So a difference is taken as between
 integers (mod 2^bits), folded so that small ones of either sign are small (0, -1, 1, -2, ... become
-0, 1, 2, 3, ...), and laid out in planes: all lowest bytes, then all second ones, and so on, of
-which the upper are nearly always zeros.
+0, 1, 2, 3, ...), and laid out in planes: all lowest bytes, then all second ones, and so on. The
+upper planes are nearly always zeros.
 
     payload = for each tensor, for each BLOCK of its words: frame
-    frame   = count                                   uint32; 0: nothing changed, and the frame ends
-    here
-              length of map, length of each plane     uint32 each
-              map                                     a bit for each word: whether it changed; none
-              if count is the whole block planes                                  of the `count`
-              folded differences
+    frame   = count                                  uint32; 0: nothing changed, and the frame
+                                                     ends here
+              length of map, length of each plane    uint32 each
+              map                                    a bit for each word: whether it changed;
+                                                     none if count is the whole block
+              planes                                 of the `count` folded differences
 
-Map and planes are no bytes where all are zero, as they are where they have their own length, and
-else deflated. The compressor looks for runs only (Z_RLE): on differences of AdamW steps that was a
-tenth smaller than zlib's search for repeated strings and a little smaller than zstandard's, and
-faster than the first. zstandard is four times as fast, but one more thing to install beside every
-engine. A deflated map is about as small as a list of gaps, and made in half the time or less where
-more than a few words in a hundred change.
+A map or a plane has no bytes where all of it is zero. It is as it is where it has its own length,
+and deflated otherwise. The compressor looks for runs only (Z_RLE): on differences of AdamW steps
+that was a tenth smaller than zlib's search for repeated strings and a little smaller than
+zstandard's, and faster than the first. zstandard is four times as fast, but one more thing to
+install beside every engine. A deflated map is about as small as a list of gaps, and made in half
+the time or less where more than a few words in a hundred change.
 """
 
 import struct
@@ -35,21 +35,21 @@ Words = NDArray[Any]
 """One-dimensional, of unsigned integers."""
 
 BLOCK = 1 << 18
-"""Words of a frame: few enough to fit a processor's cache, and to keep the scratch memory of both
-ends at some megabytes.
+"""The words of a frame. They are few enough to fit a processor's cache, and to keep the scratch
+memory of both ends at some megabytes.
 """
 
 DENSE = 0.9
-"""Share of changed words above which a map costs more than the zeros in between."""
+"""Where a larger share of the words has changed, a map costs more than the zeros in between."""
 
 _SAMPLE = 1 << 12
-"""Bytes of a plane that are tried first: what cannot be compressed is copied, which takes a
-hundredth of the time.
+"""How many bytes of a plane are tried first. A plane that cannot be compressed is copied, which
+takes a hundredth of the time.
 """
 
 
 def encode(old: memoryview, new: memoryview, *, width: int) -> Iterator[bytes]:
-    """The frames that turn `old` into `new`, one by one; both have the same length, in words of
+    """The frames that turn `old` into `new`, one by one. Both have the same length, in words of
     `width` bytes.
     """
     before = _words(old, width)
@@ -59,9 +59,10 @@ def encode(old: memoryview, new: memoryview, *, width: int) -> Iterator[bytes]:
 
 
 class Frames:
-    """Reads a payload from its beginning to its end. Whatever the bytes are, all that happens is
+    """Reads a payload from its beginning to its end. Whatever the bytes are, the worst outcome is
     `ValueError`, or wrong words: memory is set aside for words that the caller has, never for what
-    the bytes claim."""
+    the bytes claim.
+    """
 
     def __init__(self, payload: memoryview) -> None:
         self._left = payload
@@ -97,11 +98,13 @@ class Frames:
         return where
 
     def _unpacked(self, length: int, size: int) -> NDArray[np.uint8]:
-        """The next `length` bytes, which stand for `size` of them."""
+        """The next `length` bytes, which stand for `size` bytes."""
         data = self._take(length)
         if length == 0:
             return np.zeros(size, np.uint8)
-        return np.frombuffer(data if length == size else _inflated(data, size), np.uint8)
+        if length == size:
+            return np.frombuffer(data, np.uint8)
+        return np.frombuffer(_inflated(data, size), np.uint8)
 
     def _numbers(self, count: int) -> tuple[int, ...]:
         return struct.unpack(f"<{count}I", self._take(4 * count))
@@ -125,17 +128,12 @@ def _frame(before: Words, after: Words) -> bytes:
     else:
         bits = _packed(np.packbits(changed))
         folded = _folded(after[where] - before[where])
-    planes = [
-        _packed(plane)
-        for plane in np.ascontiguousarray(folded.view(np.uint8).reshape(-1, before.itemsize).T)
-    ]
-    return b"".join(
-        [
-            struct.pack(f"<{2 + len(planes)}I", folded.size, len(bits), *map(len, planes)),
-            bits,
-            *planes,
-        ]
-    )
+    by_byte = folded.view(np.uint8).reshape(-1, before.itemsize).T
+    planes = [_packed(plane) for plane in np.ascontiguousarray(by_byte)]
+    head = struct.pack(f"<{2 + len(planes)}I", folded.size, len(bits), *map(len, planes))
+    parts = [head, bits]
+    parts += planes
+    return b"".join(parts)
 
 
 def _packed(values: NDArray[np.uint8]) -> bytes:
@@ -165,7 +163,7 @@ def _unfolded(folded: Words) -> Words:
 
 
 def _deflated(data: bytes) -> bytes:
-    """Without a checksum: the fingerprint of the result is verified anyway."""
+    """The data deflated, without a checksum: the fingerprint of the result is verified anyway."""
     made = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
     return made.compress(data) + made.flush()
 

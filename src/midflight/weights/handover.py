@@ -1,8 +1,8 @@
 """Bringing a version to the engines: stage in the background, commit in turn or together, and never
 half of it (I7).
 
-The commit on one engine: hold, pause, swap, attest, resume; and no weights are served that the
-engine did not attest.
+The commit on one engine is hold, pause, swap, attest, resume. No weights are served that the engine
+did not attest.
 """
 
 import asyncio
@@ -19,47 +19,43 @@ from midflight.types.facts import Record, WeightsCommitted
 from midflight.weights.turns import Barrier, Turnstile
 
 OWNER = "handover"
-"""The name of its holds."""
+"""The owner's name of the handover's holds."""
 
 
 def commit_mode(
     engine: str, capabilities: Capabilities, wanted: PauseMode | Literal["auto"]
 ) -> PauseMode:
-    """`auto`: what the engine says; else keep where it offers it and says the version of every
-    token, else recompute, abort, drain.
+    """The mode in which an engine pauses for a commit. `auto` is what the engine says, else keep
+    where it offers that mode and says the version of every token, else recompute, abort, drain.
 
     `NotSupported` when the engine lacks the mode that was asked for, or has none at all.
     """
-    otherwise = [
-        mode for mode in BY_COST if capabilities.versions_per_token or mode is not PauseMode.KEEP
-    ]
+    otherwise = list(BY_COST)
+    if not capabilities.versions_per_token:
+        otherwise = [mode for mode in BY_COST if mode is not PauseMode.KEEP]
     if capabilities.commit_mode is not None:
         otherwise.insert(0, capabilities.commit_mode)
-    remedy = (
-        "use another engine"
-        if wanted == "auto"
-        else "set rollout.pause_mode to one of these or auto"
-    )
-    return pause_mode(
-        engine,
-        capabilities,
-        None if wanted == "auto" else wanted,
-        otherwise=otherwise,
-        remedy=remedy,
-    )
+    if wanted == "auto":
+        return pause_mode(
+            engine, capabilities, None, otherwise=otherwise, remedy="use another engine"
+        )
+    remedy = "set rollout.pause_mode to one of these or auto"
+    return pause_mode(engine, capabilities, wanted, otherwise=otherwise, remedy=remedy)
 
 
 def swaps_between_steps(capabilities: Capabilities, mode: PauseMode) -> bool:
-    """Whether a commit needs no pause of ours: staged weights go live between two steps, if need be
-    in a pause that the engine makes, or for new requests alone."""
-    return capabilities.stages_weights and (
-        capabilities.side_by_side or mode is (capabilities.commit_mode or PauseMode.KEEP)
-    )
+    """Whether a commit needs no pause of ours. Then staged weights go live between two steps, if
+    need be in a pause that the engine makes, or for new requests alone.
+    """
+    if not capabilities.stages_weights:
+        return False
+    own_mode = capabilities.commit_mode or PauseMode.KEEP
+    return capabilities.side_by_side or mode is own_mode
 
 
 class Guard:
-    """What is done to an engine is done within its time, or the engine is in quarantine (I7).
-    `errors` says which are, and why.
+    """Whatever is done to an engine is done within its time, or the engine is in quarantine (I7).
+    `errors` says which engines are, and why.
     """
 
     def __init__(self, fleet: EngineFleet) -> None:
@@ -71,30 +67,24 @@ class Guard:
         self, engine: str, deed: str, *, seconds: float, when_cancelled: bool = True
     ) -> AsyncGenerator[Allowance]:
         """The block runs to its end within `seconds`, or the engine is in quarantine and `errors`
-        says why. Gives its time.
+        says why. The block gets its allowance of time.
 
-        The engine's error ends here. A cancellation goes on, with the engine, whose state is now
-        unknown, behind quarantine.
+        The engine's error ends here. A cancellation goes on, and the engine, whose state is then
+        unknown, is in quarantine.
         """
         allowance = Allowance(seconds)
         try:
             async with allowance:
                 yield allowance
         except Expired:
-            self._give_up(
-                engine,
-                EngineUnavailable(f"{deed}: not done within {seconds:g} s; restart the engine."),
-            )
+            late = f"{deed}: not done within {seconds:g} s; restart the engine."
+            self._give_up(engine, EngineUnavailable(late))
         except Exception as error:
             self._give_up(engine, error)
         except BaseException:
             if when_cancelled:
-                self._give_up(
-                    engine,
-                    EngineError(
-                        f"{deed}: cancelled on the way; it rejoins at the current version."
-                    ),
-                )
+                cancelled = f"{deed}: cancelled on the way; it rejoins at the current version."
+                self._give_up(engine, EngineError(cancelled))
             raise
 
     def _give_up(self, engine: str, error: BaseException) -> None:
@@ -103,7 +93,7 @@ class Guard:
 
 
 class Committer:
-    """Without state of its own: each call is one engine's commit."""
+    """Commits a version on one engine. It has no state of its own."""
 
     def __init__(
         self,
@@ -113,8 +103,8 @@ class Committer:
         seconds: float,
         record: Record,
     ) -> None:
-        """`seconds`: the engine's own time for all of it; what it waits for others at the barrier
-        does not count.
+        """`seconds`: the engine's own time for all of it. Time that it waits for others at the
+        barrier does not count.
         """
         self._fleet = fleet
         self._record = record
@@ -134,11 +124,11 @@ class Committer:
         guard: Guard,
         barrier: Barrier,
     ) -> bool:
-        """Makes the version live on the engine and the engine routable; or quarantine. No new
-        request goes to a paused engine.
+        """Makes the version live on the engine and the engine routable, or puts the engine in
+        quarantine. No new request goes to a paused engine.
 
         Waits for the engine, and for the others at the barrier. Whatever happens, the engine has
-        left it in the end.
+        left the barrier in the end.
         """
         started = asyncio.get_running_loop().time()
         deed = f"committing version {manifest.version} on engine {engine.name!r}"
@@ -150,8 +140,8 @@ class Committer:
                 else:
                     self._fleet.hold(engine.name, OWNER)
                     await _swap_paused(engine, manifest, mode, barrier=barrier, own_time=own_time)
-                # Also where nothing was paused: an earlier attempt may have ended in quarantine
-                # with the engine paused.
+                # The engine is resumed also where nothing was paused now: an earlier attempt may
+                # have ended in quarantine with the engine paused.
                 await engine.resume()
                 self._fleet.served(engine.name, manifest.version)
         finally:
@@ -167,8 +157,8 @@ class Committer:
 
 
 async def _swap(engine: Engine, manifest: WeightManifest) -> None:
-    """What is attested is what is served: anything but the manifest's version and fingerprint must
-    not run.
+    """Swaps the weights. An engine serves what it attests, so anything but the manifest's version
+    and fingerprint must not run.
     """
     said = await engine.commit(manifest.version)
     if said != Attestation(manifest.version, manifest.fingerprint):
@@ -210,26 +200,28 @@ class HandoverReport:
     quarantined: Mapping[str, str] = field(default_factory=dict[str, str])
     """Engines that did not, and why. They rejoin at this version, or a later one."""
     superseded_by: Version | None = None
-    """A newer version took its place before it was staged anywhere; nothing else was done."""
+    """The newer version that took its place before it was staged anywhere. Then nothing else was
+    done.
+    """
     releasable: tuple[Version, ...] = ()
-    """Versions no engine will fetch any more: the publisher's slots may be released."""
+    """Versions that no engine will fetch any more. The publisher's slots may be released."""
     stage_seconds: float = 0.0
-    """The slowest engine's, of those that staged."""
+    """The time of the slowest engine that staged."""
 
 
 class _Delivery:
     """What one handover, or one rejoin, has done so far."""
 
     def __init__(self, manifest: WeightManifest, fleet: EngineFleet, *, receivers: int) -> None:
-        """`receivers`: how many engines take it in at once; those that do it in their pause come
-        one by one, or when all are paused.
+        """`receivers`: how many engines take the version in at once. Engines that do it in their
+        pause come one by one, or when all are paused.
         """
         self.manifest = manifest
         self.sent = replace(manifest, receivers=receivers or None)
-        """As the engines get it."""
+        """The manifest as the engines get it."""
         self.guard = Guard(fleet)
         self.stage_seconds: dict[str, float] = {}
-        """Of engines that staged."""
+        """The time of each engine that staged."""
         self.served: list[str] = []
 
 
@@ -257,7 +249,7 @@ class Handover:
         way: Literal["rolling", "barrier"] = "rolling",
         max_paused: int = 1,
     ) -> None:
-        """`stage_seconds` and `commit_seconds` are deadlines for one engine; the commit's includes
+        """`stage_seconds` and `commit_seconds` are deadlines for one engine. The commit's includes
         its pause.
         """
         self._fleet = fleet
@@ -277,8 +269,8 @@ class Handover:
 
     @property
     def current(self) -> WeightManifest | None:
-        """The version that engines serve or rejoin at; `None` while they serve what they started
-        with.
+        """The version that engines serve or rejoin at. `None` while they serve the weights that
+        they started with.
         """
         return self._current
 
@@ -292,9 +284,9 @@ class Handover:
         """Brings the version to every attached engine, those in quarantine too, but not to one that
         is reserved for an evaluation.
 
-        Waits for the handover or the rejoins under way, which end by their deadlines; of the
-        versions that wait, only the newest goes on and the others' reports say `superseded_by` at
-        once. May be repeated with the same manifest. `NotSupported` when an engine lacks the
+        Waits for the handover or the rejoins under way, which end by their deadlines. Only the
+        newest of the versions that wait goes on, and the others' reports say `superseded_by` at
+        once. It may be repeated with the same manifest. `NotSupported` when an engine lacks the
         configured pause mode; then nothing was begun.
         """
         for engine in self._fleet.engines():
@@ -313,7 +305,8 @@ class Handover:
             self._turnstile.leave(ticket)
 
     async def rejoin(self, engine: str) -> bool:
-        """Brings an engine in quarantine to the current version; says whether it is routable now.
+        """Brings an engine in quarantine to the current version. Returns whether it is routable
+        now.
 
         Waits for the handover under way, and for no other engine. `False` at once while the engine
         is rejoining already. Before the first publication the engine must still serve what the
@@ -325,12 +318,14 @@ class Handover:
         try:
             await ticket.admitted
             found = next((e for e in self._fleet.engines() if e.name == engine), None)
-            return found is not None and await self._readmit(found)
+            if found is None:
+                return False
+            return await self._readmit(found)
         finally:
             self._turnstile.leave(ticket)
 
     async def catch_up(self, engine: str) -> None:
-        """Brings an engine that is reserved no longer to the current version, if that came
+        """Brings an engine that is no longer reserved to the current version, if that came
         meanwhile. Waits as `rejoin` does.
         """
         if engine in self._passed_over:
@@ -342,11 +337,8 @@ class Handover:
         reserved = self._fleet.reserved()
         self._passed_over = set() if reserved is None else {reserved}
         engines = [engine for engine in self._fleet.engines() if engine.name != reserved]
-        delivery = _Delivery(
-            manifest,
-            self._fleet,
-            receivers=sum(engine.capabilities.stages_weights for engine in engines),
-        )
+        receivers = sum(engine.capabilities.stages_weights for engine in engines)
+        delivery = _Delivery(manifest, self._fleet, receivers=receivers)
         if self._way == "barrier":
             await self._together(delivery, engines)
         else:
@@ -361,16 +353,17 @@ class Handover:
         )
 
     def _forget_older(self, version: Version) -> tuple[Version, ...]:
-        """Versions before this one, those of cancelled publications too, so that no slot is
-        lost.
+        """Returns the versions before this one, those of cancelled publications too, so that no
+        slot is lost.
         """
         older = tuple(sorted(v for v in self._fetchable if v < version))
         self._fetchable.difference_update(older)
         return older
 
     async def _in_turn(self, delivery: _Delivery, engines: Sequence[Engine]) -> None:
-        """All stage at once, while they generate, and are committed in the order in which they
-        have. Those that cannot stage load one after the other."""
+        """All engines stage at once, while they generate, and are committed in the order in which
+        they have staged. Engines that cannot stage load one after the other.
+        """
         turns = asyncio.Semaphore(self._max_paused)
         loading = asyncio.Lock()
         async with asyncio.TaskGroup() as group:
@@ -408,12 +401,14 @@ class Handover:
         return engine.name in delivery.served
 
     async def _readmit_unchanged(self, engine: Engine) -> bool:
-        """Nothing was published yet: whole weights are those that the fleet started with."""
+        """Readmits an engine before anything was published. Then whole weights are those that the
+        fleet started with.
+        """
         guard = Guard(self._fleet)
-        async with guard.over(
-            engine.name, f"readmitting engine {engine.name!r}", seconds=self._commit_seconds
-        ):
-            version = (await engine.health()).version
+        deed = f"readmitting engine {engine.name!r}"
+        async with guard.over(engine.name, deed, seconds=self._commit_seconds):
+            health = await engine.health()
+            version = health.version
             if version != self._fleet.served_version():
                 raise EngineError(
                     f"it serves version {version}, the fleet {self._fleet.served_version()}; "
@@ -426,8 +421,8 @@ class Handover:
     # --- One engine -------------------------------------------------------------------------------
 
     async def _stage(self, delivery: _Delivery, engine: Engine) -> bool:
-        """Whether the engine may commit; quarantine if staging failed. One that cannot stage gets
-        the weights in its pause.
+        """Stages the version. Returns whether the engine may commit; it is in quarantine if staging
+        failed. An engine that cannot stage gets the weights in its pause.
 
         A cancellation leaves the engine as it is: it serves its whole old weights.
         """
@@ -443,12 +438,13 @@ class Handover:
         return engine.name not in delivery.guard.errors
 
     async def _commit(self, delivery: _Delivery, engine: Engine, barrier: Barrier) -> None:
-        """From the first commit on the version is the current one: an engine that falls out now
-        rejoins at it.
+        """Commits the version. From the first commit on it is the current one, and an engine that
+        falls out now rejoins at it.
         """
         self._current = delivery.manifest
         seconds = delivery.stage_seconds.get(engine.name, 0.0)
-        if await self._committer.commit(
+        is_served = await self._committer.commit(
             engine, delivery.sent, stage_seconds=seconds, guard=delivery.guard, barrier=barrier
-        ):
+        )
+        if is_served:
             delivery.served.append(engine.name)

@@ -1,5 +1,5 @@
 """How the tensors of a version lie in a packed buffer, and the check that a manifest makes sense.
-Needs no torch.
+It needs no torch.
 """
 
 import mmap
@@ -15,16 +15,16 @@ from midflight.models.sizes import tensor_bytes
 from midflight.types import Delta, TensorSpec, WeightManifest
 
 ALIGNMENT = 64
-"""In bytes: a cache line, and the widest vector load, so that a tensor can be used in place."""
+"""In bytes. It is a cache line and the widest vector load, so that a tensor can be used in place."""
 
 MAX_HELD = 3
-"""Versions that may be fetched at once: the one that is live, the one whose handover is under way,
-and the one that waits for it.
+"""How many versions may be fetched at once: the one that is live, the one whose handover is under
+way, and the one that waits for it.
 """
 
 MAX_DELTAS = 64
-"""Differences between a version and the whole one before it. Each costs an engine that catches up
-one more file and one more pass.
+"""How many differences may lie between a version and the whole one before it. Each costs an engine
+that catches up one more file and one more pass.
 """
 
 
@@ -41,9 +41,10 @@ def layout(
     """
     specs: list[TensorSpec] = []
     for name, dtype, shape in tensors:
-        start = aligned(start)
-        specs.append(TensorSpec(name, dtype, shape, start, tensor_bytes(dtype, shape)))
-        start += specs[-1].num_bytes
+        offset = aligned(start)
+        num_bytes = tensor_bytes(dtype, shape)
+        specs.append(TensorSpec(name, dtype, shape, offset, num_bytes))
+        start = offset + num_bytes
     return tuple(specs)
 
 
@@ -53,17 +54,18 @@ def repacked(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 
 def extent(specs: Iterable[TensorSpec]) -> int:
-    """Bytes a buffer needs to hold the specs."""
+    """How many bytes a buffer needs to hold the specs."""
     return max((s.offset + s.num_bytes for s in specs), default=0)
 
 
 def views(specs: Iterable[TensorSpec], buffer: memoryview) -> Mapping[str, memoryview]:
+    """The bytes of each tensor in the buffer, by name."""
     return {s.name: buffer[s.offset : s.offset + s.num_bytes] for s in specs}
 
 
 _left: deque[mmap.mmap] = deque(maxlen=1)
-"""Memory that nobody has a view of any more. To get as much anew from the kernel, page by page,
-takes several times as long as to fill it.
+"""Memory of which there is no view any more. Getting as much anew from the kernel, page by page,
+takes several times as long as filling it.
 """
 
 
@@ -72,8 +74,9 @@ def set_aside(specs: Iterable[TensorSpec]) -> memoryview:
     view of it, and is then used again.
     """
     size = max(1, extent(specs))
-    with suppress(IndexError):  # another thread may have it by now
-        if len(memory := _left.pop()) == size:
+    with suppress(IndexError):  # there is none, or another thread has it by now
+        memory = _left.pop()
+        if len(memory) == size:
             return _lent(memory)
     return _lent(mmap.mmap(-1, size))
 
@@ -86,11 +89,9 @@ def _lent(memory: mmap.mmap) -> memoryview:
 
 def is_sound(spec: TensorSpec) -> bool:
     """Whether its number of bytes follows from its dtype and shape."""
-    return (
-        spec.offset >= 0
-        and all(n >= 0 for n in spec.shape)
-        and spec.num_bytes == tensor_bytes(spec.dtype, spec.shape)
-    )
+    if spec.offset < 0 or any(n < 0 for n in spec.shape):
+        return False
+    return spec.num_bytes == tensor_bytes(spec.dtype, spec.shape)
 
 
 def check_extents(manifest: WeightManifest) -> None:
@@ -120,7 +121,10 @@ def _check_deltas(deltas: tuple[Delta, ...], full_bytes: int) -> None:
             ),
             param="deltas",
         )
-    for spec in (d.payload for d in deltas):
+    total = 0
+    for delta in deltas:
+        spec = delta.payload
+        total += spec.num_bytes
         if spec.dtype != "U8" or len(spec.shape) != 1 or not is_sound(spec):
             raise RequestRejected(
                 f"reading a weight manifest: a difference claims {spec.num_bytes} bytes at "
@@ -128,7 +132,7 @@ def _check_deltas(deltas: tuple[Delta, ...], full_bytes: int) -> None:
                 "publisher made.",
                 param="deltas",
             )
-    if (total := sum(d.payload.num_bytes for d in deltas)) > full_bytes:
+    if total > full_bytes:
         raise RequestRejected(
             (
                 f"reading a weight manifest: differences of {total} bytes for weights of "

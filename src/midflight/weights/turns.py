@@ -1,5 +1,5 @@
-"""Who waits for whom: versions and rejoins before the turnstile, and engines that change weights
-together at the barrier.
+"""Waiting in turn: versions and rejoins wait before the turnstile, and engines that change weights
+together wait at the barrier.
 """
 
 import asyncio
@@ -21,50 +21,53 @@ class Ticket:
         self.admitted: asyncio.Future[Version | None] = asyncio.get_running_loop().create_future()
 
     def settle(self, superseded_by: Version | None) -> None:
-        """Does nothing where the waiter was cancelled."""
+        """Ends the wait. Does nothing where the waiter was cancelled."""
         if not self.admitted.done():
             self.admitted.set_result(superseded_by)
 
 
 class Turnstile:
-    """Never waits: callers await their ticket, and give it back by `leave` whatever happened.
+    """Lets versions and rejoins in. It never waits: callers await their ticket, and give it back by
+    `leave` whatever happened.
 
-    Bounded: at most one version waits (a newer one takes its place, and its waiter is told), and
-    one rejoin for each engine.
+    It is bounded: at most one version waits (a newer one takes its place, and its waiter is told),
+    and one rejoin for each engine.
     """
 
     def __init__(self) -> None:
         self._inside: dict[Ticket, str | None] = {}
-        """A version (`None`), or the engines that rejoin: one that hangs must not keep another
-        out.
+        """A version (`None`), or the engines that rejoin. Several rejoin at once, because one that
+        hangs must not keep another out.
         """
         self._version: Ticket | None = None
         self._rejoins: dict[str, Ticket] = {}
         self._newest: WeightManifest | None = None
 
     def for_version(self, manifest: WeightManifest) -> Ticket:
-        """`RequestRejected` when a newer version, or another one of this number, was here before:
-        numbers are never reused.
+        """A ticket for a version. `RequestRejected` when a newer version, or another one of this
+        number, was here before: numbers are never reused.
         """
         self._check(manifest)
         self._newest = manifest
         if self._version is not None:
             self._version.settle(manifest.version)
-        ticket = self._version = Ticket()
+        ticket = Ticket()
+        self._version = ticket
         self._admit()
         return ticket
 
     def for_rejoin(self, engine: str) -> Ticket | None:
-        """`None` when the engine waits here or rejoins already."""
+        """A ticket for an engine that rejoins. `None` when it waits here or rejoins already."""
         if engine in self._rejoins or engine in self._inside.values():
             return None
-        ticket = self._rejoins[engine] = Ticket()
+        ticket = Ticket()
+        self._rejoins[engine] = ticket
         self._admit()
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
-        """The work is done, or the wait was given up. Lets the next in: a version before
-        rejoins.
+        """Takes a ticket back, whose work is done or whose wait was given up. Lets the next in, a
+        version before rejoins.
         """
         if self._version is ticket:
             self._version = None
@@ -94,7 +97,8 @@ class Turnstile:
             )
 
     def _admit(self) -> None:
-        """A version, when nobody is inside; rejoins, unless a version waits or is inside.
+        """Lets a version in when it is empty inside, and rejoins unless a version waits or is
+        inside.
 
         The version let in no longer waits, so a newer one cannot take its place any more.
         """
@@ -113,34 +117,34 @@ class Turnstile:
 
 
 class Barrier:
-    """No engine passes a point before every engine has reached it or has left. Synchronous but for
-    `reach`.
+    """No engine passes a point before every engine has reached it or has left. All of it is
+    synchronous but for `reach`.
 
-    While the first commits, none generates any more; when the first resumes, all serve the new
-    version or are in quarantine.
+    While the first engine commits, none generates any more. When the first resumes, all serve the
+    new version or are in quarantine.
     """
 
     def __init__(self, engines: Iterable[str]) -> None:
-        """Each of them must `leave` in the end, whatever becomes of it: that and its own deadline
+        """Each engine must `leave` in the end, whatever becomes of it. That and its own deadline
         bound the others' waits.
         """
         members = frozenset(engines)
         self.alone = len(members) == 1
-        """One engine has nobody to wait for."""
+        """Whether there is one engine only, which waits for no other."""
         self._missing: dict[Point, set[str]] = {"paused": set(members), "committed": set(members)}
         self._passed: dict[Point, asyncio.Event] = {
             point: asyncio.Event() for point in self._missing
         }
 
     async def reach(self, point: Point, engine: str) -> None:
-        """Waits for the engines that are still on their way there; ended by their coming or
-        leaving.
+        """Waits for the engines that are still on their way there. The wait ends when they have
+        come or left.
         """
         self._strike(point, engine)
         await self._passed[point].wait()
 
     def leave(self, engine: str) -> None:
-        """Nobody waits for this one any more. Idempotent."""
+        """No engine waits for this one any more. Idempotent."""
         for point in self._missing:
             self._strike(point, engine)
 

@@ -1,5 +1,5 @@
-"""A whole request to an ASGI application of this process, without a client library: for code of
-ours that asks thousands of times.
+"""A whole request to an ASGI application of this process without a client library, for code of ours
+that asks thousands of times.
 """
 
 import asyncio
@@ -10,8 +10,8 @@ from midflight.wire.client import Answered
 
 
 async def ask(app: ASGIApp, path: str, body: bytes) -> Answered:
-    """Waits for the whole answer to a POST, in the task of the caller, whose cancellation the
-    application gets as it is.
+    """Waits for the whole answer to a POST, in the task of the caller. The application gets the
+    caller's cancellation as it is.
     """
     exchange = _Exchange(body)
     scope = {
@@ -31,8 +31,8 @@ class _Exchange:
         self._body: bytes | None = body
 
     async def receive(self) -> Message:
-        """The body once. Whoever asks again waits for a disconnection that never comes, until it is
-        cancelled.
+        """The body at the first call. A later call waits for a disconnection that never comes,
+        until it is cancelled.
         """
         if self._body is None:
             await asyncio.get_running_loop().create_future()

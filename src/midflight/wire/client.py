@@ -1,4 +1,4 @@
-"""A client of one server: however an answer fails to come, the caller gets one error of its own."""
+"""A client of one server. However an answer fails to come, the caller gets one error of its own."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -8,8 +8,8 @@ from typing import Self
 import aiohttp
 
 LOSSES = (aiohttp.ClientError, OSError)
-"""Ways in which a connection fails. A time-out is one of them; a caller's own deadline is a
-cancellation, and is not.
+"""Ways in which a connection fails. A time-out is one of them. A caller's own deadline is not,
+because it is a cancellation.
 """
 
 
@@ -22,8 +22,8 @@ class Answered:
 
 
 class HttpClient:
-    """Connections to one server, open within `async with`. Redirects are not followed: they would
-    take the token elsewhere.
+    """Connections to one server, open within `async with`. Redirects are not followed, because they
+    would take the token elsewhere.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class HttpClient:
     ) -> None:
         """`lost` makes the error from what the server did, such as "did not answer /health: ...".
         `connect_seconds` bound connecting where a call has no bound of its own; the caller may try
-        again. `line_bytes` is the longest line of a streamed answer."""
+        again. `line_bytes` is the longest line of a streamed answer.
+        """
         self._url = url
         self._lost = lost
         self._line_bytes = line_bytes
@@ -46,7 +47,7 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        # the server admits, and a request waits there and not here
+        # The server decides how many it admits: a request waits there and not here.
         connections = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(
             self._url,
@@ -72,7 +73,7 @@ class HttpClient:
         seconds: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Answered:
-        """Waits for the whole answer, whatever its status; for ever, or for `seconds`."""
+        """Waits for the whole answer, whatever its status: for ever, or for `seconds`."""
         async with self.open(method, path, body, seconds=seconds, headers=headers) as answer:
             return Answered(answer.status, await answer.read())
 
@@ -86,7 +87,7 @@ class HttpClient:
         seconds: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """An answer that is read in the block; losses there are `lost` too. `seconds` bound the
+        """An answer that is read in the block. Losses there are `lost` too. `seconds` bound the
         block.
         """
         timeout = self._timeout if seconds is None else aiohttp.ClientTimeout(total=seconds)
@@ -104,8 +105,8 @@ class HttpClient:
     async def socket(
         self, path: str, *, heartbeat_seconds: float
     ) -> AsyncGenerator[aiohttp.ClientWebSocketResponse]:
-        """A WebSocket. Losses are left as they are (`LOSSES`): its two directions see the same
-        one.
+        """A WebSocket. Losses are left as they are (`LOSSES`), because its two directions see the
+        same one.
         """
         async with self._open_session().ws_connect(
             path, heartbeat=heartbeat_seconds, max_msg_size=0

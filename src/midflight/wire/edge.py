@@ -1,6 +1,5 @@
-"""The edge of every server: tokens, bodies, errors as answers, and clients that disconnect. Plain
-ASGI, without Starlette's objects; and routes for whatever is not called for every answer:
-Starlette's requests, behind a token, with errors as answers.
+"""The edge of every server in plain ASGI, without Starlette's objects: tokens, bodies, errors as
+answers, and clients that disconnect.
 """
 
 import asyncio
@@ -11,10 +10,6 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from midflight.errors import (
@@ -30,15 +25,15 @@ from midflight.types import Json
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 64 * 2**20
-"""A request body; a million token ids as JSON are about 7 MB."""
+"""The limit of a request body. A million token ids as JSON are about 7 MB."""
 
 MAX_INCOMING_BYTES = 2**30
-"""All bodies that are not whole yet: sixteen of the largest, and far more than all that usual ones
-ever need at once.
+"""The limit of all bodies together that are not whole yet. It is sixteen of the largest, and far
+more than usual bodies ever need at once.
 """
 
 RETRY_AFTER_SECONDS = 1
-"""What a retryable refusal advises; clients back off from there."""
+"""The wait that a retryable refusal advises. Clients back off from there."""
 
 FAILED_HERE = "this request failed inside the server; its log has the traceback."
 
@@ -53,7 +48,7 @@ _encode = msgspec.json.encode
 
 
 class ClientGone(Exception):
-    """The client has disconnected: nobody reads the answer."""
+    """The client has disconnected, and the answer is not read."""
 
 
 class BodyTooLarge(RequestRejected):
@@ -77,33 +72,37 @@ def fault_of(error: BaseException) -> Fault:
     """An error as OpenAI's clients read it: `{"error": {message, type, param, code}}`, with the
     status of `errors`.
 
-    An error that is not ours says nothing of its inside: its text is for the log.
+    An error that is not ours says nothing about the inside of the server. Its text is for the log.
     """
     if not isinstance(error, MidflightError):
         return Fault(500, _error_body(FAILED_HERE, "internal_error", None, "internal_error"))
     param = error.param if isinstance(error, RequestRejected) else None
-    return Fault(
-        error.status, _error_body(str(error), _kind(error), param, error.code), retry_headers(error)
-    )
+    body = _error_body(str(error), _kind(error), param, error.code)
+    return Fault(error.status, body, retry_headers(error))
 
 
 def plain_fault(status: int, message: str, code: str) -> Fault:
-    """For what never reaches a handler: an unknown path, a wrong method, bytes that are no HTTP."""
+    """An error of a request that never reaches a handler: an unknown path, a wrong method, bytes
+    that are no HTTP.
+    """
     return Fault(status, _error_body(message, "invalid_request_error", None, code))
 
 
 def retry_seconds(error: BaseException) -> int | None:
-    """After how long to try again; none where that is no use."""
+    """After how long to try again; `None` where that is no use."""
     if isinstance(error, Overloaded):
         return error.retry_after_seconds
-    return RETRY_AFTER_SECONDS if isinstance(error, MidflightError) and error.retryable else None
+    if isinstance(error, MidflightError) and error.retryable:
+        return RETRY_AFTER_SECONDS
+    return None
 
 
 def retry_headers(error: BaseException) -> tuple[tuple[bytes, bytes], ...]:
-    """When to try again. For a conflict, that it is no use: SDKs retry those, and a conflict stays
-    one.
+    """The headers that say when to try again. For a conflict they say that it is no use, because
+    SDKs retry conflicts, and a conflict stays one.
     """
-    if (seconds := retry_seconds(error)) is not None:
+    seconds = retry_seconds(error)
+    if seconds is not None:
         return ((b"retry-after", b"%d" % seconds),)
     if isinstance(error, MidflightError) and error.status == 409:
         return ((b"x-should-retry", b"false"),)
@@ -111,7 +110,7 @@ def retry_headers(error: BaseException) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def log_unexpected(error: BaseException) -> None:
-    """Logs the traceback of an error that is not ours; ours say all in their message."""
+    """Logs the traceback of an error that is not ours. Our errors say all in their message."""
     if not isinstance(error, MidflightError):
         _log.error("a request failed", exc_info=error)
 
@@ -132,7 +131,7 @@ def _error_body(message: str, kind: str, param: str | None, code: str) -> Json:
 
 
 def headers_of(scope: Scope) -> Mapping[bytes, bytes]:
-    """By name in lower case; the first value of each."""
+    """The headers by name in lower case, with the first value of each."""
     return dict(reversed(scope["headers"]))
 
 
@@ -156,7 +155,7 @@ def same_token(given: str | None, expected: str) -> bool:
 class RequireToken:
     """An application behind a bearer token, WebSockets too. Only `/health` is open.
 
-    The application does not see the header: it may take keys of its own there.
+    The application does not see the header, and may take keys of its own there.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -167,25 +166,15 @@ class RequireToken:
         if scope.get("path") == "/health":
             await self._app(scope, receive, send)
         elif same_token(bearer_in(headers_of(scope)), self._token):
-            await self._app(
-                {
-                    **scope,
-                    "headers": [pair for pair in scope["headers"] if pair[0] != b"authorization"],
-                },
-                receive,
-                send,
-            )
+            headers = [pair for pair in scope["headers"] if pair[0] != b"authorization"]
+            await self._app({**scope, "headers": headers}, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await send_fault(
-                send,
-                fault_of(
-                    Unauthorized(
-                        "a token is needed here: send it as `Authorization: Bearer <token>`."
-                    )
-                ),
+            error = Unauthorized(
+                "a token is needed here: send it as `Authorization: Bearer <token>`."
             )
+            await send_fault(send, fault_of(error))
 
 
 # --- Bodies ---------------------------------------------------------------------------------------
@@ -198,10 +187,10 @@ class _Incoming:
 
 
 async def read_body(receive: Receive, *, declared: bytes | None = None) -> bytes:
-    """Waits for the whole body; ended by the client, which sends it or disconnects (`ClientGone`),
-    or by the server, which cuts off a client that is too slow.
+    """Waits for the whole body. The client ends the wait, by sending the body or by disconnecting
+    (`ClientGone`), or the server, which cuts off a client that is too slow.
 
-    `declared`: the `Content-Length`; a body that is too large by it is refused before it is read.
+    `declared` is the `Content-Length`. A body that is too large by it is refused before it is read.
     `Overloaded` when too much is on its way from all clients together.
     """
     if declared is not None:
@@ -217,16 +206,19 @@ async def read_body(receive: Receive, *, declared: bytes | None = None) -> bytes
             size += len(part)
             _Incoming.num_bytes += len(part)
             _check_room(size)
-            if not message.get("more_body", False):
-                return b"".join((*parts, part)) if parts else part
+            is_last = not message.get("more_body", False)
+            if is_last and not parts:
+                return part
             parts.append(part)
+            if is_last:
+                return b"".join(parts)
     finally:
         _Incoming.num_bytes -= size
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """The JSON object that a route takes; no body is an empty object. `RequestRejected` says what
-    of it is wrong.
+    """The JSON object that a route takes. No body is an empty object. `RequestRejected` says what
+    is wrong with it.
     """
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
@@ -242,8 +234,8 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 
 
 def _num_bytes(declared: bytes) -> int:
-    """0 where it is no number: the server refuses that. Digits are bounded: 20 are more than any
-    length.
+    """The declared number of bytes, or 0 where it is no number, which the server refuses. Digits
+    are bounded: 20 are more than any length.
     """
     return int(declared[:20]) if declared.isdigit() else 0
 
@@ -262,7 +254,7 @@ def _check_room(size: int) -> None:
 
 
 async def with_client(receive: Receive, work: Awaitable[T]) -> T:
-    """Waits for `work`, as long as the client waits for it: when the client disconnects, the work
+    """Waits for `work`, as long as the client waits for it. When the client disconnects, the work
     is cancelled and `ClientGone` raised.
     """
     try:
@@ -278,9 +270,11 @@ async def with_client(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def until_gone(receive: Receive) -> None:
-    """Waits for the client to disconnect; cancelled by whoever has answered it."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    """Waits for the client to disconnect. The task that has answered the client cancels it."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
 
 
 async def _raise_when_gone(receive: Receive) -> NoReturn:
@@ -292,13 +286,11 @@ async def _raise_when_gone(receive: Receive) -> NoReturn:
 
 
 def sse(value: Json, *, named: bool = False) -> bytes:
-    """One server-sent event; `named` by its `type`."""
+    """One server-sent event. With `named` it has a name, which is the value's `type`."""
     data = b"data: " + _encode(value) + b"\n\n"
-    return (
-        b"event: " + str(value["type"]).encode() + b"\n" + data
-        if named and isinstance(value, dict)
-        else data
-    )
+    if named and isinstance(value, dict):
+        return b"event: " + str(value["type"]).encode() + b"\n" + data
+    return data
 
 
 async def send_json(
@@ -321,114 +313,23 @@ async def send_bytes(
     content_type: bytes,
     headers: Sequence[tuple[bytes, bytes]] = (),
 ) -> None:
-    whole: Callable[[int, bytes, bytes], bool] | None = (
-        None if headers else getattr(send, "whole", None)
-    )
-    if whole is not None and whole(
-        status, b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body)), body
-    ):
-        return
-    fixed = ((b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers)
+    """Sends a whole answer, in one write where the server offers that (`whole`)."""
+    whole: Callable[[int, bytes, bytes], bool] | None = getattr(send, "whole", None)
+    if whole is not None and not headers:
+        head = b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body))
+        if whole(status, head, body):
+            return
+    fixed = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
+    fixed += headers
     await send({"type": "http.response.start", "status": status, "headers": fixed})
     await send({"type": "http.response.body", "body": body})
 
 
 async def start_stream(send: Send, *, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    await send(
-        {"type": "http.response.start", "status": 200, "headers": (*_STREAM_HEADERS, *headers)}
-    )
+    """Starts an answer of server-sent events."""
+    fixed = (*_STREAM_HEADERS, *headers)
+    await send({"type": "http.response.start", "status": 200, "headers": fixed})
 
 
 async def send_more(send: Send, body: bytes, *, last: bool = False) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": not last})
-
-
-# --- Starlette's routes ---------------------------------------------------------------------------
-
-
-PACKED = "application/octet-stream"
-JSON = "application/json"
-
-Verb = Callable[[Request], Awaitable[Response]]
-
-
-class StrictBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A body whose fields are all there are, so that a misspelt one is refused and not ignored."""
-
-
-def route(
-    path: str,
-    verb: Verb,
-    *,
-    token: str | None = None,
-    method: str = "POST",
-    fault: Callable[[Exception], Fault] = fault_of,
-) -> BaseRoute:
-    """A route whose errors become answers, in the shape that `fault` gives them. With `token`, only
-    for whoever sends that.
-    """
-
-    async def answered(request: Request) -> Response:
-        try:
-            if token is not None and not holds(request, token):
-                raise Unauthorized(
-                    f"{path} needs a token: send it as `Authorization: Bearer <token>`."
-                )
-            return await verb(request)
-        except ClientGone:
-            return Response(status_code=499)  # nobody reads it
-        except Exception as error:  # the edge: every error becomes an answer
-            log_unexpected(error)
-            return fault_answer(fault(error))
-
-    return Route(path, answered, methods=[method])
-
-
-def holds(request: Request, token: str) -> bool:
-    """Whether the request carries this token."""
-    return same_token(bearer_of(request), token)
-
-
-def bearer_of(request: Request) -> str:
-    return bearer_in(headers_of(request.scope)) or ""
-
-
-async def body_of(request: Request, kind: type[T]) -> T:
-    """Waits for the body, as `read_body` does; see `decode_body`."""
-    return decode_body(await read_body(request.receive), kind)
-
-
-def wants(request: Request, kinds: Sequence[str]) -> str:
-    """Which of these media types the client asks for; the first when it says nothing about them."""
-    accepted = [
-        part.partition(";")[0].strip().lower()
-        for part in request.headers.get("accept", "").split(",")
-    ]
-    return next((kind for kind in accepted if kind in kinds), kinds[0])
-
-
-def json_answer(value: object, *, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type=JSON)
-
-
-def fault_answer(fault: Fault) -> Response:
-    """As `send_fault`."""
-    headers = {name.decode(): value.decode() for name, value in fault.headers}
-    return Response(msgspec.json.encode(fault.body), fault.status, headers=headers, media_type=JSON)
-
-
-def metrics_route(registry: CollectorRegistry, *, token: str | None = None) -> BaseRoute:
-    """`GET /metrics`, as Prometheus reads it."""
-
-    async def metrics(request: Request) -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
-
-    return route("/metrics", metrics, token=token, method="GET")
-
-
-def local_address(request: Request) -> str:
-    """Where the client's connection ends, by the socket: a header could name any place, and lead
-    those who are given it there.
-    """
-    host, port = request.scope["server"]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -23,16 +23,16 @@ else:
         import httpx  # the one it used before; the same transport interface
 
 _MAX_PARTS = 64
-"""Parts of a body that may wait for a reader; then the application waits in `send`, as it would for
-a socket.
+"""How many parts of a body may wait for a reader. Beyond them the application waits in `send`, as
+it would for a socket.
 """
 
 
 class MemoryTransport(httpx.AsyncBaseTransport):
-    """Calls `app` for each request, in a task of `tasks`: the owner's group ends them all.
+    """Calls `app` for each request, in a task of `tasks`, so that the owner's group ends them all.
 
     When a client leaves, the application receives `http.disconnect`, as from a server, and ends
-    when it wants to.
+    when it chooses.
     """
 
     def __init__(self, app: ASGIApp, tasks: asyncio.TaskGroup) -> None:
@@ -40,13 +40,12 @@ class MemoryTransport(httpx.AsyncBaseTransport):
         self._tasks = tasks
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Waits for the response to start; ended by the application, or by cancellation: then the
-        client has left.
+        """Waits for the response to start. The application ends the wait, or a cancellation, which
+        means that the client has left.
         """
         exchange = _MemoryAnswer(await request.aread(), is_head=request.method == "HEAD")
-        self._tasks.create_task(
-            exchange.run(self._app, _scope(request)), name=f"{request.method} in memory"
-        )
+        running = exchange.run(self._app, _scope(request))
+        self._tasks.create_task(running, name=f"{request.method} in memory")
         try:
             await exchange.started
         except BaseException:
@@ -56,7 +55,7 @@ class MemoryTransport(httpx.AsyncBaseTransport):
 
 
 class _MemoryAnswer(httpx.AsyncByteStream):
-    """One request and its response. Reading it waits for parts of the body; closing it early means
+    """One request and its response. Reading it waits for parts of the body. Closing it early means
     that the client has left.
     """
 
@@ -69,9 +68,9 @@ class _MemoryAnswer(httpx.AsyncByteStream):
         self._request: Message | None = {"type": "http.request", "body": body, "more_body": False}
         self._parts: deque[bytes] = deque()
         self._whole = False
-        """Whether the application sent the end of the body."""
+        """Whether the application has sent the end of the body."""
         self._ended = False
-        """Whether the application has ended: no more parts will come."""
+        """Whether the application has ended, so that no more parts will come."""
         self._gone = False
         """Whether the client has left."""
         self._reader: asyncio.Future[None] | None = None
@@ -79,14 +78,14 @@ class _MemoryAnswer(httpx.AsyncByteStream):
         self._watcher: asyncio.Future[None] | None = None
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
-        """Waits for the application. An error of it is the client's connection error, never the
+        """Waits for the application. Its error becomes the client's connection error, and never the
         task group's.
         """
         error = httpx.RemoteProtocolError("the application ended without a whole response")
         try:
             await app(scope, self._receive, _MemorySend(self))
         except Exception as failure:
-            # the edge: what a server would log and answer by cutting the connection
+            # the edge: a server would log the error and answer by cutting the connection
             error = httpx.RemoteProtocolError(f"the application failed: {failure!r}")
         finally:
             self._ended = True
@@ -96,17 +95,19 @@ class _MemoryAnswer(httpx.AsyncByteStream):
                 self.started.exception()  # a client that has left does not ask for it
 
     def go(self) -> None:
-        """The client leaves: the application is told, and what it sends from here on is dropped."""
+        """Takes note that the client leaves. The application is told, and what it sends from here
+        on is dropped.
+        """
         self._gone = True
         self._parts.clear()
-        for waiting in (self._writer, self._watcher):
-            _resolve(waiting)
+        _resolve(self._writer)
+        _resolve(self._watcher)
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self
 
     async def __anext__(self) -> bytes:
-        """Waits for the application's next part of the body; ended by the last one."""
+        """Waits for the application's next part of the body. The last part ends the iteration."""
         while not (self._parts or self._whole or self._ended):
             self._reader = self._loop.create_future()
             await self._reader
@@ -122,8 +123,8 @@ class _MemoryAnswer(httpx.AsyncByteStream):
             self.go()
 
     async def _receive(self) -> Message:
-        """The body once; then waits for the client to leave, or for the end of the response, as a
-        server does.
+        """The body at the first call. Later calls wait for the client to leave, or for the end of
+        the response, as a server does.
         """
         if self._request is not None:
             message = self._request
@@ -135,7 +136,7 @@ class _MemoryAnswer(httpx.AsyncByteStream):
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Waits while the reader is far behind; ended by its reading or leaving."""
+        """Waits while the reader is far behind. The wait ends when it reads or leaves."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.headers = list(message["headers"])
@@ -144,7 +145,8 @@ class _MemoryAnswer(httpx.AsyncByteStream):
         while len(self._parts) >= _MAX_PARTS and not self._gone:
             self._writer = self._loop.create_future()
             await self._writer
-        if (body := message.get("body", b"")) and not self._gone and not self._is_head:
+        body = message.get("body", b"")
+        if body and not self._gone and not self._is_head:
             self._parts.append(body)
         if not message.get("more_body", False):
             self._whole = True
@@ -152,8 +154,8 @@ class _MemoryAnswer(httpx.AsyncByteStream):
         _resolve(self._reader)
 
     def push(self, body: bytes) -> bool:
-        """As a server's: more of the body from outside the task that answers; False where the
-        reader is far behind then.
+        """Sends more of the body from outside the task that answers, as a server's `push` does.
+        Returns whether the reader keeps up.
         """
         if body and not self._gone:
             self._parts.append(body)

@@ -4,10 +4,9 @@ than serve it.
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import socket
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator
 
 import msgspec
 import uvicorn
@@ -19,27 +18,29 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from midflight.errors import ConfigError, Stopping
-from midflight.wire.edge import Fault, fault_of, headers_of, plain_fault, send_fault
+from midflight.wire.edge import Fault, fault_of, plain_fault, send_fault
 
 HEAD_SECONDS = 30.0
-"""For a client to send the head of a request, once it has connected or begun: a slower one would
-hold its place for ever.
+"""How long a client may take to send the head of a request, once it has connected or begun. A
+slower one would hold its place for ever.
 """
 BODY_BYTES = 4096
 BODY_SECONDS = 60.0
 """After the head, at least `BODY_BYTES` of the body must come in each `BODY_SECONDS`, unless the
-application has yet to take what is there: a body may take as long as it moves, and a client that
-sends next to nothing would hold its place for ever."""
+application has yet to take what is there. A body may take any time while it moves, but a client
+that sends next to nothing would hold its place for ever.
+"""
 IDLE_SECONDS = 75
 """A connection is kept this long without a request. Clients drop theirs sooner (usual: 5 to 60 s),
-so that none asks on one that is being closed."""
+so that none asks on a connection that is being closed.
+"""
 LAST_WORDS_SECONDS = 0.3
-"""For what was told to end to be answered, and again for what was cancelled: parts of a second,
-because a run stops within five.
+"""How long to wait for the answers of requests that were told to end, and again for those that were
+cancelled. It is parts of a second, because a run stops within five.
 """
 UNREAD_SECONDS = 120.0
-"""A client that takes nothing of its answer for so long is cut off: it would hold its place for
-ever.
+"""A client that takes nothing of its answer for so long is cut off, because it would hold its place
+for ever.
 """
 
 
@@ -51,10 +52,11 @@ async def serve_app(
     stopping: Callable[[], None] | None = None,
 ) -> None:
     """Serves until cancelled, then drops every connection. `ready` is called once connections are
-    accepted, `stopping` first when it ends: what that makes end is answered. Whatever else is under
-    way is answered 503, unless its answer has begun.
+    accepted. `stopping` is called first when serving ends, and the requests that it ends are
+    answered. All other requests under way are answered 503, unless their answer has begun.
 
-    There is no access log: paths hold the secrets of sessions. Signals are left to the process.
+    There is no access log, because paths hold the secrets of sessions. Signals are left to the
+    process.
     """
     config = uvicorn.Config(
         _Answered(app),
@@ -108,9 +110,8 @@ class _Answered:
             await self._app(scope, receive, sending)
         except asyncio.CancelledError:
             if not sending.begun:
-                await send_fault(
-                    send, fault_of(Stopping("the server is stopping: try again when it is back."))
-                )
+                stopping = Stopping("the server is stopping: try again when it is back.")
+                await send_fault(send, fault_of(stopping))
             raise
 
 
@@ -132,21 +133,20 @@ class _Sending:
         await self._send(message)
 
     def whole(self, status: int, head: bytes, body: bytes) -> bool:
-        """All of an answer in one write, where the client keeps up and its connection goes on. Says
-        whether it was sent: else it must go by `send`. `head` is trusted to be right, length
-        included."""
+        """Sends all of an answer in one write, where the client keeps up and its connection goes
+        on. Returns whether it was sent; otherwise it must go by `send`. `head` is trusted to be
+        right, length included.
+        """
         cycle = self._cycle
-        if (
-            cycle is None
-            or cycle.response_started
-            or cycle.disconnected
-            or cycle.flow.write_paused
-            or not cycle.keep_alive
-        ):
+        if cycle is None or cycle.response_started or cycle.disconnected:
+            return False
+        if cycle.flow.write_paused or not cycle.keep_alive:
             return False
         if cycle.scope["method"] == "HEAD":
             return False
-        self.begun = cycle.response_started = cycle.response_complete = True
+        self.begun = True
+        cycle.response_started = True
+        cycle.response_complete = True
         cycle.waiting_for_100_continue = False
         own = b"".join([b"%b: %b\r\n" % header for header in cycle.default_headers])
         cycle.transport.write(b"%b%b%b\r\n%b" % (STATUS_LINE[status], own, head, body))
@@ -155,9 +155,10 @@ class _Sending:
         return True
 
     def push(self, body: bytes) -> bool:
-        """More of an answer whose length is not known, while nobody is in `send`. Says whether the
-        client keeps up: else the next must go by `send`, which waits. Without bytes nothing is
-        sent."""
+        """Sends more of an answer whose length is not known, while no task is in `send`. Returns
+        whether the client keeps up; otherwise the next part must go by `send`, which waits. Without
+        bytes nothing is sent.
+        """
         cycle = self._cycle
         if cycle is None or not cycle.chunked_encoding:
             return False
@@ -176,13 +177,15 @@ class _ClientConnection(HttpToolsProtocol):
 
     _stalled: asyncio.TimerHandle | None = None
     _late: asyncio.TimerHandle | None = None
-    """Runs until a request is whole: so a wait for its body needs no deadline of its own."""
-    _has_begun = _has_head = _has_waited = False
-    """Whether anything was said on the connection; of the request that is coming in, whether its
-    head is whole, and had its time.
-    """
+    """Runs until a request is whole, so that a wait for its body needs no deadline of its own."""
+    _has_begun = False
+    """Whether anything was said on the connection."""
+    _has_head = False
+    """Whether the head of the request that is coming in is whole."""
+    _has_waited = False
+    """Whether the body of that request has had its time once."""
     _num_come = 0
-    """Bytes of the body, since its time began."""
+    """The bytes of the body that have come since its time began."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -214,7 +217,8 @@ class _ClientConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self._stalled or self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
+        if self._stalled is None:
+            self._stalled = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -236,9 +240,8 @@ class _ClientConnection(HttpToolsProtocol):
 
     def _await_request(self, seconds: float | None = None) -> None:
         if self._late is None:
-            self._late = self.loop.call_later(
-                HEAD_SECONDS if seconds is None else seconds, self._cut_off
-            )
+            delay = HEAD_SECONDS if seconds is None else seconds
+            self._late = self.loop.call_later(delay, self._cut_off)
 
     def _is_whole(self) -> None:
         if self._late is not None:
@@ -246,8 +249,8 @@ class _ClientConnection(HttpToolsProtocol):
             self._late = None
 
     def _cut_off(self) -> None:
-        """A connection on which nothing has been said is closed without a word; one whose answer is
-        under way has time until that ends.
+        """Ends a connection that is too slow. A connection on which nothing has been said is closed
+        without a word. A connection whose answer is under way has time until that ends.
         """
         self._late = None
         answered = getattr(self.cycle, "response_complete", True)
@@ -280,7 +283,7 @@ class _ClientConnection(HttpToolsProtocol):
 
 
 class _OneServer(uvicorn.Server):
-    """Installs no signal handlers, tells when it listens, and can be dropped at once."""
+    """A server that installs no signal handlers, tells when it listens, and can be dropped at once."""
 
     def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
         super().__init__(config)
@@ -300,7 +303,7 @@ class _OneServer(uvicorn.Server):
             await asyncio.wait(set(self.server_state.tasks), timeout=LAST_WORDS_SECONDS)
 
     def cancel_all(self) -> None:
-        """Cancels the requests under way, and listens no more."""
+        """Cancels the requests under way. The server listens no more."""
         for listening in getattr(self, "servers", ()):
             listening.close()
         for task in list(self.server_state.tasks):
@@ -315,83 +318,15 @@ class _OneServer(uvicorn.Server):
                 transport.close()
 
 
-ANY_HOST = "*"
-
-
-class OnlyHosts:
-    """An application for requests that call it by an address of loopback or one of `names`.
-
-    A web page whose own name was made to lead here (DNS rebinding) has its visitors' browsers ask
-    by that name. `ANY_HOST` lets it.
-    """
-
-    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
-        self._names = frozenset(name.lower() for name in names)
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = headers_of(scope).get(b"host", b"").decode("latin-1").lower()
-        if not host or (name := _name_of(host)) in self._names or is_loopback(name):
-            await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-        else:
-            message = (
-                f"this server does not answer for the host {name[:80]!r}: ask 127.0.0.1 or "
-                "localhost, or add the name to gateway.hosts."
-            )
-            await send_fault(send, plain_fault(421, message, "unknown_host"))
-
-
-def guarded(app: ASGIApp, *, host: str, names: Collection[str]) -> ASGIApp:
-    """The application as it may listen on `host`: on loopback it answers to the names of loopback
-    and to `names`, elsewhere to any, as it does with `ANY_HOST` among them."""
-    return app if ANY_HOST in names or not is_loopback(host) else OnlyHosts(app, names)
-
-
-def _name_of(host: str) -> str:
-    """Without the port."""
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address; a name counts as others do, `localhost`
-    excepted.
-    """
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def exposure(host: str, *, anonymous: bool) -> str | None:
-    """What listening there exposes, as a warning; None on loopback. `anonymous`: requests without a
-    session are answered.
-    """
-    if is_loopback(host):
-        return None
-    generation = (
-        "generation for everybody, without a token"
-        if anonymous
-        else "generation for whoever holds a session's address"
-    )
-    return (
-        f"warning: {host} can be reached from other machines, and there is no TLS. Exposed are "
-        f"{generation}; /health and, unless gateway.private_metrics, /metrics for everybody; the "
-        "control plane and /midflight/v1 for whoever holds the control token. Listen on 127.0.0.1 "
-        "behind a proxy, or keep the network private."
-    )
-
-
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, inherited by the part that serves it: the address is known before the
-    part is, and outlives it.
+    """A listening socket. The part that serves it inherits it, so that the address is known before
+    the part starts, and outlives it.
     """
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it. Else an answer in two writes waits 40 ms for the client to
-        # acknowledge the first.
+        # Connections inherit this option. Without it an answer in two writes waits 40 ms for the
+        # client to acknowledge the first.
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.bind((host, port))
     except OSError as error:

@@ -18,7 +18,8 @@ from tests.gateway.generating import Heard
 from tests.models.tiny import tiny_model
 from tests.real.processes import free_port
 
-from midflight.engines.app import build_app, relay
+from midflight.engines.app import build_app
+from midflight.engines.relay import relay
 from midflight.engines.remote import RemoteEngine
 from midflight.engines.servers.engine import ServerEngine
 from midflight.gateway.answers.generation import Generator

@@ -20,21 +20,21 @@ from midflight.errors import NotSupported
 
 Place = tuple[int, int]
 Stretch = tuple[Tensor, ...]
-"""Of some tokens: [lines, kv_heads, n, head_dim] out of each block."""
+"""The entries of n tokens: [lines, kv_heads, n, head_dim] out of each block."""
 
 
 class KvCache:
-    """For each attention a line of keys and one of values, [slots, kv_heads, context, head_dim].
-    Lines are made at the first write, and their context grows by doubling; the last doubling ends
+    """For each attention a line of keys and a line of values, [slots, kv_heads, context, head_dim].
+    Lines are made at the first write, and their context grows by doubling. The last doubling ends
     at `max_context`.
 
-    An attention is (layer, how often the layer has attended before in the same step): some
+    An attention is (layer, how often the layer has attended before in the same step), because some
     architectures attend twice. Heads and sizes are learned from the first keys written, so any
     attention shape fits. On a CPU, room takes memory only when it is written to.
 
-    Behind the step that wrote them first, lines of equal shape lie in one block, [slots, lines,
-    kv_heads, context, head_dim]: what is kept of a sequence is copied in one piece. Entries past a
-    sequence's length are finite garbage: they are masked, and a masked value must not be NaN
+    After the step that wrote them first, lines of equal shape lie in one block, [slots, lines,
+    kv_heads, context, head_dim], so that what is kept of a sequence is copied in one piece. Entries
+    past a sequence's length are finite garbage: they are masked, and a masked value must not be NaN
     because 0 * NaN is NaN.
     """
 
@@ -46,10 +46,10 @@ class KvCache:
         """Positions a slot has room for now."""
         self._blocks: list[Tensor] = []
         self._lines: dict[Place, tuple[Tensor, Tensor]] = {}
-        """Keys and values; views of blocks, but for those of `_loose`."""
+        """Keys and values. They are views of blocks, but for the places in `_loose`."""
         self._loose: list[Place] = []
         self._where: list[list[tuple[Place, int]]] = []
-        """Of each line of each block the place, and whether it is of keys (0) or values (1)."""
+        """For each line of each block its place, and whether it holds keys (0) or values (1)."""
 
     def reserve(self, *, slots: int, context: int) -> None:
         """Makes room for `slots` sequences of `context` tokens."""
@@ -65,21 +65,22 @@ class KvCache:
         self._look()
 
     def line(self, place: Place, *, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values of all slots; new ones where there are none yet, for tokens such as
-        these, [N, kv_heads, size] each.
+        """Keys and values of all slots. Where there are none yet, new lines are made for tokens
+        such as `like`, [N, kv_heads, size] each.
         """
         if place not in self._lines:
-            empty = [
-                _zeros((self._slots, new.shape[1], self.context, new.shape[-1]), like=new)
-                for new in like
-            ]
-            self._lines[place] = empty[0], empty[1]
+            keys, values = like
+            self._lines[place] = self._empty(keys), self._empty(values)
             self._loose.append(place)
         return self._lines[place]
 
+    def _empty(self, like: Tensor) -> Tensor:
+        """An empty line for tokens such as these, [N, kv_heads, size]."""
+        return _zeros((self._slots, like.shape[1], self.context, like.shape[-1]), like=like)
+
     def read(self, place: Place, slots: Tensor | slice, *, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [b, kv_heads, length, head_dim] of some slots; a view where `slots` is a
-        slice.
+        """Keys and values [b, kv_heads, length, head_dim] of some slots. They are views where
+        `slots` is a slice.
         """
         keys, values = self._lines[place]
         return keys[slots, :, :length], values[slots, :, :length]
@@ -91,8 +92,8 @@ class KvCache:
         return tuple([block[slot, :, :, start:end].clone() for block in self._blocks])
 
     def put(self, slot: int, stretch: Stretch, *, start: int, num: int) -> None:
-        """Writes the first `num` entries of what was taken, from `start` on."""
-        # an attention that came later has a block of its own
+        """Writes the first `num` entries of a stretch that was taken, from `start` on."""
+        # An attention that came later has a block of its own.
         for block, taken in zip(self._blocks, stretch, strict=False):
             block[slot, :, :, start : start + num] = taken[:, :, :num]
 
@@ -101,22 +102,21 @@ class KvCache:
         alike: dict[tuple[int, int], list[tuple[Place, int]]] = {}
         for place in self._loose:
             for kind, line in enumerate(self._lines[place]):
-                alike.setdefault((line.shape[1], line.shape[-1]), []).append((place, kind))
-        self._blocks += [
-            torch.stack([self._lines[place][kind] for place, kind in lines], 1)
-            for lines in alike.values()
-        ]
-        self._where += alike.values()
+                shape = (line.shape[1], line.shape[-1])
+                alike.setdefault(shape, []).append((place, kind))
+        for lines in alike.values():
+            tensors = [self._lines[place][kind] for place, kind in lines]
+            self._blocks.append(torch.stack(tensors, 1))
+            self._where.append(lines)
         self._loose = []
         self._look()
 
     def _look(self) -> None:
         """Finds the lines where they are now."""
-        found = {
-            at: block[:, line]
-            for block, lines in zip(self._blocks, self._where, strict=True)
-            for line, at in enumerate(lines)
-        }
+        found: dict[tuple[Place, int], Tensor] = {}
+        for block, lines in zip(self._blocks, self._where, strict=True):
+            for number, at in enumerate(lines):
+                found[at] = block[:, number]
         self._lines = {place: (found[place, 0], found[place, 1]) for place in self._lines}
 
     def _grown(self, old: Tensor) -> Tensor:
@@ -131,9 +131,11 @@ LEAST_CONTEXT: Final = 32
 
 
 def _halved(most: int, *, least: int) -> int:
-    """`most`, halved as often as it stays at least `least`."""
-    while (half := -(-most // 2)) >= least:
+    """`most`, halved as often as it stays at least `least`. Halves are rounded up."""
+    half = -(-most // 2)
+    while half >= least:
         most = half
+        half = -(-most // 2)
     return most
 
 
@@ -151,7 +153,7 @@ def _zeros(shape: tuple[int, ...], *, like: Tensor) -> Tensor:
 def slot_rows(
     slots: Tensor, positions: Tensor, *, num_heads: int, context: int, stride: int
 ) -> Tensor:
-    """Rows of a line seen as [.., head_dim], token by token: row(n, h) = slot_n * stride + h *
+    """The rows of a line seen as [.., head_dim], token by token: row(n, h) = slot_n * stride + h *
     context + position_n.
     """
     heads = torch.arange(0, num_heads * context, context, device=slots.device)
@@ -161,17 +163,17 @@ def slot_rows(
 ATTENTION: Final = "midflight_slots"
 """Name under which `transformers` finds `slot_attention`."""
 _UNKNOWN: Final = frozenset({"position_bias", "indices", "block_indices"})
-"""Options that change the attention weights themselves; ignoring one would serve another model."""
+"""Options that change the attention weights themselves. Ignoring one would serve another model."""
 
 
 class Reach(NamedTuple):
-    """What a layer's queries may see, besides that keys are not after them."""
+    """How far a layer's queries see. They never see keys after their own."""
 
     window: int | None = None
-    """Only so many keys back, their own among them."""
+    """Queries see only so many keys back, their own among them."""
     chunk: int | None = None
-    """Only keys of the stretch of so many positions, counted from the first, in which they stand
-    themselves.
+    """Positions are cut into stretches of so many, from the first on, and queries see only the keys
+    of their own stretch.
     """
 
 
@@ -180,13 +182,14 @@ class Bucket:
     """Sequences [b] of about equal query length, attended together as [b, Q] queries over [b, K]
     keys.
 
-    Its tokens are [start, end) of the flattened step. Only queries are padded here; linear layers
-    never see padding. `rows` and `picks` are `None` where the queries are the tokens in order.
+    Its tokens are [start, end) of the flattened step. Only queries are padded here, so that linear
+    layers never see padding. `rows` and `picks` are `None` where the queries are the tokens in
+    order.
     """
 
     slots: Tensor | slice
     positions: Tensor
-    """[b, Q] of the queries."""
+    """[b, Q] the position of each query."""
     start: int
     end: int
     num_keys: int
@@ -216,8 +219,8 @@ class Bucket:
 
 @dataclass(slots=True, eq=False)
 class StepPlaces:
-    """Where the N tokens of a step live, and how they attend; the same for all layers but for what
-    `reaches` says.
+    """The places of the N tokens of a step, and how they attend. It is the same for all layers, but
+    for what `reaches` says.
     """
 
     cache: KvCache
@@ -227,23 +230,25 @@ class StepPlaces:
     """[N]"""
     buckets: list[Bucket]
     reaches: Mapping[int, Reach]
-    """By layer, where the model says it in its configuration."""
+    """What each layer sees, where the configuration of the model says it."""
     rows: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
-    """By the number of key heads and the rows of a slot, made by the first layer of a step that has
-    so many.
+    """See `slot_rows`. The key is the number of key heads and the rows of a slot. The first layer of
+    a step that has so many makes the entry.
     """
     times: dict[int, int] = field(default_factory=dict[int, int])
     """How often each layer has attended in this step."""
 
     def write(self, place: Place, keys: Tensor, values: Tensor) -> None:
         """Stores the step's tokens: keys [N, kv_heads, D], values [N, kv_heads, E]."""
-        for line, new in zip(
-            self.cache.line(place, like=(keys, values)), (keys, values), strict=True
-        ):
-            slots, heads, context, size = line.shape
-            stride = line.stride(0) // size
-            rows = torch.as_strided(line, ((slots - 1) * stride + heads * context, size), (size, 1))
-            rows.index_copy_(0, self._token_rows(heads, stride), new.reshape(-1, size))
+        key_line, value_line = self.cache.line(place, like=(keys, values))
+        self._write(key_line, keys)
+        self._write(value_line, values)
+
+    def _write(self, line: Tensor, new: Tensor) -> None:
+        slots, heads, context, size = line.shape
+        stride = line.stride(0) // size
+        rows = torch.as_strided(line, ((slots - 1) * stride + heads * context, size), (size, 1))
+        rows.index_copy_(0, self._token_rows(heads, stride), new.reshape(-1, size))
 
     def _token_rows(self, num_heads: int, stride: int) -> Tensor:
         if (num_heads, stride) not in self.rows:
@@ -257,15 +262,15 @@ class StepPlaces:
         return self.rows[num_heads, stride]
 
     def place(self, layer: int) -> Place:
-        """Where the layer's keys are kept, the next time that it attends."""
+        """The place of the layer's keys, the next time that it attends."""
         time = self.times.get(layer, 0)
         self.times[layer] = time + 1
         return layer, time
 
 
 STEP: Final[ContextVar[StepPlaces | None]] = ContextVar("midflight_step", default=None)
-"""The engine step that this thread runs. Not handed through the model, because many architectures
-do not pass on what they do not know.
+"""The engine step that this thread runs. It is not handed through the model, because many
+architectures do not pass on options that they do not know.
 """
 
 
@@ -276,7 +281,7 @@ class Weighing(NamedTuple):
     softcap: float | None
     """c tanh(score / c) in place of the score (Gemma 2)."""
     sinks: Tensor | None
-    """[heads] a logit per head that takes part in the softmax and has no value (gpt-oss)."""
+    """[heads] for each head a logit that takes part in the softmax and has no value (gpt-oss)."""
 
 
 def slot_attention(
@@ -291,8 +296,8 @@ def slot_attention(
     s_aux: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Query, key and value are [1, heads, N, D] over the flattened tokens of a step; returns [1, N,
-    heads, D].
+    """The attention of a layer, as `transformers` calls it. Query, key and value are [1, heads, N,
+    D] over the flattened tokens of a step; returns [1, N, heads, D].
 
     Outside an engine step the model attends as it does with `sdpa`, so that the same model also
     trains and evaluates.
@@ -312,22 +317,22 @@ def slot_attention(
             sliding_window=sliding_window,
             **options,  # pyright: ignore[reportArgumentType]
         )
-    if not _UNKNOWN.isdisjoint(options) and (
-        used := [name for name in _UNKNOWN if options.get(name) is not None]
-    ):
-        raise NotSupported(
-            f"running the model: its attention uses {used[0]!r}, which the embedded engine does "
-            "not compute"
-        )
+    if not _UNKNOWN.isdisjoint(options):
+        used = [name for name in _UNKNOWN if options.get(name) is not None]
+        if used:
+            raise NotSupported(
+                f"running the model: its attention uses {used[0]!r}, which the embedded engine "
+                "does not compute"
+            )
     layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
     place = step.place(layer)
     step.write(place, key[0].transpose(0, 1), value[0].transpose(0, 1))
     reach = step.reaches.get(layer, _EVERYWHERE)
     if sliding_window is not None:
         reach = Reach(sliding_window, reach.chunk)
-    return attend(
-        query[0].transpose(0, 1), place, step, scale=scaling, weighing=weighing, reach=reach
-    )[None], None
+    queries = query[0].transpose(0, 1)
+    attended = attend(queries, place, step, scale=scaling, weighing=weighing, reach=reach)
+    return attended[None], None
 
 
 _EVERYWHERE: Final = Reach()
@@ -342,8 +347,8 @@ def attend(
     weighing: Weighing | None,
     reach: Reach,
 ) -> Tensor:
-    """Queries [N, heads, D] of a step's tokens over the keys kept at `place`, theirs among them ->
-    [N, heads, E].
+    """Queries [N, heads, D] of a step's tokens -> [N, heads, E], over the keys kept at `place`,
+    their own among them.
     """
     outputs = [
         _attend(
@@ -381,18 +386,14 @@ def _attend(
     kv_heads = keys.shape[1]
     if weighing is not None:
         split = queries.reshape(num, length, heads, -1).transpose(1, 2)
-        out = (
-            weighed(split, keys, values, mask=mask, weighing=weighing)
-            .transpose(1, 2)
-            .reshape(num * length, heads, -1)
-        )
+        out = weighed(split, keys, values, mask=mask, weighing=weighing)
+        out = out.transpose(1, 2).reshape(num * length, heads, -1)
     elif length == 1:
         # The query heads that share a key head stand where queries stand: no key is repeated.
         grouped = queries.reshape(num, kv_heads, heads // kv_heads, -1)
         mask = mask.expand(-1, -1, heads // kv_heads, -1)
-        out = scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=mask, scale=scale
-        ).reshape(num, heads, -1)
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        out = out.reshape(num, heads, -1)
     else:
         split = queries.reshape(num, length, heads, -1).transpose(1, 2)
         out = scaled_dot_product_attention(
@@ -412,45 +413,44 @@ def weighed(
 
     Gemma Team 2024 (2408.00118), section 2; OpenAI 2025 (2508.10925), section 2.2.
     """
-    (num, heads, length, size), kv_heads = query.shape, key.shape[1]
+    num, heads, length, size = query.shape
+    kv_heads = key.shape[1]
+    num_keys = key.shape[2]
+    sharing = heads // kv_heads
     scale = size**-0.5 if weighing.scale is None else weighing.scale
-    grouped = query.reshape(num, kv_heads, heads // kv_heads * length, size)
-    scores = (grouped @ key.transpose(-1, -2) * scale).view(
-        num, kv_heads, heads // kv_heads, length, -1
-    )
+    grouped = query.reshape(num, kv_heads, sharing * length, size)
+    scores = grouped @ key.transpose(-1, -2) * scale
+    scores = scores.view(num, kv_heads, sharing, length, -1)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if weighing.softcap is not None:
         scores = weighing.softcap * torch.tanh(scores / weighing.softcap)
     scores = scores + mask[:, :, None]
     if weighing.sinks is not None:
-        sinks = (
-            weighing.sinks.to(scores.dtype).view(kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        )
-        scores = torch.cat([scores, sinks], dim=-1)
-    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
-    return (weights.reshape(num, kv_heads, -1, key.shape[2]) @ value).view(num, heads, length, -1)
+        sinks = weighing.sinks.to(scores.dtype).view(kv_heads, -1, 1, 1)
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = scores.softmax(-1)[..., :num_keys].to(value.dtype)
+    weighted = weights.reshape(num, kv_heads, -1, num_keys) @ value
+    return weighted.view(num, heads, length, -1)
 
 
 def _weighed_outside(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, weighing: Weighing
 ) -> Tensor:
-    """Outside a step: [b, heads, Q, D] -> [b, Q, heads, E]. No mask means that the queries, the
-    last of the keys, see all before them.
+    """Attention outside a step: [b, heads, Q, D] -> [b, Q, heads, E]. No mask means that the
+    queries belong to the last of the keys and see all keys before them.
     """
     length = query.shape[2]
     num_keys = key.shape[2]
     if mask is None:
-        mask = torch.ones(1, 1, length, num_keys, dtype=torch.bool, device=query.device).tril(
-            num_keys - length
-        )
+        everything = torch.ones(1, 1, length, num_keys, dtype=torch.bool, device=query.device)
+        mask = everything.tril(num_keys - length)
     if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(
-            ~mask, torch.finfo(query.dtype).min
-        )
+        nothing = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+        mask = nothing.masked_fill_(~mask, torch.finfo(query.dtype).min)
     return weighed(query, key, value, mask=mask, weighing=weighing).transpose(1, 2)
 
 
 AttentionInterface.register(ATTENTION, slot_attention)
-# Used only outside engine steps: a step passes a mask of four dimensions, which transformers leaves
-# as it is.
+# This is used only outside engine steps: a step passes a mask of four dimensions, which
+# transformers leaves as it is.
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)

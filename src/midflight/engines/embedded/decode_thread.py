@@ -12,7 +12,7 @@ from midflight.errors import EngineUnavailable
 
 R = TypeVar("R")
 _Command: TypeAlias = tuple[Callable[[], Any], "Future[Any] | None"]
-"""What to do, and the future that gets its result or its error."""
+"""A function to call, and the future that gets its result or its error."""
 
 
 class DecodeThread:
@@ -32,28 +32,35 @@ class DecodeThread:
         self._append(command, None)
 
     def call(self, command: Callable[[], R]) -> Future[R]:
-        """As `post`, with the command's result or error."""
+        """As `post`, and returns a future of the command's result or error."""
         future: Future[R] = Future()
         self._append(command, future)
         return future
 
     def until_quiet(self) -> Future[None]:
-        """Done when the engine produces no token any more, or is not paused after all."""
+        """A future that is done when the engine produces no token any more, or is not paused after
+        all.
+        """
         future: Future[None] = Future()
         self._append(lambda: self._quiet.append(future), None)
         return future
 
     def run(self, deliver: Callable[[StepOutput], object]) -> None:
-        """Waits for commands while there is no work; ended by `stop`. An error of a step ends it
+        """Waits for commands while there is no work. `stop` ends it. An error of a step ends it too
         and is raised.
         """
         error = EngineUnavailable("the engine was stopped. Send the request to another engine.")
         busy = False
         try:
-            while (commands := self._next_commands(busy)) is not None:
+            while True:
+                commands = self._next_commands(busy)
+                if commands is None:
+                    break
                 for command, future in commands:
                     _run(command, future)
-                if self._scheduler.has_work() if commands else busy:
+                if commands:
+                    busy = self._scheduler.has_work()
+                if busy:
                     deliver(self._scheduler.step())
                 if self._quiet:
                     self._settle_quiet()
@@ -69,8 +76,8 @@ class DecodeThread:
             self._close(error)
 
     def stop(self) -> None:
-        """Ends `run` after its present step; what was posted and not yet run fails with
-        `EngineUnavailable`.
+        """Ends `run` after its present step. Commands that were posted and have not run yet fail
+        with `EngineUnavailable`.
         """
         with self._changed:
             self._ended = self._ended or EngineUnavailable(
@@ -91,7 +98,9 @@ class DecodeThread:
             self._changed.notify()
 
     def _next_commands(self, busy: bool) -> Sequence[_Command] | None:
-        """What was posted, in order; waits for it unless there is other work. `None` at the end."""
+        """What was posted, in order. Waits for that unless there is other work. `None` at the
+        end.
+        """
         with self._changed:
             while not (busy or self._commands or self._ended is not None):
                 self._changed.wait()
@@ -102,20 +111,23 @@ class DecodeThread:
             return commands
 
     def _settle_quiet(self) -> None:
-        if self._scheduler.is_quiet() or self._scheduler.paused is None:
-            waiting = self._quiet
-            self._quiet = []
-            for future in waiting:
-                if future.set_running_or_notify_cancel():
-                    future.set_result(None)
+        if not self._scheduler.is_quiet() and self._scheduler.paused is not None:
+            return
+        waiting = self._quiet
+        self._quiet = []
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
 
     def _close(self, error: EngineUnavailable) -> None:
         with self._changed:
             self._ended = error
             commands = self._commands
             self._commands = deque()
-        for future in [*self._quiet, *(future for _, future in commands)]:
-            if future is not None and future.set_running_or_notify_cancel():
+        waiting: list[Future[Any]] = list(self._quiet)
+        waiting += [future for _, future in commands if future is not None]
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
 

@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -14,19 +14,14 @@ from transformers import PreTrainedModel
 from midflight import types
 from midflight.engines.embedded.decode_thread import DecodeThread
 from midflight.engines.embedded.grammar import Constraint, Grammars
+from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.engines.embedded.probe import served
 from midflight.engines.embedded.scheduler import Scheduler
 from midflight.engines.embedded.scoring import likely_tokens, portions, token_logprobs
-from midflight.engines.embedded.table import PrefixRoom, Submission
+from midflight.engines.embedded.table import Submission
 from midflight.engines.embedded.weights import EngineWeights
-from midflight.engines.streams import (
-    ChunkStream,
-    ChunkStreams,
-    Outlet,
-    StepOutput,
-    check_request,
-    check_rows,
-)
+from midflight.engines.requests import check_request, check_rows
+from midflight.engines.streams import ChunkStream, ChunkStreams, Outlet, StepOutput
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.models.routing import routers_of
 from midflight.ports import WeightReceiver
@@ -51,13 +46,13 @@ class Generated:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     """Empty unless asked for."""
     kept: tuple[bytes, ...] = ()
-    """Likewise."""
+    """Empty unless asked for."""
     experts: bytes = b""
     """As in `types.Chunk`."""
 
 
 class EmbeddedEngine:
-    """A thin shell: the scheduler owns the requests and runs on one worker thread; the waits are
+    """A thin shell. The scheduler owns the requests and runs on one worker thread. The waits are
     here, on the event loop.
 
     `run` must run for anything but `generate_all` to come back. Everything else is called on the
@@ -82,12 +77,12 @@ class EmbeddedEngine:
         guesses: int = 0,
         owns_model: bool = False,
     ) -> None:
-        """`prefixes`: what is kept for requests that begin alike. `records_experts`: of a mixture.
-        `guesses`: tokens ahead, at most. `owns_model`: nobody else writes to its weights, so that
-        copies of them may be used.
+        """`prefixes`: what is kept for requests that begin alike. `records_experts`: whether the
+        choices of a mixture are recorded. `guesses`: at most so many tokens are guessed ahead.
+        `owns_model`: nobody else writes to the model's weights, so that copies of them may be used.
 
-        Afterwards `warning` says why the model is served more slowly than others; it is empty where
-        it is not.
+        Afterwards `warning` says why the model is served more slowly than others. It is empty where
+        the model is not.
         """
         self._name = name
         self._tokenizer = tokenizer
@@ -160,7 +155,7 @@ class EmbeddedEngine:
 
     async def generate(self, request: types.GenerateRequest) -> AsyncGenerator[types.Chunk]:
         """Yields until a chunk with `finish`. Each wait is for the decode thread, or for `run` to
-        end; the first also for `submit`.
+        end. The first wait is also for `submit`.
         """
         handle = await self.submit(request, outlet=_LOCAL)
         stream = ChunkStream(eager=request.eager)
@@ -174,16 +169,20 @@ class EmbeddedEngine:
                 self.abort_handles(frozenset({handle}))
 
     async def abort(self, request_id: str | None) -> None:
+        if request_id is None:
+            self._compiling = {}
+            await self._abort(None)
+            return
         self._compiling = {
-            t: known for t, known in self._compiling.items() if request_id not in (None, known)
+            ticket: known for ticket, known in self._compiling.items() if known != request_id
         }
-        handles = (
-            None
-            if request_id is None
-            else frozenset(h for h, known in self._live.items() if known == request_id)
-        )
-        if handles is None or handles:
-            await asyncio.wrap_future(self._thread.call(lambda: self._scheduler.abort(handles)))
+        handles = frozenset(handle for handle, known in self._live.items() if known == request_id)
+        if handles:
+            await self._abort(handles)
+
+    async def _abort(self, handles: frozenset[int] | None) -> None:
+        """Waits for the step in progress."""
+        await asyncio.wrap_future(self._thread.call(lambda: self._scheduler.abort(handles)))
 
     def open_outlet(self, outlet: Outlet) -> int:
         """Registers a receiver of whole steps; its number goes to `submit`."""
@@ -192,16 +191,16 @@ class EmbeddedEngine:
         return number
 
     def close_outlet(self, number: int, handles: frozenset[int]) -> None:
-        """Nothing more is given to the outlet; its requests, named by `handles`, are aborted."""
+        """Gives nothing more to the outlet, and aborts its requests, which `handles` names."""
         self._outlets.pop(number, None)
         self.abort_handles(handles)
 
     async def submit(self, request: types.GenerateRequest, *, outlet: int) -> int:
         """Queues a request and returns its handle, which appears in the steps given to its outlet.
-        `RequestRejected` if it is not in order.
+        `RequestRejected` if the request is not in order.
 
-        Waits only where it has a grammar: for those before it to be compiled, and for the thread
-        that compiles it.
+        Waits only where the request has a grammar: for the grammars before it to be compiled, and
+        for the thread that compiles it.
         """
         self._check(request)
         if request.sampling.grammar is None:
@@ -213,13 +212,13 @@ class EmbeddedEngine:
         return submission.handle
 
     def abort_handles(self, handles: frozenset[int]) -> None:
-        """Ends these requests without waiting for it."""
+        """Ends these requests, and does not wait until they have ended."""
         with contextlib.suppress(EngineUnavailable):
             self._thread.post(lambda: self._scheduler.abort(handles))
 
     def generate_all(self, requests: Sequence[types.GenerateRequest]) -> list[Generated]:
-        """Generates in the calling thread, where `run` does not: for warm starts and tests. In the
-        order of `requests`.
+        """Generates in the calling thread while `run` does not run, for warm starts and tests.
+        Results are in the order of `requests`.
 
         The error of a request whose grammar fails is raised when all others have ended.
         """
@@ -232,35 +231,15 @@ class EmbeddedEngine:
         submissions = [self._submission(r, _LOCAL, self._constraint(r)) for r in requests]
         for submission in submissions:
             self._scheduler.submit(submission)
-        rows: dict[int, list[tuple[int, float, types.Version, types.Version]]] = {
-            s.handle: [] for s in submissions
-        }
-        tops: dict[int, list[tuple[tuple[int, float], ...]]] = {s.handle: [] for s in submissions}
-        kept: dict[int, list[bytes]] = {s.handle: [] for s in submissions if s.request.wants_kept}
-        finishes: dict[int, types.Finish] = {}
-        experts: dict[int, bytes] = {}
+        answers = {submission.handle: _PartialAnswer() for submission in submissions}
         failures: list[Exception] = []
         while self._scheduler.has_work():
             step = self._scheduler.step()
-            for handle, token_id, logprob, kv_version in step.rows():
-                rows[handle].append((token_id, logprob, step.version, kv_version))
-            for handle, top in zip(step.handles.tolist(), step.tops(), strict=False):
-                tops[handle] += [top] if top else []
-            for handle, left in zip(step.handles.tolist(), step.kept, strict=False):
-                if left is not None:
-                    kept[handle].append(left)
-            finishes.update((handle, finish) for handle, _, finish in step.finishes)
-            experts.update(step.experts)
+            _deal(step, answers)
             failures += [error for _, _, error in step.failures]
         if failures:
             raise failures[0]
-        handles = [s.handle for s in submissions]
-        return [
-            _generated(
-                rows[h], tuple(tops[h]), finishes[h], tuple(kept.get(h, ())), experts.get(h, b"")
-            )
-            for h in handles
-        ]
+        return [answers[submission.handle].generated() for submission in submissions]
 
     async def score(
         self, token_ids: types.Int32, row_offsets: types.Int32, *, temperature: float
@@ -268,8 +247,8 @@ class EmbeddedEngine:
         """As the port's `Scorer`, under the weights served when a row's turn comes. Waits for the
         decode thread.
 
-        Between two of its steps it scores some rows, at most `max_batch_tokens` tokens or one row:
-        for so long generation waits.
+        Between two steps the decode thread scores some rows, at most `max_batch_tokens` tokens or
+        one row. Generation waits for so long.
         """
         c = self._capabilities
         check_rows(
@@ -329,8 +308,8 @@ class EmbeddedEngine:
     # --- Pauses and weights -----------------------------------------------------------------------
 
     async def pause(self, mode: types.PauseMode) -> None:
-        """Returns once no token will be produced; waits for the step in progress, and for `drain`
-        for the requests to finish.
+        """Returns once no token will be produced. Waits for the step in progress, and in the mode
+        `drain` for the requests to finish.
 
         The lease starts anew with each call: an engine whose controller died resumes by itself.
         """
@@ -348,7 +327,7 @@ class EmbeddedEngine:
         await asyncio.wrap_future(self._thread.call(self._scheduler.resume))
 
     async def stage(self, manifest: types.WeightManifest) -> None:
-        """Waits for a worker thread, which the transport feeds; decoding goes on meanwhile."""
+        """Waits for a worker thread, which the transport feeds. Decoding goes on meanwhile."""
         await asyncio.to_thread(self._weights.stage, manifest)
 
     async def commit(self, version: types.Version) -> types.Attestation:
@@ -394,7 +373,7 @@ class EmbeddedEngine:
             self._lease = None
 
     def _lease_ended(self) -> None:
-        """Resumes, unless a caller still waits for a pause: a drain may take longer than a
+        """Resumes, unless a caller still waits for a pause, because a drain may take longer than a
         lease.
         """
         if self._pausing:
@@ -411,17 +390,16 @@ class EmbeddedEngine:
     # --- Between the threads ----------------------------------------------------------------------
 
     async def _compiled(self, request: types.GenerateRequest, outlet: int) -> Submission:
-        """Waits for a grammar's turn and its compilation. An abort meanwhile is kept in the
-        submission.
+        """Waits for a grammar's turn and its compilation. The submission says whether the request
+        was aborted meanwhile.
         """
         ticket = next(self._counter)
         self._compiling[ticket] = request.request_id
         try:
             async with self._one_compilation:
                 constraint = await asyncio.to_thread(self._constraint, request)
-            return self._submission(
-                request, outlet, constraint, aborted=ticket not in self._compiling
-            )
+            aborted = ticket not in self._compiling
+            return self._submission(request, outlet, constraint, aborted=aborted)
         finally:
             self._compiling.pop(ticket, None)
 
@@ -435,11 +413,10 @@ class EmbeddedEngine:
     def _constraint(self, request: types.GenerateRequest) -> Constraint | None:
         """Blocking, for as long as the grammar takes to compile."""
         grammar = request.sampling.grammar
-        return (
-            None
-            if grammar is None
-            else self._grammars.constraint(grammar, request.input_ids[request.num_prompt_tokens :])
-        )
+        if grammar is None:
+            return None
+        output_ids = request.input_ids[request.num_prompt_tokens :]
+        return self._grammars.constraint(grammar, output_ids)
 
     def _submission(
         self,
@@ -450,27 +427,26 @@ class EmbeddedEngine:
         aborted: bool = False,
     ) -> Submission:
         sampling = request.sampling
-        matcher = (
-            StopMatcher(self._tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
-            if any(sampling.stop)
-            else None
-        )
+        matcher = None
+        if any(sampling.stop):
+            matcher = StopMatcher(self._tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
         ends = () if sampling.ignore_eos else tuple(sorted(self._tokenizer.eos_token_ids))
         return Submission(
-            next(self._counter),
-            outlet,
-            request,
-            (*ends, *sampling.stop_token_ids),
-            matcher,
-            constraint,
-            aborted,
+            handle=next(self._counter),
+            outlet=outlet,
+            request=request,
+            stop_ids=ends + tuple(sampling.stop_token_ids),
+            matcher=matcher,
+            constraint=constraint,
+            aborted=aborted,
         )
 
     def _on_step(self, step: StepOutput) -> None:
         """Called on the event loop, once per step."""
-        if step.finishes or step.failures:
-            for handle, _, _ in (*step.finishes, *step.failures):
-                self._live.pop(handle, None)
+        for handle, _, _ in step.finishes:
+            self._live.pop(handle, None)
+        for handle, _, _ in step.failures:
+            self._live.pop(handle, None)
         for number in step.touched:
             outlet = self._outlets.get(number)
             if outlet is not None:
@@ -501,16 +477,51 @@ def _capabilities(
     )
 
 
-def _generated(
-    rows: list[tuple[int, float, types.Version, types.Version]],
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...],
-    finish: types.Finish,
-    kept: tuple[bytes, ...],
-    experts: bytes,
-) -> Generated:
-    token_ids, logprobs, versions, kv_versions = (
-        zip(*rows, strict=True) if rows else ((), (), (), ())
+@dataclass(slots=True, eq=False)
+class _PartialAnswer:
+    """What one request of `generate_all` has got so far."""
+
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[types.Version] = field(default_factory=list[types.Version])
+    kv_versions: list[types.Version] = field(default_factory=list[types.Version])
+    finish: types.Finish | None = None
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(
+        default_factory=list[tuple[tuple[int, float], ...]]
     )
-    return Generated(
-        token_ids, logprobs, versions, kv_versions, finish, top_logprobs, kept, experts
-    )
+    kept: list[bytes] = field(default_factory=list[bytes])
+    experts: bytes = b""
+
+    def generated(self) -> Generated:
+        assert self.finish is not None
+        return Generated(
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            kv_versions=tuple(self.kv_versions),
+            finish=self.finish,
+            top_logprobs=tuple(self.top_logprobs),
+            kept=tuple(self.kept),
+            experts=self.experts,
+        )
+
+
+def _deal(step: StepOutput, answers: Mapping[int, _PartialAnswer]) -> None:
+    """Gives each answer, by its handle, what a step did for it."""
+    for handle, token_id, logprob, kv_version in step.rows():
+        answer = answers[handle]
+        answer.token_ids.append(token_id)
+        answer.logprobs.append(logprob)
+        answer.versions.append(step.version)
+        answer.kv_versions.append(kv_version)
+    handles: list[int] = step.handles.tolist()
+    for handle, top in zip(handles, step.tops(), strict=False):
+        if top:
+            answers[handle].top_logprobs.append(top)
+    for handle, left in zip(handles, step.kept, strict=False):
+        if left is not None:
+            answers[handle].kept.append(left)
+    for handle, _, finish in step.finishes:
+        answers[handle].finish = finish
+    for handle, experts in step.experts:
+        answers[handle].experts = experts

@@ -1,4 +1,4 @@
-"""What the experts of each running sequence's tokens were, for routing replay in the trainer
+"""Which experts each running sequence's tokens went to, for routing replay in the trainer
 (`models.routing`).
 """
 
@@ -18,7 +18,7 @@ class ExpertRecords:
 
     The first choice of a position stays: when keys are computed again under new weights, the tokens
     sampled before keep the experts that they were sampled with. A prompt whose keys are copied from
-    another slot has the experts of that one.
+    another slot has the experts of that slot.
     """
 
     def __init__(self, routers: Routers) -> None:
@@ -26,24 +26,24 @@ class ExpertRecords:
         self._of_slot: dict[int, UInt8] = {}
 
     def begin(self, slot: int, *, room: int) -> None:
-        """The slot is taken by a request of at most `room` tokens: what it held is gone."""
+        """Gives the slot to a request of at most `room` tokens. What the slot held is gone."""
         self._of_slot[slot] = np.full((room, self._routers.num_bytes), 255, dtype=np.uint8)
 
     def fill(self, slot: int, parts: Sequence[UInt8]) -> None:
-        """The slot begins with these, one after the other."""
+        """Writes these parts one after the other, from the beginning of the slot on."""
         start = 0
         for part in parts:
             self._of_slot[slot][start : start + len(part)] = part
             start += len(part)
 
     def of(self, slot: int) -> UInt8:
-        """The record of the slot's sequence, as far as it goes; it stays when that has ended, until
-        the slot is taken again.
+        """The record of the slot's sequence, as far as it goes. It stays when the sequence has
+        ended, until the slot is taken again.
         """
         return self._of_slot[slot]
 
     def forward(self, runner: AnyRunner, batch: StepBatch) -> torch.Tensor:
-        """The runner's, with what the routers chose put down."""
+        """As the runner's `forward`, and records what the routers chose."""
         with self._routers.recording() as chosen:
             logits = runner.forward(batch)
         found = self._routers.packed(chosen)

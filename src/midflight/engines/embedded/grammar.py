@@ -1,5 +1,5 @@
-"""Answers of a given form: which tokens a grammar allows next. llguidance does the parsing; here
-are its bounds and its errors.
+"""Answers of a given form: which tokens a grammar allows next. llguidance does the parsing. This
+module bounds it and names its errors.
 
 A constraint is a function of the output tokens alone, so a resumed answer goes on under the
 constraint it was interrupted with (I5).
@@ -20,8 +20,8 @@ from midflight.text.tokenizer import Tokenizer
 from midflight.types import Grammar, GrammarKind
 
 _MAX_TEXT: Final = 65_536
-"""Characters of a grammar: many times the longest tool lists; with the limits below it compiles in
-fractions of a second.
+"""Characters of a grammar. The longest tool lists have a small part of them, and with the limits
+below such a grammar compiles in fractions of a second.
 """
 _MAX_CACHED: Final = 64
 """Compiled grammars kept: a run has few, one for each environment and each list of tools."""
@@ -30,12 +30,12 @@ _MAX_MESSAGE: Final = 300
 long.
 """
 _WHITESPACE: Final = r"[ \n\r\t]{0,40}"
-"""Between JSON tokens: enough for indented JSON, and no endless answer of blanks."""
+"""What may stand between JSON tokens: enough for indented JSON, and no endless answer of blanks."""
 
 
 class Constraint:
-    """What one answer may say next. Errors are `RequestRejected`: the request ends, nothing else
-    does.
+    """What one answer may say next. Errors are `RequestRejected`: the request ends, and nothing
+    else does.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Constraint:
         self._ends = ends
         self._vocab_size = vocab_size
         self.ended = False
-        """Whether an end of turn followed a complete answer: nothing may come after it, whatever
-        `ignore_eos` says.
+        """Whether an end of turn has followed a complete answer. Nothing may come after it,
+        whatever `ignore_eos` says.
         """
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Which ids [V] may come next, one at least. Ends of turn are among them where the answer
+        """Which ids [V] may come next: at least one. Ends of turn are among them where the answer
         may be over.
         """
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
@@ -64,7 +64,7 @@ class Constraint:
         return bits
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """The answer goes on by these tokens."""
+        """Goes on by these tokens."""
         for token_id in token_ids:
             if token_id in self._ends and self._matcher.is_accepting():
                 self.ended = True
@@ -80,8 +80,8 @@ class Constraint:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. For one thread at a time, which need not be the decode
-    thread.
+    """Compiles grammars for one tokenizer. One thread at a time may use it, which need not be the
+    decode thread.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
@@ -93,8 +93,8 @@ class Grammars:
         self._one_at_a_time = threading.Lock()
 
     def constraint(self, grammar: Grammar, output_ids: Sequence[int]) -> Constraint:
-        """After the tokens so far. Blocking. `RequestRejected` where the grammar does not compile,
-        is too large, or forbids them.
+        """A constraint that stands after the output tokens so far. Blocking. `RequestRejected`
+        where the grammar does not compile, is too large, or forbids these tokens.
         """
         with self._one_at_a_time:
             matcher = self._matcher(grammar).deep_copy()
@@ -105,8 +105,8 @@ class Grammars:
     def for_server(
         self, grammar: Grammar, output_ids: Sequence[int], *, barred: Sequence[int], least: int
     ) -> str:
-        """What a server's plugin is told of an answer; see `inside/midflight_shape.py`. Blocking.
-        `RequestRejected` as `constraint`.
+        """The text that tells a server's plugin about an answer; see `inside/midflight_shape.py`.
+        Blocking. `RequestRejected` as in `constraint`.
         """
         self.constraint(grammar, output_ids)
         said = {
@@ -119,7 +119,7 @@ class Grammars:
         return msgspec.json.encode(said).decode()
 
     def _matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
-        """The grammar at its beginning; the least recently used are forgotten."""
+        """A matcher at the beginning of the grammar. The least recently used are forgotten."""
         if grammar not in self._compiled:
             self._compiled[grammar] = self._compile(grammar)
         self._compiled.move_to_end(grammar)
@@ -130,8 +130,8 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         if len(grammar.text) > _MAX_TEXT:
             raise _rejected(f"it has {len(grammar.text)} characters", f"Send at most {_MAX_TEXT}.")
-        # Its other limits (fuel of the lexer, size of the grammar) are llguidance's own: they bound
-        # the time of a compilation and of a mask. about 2 kB each
+        # A state of the lexer takes about 2 kB. The other limits (fuel of the lexer, size of the
+        # grammar) are llguidance's own: they bound the time of a compilation and of a mask.
         limits = llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
         matcher = llguidance.LLMatcher(
             self._known_tokens(), _source(grammar), log_level=0, limits=limits
@@ -141,7 +141,9 @@ class Grammars:
         return matcher
 
     def _known_tokens(self) -> llguidance.LLTokenizer:
-        """Made at the first grammar: it takes a second where the vocabulary is large."""
+        """The vocabulary as llguidance knows it. It is made at the first grammar, because that
+        takes a second where the vocabulary is large.
+        """
         if self._vocabulary is None:
             if not self._ends:
                 raise _rejected(

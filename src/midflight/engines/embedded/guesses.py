@@ -1,11 +1,12 @@
-"""What a sequence may go on with: what came after its last tokens when they stood in it before.
+"""Guesses of what a sequence goes on with: the tokens that came after its last tokens when these
+stood in it before.
 
 A guess is never taken on trust. The step that computes the sequence's last token computes the
-guesses behind it too, and samples behind each of them: the noise of a token depends on seed and
+guesses behind it too, and samples behind each of them. The noise of a token depends on seed and
 position alone, so that a guess stands exactly if it is what one token a step would have sampled.
-Tokens and log-probabilities are the same, only earlier (I5); there is nothing to reject at random
-(Leviathan et al. 2023, section 2.3, which needs that because there the noise is drawn anew). Saxena
-2023 (prompt lookup decoding) is where the guesses come from.
+Tokens and log-probabilities are the same, only earlier (I5). Nothing has to be rejected at random,
+as it is in Leviathan et al. 2023, section 2.3, where the noise is drawn anew. The guesses come from
+Saxena 2023 (prompt lookup decoding).
 """
 
 import numpy as np
@@ -19,8 +20,11 @@ _WIDTHS = (3, 2)
 def guess(tokens: Ints, *, most: int) -> Ints:
     """At most `most` tokens that may come after `tokens` [L]: what came after the last place with
     the same end, and so on round and round where that leads to the end again. Empty if the end is
-    new."""
-    for width in (width for width in _WIDTHS if width < len(tokens)):
+    new.
+    """
+    for width in _WIDTHS:
+        if width >= len(tokens):
+            continue
         ends = np.flatnonzero(tokens[width - 1 : -1] == tokens[-1]) + width - 1
         for back in range(1, width):
             ends = ends[tokens[ends - back] == tokens[-1 - back]]

@@ -18,7 +18,7 @@ from midflight.models.caches import cache_name
 
 
 class LoneRunner:
-    """As `Runner`, and right for any architecture that `transformers` generates with; a step takes
+    """As `Runner`, and right for any architecture that `transformers` generates with. A step takes
     a pass for each sequence.
     """
 
@@ -48,41 +48,46 @@ class LoneRunner:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
-        """Logits [R, V] of the wanted tokens, each the last of its sequence; what the model keeps
+        """Logits [R, V] of the wanted tokens, each the last of its sequence. What the model keeps
         of all tokens is stored.
         """
         logits = list[Tensor]()
         start = 0
         for slot, first, count in zip(
-            *(x.tolist() for x in (batch.slots, batch.starts, batch.counts)), strict=True
+            batch.slots.tolist(), batch.starts.tolist(), batch.counts.tolist(), strict=True
         ):
-            tokens = torch.from_numpy(batch.tokens[start : start + count]).to(self.model.device)
+            end = start + count
+            tokens = torch.from_numpy(batch.tokens[start:end]).to(self.model.device)
             last = self._extend(slot, tokens, first=first)
-            start += count
-            logits += [last] if batch.wanted[start - 1] else []
+            if batch.wanted[end - 1]:
+                logits.append(last)
+            start = end
         return torch.stack(logits) if logits else torch.empty(0, 0)
 
     def take(self, slot: int, *, start: int, end: int, at_end: bool) -> "WholeCache":
-        """See `KeepsSpans`: what the model keeps is of all tokens together, so that it stands
-        behind the last alone.
+        """See `KeepsSpans`. What the model keeps belongs to all tokens together, so that a sequence
+        can go on behind the last of them only.
         """
         del start, end
-        return WholeCache(copy.deepcopy(self._caches[slot]) if at_end else None)
+        if not at_end:
+            return WholeCache(None)
+        return WholeCache(copy.deepcopy(self._caches[slot]))
 
     def put(self, slot: int, spans: Sequence[tuple["WholeCache", int]]) -> None:
         """See `KeepsSpans`."""
         self._caches[slot] = copy.deepcopy(spans[-1][0].cache)
 
     def _extend(self, slot: int, tokens: Tensor, *, first: int) -> Tensor:
-        """Runs tokens [L] that stand at `first` and after; gives the logits [V] of the last."""
+        """Runs tokens [L] that stand at `first` and after. Returns the logits [V] of the last."""
         parts = tokens.split(1) if self._serial and first else (tokens,)
         cache = self._caches.pop(slot, None) if first else None
         logits = tokens.new_empty(0)
+        options: dict[str, object] = {}
+        if "logits_to_keep" in self._takes:
+            options["logits_to_keep"] = 1
         for part in parts:
-            options: dict[str, object] = (
-                {"logits_to_keep": 1} if "logits_to_keep" in self._takes else {}
-            )
-            out = self.model(input_ids=part[None], use_cache=True, **{self._name: cache}, **options)
+            options[self._name] = cache
+            out = self.model(input_ids=part[None], use_cache=True, **options)
             cache = out[self._name]
             logits = cast(Tensor, out.logits)[0, -1]
         self._caches[slot] = cache
@@ -91,7 +96,7 @@ class LoneRunner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeCache:
-    """Implements `Computed`. `cache` is none where nothing was taken."""
+    """Implements `Computed`. `cache` is `None` where nothing was taken."""
 
     cache: Any
 
@@ -104,16 +109,20 @@ class WholeCache:
         return self.cache is not None
 
     def cut(self, start: int, end: int) -> "WholeCache":
-        """The end of what it holds stays what it is; a beginning has nothing."""
+        """A cut that begins after the first token is taken for the end, and stays what it is. A
+        beginning has nothing.
+        """
         return self if start else WholeCache(None)
 
 
 def _num_bytes(held: Any) -> int:
-    """Of all tensors in an object of any make."""
+    """The bytes of all tensors in an object of any class."""
     if isinstance(held, Tensor):
         return held.nbytes
     if isinstance(held, dict):
         return sum(_num_bytes(value) for value in cast("dict[object, object]", held).values())
     if isinstance(held, list | tuple):
         return sum(_num_bytes(value) for value in cast("list[object]", held))
-    return _num_bytes(vars(held)) if type(held).__module__.startswith("transformers") else 0
+    if type(held).__module__.startswith("transformers"):
+        return _num_bytes(vars(held))
+    return 0

@@ -1,12 +1,12 @@
-"""Whether the engine computes a model as the model computes itself: tried when the model is loaded,
-in the first way that is right.
+"""Whether the engine computes a model as the model computes itself. This is tried when the model is
+loaded, and the model is served in the first way that is right.
 
-Plain families go without their modules (`PlainRunner`); sequences share steps and slots where that
-is right (`Runner`), else each goes alone (`LoneRunner`), and where nothing that the model keeps can
-be used the whole sequence is computed for each token (`WholeRunner`). A model for which nothing is
-right is refused by name. Tried are prefill at once and in parts, a prefix copied to another slot,
-decodes of several slots with a free one between them, a slot that is used again, and scores in one
-stretch and in several.
+Plain families go without their modules (`PlainRunner`). Sequences share steps and slots where that
+is right (`Runner`), else each goes alone (`LoneRunner`). Where nothing that the model keeps can be
+used, the whole sequence is computed for each token (`WholeRunner`). A model for which nothing is
+right is refused by name. The trial covers prefill at once and in parts, a prefix copied to another
+slot, decodes of several slots with a free one between them, a slot that is used again, and scores
+in one stretch and in several.
 """
 
 import logging
@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.lone import LoneRunner
-from midflight.engines.embedded.runner import PlainRunner, Runner, StepBatch
+from midflight.engines.embedded.plain import PlainRunner
+from midflight.engines.embedded.prefixes import KeepsSpans
+from midflight.engines.embedded.runner import Runner, StepBatch
 from midflight.engines.embedded.scoring import token_logprobs
-from midflight.engines.embedded.table import KeepsSpans
 from midflight.engines.embedded.whole import AnyRunner, WholeRunner
 from midflight.errors import ConfigError
 from midflight.models.plain import is_plain
@@ -51,15 +52,15 @@ class Manner:
     """How the engine computes a model."""
 
     plain: bool = False
-    """Without its modules."""
+    """The model goes without its modules."""
     lone: bool = False
-    """Each sequence alone, in place of all in one pass."""
+    """Each sequence goes alone, in place of all in one pass."""
     serial: bool = False
     """A sequence that has a state goes on by one token at a time."""
     whole: bool = False
-    """Nothing is kept, and each token takes the computing of all that stand before it."""
+    """Nothing is kept, and for each token all tokens before it are computed again."""
     resumes: bool = True
-    """Rows are scored in stretches, each over what is kept of those before."""
+    """Rows are scored in stretches, each over what is kept of the stretches before."""
 
 
 _MANNERS = (
@@ -71,8 +72,8 @@ _MANNERS = (
     Manner(whole=True),
 )
 _found: dict[tuple[str, bool, int, int], tuple[Manner, Proof]] = {}
-"""By configuration, whether adapters or the like are in it, and limits: the answer does not depend
-on the weights.
+"""What was found before. The key is the configuration, whether the model is plain (it is not with
+adapters or the like in it), and limits: the answer does not depend on the weights.
 """
 
 
@@ -89,10 +90,10 @@ def served(
     max_batch_tokens: int,
     packs: bool = False,
 ) -> tuple[AnyRunner, Manner, str]:
-    """The runner of a model, how it computes, and what is to be said of a way that is slower.
+    """The runner of a model, how it computes, and a sentence for people where that way is slower.
     `packs`: see `PlainRunner`.
 
-    `ConfigError` names the architecture that no way is right for, and the remedy.
+    `ConfigError` names the architecture for which no way is right, and the remedy.
     """
     manner, verdict = _judge(model, max_context=max_context, max_batch_tokens=max_batch_tokens)
     if not verdict.is_right:
@@ -100,7 +101,7 @@ def served(
     if verdict.reason:
         _log.warning("%s", verdict.reason)
     runner = _runner(model, manner, max_running=max_running, max_context=max_context, packs=packs)
-    # what cannot run at all fails now, not under a request
+    # A model that cannot run at all fails now, and not under a request.
     runner.forward(step_batch([(0, 0, np.zeros(1, dtype=np.int64))]))
     return runner, manner, verdict.reason
 
@@ -108,12 +109,8 @@ def served(
 def _judge(
     model: PreTrainedModel, *, max_context: int, max_batch_tokens: int
 ) -> tuple[Manner, Proof]:
-    key = (
-        f"{type(model).__name__} {model.config.to_json_string(use_diff=False)}",
-        is_plain(model),
-        max_context,
-        max_batch_tokens,
-    )
+    described_model = f"{type(model).__name__} {model.config.to_json_string(use_diff=False)}"
+    key = (described_model, is_plain(model), max_context, max_batch_tokens)
     if key not in _found:
         before = attention_of(model)
         try:
@@ -127,7 +124,8 @@ def _tried(
     model: PreTrainedModel, *, max_context: int, max_batch_tokens: int
 ) -> tuple[Manner, Proof]:
     name = kind_of(model)
-    if (longest := _longest(model)) is not None and max_context > longest:
+    longest = _longest(model)
+    if longest is not None and max_context > longest:
         reason = (
             f"{name} turns positions by frequencies that depend on the length of the sequence once "
             f"it has more than {longest} tokens, so that what was computed of a token before is "
@@ -151,39 +149,31 @@ def _tried(
     for manner in _manners(model, max(max_context, max_batch_tokens)):
         tried.set_attn_implementation(own)
         try:
-            errors.append(_generation_error(tried, manner, rows, expected))
-        except Exception as error:  # as above: this is no way to compute it
+            found_error = _generation_error(tried, manner, rows, expected)
+        except Exception as error:  # This is no way to compute the model.
             failures.append(described(error))
             continue
-        if errors[-1] < TOLERANCE:
-            return _with_scores(
-                tried,
-                manner,
-                rows,
-                expected,
-                Proof(
-                    "engine", _way(manner), errors[-1], reason=_slower(tried, manner, max_context)
-                ),
-            )
+        errors.append(found_error)
+        if found_error < TOLERANCE:
+            slower = _slower(tried, manner, max_context)
+            verdict = Proof("engine", _way(manner), found_error, reason=slower)
+            return _with_scores(tried, manner, rows, expected, verdict)
     found = f"its log-probabilities are {min(errors):.2g} nats off" if errors else failures[-1]
     reason = f"{name} is not computed rightly by it ({found}); set engine.kind to vllm or sglang."
     return Manner(), Proof("engine", Way.REFUSED, min(errors, default=None), reason=reason)
 
 
 def _longest(model: PreTrainedModel) -> int | None:
-    """Tokens up to which rotary frequencies do not depend on how many there are; none where they
-    never do.
+    """The number of tokens up to which rotary frequencies do not depend on the length of the
+    sequence; `None` where they never do.
     """
-    changing = [
-        module
-        for module in model.modules()
-        if str(getattr(module, "rope_type", "")) in ("dynamic", "longrope")
-    ]
-    lengths = [
-        int(length)
-        for module in changing
-        if (length := _original_length(module, model)) is not None
-    ]
+    lengths: list[int] = []
+    for module in model.modules():
+        if str(getattr(module, "rope_type", "")) not in ("dynamic", "longrope"):
+            continue
+        length = _original_length(module, model)
+        if length is not None:
+            lengths.append(int(length))
     return min(lengths, default=None)
 
 
@@ -192,23 +182,26 @@ def _original_length(module: Any, model: PreTrainedModel) -> int | None:
     if module.rope_type == "dynamic":
         return getattr(module, "original_max_seq_len", None) or text.max_position_embeddings
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
-    return rope.get("original_max_position_embeddings") or getattr(
-        text, "original_max_position_embeddings", None
-    )
+    length = rope.get("original_max_position_embeddings")
+    return length or getattr(text, "original_max_position_embeddings", None)
 
 
 def _manners(model: PreTrainedModel, num_tokens: int) -> Sequence[Manner]:
     """The ways to try, the fastest first. Where the model scales its attention by a place in the
-    step, steps have one sequence once they are long enough for it to matter."""
+    step, steps have one sequence once they are long enough for it to matter.
+    """
     text: Any = model.config.get_text_config()
-    by_place = bool(getattr(text, "attn_temperature_tuning", False)) and num_tokens >= int(
-        text.floor_scale
-    )
-    return [
-        manner
-        for manner in _MANNERS
-        if (manner.lone or manner.whole or not by_place) and (not manner.plain or is_plain(model))
-    ]
+    tunes = bool(getattr(text, "attn_temperature_tuning", False))
+    by_place = tunes and num_tokens >= int(text.floor_scale)
+    ways: list[Manner] = []
+    for manner in _MANNERS:
+        is_alone = manner.lone or manner.whole
+        if by_place and not is_alone:
+            continue
+        if manner.plain and not is_plain(model):
+            continue
+        ways.append(manner)
+    return ways
 
 
 def _runner(
@@ -235,7 +228,7 @@ def _way(manner: Manner) -> Way:
 
 
 def _slower(model: PreTrainedModel, manner: Manner, max_context: int) -> str:
-    """What is said of a way that is slower."""
+    """What a person is told of a way that is slower; empty where it is not."""
     name = kind_of(model)
     if manner.lone:
         return (
@@ -258,7 +251,7 @@ def _slower(model: PreTrainedModel, manner: Manner, max_context: int) -> str:
 
 
 Plan = dict[int, tuple[int, int]]
-"""What a step brings: of each slot the row that it runs, and how many of the row's tokens it has
+"""What a step brings: for each slot the row that it runs, and how many tokens of the row it has
 afterwards.
 """
 
@@ -275,11 +268,13 @@ def _plan(rows: Sequence[Row]) -> tuple[list[Plan], int, list[Plan]]:
     after: list[Plan] = [
         {0: (0, long - 4), 1: (1, 3), 2: (2, fork + 1), 3: (3, max(1, middle - 4))}
     ]
-    after += [
-        {0: (0, long - 4 + n), 1: (1, 3 + n), 2: (2, fork + 1 + n), 3: (3, middle - 4 + n)}
-        for n in (1, 2, 3, 4)
-    ]
-    after += [{1: (3, middle // 2)}, {1: (3, middle // 2 + 1)}]  # slot 1 is used again
+    for n in (1, 2, 3, 4):
+        after.append(
+            {0: (0, long - 4 + n), 1: (1, 3 + n), 2: (2, fork + 1 + n), 3: (3, middle - 4 + n)}
+        )
+    # Slot 1 is used again.
+    after.append({1: (3, middle // 2)})
+    after.append({1: (3, middle // 2 + 1)})
     return before, fork, after
 
 
@@ -293,43 +288,35 @@ class _Trial:
         self._rows = rows
         self._expected = expected
         self._at: dict[int, tuple[int, int]] = {}
-        """By slot the row in it, and how many tokens of it."""
+        """The row in each slot, and how many tokens of the row it has."""
         self.worst = 0.0
 
     def run(self, plan: Plan) -> None:
         parts: list[tuple[int, int, int, int]] = []
+        # (count of tokens, slot, row, first token) of each sequence
         for slot, (row, asked) in plan.items():
             known, length = self._at.get(slot, (row, 0))
             start = length if known == row else 0
             end = min(asked, len(self._rows[row]))
             if end > start:
                 self._at[slot] = row, end
-                start = 0 if self._runner.recomputes else start
+                if self._runner.recomputes:
+                    start = 0
                 parts.append((end - start, slot, row, start))
         if not parts:
             return
         parts.sort(key=lambda part: (part[0] > 1, part[0], part[1]))
-        logits = self._runner.forward(
-            step_batch(
-                [
-                    (slot, start, self._rows[row][start : start + count])
-                    for count, slot, row, start in parts
-                ]
-            )
-        )
+        brought: list[tuple[int, int, Row]] = []
+        for count, slot, row, start in parts:
+            brought.append((slot, start, self._rows[row][start : start + count]))
+        logits = self._runner.forward(step_batch(brought))
         for found, (count, _, row, start) in zip(logits, parts, strict=True):
-            error = (
-                (
-                    found.float().log_softmax(-1)
-                    - self._expected[row][start + count - 1].to(found.device)
-                )
-                .abs()
-                .max()
-            )
+            expected = self._expected[row][start + count - 1].to(found.device)
+            error = (found.float().log_softmax(-1) - expected).abs().max()
             self.worst = max(self.worst, float(error.nan_to_num(nan=torch.inf)))
 
     def copy(self, length: int) -> None:
-        """Slot 0 to slot 2, as row 2."""
+        """Copies slot 0 to slot 2, which then runs row 2."""
         _copy(self._runner, length)
         self._at[2] = 2, length
 
@@ -339,17 +326,14 @@ def _copy(runner: KeepsSpans, length: int) -> None:
 
 
 def step_batch(parts: Sequence[tuple[int, int, Row]]) -> StepBatch:
-    """Of slots, the places at which they go on, and the tokens they bring; in the order that
-    `StepBatch` asks for. The last token of each is wanted.
+    """A batch of slots, each with the place at which it goes on and the tokens that it brings, in
+    the order that `StepBatch` asks for. The last token of each slot is wanted.
     """
-    slots, starts = (
-        np.array(column, dtype=np.int64)
-        for column in zip(*((slot, start) for slot, start, _ in parts), strict=True)
-    )
+    slots = np.array([slot for slot, _, _ in parts], dtype=np.int64)
+    starts = np.array([start for _, start, _ in parts], dtype=np.int64)
     counts = np.array([len(tokens) for _, _, tokens in parts])
-    positions = np.concatenate(
-        [np.arange(start, start + len(tokens)) for _, start, tokens in parts]
-    )
+    places = [np.arange(start, start + len(tokens)) for _, start, tokens in parts]
+    positions = np.concatenate(places)
     tokens = np.concatenate([tokens for _, _, tokens in parts])
     wanted = np.zeros(len(tokens), dtype=np.bool_)
     wanted[np.cumsum(counts) - 1] = True
@@ -363,9 +347,8 @@ def _generation_error(
     from, in nats.
     """
     before, fork, after = _plan(rows)
-    trial = _Trial(
-        _runner(model, manner, max_running=4, max_context=max(map(len, rows))), rows, expected
-    )
+    runner = _runner(model, manner, max_running=4, max_context=max(map(len, rows)))
+    trial = _Trial(runner, rows, expected)
     for plan in before:
         trial.run(plan)
     trial.copy(fork)
@@ -382,10 +365,10 @@ def _with_scores(
     verdict: Proof,
 ) -> tuple[Manner, Proof]:
     """The manner completed by a way to score that is right."""
-    targets = [
-        log[:-1].gather(-1, torch.from_numpy(row[1:, None]).to(log.device))[:, 0].cpu()
-        for row, log in zip(rows, expected, strict=True)
-    ]
+    targets: list[Tensor] = []
+    for row, log in zip(rows, expected, strict=True):
+        ids = torch.from_numpy(row[1:, None]).to(log.device)
+        targets.append(log[:-1].gather(-1, ids)[:, 0].cpu())
     vocabulary = expected[0].shape[-1]
     worst = torch.inf
     for resumes in (True, False):
@@ -397,12 +380,12 @@ def _with_scores(
                 max_logits=len(rows) * vocabulary * 7,
                 resumes=resumes,
             )
-        except Exception:  # as above
+        except Exception:  # This is no way to score with the model.
             continue
-        worst = max(
-            float((torch.from_numpy(got[1:]) - target).abs().max())
-            for got, target in zip(scores, targets, strict=True)
-        )
+        errors: list[float] = []
+        for got, target in zip(scores, targets, strict=True):
+            errors.append(float((torch.from_numpy(got[1:]) - target).abs().max()))
+        worst = max(errors)
         if worst < TOLERANCE:
             error = max(worst, verdict.logprob_error or 0.0)
             return replace(manner, resumes=resumes), replace(verdict, logprob_error=error)

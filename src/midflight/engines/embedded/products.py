@@ -1,12 +1,12 @@
-"""The matrix products of a plain family: over weights as they lie in memory, or packed as oneDNN
-likes them best.
+"""The matrix products of a plain family, over weights as they lie in memory or packed in oneDNN's
+own order.
 
 A packed product of few rows takes two thirds of the time, because weights are read in the order in
 which they are multiplied (measured on AVX-512, 1 to 64 rows by 576 x 3072: 0.55 to 0.75 of MKL's).
-The pack is a copy: as many bytes again.
+The pack is a copy and takes as many bytes again.
 
-A step multiplies four times in each layer, so `of` and `added` are functions of torch that have the
-weights already: nothing of Python lies between.
+A step multiplies four times in each layer, so `of` and `added` are functions of torch that hold the
+weights already, and no Python runs between.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor
 from midflight.models.names import side_by_side
 
 _ROWS = 32
-"""Rows that weights are packed for; others are multiplied almost as fast."""
+"""The number of rows that weights are packed for. Other numbers are multiplied almost as fast."""
 _TOLERANCE = 1e-4
-"""Largest difference between the two ways to multiply, as a share of the largest number: rounding
-is a hundredth of it.
+"""Largest difference between the two ways to multiply, as a share of the largest number. Rounding
+makes a hundredth of it.
 """
 
 
@@ -45,7 +45,7 @@ class Product(Protocol):
 
 @dataclass(slots=True, eq=False)
 class PlainProduct:
-    """Over weights as they lie in memory: it follows what is written to them."""
+    """A product over weights as they lie in memory. It follows what is written to them."""
 
     weight: Tensor
     """[in, out]"""
@@ -75,8 +75,8 @@ def _added_to_both(to: Tensor, x: Tensor, *, bias: Tensor, weight: Tensor) -> Te
 
 @dataclass(slots=True, eq=False)
 class PackedProduct:
-    """Over a copy in oneDNN's own order. What is written to the weights afterwards does not reach
-    it.
+    """A product over a copy in oneDNN's own order. What is written to the weights afterwards does
+    not reach the copy.
     """
 
     packed: Tensor
@@ -126,9 +126,8 @@ def packing_is_right(weights: Sequence[Tensor]) -> bool:
             found = packed.added(to, x), to + packed.of(x)
         except RuntimeError:
             return False
-        if any(
-            float((each - expected).abs().max()) > _TOLERANCE * float(expected.abs().max())
-            for each in found
-        ):
-            return False
+        largest = float(expected.abs().max())
+        for each in found:
+            if float((each - expected).abs().max()) > _TOLERANCE * largest:
+                return False
     return True

@@ -31,14 +31,14 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Penalties:
-    """Of P of a step's rows. They are a function of the tokens so far, never of state, so that a
-    resume changes nothing (I5).
+    """The penalties of P of a step's rows. They are a function of the tokens so far, never of
+    state, so that a resume changes nothing (I5).
     """
 
     rows: Ints
     """[P]"""
     tokens: Ints
-    """[P, L] prompt and output so far; what lies after them does not matter."""
+    """[P, L] prompt and output so far. What lies after them does not matter."""
     num_prompt: Ints
     """[P]"""
     length: Ints
@@ -48,25 +48,28 @@ class Penalties:
     presence: NDArray[np.float64]
 
     def part(self, start: int, stop: int) -> Penalties | None:
-        """The penalties of the step's rows [start, stop), counted from `start`. None where no row
+        """The penalties of the step's rows [start, stop), counted from `start`. `None` where no row
         has any.
         """
         own = (self.rows >= start) & (self.rows < stop)
         if not own.any():
             return None
-        factors = (self.repetition[own], self.frequency[own], self.presence[own])
         return Penalties(
-            self.rows[own] - start,
-            self.tokens[own],
-            self.num_prompt[own],
-            self.length[own],
-            *factors,
+            rows=self.rows[own] - start,
+            tokens=self.tokens[own],
+            num_prompt=self.num_prompt[own],
+            length=self.length[own],
+            repetition=self.repetition[own],
+            frequency=self.frequency[own],
+            presence=self.presence[own],
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Biases:
-    """Triples: to the logit of `token_ids` in `rows`, `values` is added."""
+    """Triples of equal place in three arrays: `values` is added to the logit of `token_ids` in
+    `rows`.
+    """
 
     rows: Ints
     token_ids: Ints
@@ -75,30 +78,30 @@ class Biases:
     def part(self, start: int, stop: int) -> Biases | None:
         """See `Penalties.part`."""
         own = (self.rows >= start) & (self.rows < stop)
-        return (
-            Biases(self.rows[own] - start, self.token_ids[own], self.values[own])
-            if own.any()
-            else None
-        )
+        if not own.any():
+            return None
+        return Biases(self.rows[own] - start, self.token_ids[own], self.values[own])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Masks:
-    """Rows with a grammar."""
+    """What grammars allow in the rows that have one."""
 
     rows: Ints
     """[G]"""
     allowed: NDArray[np.bool_]
-    """[G, V]; at least one id of each row."""
+    """[G, V]; each row allows at least one id."""
 
     def part(self, start: int, stop: int) -> Masks | None:
         """See `Penalties.part`."""
         own = (self.rows >= start) & (self.rows < stop)
-        return Masks(self.rows[own] - start, self.allowed[own]) if own.any() else None
+        if not own.any():
+            return None
+        return Masks(self.rows[own] - start, self.allowed[own])
 
     def without(self, suppressed: Ints) -> tuple[Masks, NDArray[np.bool_]]:
-        """Takes ids [G, W] (padded with -1) away; also which rows [G] stayed as they were because
-        nothing would have been left.
+        """Takes ids [G, W] (padded with -1) away. Also returns which rows [G] stayed as they were,
+        because nothing would have been left.
         """
         fewer = self.allowed.copy()
         row, column = np.nonzero(suppressed >= 0)
@@ -114,8 +117,8 @@ def penalised(logits: Tensor, penalties: Penalties) -> Tensor:
         z_j <- z_j / r if z_j > 0 else z_j r    for every id j in prompt or output,
         z_j <- z_j - f n_j - p [n_j > 0]        where n_j counts j in the output alone.
 
-    The first is Keskar et al. 2019 (CTRL), eq. 2, which divides negative logits too; they would
-    become likelier.
+    The first line is Keskar et al. 2019 (CTRL), eq. 2, which divides negative logits too. They
+    would become likelier.
     """
     rows = _on(penalties.rows, logits)
     tokens = _on(penalties.tokens, logits)
@@ -125,13 +128,12 @@ def penalised(logits: Tensor, penalties: Penalties) -> Tensor:
     part = logits[rows]
     seen = _counts(tokens, before, like=part) > 0
     repetition = _column(penalties.repetition, logits)
-    part = torch.where(seen, torch.where(part > 0, part / repetition, part * repetition), part)
+    repeated = torch.where(part > 0, part / repetition, part * repetition)
+    part = torch.where(seen, repeated, part)
     counts = _counts(tokens, output, like=part)
-    part = (
-        part
-        - _column(penalties.frequency, logits) * counts
-        - _column(penalties.presence, logits) * (counts > 0)
-    )
+    frequency = _column(penalties.frequency, logits)
+    presence = _column(penalties.presence, logits)
+    part = part - frequency * counts - presence * (counts > 0)
     return logits.index_copy(0, rows, part)
 
 
@@ -144,9 +146,8 @@ def biased(logits: Tensor, biases: Biases) -> Tensor:
 def masked(logits: Tensor, masks: Masks) -> Tensor:
     """Logits [R, V], -inf where a row's grammar forbids the id."""
     rows = _on(masks.rows, logits)
-    return logits.index_copy(
-        0, rows, logits[rows].masked_fill(~_on(masks.allowed, logits), -torch.inf)
-    )
+    part = logits[rows].masked_fill(~_on(masks.allowed, logits), -torch.inf)
+    return logits.index_copy(0, rows, part)
 
 
 def _counts(tokens: Tensor, counted: Tensor, *, like: Tensor) -> Tensor:
@@ -169,7 +170,7 @@ def _signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-_UNSIGNED = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_UNSIGNED = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _GAMMA, _MULTIPLIER_1, _MULTIPLIER_2 = map(_signed, _UNSIGNED)
 
 
@@ -187,14 +188,14 @@ class SamplingBatch:
     positions: NDArray[np.int64]
     """Absolute index that the sampled token will have."""
     suppressed: NDArray[np.int64] | None
-    """[R, W] ids that may not be sampled, padded with -1; `None`: none in any row."""
+    """[R, W] ids that may not be sampled, padded with -1. `None` where no row has any."""
     penalties: Penalties | None = None
     biases: Biases | None = None
     masks: Masks | None = None
     num_top: NDArray[np.int64] | None = None
-    """How many of the likeliest ids to report; `None`: of no row."""
+    """How many of the likeliest ids to report. `None` where no row asks."""
     wants_kept: NDArray[np.bool_] | None = None
-    """Whose truncation to record; `None`: of no row."""
+    """Whether to record the row's truncation. `None` where no row asks."""
 
     def part(self, start: int, stop: int) -> SamplingBatch:
         """The options of the rows [start, stop)."""
@@ -217,24 +218,24 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """What was chosen for R rows, and the likeliest: at most W of each row, likeliest first (ties:
+    """What was chosen for R rows, and the likeliest ids of each: at most W, likeliest first (ties:
     lower id), filled up with id -1.
     """
 
     token_ids: NDArray[np.int64]
     logprobs: NDArray[np.float64]
-    """[R] of the chosen."""
+    """[R] of the chosen ids."""
     top_ids: NDArray[np.int64]
     """[R, W]"""
     top_logprobs: NDArray[np.float64]
     """[R, W]"""
     kept: tuple[bytes | None, ...] = ()
-    """[R] what truncation left of the vocabulary, records of `types.kept`, `None` for rows that do
-    not ask; empty where none does.
+    """[R] what truncation left of the vocabulary, as records of `types.kept`. `None` for rows that
+    do not ask; empty where none does.
     """
 
     def of(self, rows: NDArray[np.bool_]) -> Sampled:
-        """Of some of the rows [R]."""
+        """The same for the rows [R] that are true."""
         if rows.all():
             return self
         kept = tuple(itertools.compress(self.kept, rows.tolist()))
@@ -248,8 +249,8 @@ class Sampled:
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
-    """From logits [R, V]. All log-probabilities are of the distribution sampled: after adjustments,
-    temperature and truncation, renormalised.
+    """Samples from logits [R, V]. All log-probabilities are of the distribution sampled: after
+    adjustments, temperature and truncation, renormalised.
 
     Temperature 0 is greedy: the likeliest token after adjustments, with log-probabilities of
     temperature 1 and no truncation.
@@ -257,13 +258,11 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     num, vocab_size = logits.shape
     rows = max(1, _AT_ONCE // vocab_size) if logits.device.type == "cpu" else num
     if num > rows:
-        starts = range(0, num, rows)
-        return _together(
-            [
-                sample(logits[start : start + rows], batch.part(start, start + rows))
-                for start in starts
-            ]
-        )
+        parts: list[Sampled] = []
+        for start in range(0, num, rows):
+            stop = start + rows
+            parts.append(sample(logits[start:stop], batch.part(start, stop)))
+        return _together(parts)
     logits = logits.double()
     if batch.penalties is not None:
         logits = penalised(logits, batch.penalties)
@@ -281,35 +280,37 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     if greedy.any():
         token_ids = torch.where(_on(greedy, logits), logits.argmax(-1), token_ids)
     logprobs = log_p.gather(-1, token_ids[:, None])[:, 0].cpu().numpy()
-    top_ids, top_logprobs = (
-        _likeliest(log_p, batch.num_top)
-        if batch.num_top is not None
-        else (np.empty((len(log_p), 0), np.int64), np.empty((len(log_p), 0)))
-    )
+    if batch.num_top is not None:
+        top_ids, top_logprobs = _likeliest(log_p, batch.num_top)
+    else:
+        top_ids = np.empty((len(log_p), 0), np.int64)
+        top_logprobs = np.empty((len(log_p), 0))
     kept = _kept(log_p, batch.wants_kept) if batch.wants_kept is not None else ()
     return Sampled(token_ids.cpu().numpy(), logprobs, top_ids, top_logprobs, kept)
 
 
 _AT_ONCE = 2**17
-"""Logits that are sampled from at once on a CPU: with what is made of them, a few megabytes."""
+"""Logits that are sampled from at once on a CPU. With what is made of them they take a few
+megabytes.
+"""
 
 
 def _together(parts: list[Sampled]) -> Sampled:
+    """One `Sampled` of several, the columns of the likeliest ids padded to the widest."""
     width = max(part.top_ids.shape[1] for part in parts)
+    top_ids: list[Ints] = []
+    top_logprobs: list[NDArray[np.float64]] = []
+    for part in parts:
+        padding = ((0, 0), (0, width - part.top_ids.shape[1]))
+        top_ids.append(np.pad(part.top_ids, padding, constant_values=-1))
+        top_logprobs.append(np.pad(part.top_logprobs, padding))
     return Sampled(
         np.concatenate([part.token_ids for part in parts]),
         np.concatenate([part.logprobs for part in parts]),
-        np.concatenate(
-            [np.pad(part.top_ids, _to(width, part), constant_values=-1) for part in parts]
-        ),
-        np.concatenate([np.pad(part.top_logprobs, _to(width, part)) for part in parts]),
+        np.concatenate(top_ids),
+        np.concatenate(top_logprobs),
         tuple(itertools.chain.from_iterable(part.kept for part in parts)),
     )
-
-
-def _to(width: int, part: Sampled) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The padding that brings the likeliest ids of a part to `width` columns."""
-    return (0, 0), (0, width - part.top_ids.shape[1])
 
 
 def _drawn(log_p: Tensor, batch: SamplingBatch) -> Tensor:
@@ -348,11 +349,8 @@ def gumbel_noise(
     """Noise [R, V] in float64: g_j = -log(-log u_j), with u_j = ((mix(key + (j + 1) GAMMA) >> 11) +
     1/2) 2^-53 and key = mix(mix(seed) + (position + 1) GAMMA).
     """
-    return (
-        _exponential(_noise_bits(seeds, positions, vocab_size=vocab_size, device=device))
-        .log_()
-        .neg_()
-    )
+    bits = _noise_bits(seeds, positions, vocab_size=vocab_size, device=device)
+    return _exponential(bits).log_().neg_()
 
 
 def _noise_bits(
@@ -361,18 +359,13 @@ def _noise_bits(
     """The mixed words [R, V] that u is made of. numpy has shifts of unsigned words, and takes half
     the time of torch.
     """
-    key = _mixed(
-        _mixed(seeds.view(np.uint64)) + (positions + 1).view(np.uint64) * np.uint64(_UNSIGNED[0])
-    )
+    steps = (positions + 1).view(np.uint64) * np.uint64(_UNSIGNED[0])
+    key = _mixed(_mixed(seeds.view(np.uint64)) + steps)
+    strides = _strides(vocab_size, device)
     if device.type == "cpu":
-        return torch.from_numpy(
-            _mixed(key[:, None] + _strides(vocab_size, device).numpy().view(np.uint64)).view(
-                np.int64
-            )
-        )
-    return _mix(
-        torch.from_numpy(key.view(np.int64)).to(device)[:, None] + _strides(vocab_size, device)
-    )
+        words = _mixed(key[:, None] + strides.numpy().view(np.uint64))
+        return torch.from_numpy(words.view(np.int64))
+    return _mix(torch.from_numpy(key.view(np.int64)).to(device)[:, None] + strides)
 
 
 def _exponential(bits: Tensor) -> Tensor:
@@ -415,8 +408,8 @@ def _suppress(logits: Tensor, suppressed: NDArray[np.int64]) -> Tensor:
 
 
 def _truncated(log_p: Tensor, batch: SamplingBatch) -> Tensor:
-    """log p [R, V], truncated: cuts and renormalises only the rows that ask for it: the others need
-    no sort.
+    """log p [R, V], truncated. Only the rows that ask for it are cut and renormalised, because the
+    others need no sort.
     """
     nucleus = (batch.top_p < 1) | (batch.top_k > 0)
     rows = np.flatnonzero((nucleus | (batch.min_p > 0)) & (batch.temperature > 0))
@@ -426,15 +419,15 @@ def _truncated(log_p: Tensor, batch: SamplingBatch) -> Tensor:
     part = log_p[index]
     kept = part >= part.amax(-1, keepdim=True) + _column(batch.min_p[rows], part).log()
     if nucleus[rows].any():
-        kept &= _nucleus(
-            part, top_k=_column(batch.top_k[rows], part), top_p=_column(batch.top_p[rows], part)
-        )
+        top_k = _column(batch.top_k[rows], part)
+        top_p = _column(batch.top_p[rows], part)
+        kept &= _nucleus(part, top_k=top_k, top_p=top_p)
     part = part.masked_fill(~kept, -torch.inf)
     return log_p.index_copy(0, index, part - part.logsumexp(-1, keepdim=True))
 
 
 def _nucleus(log_p: Tensor, *, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Which of [r, V] are kept: the `top_k` most likely ids (ties: lower id first), and of these,
+    """Which of [r, V] are kept: the `top_k` likeliest ids (ties: lower id first), and among these,
     renormalised, the fewest that hold `top_p`.
     """
     sorted_log_p, order = log_p.sort(dim=-1, descending=True, stable=True)
@@ -451,8 +444,8 @@ def _nucleus(log_p: Tensor, *, top_k: Tensor, top_p: Tensor) -> Tensor:
 def _likeliest(
     log_p: Tensor, num_top: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The `num_top` [R] likeliest ids of each row of [R, V] that are possible at all, and their
-    log-probabilities.
+    """The likeliest ids of each row of [R, V] that are possible at all, as many as `num_top` [R]
+    says, and their log-probabilities.
     """
     width = min(int(num_top.max(initial=0)), log_p.shape[-1])
     ids = np.full((len(log_p), width), -1)

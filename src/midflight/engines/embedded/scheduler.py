@@ -1,5 +1,5 @@
-"""Which sequences run in a step. A step is three verbs: schedule, run, postprocess. Synchronous:
-only the decode thread calls it.
+"""Which sequences run in a step. A step is three verbs: schedule, run, postprocess. All of it is
+synchronous, and only the decode thread calls it.
 """
 
 import time
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from midflight.engines.embedded.experts import ExpertRecords
 from midflight.engines.embedded.guesses import guess
+from midflight.engines.embedded.prefixes import Prefixes, PrefixRoom
 from midflight.engines.embedded.runner import StepBatch
 from midflight.engines.embedded.sampler import Masks, Sampled, sample
-from midflight.engines.embedded.table import Prefixes, PrefixRoom, SlotTable, Submission
+from midflight.engines.embedded.table import SlotTable, Submission
 from midflight.engines.embedded.threads import StepThreads
 from midflight.engines.embedded.whole import AnyRunner
 from midflight.engines.streams import StepOutput
@@ -45,17 +46,17 @@ class Scheduler:
         routers: Routers | None = None,
         guesses: int = 0,
     ) -> None:
-        """`prefixes`: what is kept for requests that begin alike. `routers`: of a model whose
-        choices of experts are recorded. `guesses`: at most so many tokens ahead; none where a
-        sequence can't go back, or what its experts were would be written down. A runner that keeps
-        nothing of a sequence has no use for either."""
+        """`prefixes`: what is kept for requests that begin alike. `routers`: those of the model,
+        where its choices of experts are recorded. `guesses`: at most so many tokens are guessed
+        ahead. None are guessed where a sequence cannot go back, or where the experts of its tokens
+        are recorded. A runner that keeps nothing of a sequence has no use for prefixes or guesses.
+        """
         self._runner = runner
         self._threads = StepThreads()
         self._num_parameters = sum(parameter.numel() for parameter in runner.model.parameters())
         self._experts = None if routers is None else ExpertRecords(routers)
-        self._guesses = (
-            0 if runner.keeps_states or runner.recomputes or routers is not None else guesses
-        )
+        cannot_guess = runner.keeps_states or runner.recomputes or routers is not None
+        self._guesses = 0 if cannot_guess else guesses
         self._table = SlotTable(max_running=max_running, max_context=max_context)
         self._max_batch_tokens = max(max_batch_tokens, max_running)
         self._waiting: deque[Submission] = deque()
@@ -63,11 +64,11 @@ class Scheduler:
         self._prefixes = Prefixes(runner, max_bytes=self._room.num_bytes, experts=self._experts)
         self._turn = 0
         self._last_turn = np.zeros(max_running, dtype=np.int64)
-        """By slot the step in which it ran last, where steps have room for some whole sequences
+        """The step in which each slot ran last, where steps have room for some whole sequences
         only.
         """
         self._leaders: dict[tuple[int, ...], int] = {}
-        """By its prompt, the slot that computes what others wait for."""
+        """The slot that computes what others wait for, by its prompt."""
         self._left = set[int]()
         """Slots whose sequences have ended, and are not among the prefixes yet."""
         self._finishes: list[tuple[int, int, Finish]] = []
@@ -82,7 +83,7 @@ class Scheduler:
         self.num_computed = 0
         """Tokens that went through the model."""
         self.num_reused = 0
-        """Tokens that did not, because they had before."""
+        """Tokens that did not have to, because they had before."""
 
     # --- What there is to do ----------------------------------------------------------------------
 
@@ -120,7 +121,7 @@ class Scheduler:
             self._waiting.append(submission)
 
     def abort(self, handles: frozenset[int] | None) -> None:
-        """Ends these requests (all: `None`) with `ABORT`. Their tokens so far stand."""
+        """Ends these requests with `ABORT`, or all with `None`. Their tokens so far stand."""
         kept: deque[Submission] = deque()
         for submission in self._waiting:
             if handles is None or submission.handle in handles:
@@ -133,8 +134,8 @@ class Scheduler:
                 self._end(slot, _ABORT)
 
     def pause(self, mode: PauseMode) -> None:
-        """The last mode counts: a paused engine that is paused in another mode acts on the requests
-        it holds by the new one.
+        """The last mode counts: an engine that is paused again in another mode treats the requests
+        that it holds by the new mode.
         """
         if self.paused is mode:
             return
@@ -151,8 +152,8 @@ class Scheduler:
         self.paused = None
 
     def serve(self, version: Version) -> None:
-        """The weights have changed: tokens from now on are of `version`; keys stored before keep
-        their own.
+        """Says that the weights have changed. Tokens from now on are of `version`, and keys stored
+        before keep their own.
         """
         self.version = version
         self._leaders.clear()
@@ -176,11 +177,10 @@ class Scheduler:
         touched = frozenset(self._table.outlets[batch.slots].tolist())
         running = self._table.num_active
         with self._threads.of(self._num_parameters * len(batch.tokens)):
-            logits = (
-                self._runner.forward(batch)
-                if self._experts is None
-                else self._experts.forward(self._runner, batch)
-            )
+            if self._experts is None:
+                logits = self._runner.forward(batch)
+            else:
+                logits = self._experts.forward(self._runner, batch)
             self._mark_cached(batch)
             rows = np.flatnonzero(batch.wanted)
             masks = None
@@ -188,11 +188,10 @@ class Scheduler:
                 rows, logits, masks = self._constrained(batch, rows, logits)
             slots = batch.token_slots[rows]
             positions = batch.positions[rows] + 1
-            sampled = (
-                sample(logits, self._table.sampling(slots, positions, masks))
-                if len(slots)
-                else _nothing_sampled()
-            )
+            if len(slots):
+                sampled = sample(logits, self._table.sampling(slots, positions, masks))
+            else:
+                sampled = _nothing_sampled()
         if self._guesses and len(slots):
             stand = self._that_stand(slots, sampled.token_ids, guessed=batch.tokens[rows])
             slots = slots[stand]
@@ -234,12 +233,11 @@ class Scheduler:
             # A prompt that others may copy stops before its last token, which is where they take it
             # over.
             missing -= table.leading & (missing > 1)
-        wanted = missing
-        missing = missing[ready]
-        singles = ready[missing == 1]
-        chunks = ready[missing > 1]
+        left = missing[ready]
+        singles = ready[left == 1]
+        chunks = ready[left > 1]
         chunks = chunks[np.argsort(table.handles[chunks], kind="stable")]
-        wanted = wanted[chunks]
+        wanted = missing[chunks]
         before = np.cumsum(wanted) - wanted
         counts = np.minimum(wanted, self._max_batch_tokens - len(singles) - before)
         chunks = chunks[counts > 0]
@@ -251,15 +249,15 @@ class Scheduler:
         counts = np.concatenate([np.ones(len(singles), dtype=np.int64), counts[order]])
         num_single = int((counts == 1).sum())
         slots[:num_single].sort()
-        if self._guesses and num_single == len(slots) <= self._max_batch_tokens // (
-            1 + self._guesses
-        ):
-            slots, counts = self._guess(slots)
+        if self._guesses and num_single == len(slots):
+            most = self._max_batch_tokens // (1 + self._guesses)
+            if len(slots) <= most:
+                slots, counts = self._guess(slots)
         return self._batch(slots, counts)
 
     def _schedule_whole(self, ready: Ints) -> StepBatch:
-        """Whole sequences, within the token budget or one: those first that have waited longest for
-        a token, so that every answer grows.
+        """Whole sequences, within the token budget, and at least one. Those that have waited
+        longest for a token come first, so that every answer grows.
         """
         table = self._table
         table.cached[ready] = 0
@@ -273,8 +271,8 @@ class Scheduler:
         return self._batch(slots, table.length[slots])
 
     def _guess(self, slots: Ints) -> tuple[Ints, Ints]:
-        """Writes behind each sequence what it may go on with. Slots and counts of tokens, in the
-        order that a batch has.
+        """Writes behind each sequence what it may go on with. Returns slots and counts of tokens,
+        in the order that a batch has.
         """
         table = self._table
         counts = np.ones(len(slots), dtype=np.int64)
@@ -291,24 +289,25 @@ class Scheduler:
 
     def _that_stand(self, slots: Ints, token_ids: Ints, *, guessed: Ints) -> NDArray[np.bool_]:
         """[R] Whether each sampled token stands: all guesses before it are what was sampled, and
-        none of them ended its sequence. `guessed` [R] is what each row was computed behind."""
+        none of them ended its sequence. `guessed` [R] is what each row was computed behind.
+        """
         first = np.flatnonzero(np.diff(slots, prepend=-1))
-        wrong = (np.append(guessed[1:], -1) != token_ids) | (
-            self._table.stop_ids[slots] == token_ids[:, None]
-        ).any(1)
+        differs = np.append(guessed[1:], -1) != token_ids
+        stops = (self._table.stop_ids[slots] == token_ids[:, None]).any(1)
+        wrong = differs | stops
         before = np.cumsum(wrong) - wrong
         counts = np.diff(first, append=len(slots))
         stand = before == np.repeat(before[first], counts)
-        self._table.guesses[slots[first]] = np.minimum(
-            self._guesses, 2 * np.add.reduceat(stand, first, dtype=np.int64) - 1
-        )
+        num_standing = np.add.reduceat(stand, first, dtype=np.int64)
+        self._table.guesses[slots[first]] = np.minimum(self._guesses, 2 * num_standing - 1)
         return stand
 
     def _batch(self, slots: Ints, counts: Ints) -> StepBatch:
         table = self._table
         starts = table.cached[slots]
         sequence = np.repeat(np.arange(len(slots)), counts)
-        positions = np.arange(len(sequence)) - (np.cumsum(counts) - counts - starts)[sequence]
+        before = np.cumsum(counts) - counts
+        positions = np.arange(len(sequence)) - (before - starts)[sequence]
         return StepBatch(
             slots=slots,
             starts=starts,
@@ -321,28 +320,26 @@ class Scheduler:
 
     def _mark_cached(self, batch: StepBatch) -> None:
         table = self._table
-        fresh = batch.starts == 0
-        table.kv_version[batch.slots] = np.where(
-            fresh, self.version, np.minimum(table.kv_version[batch.slots], self.version)
-        )
-        table.cached[batch.slots] = np.minimum(
-            batch.starts + batch.counts, table.length[batch.slots]
-        )
+        slots = batch.slots
+        length = table.length[slots]
+        oldest = np.minimum(table.kv_version[slots], self.version)
+        table.kv_version[slots] = np.where(batch.starts == 0, self.version, oldest)
+        table.cached[slots] = np.minimum(batch.starts + batch.counts, length)
         self.num_computed += len(batch.tokens)
-        copyable = (
-            table.cached[batch.slots] == table.length[batch.slots] - self._runner.keeps_states
-        )
-        for slot in batch.slots[copyable & table.leading[batch.slots]].tolist():
+        copyable = table.cached[slots] == length - self._runner.keeps_states
+        for slot in slots[copyable & table.leading[slots]].tolist():
             table.leading[slot] = False
-            if self._leaders.get(prompt := table.prompt(slot)) == slot:
+            prompt = table.prompt(slot)
+            if self._leaders.get(prompt) == slot:
                 del self._leaders[prompt]
                 self._add_prefix(slot)
 
     def _constrained(
         self, batch: StepBatch, wanted: Ints, logits: Tensor
     ) -> tuple[Ints, Tensor, Masks | None]:
-        """Asks the grammars what they allow. A request whose grammar allows nothing ends here;
-        returned are the wanted tokens [R] and logits [R, V] of the others."""
+        """Asks the grammars what they allow. A request whose grammar allows nothing ends here.
+        Returns the wanted tokens [R] and logits [R, V] of the others, and their masks.
+        """
         slots = batch.token_slots[wanted]
         rows = np.flatnonzero(self._table.constrained[slots])
         kept = np.ones(len(slots), dtype=np.bool_)
@@ -355,15 +352,13 @@ class Scheduler:
                 self._fail(int(slots[row]), error)
         rows = (np.cumsum(kept) - 1)[rows[kept[rows]]]
         masks = Masks(rows, np.stack(allowed)) if allowed else None
-        return (
-            (wanted, logits, masks)
-            if kept.all()
-            else (wanted[kept], logits[torch.from_numpy(kept).to(logits.device)], masks)
-        )
+        if kept.all():
+            return wanted, logits, masks
+        return wanted[kept], logits[torch.from_numpy(kept).to(logits.device)], masks
 
     def _postprocess(self, slots: Ints, positions: Ints, token_ids: Ints) -> Ints:
-        """Appends the tokens and ends what they end; returns the version of the oldest key each
-        token attended to.
+        """Appends the tokens and ends what they end. Returns the version of the oldest key that
+        each token attended to.
         """
         table = self._table
         kv_versions = table.kv_version[slots]
@@ -371,27 +366,27 @@ class Scheduler:
         self.num_tokens += len(slots)
         stopped = (table.stop_ids[slots] == token_ids[:, None]).any(1)
         full = positions + 1 >= table.limit[slots]
-        for row in np.flatnonzero(
-            stopped | full | table.has_matcher[slots] | table.constrained[slots]
-        ).tolist():
+        may_end = stopped | full | table.has_matcher[slots] | table.constrained[slots]
+        for row in np.flatnonzero(may_end).tolist():
             slot = int(slots[row])
             token_id = int(token_ids[row])
+            if stopped[row]:
+                self._end(slot, Finish(FinishReason.STOP, token_id))
+                continue
             try:
-                finish = (
-                    Finish(FinishReason.STOP, token_id)
-                    if stopped[row]
-                    else self._finish(slot, token_id)
-                )
+                finish = self._finish(slot, token_id)
             except RequestRejected as error:
                 self._fail(slot, error)
                 continue
-            if finish is not None or full[row]:
-                self._end(slot, finish or _LENGTH)
+            if finish is not None:
+                self._end(slot, finish)
+            elif full[row]:
+                self._end(slot, _LENGTH)
         return kv_versions
 
     def _finish(self, slot: int, token_id: int) -> Finish | None:
-        """What follows from a token that is no stop id; `RequestRejected` where the grammar gives
-        up on it.
+        """How the request ends with a token that is no stop id, if it does. `RequestRejected` where
+        the grammar gives up on the token.
         """
         submission = self._table.submissions[slot]
         assert submission is not None
@@ -399,7 +394,9 @@ class Scheduler:
             submission.constraint.advance((token_id,))
             if submission.constraint.ended:
                 return Finish(FinishReason.STOP, token_id)
-        match = submission.matcher.feed((token_id,)) if submission.matcher else None
+        if submission.matcher is None:
+            return None
+        match = submission.matcher.feed((token_id,))
         return Finish(FinishReason.STOP, match.stop) if match else None
 
     # --- Admission --------------------------------------------------------------------------------
@@ -422,9 +419,10 @@ class Scheduler:
             self._place(slot)
 
     def _place(self, slot: int) -> None:
-        """Decides where the keys of a new sequence come from: what is known of its beginning, now
-        or when another has computed the same prompt, and its own prefill. The logits of its last
-        token are always computed anew, for this request to sample from."""
+        """Decides where the keys of a new sequence come from: from what is known of its beginning,
+        now or when another has computed the same prompt, and from its own prefill. The logits of
+        its last token are always computed anew, for this request to sample from.
+        """
         table = self._table
         prompt = table.prompt(slot)
         table.blocked[slot] = prompt in self._leaders
@@ -453,14 +451,13 @@ class Scheduler:
             return _ABORT
         if submission.constraint is not None and submission.constraint.ended:
             return Finish(FinishReason.STOP, request.input_ids[-1])
-        match = matcher.feed(request.input_ids[request.num_prompt_tokens :]) if matcher else None
-        if match:
-            return Finish(FinishReason.STOP, match.stop)
-        return (
-            _LENGTH
-            if request.remaining <= 0 or len(request.input_ids) >= self._table.max_context
-            else None
-        )
+        if matcher is not None:
+            match = matcher.feed(request.input_ids[request.num_prompt_tokens :])
+            if match:
+                return Finish(FinishReason.STOP, match.stop)
+        if request.remaining <= 0 or len(request.input_ids) >= self._table.max_context:
+            return _LENGTH
+        return None
 
     def _end(self, slot: int, finish: Finish) -> None:
         length = int(self._table.length[slot])
@@ -481,17 +478,24 @@ class Scheduler:
         return submission
 
     def _flush(self, output: StepOutput) -> StepOutput:
+        """The output with what has ended since the last."""
         if not (self._finishes or self._failures):
             return output
         finishes = tuple(self._finishes)
-        self._finishes = []
         failures = tuple(self._failures)
-        self._failures = []
         experts = tuple(self._records)
-        self._records = []
-        touched = output.touched | {outlet for _, outlet, _ in (*finishes, *failures)}
+        self._finishes.clear()
+        self._failures.clear()
+        self._records.clear()
+        touched = set(output.touched)
+        touched.update(outlet for _, outlet, _ in finishes)
+        touched.update(outlet for _, outlet, _ in failures)
         return replace(
-            output, finishes=finishes, failures=failures, experts=experts, touched=touched
+            output,
+            finishes=finishes,
+            failures=failures,
+            experts=experts,
+            touched=frozenset(touched),
         )
 
 

@@ -1,4 +1,4 @@
-"""Rows of tokens scored by a model: the log-probability of each token after those before it."""
+"""Scores of rows of tokens by a model: the log-probability of each token after those before it."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -14,12 +14,12 @@ from midflight.models.caches import cache_name
 from midflight.types import Float32, Int32, Likely
 
 MAX_LOGITS = 2**26
-"""Logits that are there at once: 256 MiB in float32, and as much again for their softmax."""
+"""Logits that are in memory at once: 256 MiB in float32, and as much again for their softmax."""
 
 
 def portions(lengths: NDArray[np.int64], *, max_tokens: int) -> list[list[int]]:
-    """Rows that go through the model together, by number, shortest first: at most `max_tokens` with
-    their padding, or one row.
+    """Rows that go through the model together, by number, shortest first. Together they have at
+    most `max_tokens` with their padding, or are one row.
     """
     made: list[list[int]] = []
     for row in np.argsort(lengths, kind="stable").tolist():
@@ -61,8 +61,8 @@ def likely_tokens(
     max_logits: int | None = None,
     resumes: bool = True,
 ) -> list[Likely]:
-    """Of each token but the first: it, then the `top` likeliest at its place, each with its
-    log-probability at temperature 1.
+    """For each token but the first: the token itself, then the `top` likeliest at its place, each
+    with its log-probability at temperature 1.
     """
     ids = torch.tensor([row], device=model.device)
     found: list[Likely] = []
@@ -70,17 +70,16 @@ def likely_tokens(
         scores = _log_softmax(logits, 1.0)
         own = ids[:, places]
         best, which = scores[0].topk(min(top, scores.shape[-1]), dim=-1)
-        pairs = zip(
+        columns = zip(
             own[0].tolist(),
             _chosen(scores, own)[0].tolist(),
             which.tolist(),
             best.tolist(),
             strict=True,
         )
-        found += [
-            ((token, logprob), *zip(others, theirs, strict=True))
-            for token, logprob, others, theirs in pairs
-        ]
+        for token, logprob, others, logprobs in columns:
+            likeliest = zip(others, logprobs, strict=True)
+            found.append(((token, logprob), *likeliest))
     return found
 
 
@@ -90,9 +89,9 @@ def _stretches(
     """The places from the second on, a stretch at a time, and the logits that predict them: [b, k,
     V].
 
-    The logits of long rows need not all be there at once: their columns go through the model over
-    the keys of those before, or, where the model does not go on rightly from those (`resumes`),
-    with all columns before them again.
+    The logits of long rows need not all be in memory at once. With `resumes` the columns of a
+    stretch go through the model over the keys of the columns before. Where the model does not go on
+    rightly from these keys, all columns before go through it again.
     """
     max_logits = MAX_LOGITS if max_logits is None else max_logits
     width = max(1, max_logits // (len(ids) * int(model.config.get_text_config().vocab_size)))
@@ -128,8 +127,8 @@ def _padded(rows: Sequence[Int32], device: torch.device) -> Tensor:
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """Computed in float32, or float64 for a float64 model. There is no third copy of them at the
-    usual temperature, which is 1.
+    """log softmax(logits / temperature), computed in float32, or in float64 for a float64 model. At
+    the usual temperature, which is 1, no third copy of the logits is made.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     scaled = logits if temperature == 1 else logits / temperature
@@ -137,5 +136,5 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _chosen(scores: Tensor, targets: Tensor) -> Tensor:
-    """[b, k, V] and [b, k] -> [b, k]."""
+    """The scores of the targets: [b, k, V] and [b, k] -> [b, k]."""
     return scores.gather(-1, targets[..., None])[..., 0]

@@ -1,5 +1,5 @@
-"""Recurrent and convolution states: one row per running sequence, for the layers that keep such a
-state in place of keys and values.
+"""Recurrent and convolution states, with one row per running sequence, for the layers that keep
+such a state in place of keys and values.
 
 `transformers` runs these layers over whole sequences. Inside an engine step, whose tokens stand one
 after the other, such a layer is run once for each cohort of sequences that bring equally many
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,7 +27,9 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, Line
 Ints = NDArray[np.int64]
 Kind = Literal["conv", "recurrent"]
 Key = tuple[int, Kind, int]
-"""The layer's number among those with states, what the state is of, and its number in the layer."""
+"""The layer's number among the layers with states, the kind of the state, and its number in the
+layer.
+"""
 _WRAPPED = "_midflight_layer"
 RUNNING: Final[ContextVar[States | None]] = ContextVar("midflight_states", default=None)
 """The states of the engine whose step this thread runs."""
@@ -46,8 +48,8 @@ class Cohort:
 
 
 def cohorts(slots: Ints, starts: Ints, counts: Ints, device: torch.device) -> list[Cohort]:
-    """Of a step's sequences, in their order. Slots that are a range are read and written in
-    place.
+    """The cohorts of a step's sequences, in their order. Slots that are a range are read and
+    written in place.
     """
     kinds = np.stack([counts, starts == 0])
     edges = np.flatnonzero((np.diff(kinds) != 0).any(0)) + 1
@@ -56,21 +58,19 @@ def cohorts(slots: Ints, starts: Ints, counts: Ints, device: torch.device) -> li
     made: list[Cohort] = []
     for first, last in itertools.pairwise(bounds):
         part = slots[first:last]
-        is_range = bool((np.diff(part) == 1).all())
-        where = (
-            slice(int(part[0]), int(part[-1]) + 1)
-            if is_range
-            else torch.from_numpy(part).to(device)
+        where: Tensor | slice
+        if (np.diff(part) == 1).all():
+            where = slice(int(part[0]), int(part[-1]) + 1)
+        else:
+            where = torch.from_numpy(part).to(device)
+        cohort = Cohort(
+            slots=where,
+            num=last - first,
+            start=int(offsets[first]),
+            end=int(offsets[last]),
+            fresh=bool(starts[first] == 0),
         )
-        made.append(
-            Cohort(
-                where,
-                last - first,
-                int(offsets[first]),
-                int(offsets[last]),
-                fresh=bool(starts[first] == 0),
-            )
-        )
+        made.append(cohort)
     return made
 
 
@@ -84,7 +84,7 @@ class States:
         self._slots = 0
         self._rows: dict[Key, Tensor] = {}
         self.cohorts: list[Cohort] = []
-        """Of the step that runs."""
+        """The cohorts of the step that runs."""
         self.serial = False
         """Whether sequences go on by one token at a time, because the layers go on wrongly by
         several.
@@ -119,11 +119,12 @@ class States:
             width = 1 if self.serial and not cohort.fresh else length
             pieces: list[Any] = []
             for first in range(0, length, width):
+                columns = slice(first, first + width)
                 arguments = {
-                    name: part(name, value, cohort, slice(first, first + width))
-                    for name, value in given.items()
+                    name: part(name, value, cohort, columns) for name, value in given.items()
                 }
-                arguments[layer.cache_name] = Cache(layers=[*[view] * (layer.index + 1)])
+                layers: list[Any] = [view] * (layer.index + 1)
+                arguments[layer.cache_name] = Cache(layers=layers)
                 pieces.append(layer.inner(**arguments))
             self._store(layer, cohort, view)
             outputs.append(_joined(pieces, lambda piece: piece))
@@ -161,11 +162,10 @@ class States:
                 if key not in self._rows:
                     self._rows[key] = new.new_zeros(self._slots, *new.shape[1:])
                 rows = self._rows[key]
-                if (
-                    isinstance(cohort.slots, slice)
-                    and rows[cohort.slots].data_ptr() == new.data_ptr()
-                ):
-                    continue  # it was changed in place
+                if isinstance(cohort.slots, slice):
+                    own = rows[cohort.slots]
+                    if own.data_ptr() == new.data_ptr():
+                        continue  # it was changed in place
                 rows[cohort.slots] = new
 
     def _keys(self, layer: StatefulLayer) -> list[Key]:
@@ -181,13 +181,13 @@ class StatefulLayer:
     cache_name: str
     """The parameter that takes the cache."""
     number: int
-    """Among the model's modules with states."""
+    """Its number among the model's modules with states."""
     index: int
-    """Under which it finds its state in the cache."""
+    """Its place in the cache."""
     num_states: int
 
     def __call__(self, *args: object, **options: object) -> object:
-        """In place of the module's `forward`."""
+        """Stands in place of the module's `forward`."""
         states = RUNNING.get()
         if states is None:
             return self.inner(*args, **options)
@@ -200,38 +200,40 @@ class StatefulLayer:
 
 
 def part(name: str, value: object, cohort: Cohort, columns: slice) -> object:
-    """What an argument is for some of a cohort's tokens: of tensors over the step's tokens [1, N,
-    ...], these as [b, l, ...].
+    """An argument, cut down to some of a cohort's tokens: a tensor over the step's tokens [1, N,
+    ...] becomes [b, l, ...].
     """
     if name == "attention_mask":
         return None  # there is no padding
     if isinstance(value, tuple):
         return tuple(part("", each, cohort, columns) for each in cast("tuple[object, ...]", value))
-    if (
-        isinstance(value, Tensor)
-        and value.dim() > 1
-        and value.shape[0] == 1
-        and value.shape[1] >= cohort.end
-    ):
-        return value[:, cohort.start : cohort.end].reshape(cohort.num, -1, *value.shape[2:])[
-            :, columns
-        ]
-    return value
+    if not isinstance(value, Tensor) or value.dim() <= 1:
+        return value
+    if value.shape[0] != 1 or value.shape[1] < cohort.end:
+        return value
+    own = value[:, cohort.start : cohort.end]
+    return own.reshape(cohort.num, -1, *value.shape[2:])[:, columns]
 
 
 def _joined(outputs: list[Any], shape: Callable[[Tensor], Tensor]) -> Any:
-    """Outputs of a layer one after the other, along the tokens; of what it gives beside them, the
-    last.
+    """The outputs of a layer one after the other, along the tokens. Where the layer gives more than
+    one output, the others are those of its last run.
     """
-    firsts: list[Tensor] = [shape(out[0] if isinstance(out, tuple) else out) for out in outputs]
+    firsts: list[Tensor] = []
+    for out in outputs:
+        first = out[0] if isinstance(out, tuple) else out
+        firsts.append(shape(first))
     whole = firsts[0] if len(firsts) == 1 else torch.cat(firsts, dim=1)
-    return (whole, *outputs[-1][1:]) if isinstance(outputs[-1], tuple) else whole
+    last = outputs[-1]
+    if isinstance(last, tuple):
+        return (whole, *last[1:])
+    return whole
 
 
 @torch.inference_mode()
 def stateful(model: PreTrainedModel) -> bool:
-    """Whether any module keeps a state. Those that do are run cohort by cohort inside engine steps
-    from now on.
+    """Whether any module keeps a state. From now on such modules are run cohort by cohort inside
+    engine steps.
     """
     found = _found(model)
     for number, (module, (name, cache)) in enumerate(found.items()):
@@ -262,7 +264,7 @@ def _limit_steps(module: Any, _: nn.Module, __: object, projected: Tensor) -> Te
     if projected.shape[1] != 1:
         return projected
     bounds = torch.tensor(module.time_step_limit, dtype=torch.float64)
-    # softplus of these are the bounds
+    # The softplus of `low` and of `high` are the bounds.
     low, high = (bounds + (-torch.expm1(-bounds)).log()).tolist()
     limited = projected.clone()
     steps = limited[..., -module.num_heads :]
@@ -279,7 +281,8 @@ def _found(model: PreTrainedModel) -> dict[nn.Module, tuple[str, Cache]]:
     found: dict[nn.Module, tuple[str, Cache]] = {}
 
     def enter(module: nn.Module, args: tuple[object, ...], options: dict[str, object]) -> None:
-        if (given := _cache(module, args, options)) is not None:
+        given = _cache(module, args, options)
+        if given is not None:
             before[module] = _states_in(given[1])
 
     def leave(
@@ -313,15 +316,11 @@ def _cache(
 
 
 def _states_in(cache: Cache) -> set[tuple[int, int]]:
-    return set(_initialised(cache))
-
-
-def _initialised(cache: Cache) -> Iterator[tuple[int, int]]:
+    """The states that the cache has: (number of the layer, number of the state in it)."""
+    found = set[tuple[int, int]]()
     for number, layer in enumerate(cache.layers):
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            for state, made in (
-                *layer.is_conv_states_initialized.items(),
-                *layer.is_recurrent_states_initialized.items(),
-            ):
-                if made:
-                    yield number, state
+        if not isinstance(layer, LinearAttentionCacheLayerMixin):
+            continue
+        for kind in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
+            found.update((number, state) for state, made in kind.items() if made)
+    return found

@@ -1,5 +1,5 @@
-"""The second set of weights: brought in while decoding goes on, made live between two steps
-(I7).
+"""The second set of weights. It is brought in while decoding goes on, and made live between two
+steps (I7).
 """
 
 import threading
@@ -23,11 +23,11 @@ class _StagedTensors:
     version: Version
     fingerprint: str
     tensors: Tensors | None
-    """None: those that are served already, under another number."""
+    """`None` where they are the tensors that are served already, under another number."""
 
 
 class EngineWeights:
-    """The weights served and the ones staged. `stage` runs in any one thread; `commit` on the
+    """The weights served and the weights staged. `stage` runs in any one thread, `commit` on the
     decode thread only.
 
     At most one version is staged: a later stage replaces it.
@@ -51,8 +51,8 @@ class EngineWeights:
         }
         self._staged: _StagedTensors | None = None
         self._replaced: dict[str, Tensor] = {}
-        """Weights of the version before, kept until the next stage: giving memory back takes longer
-        than a swap may.
+        """Weights of the version before, kept until the next stage, because giving memory back
+        takes longer than a swap may.
         """
         self._staging = threading.Lock()
 
@@ -64,8 +64,8 @@ class EngineWeights:
         """Fetches a version, which the receiver verifies. Blocking. Whatever fails, the weights
         served stay as they are.
 
-        Nothing is fetched where the version has the very weights that are served: the first one, or
-        that of a step that changed nothing.
+        Nothing is fetched where the version has the very weights that are served, as the first
+        version has, and the version of a step that changed nothing.
         """
         with self._staging:
             self._replaced = {}
@@ -81,12 +81,12 @@ class EngineWeights:
     def commit(self, version: Version) -> Attestation:
         """Makes the staged version live without copying. Committing the version already served
         changes nothing, unless it was staged under another fingerprint: several trainer ranks cut
-        tensors otherwise than the folder that an engine starts from."""
+        tensors otherwise than the folder that an engine starts from.
+        """
         waiting = self._staged
         staged = waiting if waiting is not None and waiting.version == version else None
-        if version == self._served.version and (
-            staged is None or staged.fingerprint == self._served.fingerprint
-        ):
+        is_another_set = staged is not None and staged.fingerprint != self._served.fingerprint
+        if version == self._served.version and not is_another_set:
             return self._served
         if staged is None:
             has = "nothing is staged" if waiting is None else f"version {waiting.version} is staged"
@@ -110,7 +110,9 @@ class EngineWeights:
         return as_tensors(manifest.tensors, views)
 
     def _check_shapes(self, manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> None:
-        """At staging, so that the commit cannot fail half way."""
+        """Checks at staging that the tensors fit the model, so that the commit cannot fail half
+        way.
+        """
         different = sorted(tensors.keys() ^ self._shapes.keys())
         if different:
             raise WeightsCorrupt(
@@ -126,12 +128,11 @@ class EngineWeights:
                 )
 
     def _converted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self._lay_out(
-            {
-                name: t.to(device=self._shapes[name][2], dtype=self._shapes[name][1])
-                for name, t in tensors.items()
-            }
-        )
+        converted: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            _, dtype, device = self._shapes[name]
+            converted[name] = tensor.to(device=device, dtype=dtype)
+        return self._lay_out(converted)
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:

@@ -1,4 +1,4 @@
-"""Forward passes for models of which nothing can be kept: each step computes whole sequences, each
+"""Forward passes for models of which nothing can be kept. Each step computes whole sequences, each
 alone, as the model itself does.
 """
 
@@ -44,24 +44,23 @@ class WholeRunner:
         return torch.stack(logits)
 
     def take(self, slot: int, *, start: int, end: int, at_end: bool) -> WholeCache:
-        """See `KeepsSpans`: there is nothing to take."""
+        """See `KeepsSpans`. There is nothing to take."""
         del slot, start, end, at_end
         return WholeCache(None)
 
     def put(self, slot: int, spans: object) -> None:
-        """See `KeepsSpans`: the sequence is computed again from its first token."""
+        """See `KeepsSpans`. The sequence is computed again from its first token."""
 
     def _last(self, tokens: Tensor) -> Tensor:
         """The logits [V] after the last of the tokens [L]."""
         options: dict[str, object] = {"logits_to_keep": 1} if self._picks_logits else {}
-        return cast(Tensor, self.model(input_ids=tokens[None], use_cache=False, **options).logits)[
-            0, -1
-        ]
+        out = self.model(input_ids=tokens[None], use_cache=False, **options)
+        return cast(Tensor, out.logits)[0, -1]
 
     @torch.inference_mode()
     def slowdown(self, num_tokens: int) -> float:
-        """How many times as long a token takes as the last of `num_tokens` as it takes as the
-        first: the least of three runs of each.
+        """The time that a token takes as the last of `num_tokens`, divided by the time that it
+        takes as the first. Each is the least of three runs.
         """
         tokens = torch.zeros(num_tokens, dtype=torch.long, device=self.model.device)
         return self._seconds(tokens) / self._seconds(tokens[:1])
@@ -70,7 +69,7 @@ class WholeRunner:
         runs = list[float]()
         for _ in range(3):
             started = time.perf_counter()
-            self._last(tokens)[0].item()  # waits for a GPU
+            self._last(tokens)[0].item()  # `item` waits for a GPU
             runs.append(time.perf_counter() - started)
         return min(runs)
 

@@ -1,8 +1,8 @@
-"""Weights that come straight into a server's workers, by the server's own routes, which our plugin
-inside it makes wait for nothing.
+"""Weights that come straight into a server's workers, by the server's own routes. Our plugin inside
+the server makes these routes wait for nothing.
 
-The companion gives orders and asks what the workers hold. In the pause they only swap what has come
-for what they serve.
+The companion gives orders and asks what the workers hold. In the pause the workers only swap the
+weights that have come for those that they serve.
 """
 
 import logging
@@ -23,8 +23,8 @@ _OF = "a server that Midflight's plugin is in"
 
 class DirectServer(ServerWorkers, Protocol):
     async def take(self, version: Version, *, recompute: bool) -> None:
-        """In a pause, or between two steps: what came, or what was served before it, becomes what
-        is served, in all workers or in none.
+        """Makes the weights that came, or those that were served before them, the weights served,
+        in all workers or in none. Called in a pause, or between two steps.
         """
         ...
 
@@ -45,22 +45,21 @@ class VllmWorkers:
         )
 
     async def take(self, version: Version, *, recompute: bool) -> None:
-        """Caches were cleared by the pause, where they had to be."""
+        """See `DirectServer`. The pause has cleared caches, where they had to be."""
         await self._client.post("/start_weight_update")
         await self._client.post("/update_weights", {"update_info": {"version": version}})
         await self._client.post("/finish_weight_update", {"weight_version": str(version)})
 
 
 class SglangWorkers:
-    """SGLang's update by a group, whose group our plugin joins in the background."""
+    """SGLang's weight update by a process group, which our plugin joins in the background."""
 
     def __init__(self, client: ServerClient) -> None:
         self._client = client
 
     async def states(self) -> Sequence[WorkerState]:
-        return _states(
-            part(await self._client.get("/server_info"), "internal_states", 0, "midflight", of=_OF)
-        )
+        info = await self._client.get("/server_info")
+        return _states(part(info, "internal_states", 0, "midflight", of=_OF))
 
     async def receive(self, order: TransferOrder) -> None:
         body = {
@@ -68,17 +67,19 @@ class SglangWorkers:
             "master_port": order.port,
             "rank_offset": order.rank,
             "world_size": order.world,
+            "group_name": f"midflight:{msgspec.json.encode(order).decode()}",
+            "backend": order.backend,
         }
-        said = f"midflight:{msgspec.json.encode(order).decode()}"
-        await self._client.post(
-            "/init_weights_update_group", {**body, "group_name": said, "backend": order.backend}
-        )
+        await self._client.post("/init_weights_update_group", body)
 
     async def take(self, version: Version, *, recompute: bool) -> None:
-        """Clearing its cache is refused while requests hold keys: only retracted ones hold none."""
-        nothing: Mapping[str, list[str]] = {"names": [], "dtypes": [], "shapes": []}
-        body = {
-            **nothing,
+        """See `DirectServer`. SGLang refuses to clear its cache while requests hold keys, and only
+        retracted requests hold none.
+        """
+        body: dict[str, object] = {
+            "names": [],
+            "dtypes": [],
+            "shapes": [],
             "group_name": "midflight:",
             "weight_version": str(version),
             "flush_cache": recompute,
@@ -100,22 +101,22 @@ WORKERS: Mapping[str, Callable[[ServerClient], DirectServer]] = {
 
 
 class DirectWay:
-    """Which versions come to one server in this way, and how."""
+    """Decides which versions come straight to one server's workers, and brings them."""
 
     def __init__(self, kind: str, feed: WorkerFeed) -> None:
         self._make = WORKERS[kind]
         self._feed = feed
         self._is_open: bool | None = None
-        """Whether the server can; known after the first version."""
+        """Whether the server can receive so. It is known after the first version."""
         self._changes = False
-        """Whether differences may come to it."""
+        """Whether differences may come to the server."""
         self._said = set[str]()
 
     async def opens(
         self, client: ServerClient, manifest: WeightManifest, *, same_names: bool
     ) -> bool:
-        """Whether this version comes by it. Where it does not, it is written as a folder like every
-        other, and the log says why.
+        """Whether this version comes straight to the workers. Where it does not, it is written as a
+        folder like every other, and the log says why.
         """
         if manifest.transport != TRANSPORT:
             return False
@@ -137,14 +138,14 @@ class DirectWay:
         return True
 
     async def bring(self, client: ServerClient, manifest: WeightManifest) -> None:
-        """Waits until each worker holds it; the server generates meanwhile."""
+        """Waits until each worker holds the version. The server generates meanwhile."""
         await self._feed.bring(manifest, self._make(client))
 
     async def take(self, client: ServerClient, version: Version, *, recompute: bool) -> None:
         await self._make(client).take(version, recompute=recompute)
 
     def _closed(self, client: ServerClient, why: str) -> bool:
-        """Whatever it is, it is said once."""
+        """Returns false, and logs each reason once."""
         if why not in self._said:
             _log.warning(
                 "engine %s gets its weights from a folder and not straight from the trainer: %s",

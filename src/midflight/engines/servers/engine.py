@@ -16,6 +16,7 @@ from pathlib import Path
 from midflight import types
 from midflight.config.sections import EngineSection
 from midflight.engines.embedded.grammar import Grammars
+from midflight.engines.requests import check_features, check_request
 from midflight.engines.servers.direct import DirectWay
 from midflight.engines.servers.server import (
     Attempt,
@@ -28,23 +29,23 @@ from midflight.engines.servers.server import (
     mode_at_server,
 )
 from midflight.engines.servers.staged import StagedFolder, StagingArea
-from midflight.engines.streams import ChunkStream, check_features, check_request
+from midflight.engines.streams import ChunkStream
 from midflight.errors import EngineError, MidflightError, PauseIgnored
 from midflight.ports import WeightReceiver
 from midflight.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 _LAST_WORDS_SECONDS = 2.0
-"""For a server to end what it was told to abort, with its last tokens; after that the answer ends
-here without them.
+"""How long a server may take to end a request that it was told to abort, with its last tokens.
+After that the answer ends here without them.
 """
 _QUIET_SECONDS = 0.02
-"""The least between two readings that show a pause: tokens that were on their way when the last
-step ended have come by then.
+"""The shortest time between two readings that show a pause. Tokens that were on their way when the
+last step ended have come by then.
 """
 _MOST_QUIET_SECONDS = 0.5
-"""The most. On a busy machine tokens are as late as answers are, so the time of an answer is the
-measure between the two.
+"""The longest time between two such readings. On a busy machine tokens are as late as answers are,
+so between these two the time of an answer is the measure.
 """
 _MAX_READINGS = 50
 """A server that still makes tokens after so many readings ignores its pause."""
@@ -52,14 +53,15 @@ _ABORTED = types.Finish(types.FinishReason.ABORT)
 
 
 class ServerEngine:
-    """Implements the engine port. `run` holds the connection; nothing else works without it.
+    """Implements the engine port. `run` holds the connection, and nothing else works without it.
 
-    New requests wait here while the server is paused, so that none is caught in its own gate.
-    Weights are staged in a folder of ours and loaded by the server in a pause. Where a load fails,
-    the server is paused until another succeeds: it never serves weights that are not whole (I7).
+    New requests wait here while the server is paused, so that none is caught in the server's own
+    gate. Weights are staged in a folder of ours and loaded by the server in a pause. Where a load
+    fails, the server is paused until another succeeds: it never serves weights that are not whole
+    (I7).
     """
 
-    _merges = True  # versions of adapters into their base
+    _merges = True  # whether versions that are adapters are merged into their base
 
     def __init__(
         self,
@@ -78,9 +80,10 @@ class ServerEngine:
         works: Works | None = None,
     ) -> None:
         """`model`: the folder that holds the weights of `version`, which the server starts with
-        (`first_folder`), or is given when attached. `num_workers`: processes that are to compute
-        for the server; None is as many as it has. `start_seconds` and `works`: see
-        `ServerClient`."""
+        (`first_folder`), or is given when attached. `num_workers`: how many processes are to
+        compute for the server; `None` is as many as it has. `start_seconds` and `works`: see
+        `ServerClient`.
+        """
         self._num_workers = num_workers
         self._name = name
         self._server = server
@@ -88,7 +91,8 @@ class ServerEngine:
         self._client = ServerClient(name, url, patience_seconds=start_seconds, works=works)
         self._direct = direct
         self._area = StagingArea(staging, model=model, receiver=receiver, merges=self._merges)
-        self._live = self._first = self._area.begin(version)
+        self._first = self._area.begin(version)
+        self._live = self._first
         self._next: StagedFolder | None = None
         self._found: Found | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -101,12 +105,15 @@ class ServerEngine:
         self._gate.set()
         self._idle.set()
         self._paused: types.PauseMode | None = None
-        self._held = False  # whether the server has said that it is paused, in that mode
+        self._held = False
+        """Whether the server has said that it is paused, in that mode."""
         self._whole = True
+        """Whether the weights at the server are whole."""
         self._num_tokens = 0
         self._asking: asyncio.Future[tuple[StagedFolder, str]] | None = None
-        """The question which weights it serves, while that is under way."""
-        self._grammars: Grammars | None = None  # from the first request with one
+        """The question which weights the server serves, while the question is under way."""
+        self._grammars: Grammars | None = None
+        """Made for the first request with a grammar."""
 
     @property
     def name(self) -> str:
@@ -131,7 +138,7 @@ class ServerEngine:
             self._area.remove()
 
     async def _serve(self, tasks: asyncio.TaskGroup) -> None:
-        """Waits for its cancellation, and then ends all requests. After that no task is started in
+        """Waits until it is cancelled, and then ends all requests. After that no task is started in
         the group, which ends.
         """
         self._tasks = tasks
@@ -145,8 +152,8 @@ class ServerEngine:
                 self._leave(running)
 
     async def attached(self) -> str:
-        """Waits until `run` has attached; ended by that, or by the failure of its task group. What
-        people should know of the server, if anything.
+        """Waits until `run` has attached. The wait ends with that, or with the failure of the task
+        group. Returns what people should know of the server, if anything.
         """
         await self._attached.wait()
         return self._found.caution if self._found else ""
@@ -157,30 +164,23 @@ class ServerEngine:
         """Yields until a chunk with `finish`. Each wait is for the server, or for the end of a
         pause.
         """
+        capabilities = self.capabilities
+        sampling = request.sampling
         check_request(
-            request,
-            vocab_size=self.capabilities.vocab_size,
-            max_context=self.capabilities.max_context,
+            request, vocab_size=capabilities.vocab_size, max_context=capabilities.max_context
         )
-        check_features(request.sampling, self.capabilities.features, engine=self._name)
+        check_features(sampling, capabilities.features, engine=self._name)
         if self._tasks is None:
             raise self._client.unavailable("is not attached")
-        eos = (
-            ()
-            if request.sampling.ignore_eos and request.sampling.grammar is None
-            else sorted(self.tokenizer.eos_token_ids)
-        )
-        running = ServerRequest(
-            request, ChunkStream(eager=request.eager), ends=(*eos, *request.sampling.stop_token_ids)
-        )
-        if request.remaining <= 0 or len(request.input_ids) == self.capabilities.max_context:
-            yield types.Chunk(
-                (),
-                (),
-                self._live.version,
-                self._live.version,
-                types.Finish(types.FinishReason.LENGTH),
-            )
+        ends: list[int] = []
+        if not sampling.ignore_eos or sampling.grammar is not None:
+            ends += sorted(self.tokenizer.eos_token_ids)
+        ends += sampling.stop_token_ids
+        running = ServerRequest(request, ChunkStream(eager=request.eager), ends=tuple(ends))
+        if request.remaining <= 0 or len(request.input_ids) == capabilities.max_context:
+            version = self._live.version
+            finish = types.Finish(types.FinishReason.LENGTH)
+            yield types.Chunk((), (), version, version, finish)
             return
         self._running[running] = None
         running.reading = self._tasks.create_task(self._read(running))
@@ -194,8 +194,8 @@ class ServerEngine:
                 self._tell_abort(running)
 
     async def _read(self, running: ServerRequest) -> None:
-        """Waits for its grammar and the gate, then for events up to the last. Its errors go to the
-        request's stream, and end nothing else.
+        """Waits for the request's grammar and the gate, then for events up to the last. Errors go
+        to the request's stream, and end nothing else.
         """
         try:
             if running.request.sampling.grammar is not None:
@@ -225,11 +225,11 @@ class ServerEngine:
                 self._leave(running)
 
     def _shape(self, running: ServerRequest) -> str:
-        """Blocking. Also a server that compiles grammars itself would refuse this one: here it is
-        refused as by every engine.
+        """The text for our plugin in the server. Blocking. A grammar that does not compile is
+        refused here as by every engine, although the server would refuse it too.
         """
         request = running.request
-        sampling = running.request.sampling
+        sampling = request.sampling
         if self._grammars is None:
             self._grammars = Grammars(self.tokenizer, vocab_size=self.capabilities.vocab_size)
         assert sampling.grammar is not None
@@ -250,24 +250,26 @@ class ServerEngine:
     # --- Aborts -----------------------------------------------------------------------------------
 
     async def abort(self, request_id: str | None) -> None:
-        """A request that has tokens ends with the server's last words. One that has none, or is
-        frozen, ends here at once: a server forgets an abort that comes before its request."""
-        self._abort_these([r for r in self._running if request_id in (None, r.request.request_id)])
+        """A request that has tokens ends with the server's last words. A request that has none, or
+        is frozen, ends here at once, because a server forgets an abort that comes before its
+        request.
+        """
+        if request_id is None:
+            self._abort_these(list(self._running))
+        else:
+            self._abort_these([r for r in self._running if r.request.request_id == request_id])
 
     def _abort_these(self, requests: list[ServerRequest]) -> None:
         for running in requests:
-            if (
-                running.attempt is None
-                or not running.attempt.num_tokens
-                or self._paused is not None
-            ):
+            has_tokens = running.attempt is not None and running.attempt.num_tokens > 0
+            if not has_tokens or self._paused is not None:
                 self._end_here(running)
             else:
                 self._tell_abort(running)
                 asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._end_here, running)
 
     def _end_here(self, running: ServerRequest) -> None:
-        """Ends the request with the tokens that have come; does nothing if it has ended
+        """Ends the request with the tokens that have come. Does nothing if the request has ended
         meanwhile.
         """
         if running.ended:
@@ -277,8 +279,8 @@ class ServerEngine:
         self._tell_abort(running)
 
     def _tell_abort(self, running: ServerRequest) -> None:
-        """Tells the server to abort, without waiting: the server notices the closed connection at
-        the latest.
+        """Tells the server to abort, and does not wait for it. The server notices the closed
+        connection at the latest.
         """
         if self._tasks is not None and running.attempt is not None:
             self._tasks.create_task(self._abort_at_server(running.id))
@@ -291,15 +293,15 @@ class ServerEngine:
     # --- Pauses -----------------------------------------------------------------------------------
 
     async def pause(self, mode: types.PauseMode) -> None:
-        """Returns when the server makes no token, read twice; `drain` waits before for the requests
-        that it has, or for `resume`.
+        """Returns when two readings show that the server makes no token. Before that, the mode
+        `drain` waits for the requests that the server has, or for `resume`.
         """
         if mode is types.PauseMode.DRAIN:
             self._gate.clear()
             await self._idle.wait()
         async with self._control:
             if mode is types.PauseMode.DRAIN and self._gate.is_set():
-                return  # it was resumed meanwhile: no caller wants a pause any more
+                return  # the engine was resumed meanwhile: no caller wants a pause any more
             if mode is types.PauseMode.ABORT and self._held:
                 for running in list(self._running):
                     if running.attempt is not None:
@@ -341,8 +343,8 @@ class ServerEngine:
             self._gate.set()
 
     async def _all_said(self) -> None:
-        """Waits for the last words of requests that the pause ended, and ends those that have
-        none.
+        """Waits for the last words of the requests that the pause ended, and ends the requests that
+        get none.
         """
         at_server = [r for r in self._running if r.attempt is not None]
         with suppress(TimeoutError):
@@ -355,7 +357,7 @@ class ServerEngine:
 
     async def _quiet(self) -> None:
         """Waits for the end of the server's step, however long it is, and then for two equal
-        readings; `PauseIgnored` when there are none.
+        readings. `PauseIgnored` when there are none.
         """
         await self._server.settle(self._client)
         loop = asyncio.get_running_loop()
@@ -363,7 +365,8 @@ class ServerEngine:
             before = self._num_tokens
             since = loop.time()
             await self._server.settle(self._client)
-            await asyncio.sleep(min(max(loop.time() - since, _QUIET_SECONDS), _MOST_QUIET_SECONDS))
+            seconds = loop.time() - since
+            await asyncio.sleep(min(max(seconds, _QUIET_SECONDS), _MOST_QUIET_SECONDS))
             if self._num_tokens == before:
                 return
         raise PauseIgnored(
@@ -374,36 +377,34 @@ class ServerEngine:
     # --- Weights ----------------------------------------------------------------------------------
 
     async def stage(self, manifest: types.WeightManifest) -> None:
-        """Waits for a worker thread, which the transport feeds, or for the server's own workers;
-        the server generates meanwhile.
+        """Waits for a worker thread, which the transport feeds, or for the server's own workers.
+        The server generates meanwhile.
         """
         async with self._staging:
             self._next = None
-            direct = self._direct
-            if direct is not None and await direct.opens(
-                self._client, manifest, same_names=self._area.is_in_files(manifest)
-            ):
-                await direct.bring(self._client, manifest)
-                self._next = StagedFolder(manifest.version, manifest.fingerprint, None)
-            else:
-                self._next = await asyncio.to_thread(
-                    self._area.write, manifest, beside=self._live.folder
-                )
+            if self._direct is not None:
+                same_names = self._area.is_in_files(manifest)
+                if await self._direct.opens(self._client, manifest, same_names=same_names):
+                    await self._direct.bring(self._client, manifest)
+                    self._next = StagedFolder(manifest.version, manifest.fingerprint, None)
+                    return
+            beside = self._live.folder
+            self._next = await asyncio.to_thread(self._area.write, manifest, beside=beside)
 
     async def commit(self, version: types.Version) -> types.Attestation:
-        """Waits for the server to load what was staged. Without a pause of the caller it makes one
-        of its own, where it needs one.
+        """Waits for the server to load what was staged. Where the caller has made no pause and one
+        is needed, the engine makes a pause of its own.
         """
         async with self._control, self._staging:
-            if (staged := self._staged(version)) is self._live:
+            staged = self._staged(version)
+            if staged is self._live:
                 return types.Attestation(version, staged.fingerprint)
             own_pause = self._paused is None
             admitted = self._gate.is_set()
-            if own_pause and (
-                staged.folder is not None
-                or self.capabilities.commit_mode is not types.PauseMode.KEEP
-            ):
-                await self._pause_server(self.capabilities.commit_mode or types.PauseMode.KEEP)
+            if own_pause:
+                mode = self.capabilities.commit_mode
+                if staged.folder is not None or mode is not types.PauseMode.KEEP:
+                    await self._pause_server(mode or types.PauseMode.KEEP)
             self._gate.clear()
             try:
                 await self._load(staged)
@@ -414,15 +415,13 @@ class ServerEngine:
             return types.Attestation(version, staged.fingerprint)
 
     def _staged(self, version: types.Version) -> StagedFolder:
-        """What is live already where nothing else is staged."""
+        """The staged folder of the version, or the live one where that is of the version and
+        nothing else is staged. `EngineError` where neither is.
+        """
         staged = self._next
-        if (
-            staged is None
-            and self._whole
-            and self._live.version == version
-            and self._live.fingerprint
-        ):
-            return self._live
+        live = self._live
+        if staged is None and self._whole and live.version == version and live.fingerprint:
+            return live
         if staged is None or staged.version != version:
             has = "nothing is staged" if staged is None else f"version {staged.version} is staged"
             raise EngineError(
@@ -431,8 +430,8 @@ class ServerEngine:
         return staged
 
     async def _load(self, staged: StagedFolder) -> None:
-        """Rolls back to the weights that were live where the new ones cannot be loaded; where that
-        fails too, they are not whole.
+        """Loads the staged weights. Where they cannot be loaded, it goes back to the weights that
+        were live. Where that fails too, the weights at the server are not whole.
         """
         self._whole = False
         recomputed = self._paused is types.PauseMode.RECOMPUTE
@@ -443,13 +442,10 @@ class ServerEngine:
             self._whole = True
             raise EngineError(f"{error} It serves version {self._live.version} again.") from error
         self._whole = True
+        late = 0 if recomputed else self._server.late_labels
         for running in self._running:
             if running.attempt is not None:
-                running.attempt.changed(
-                    staged.version,
-                    recomputed=recomputed,
-                    late=0 if recomputed else self._server.late_labels,
-                )
+                running.attempt.changed(staged.version, recomputed=recomputed, late=late)
         self._live = staged
 
     async def _give(self, staged: StagedFolder, *, recompute: bool) -> None:
@@ -468,31 +464,35 @@ class ServerEngine:
         """
         if not self._control.locked():
             live, label = await self._asked()
-            unfinished = not self._whole and self._paused is None  # the last time
-            if (
-                (label != str(live.version) or unfinished)
-                and live is self._live
-                and not self._control.locked()
-            ):
+            # The last time that weights were given, that was not finished.
+            unfinished = not self._whole and self._paused is None
+            is_wrong = label != str(live.version) or unfinished
+            if is_wrong and live is self._live and not self._control.locked():
                 async with self._control:
                     await self._attach()
         return self.reading()
 
     async def _asked(self) -> tuple[StagedFolder, str]:
-        """What was live when the server was asked, and what it says that it serves. Those who ask
-        meanwhile wait for the same answer: at a frozen server their questions would pile up."""
+        """The weights that were live when the server was asked, and the label that it gives them.
+        Callers that ask meanwhile wait for the same answer, because at a frozen server their
+        questions would pile up.
+        """
         if self._asking is not None:
             return await asyncio.shield(self._asking)
-        asking = self._asking = asyncio.get_running_loop().create_future()
+        asking: asyncio.Future[tuple[StagedFolder, str]]
+        asking = asyncio.get_running_loop().create_future()
+        self._asking = asking
         try:
-            asking.set_result((self._live, await self._server.label(self._client)))
+            live = self._live
+            label = await self._server.label(self._client)
+            asking.set_result((live, label))
         finally:
             self._asking = None
             if not asking.done():
                 asking.set_exception(
                     self._client.unavailable("did not say which weights it serves")
                 )
-                asking.exception()  # there may be nobody else who waits
+                asking.exception()  # there may be no other caller that waits
         return asking.result()
 
     def reading(self) -> types.EngineHealth:
@@ -507,15 +507,13 @@ class ServerEngine:
         )
 
     async def _attach(self) -> None:
-        """Makes the server serve the weights that we say it serves, whatever it served before and
-        however it was left.
+        """Makes the server serve the weights that the engine says it serves, whatever the server
+        served before and however it was left.
         """
         found = await self._server.attach(self._client)
         check_same_model(found.model, self._area.first, url=self._client.url)
-        if (
-            None not in (self._num_workers, found.num_workers)
-            and self._num_workers != found.num_workers
-        ):
+        is_known = self._num_workers is not None and found.num_workers is not None
+        if is_known and self._num_workers != found.num_workers:
             raise EngineError(
                 f"attaching to {self._client.url}: {found.num_workers} processes compute for this "
                 f"server, and engine.servers says {self._num_workers} (tensor x pipeline x data "
@@ -532,10 +530,11 @@ class ServerEngine:
             await self._server.pause(self._client, mode_at_server(self._paused))
 
     async def _give_live_weights(self, found: Found) -> None:
-        """Gives the server the live weights, in a pause; only a label if it has just started from
-        our model's folder and these are still live.
+        """Gives the server the live weights, in a pause. It gives only a label if the server has
+        just started from our model's folder and these weights are still live.
         """
-        if found.untouched and found.model == str(self._area.first) and self._live is self._first:
+        is_fresh = found.untouched and found.model == str(self._area.first)
+        if is_fresh and self._live is self._first:
             await self._server.relabel(self._client, self._live.version)
             return
         _log.info(

@@ -1,4 +1,4 @@
-"""Which releases of a server we work with."""
+"""Which releases of a server Midflight works with."""
 
 from dataclasses import dataclass
 
@@ -9,18 +9,20 @@ from midflight.errors import EngineError
 
 @dataclass(frozen=True, slots=True)
 class Releases:
-    """From the oldest that has what we need to the newest that our tests have passed on."""
+    """The releases from the oldest that has what we need to the newest that our tests have passed
+    on.
+    """
 
     server: str
     oldest: str
     tried: str
 
     def caution(self, version: str, *, url: str) -> str:
-        """What people should know of a server of this version, empty if there is nothing.
-        `EngineError` for one that is too old.
+        """What people should know of a server of this version, or nothing. `EngineError` for a
+        version that is too old.
 
-        A build from sources whose number says nothing (`0.0.0.dev3`, `0.1.dev1+g12ab`) is taken as
-        an untried one.
+        A build from sources whose number says nothing (`0.0.0.dev3`, `0.1.dev1+g12ab`) counts as
+        untried.
         """
         try:
             found = Version(version)
@@ -33,11 +35,9 @@ class Releases:
                 f"works with; use {self.oldest} or newer ({self.tried} is the newest that was "
                 "tried)."
             )
-        return (
-            self._untried(version)
-            if unnumbered or found.release > Version(self.tried).release
-            else ""
-        )
+        if unnumbered or found.release > Version(self.tried).release:
+            return self._untried(version)
+        return ""
 
     def _untried(self, version: str) -> str:
         return (

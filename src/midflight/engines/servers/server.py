@@ -1,8 +1,8 @@
-"""What a kind of inference server is to us: its wire, as a Protocol. `vllm.py` and `sglang.py`
-implement it.
+"""A kind of inference server as the engine sees it: its wire, as a Protocol. `vllm.py` and
+`sglang.py` implement it.
 
-HTTP to it, with errors that name the server and the path. And one request at it, with the versions
-of its tokens (I6), synchronous.
+Beside it stand the HTTP connection to a server, whose errors name the server and the path, and a
+request at a server, with the versions of its tokens (I6). The request is synchronous.
 """
 
 from __future__ import annotations
@@ -45,34 +45,36 @@ from midflight.wire.client import HttpClient
 
 _JSON = {"Content-Type": "application/json"}
 _LINE_BYTES = 2**28
-"""Of one event: a server that repeats what it said sends the longest answer in one, and a record of
-experts takes kilobytes a token.
+"""The limit of one event. A server that repeats what it said sends the longest answer in one event,
+and a record of experts takes kilobytes a token.
 """
 _OF_THE_REQUEST = (400, 413, 422)
-"""Statuses that judge what was asked. Any other may be of whatever stands before the server, or
-took its port: elsewhere it may succeed.
+"""Statuses that judge the request. Any other may come from something that stands before the server,
+or took its port. Elsewhere the request may succeed.
 """
 
 
 Works: TypeAlias = Callable[[], Callable[[], bool]]
-"""It is called once for each wait, and returns a function that says whether the server has worked
-since the last call of that function.
+"""A function that is called once for each wait. It returns a function that says whether the server
+has worked since the last call of that function.
 """
 
 
 class ServerClient:
     """Connections to one server. Every call waits for the answer as long as the server works, so
-    that a slow one may load the largest model.
+    that a slow server may load the largest model.
 
-    Callers have deadlines of their own, but may be gone: a call that never ended would keep all
+    Callers have deadlines of their own, but may be gone, and a call that never ended would keep all
     others waiting.
     """
 
     def __init__(
         self, name: str, url: str, *, patience_seconds: float, works: Works | None = None
     ) -> None:
-        """A call is given up when the server has done nothing for so long; where `works` is not
-        given, because it cannot be seen, when it has not answered for so long."""
+        """A call is given up when the server has done nothing for `patience_seconds`. `works` is
+        not given where that cannot be seen. Then a call is given up when the server has not
+        answered for so long.
+        """
         self.name = name
         self.url = url
         self._patience_seconds = patience_seconds
@@ -90,8 +92,8 @@ class ServerClient:
         return _json(await self._call("GET", path, None))
 
     async def settle(self, path: str) -> None:
-        """Asks what the server answers between two steps only, and waits for that however long the
-        step is.
+        """Asks for something that the server answers between two steps only, and waits for the
+        answer however long the step is.
         """
         await self.get(path)
 
@@ -110,9 +112,8 @@ class ServerClient:
         return frozenset(map(str, paths))
 
     async def _call(self, method: str, path: str, body: object) -> bytes:
-        patience = Allowance(
-            self._patience_seconds, moved=None if self._works is None else self._works()
-        )
+        moved = None if self._works is None else self._works()
+        patience = Allowance(self._patience_seconds, moved=moved)
         try:
             async with patience:
                 answer = await self._http.call(method, path, _encoded(body), headers=_JSON)
@@ -131,7 +132,7 @@ class ServerClient:
         return answer.content
 
     async def events(self, path: str, body: object) -> AsyncIterator[bytes]:
-        """Data of each server-sent event but the closing `[DONE]`. `RequestRejected` where the
+        """The data of each server-sent event but the closing `[DONE]`. `RequestRejected` where the
         server refuses the request.
         """
         async with self._http.open("POST", path, _encoded(body), headers=_JSON) as answer:
@@ -139,7 +140,10 @@ class ServerClient:
                 raise self._refusal(answer, path, await answer.read())
             try:
                 async for line in answer.content:
-                    if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line.removeprefix(b"data:").strip()
+                    if data != b"[DONE]":
                         yield data
             except ValueError as error:
                 raise self.unavailable(
@@ -181,8 +185,8 @@ def _shown(content: bytes) -> str:
 
 
 def part(answer: object, *path: str | int, of: str) -> object:
-    """A part of a JSON answer; `EngineError` where it is not there. `of` names the server that gave
-    it, and the version it takes.
+    """A part of a JSON answer; `EngineError` where it is not there. `of` names the server that
+    should have given it, and the release that it takes.
     """
     at = answer
     for key in path:
@@ -199,7 +203,7 @@ def part(answer: object, *path: str | int, of: str) -> object:
 
 
 def number(answer: object, *path: str | int, of: str) -> int:
-    """A part that is a whole number; `EngineError` where it is none."""
+    """A part that is a whole number; `EngineError` where it is not one."""
     found = part(answer, *path, of=of)
     if not isinstance(found, int):
         raise EngineError(
@@ -223,24 +227,24 @@ class EventTokens:
     the request.
     """
     experts: UInt8 | None = None
-    """On the last piece of a server that records them: packed, of prompt and output but their last
-    token
+    """On the last piece of a server that records them: the experts of prompt and output but the
+    last token, packed.
     """
 
 
 def recorded_experts(encoded: str, *, num_choices: int | None, num_experts: int) -> UInt8:
-    """A server's base64 of int32, `num_choices` for each token, or of numpy's own format, as [T,
-    bytes] of `Row.experts`.
+    """A server's record of experts as [T, bytes] of `Row.experts`. The record is base64: of int32,
+    `num_choices` for each token, or, where that is `None`, of numpy's own format.
     """
     data = base64.b64decode(encoded)
     kind = "u1" if num_experts <= 256 else "<u2"
     try:
-        numbers = (
-            np.load(BytesIO(data), allow_pickle=False)
-            if num_choices is None
-            else np.frombuffer(data, "<i4").reshape(-1, num_choices)
-        )
-        return np.ascontiguousarray(numbers.reshape(len(numbers), -1).astype(kind)).view(np.uint8)
+        if num_choices is None:
+            numbers = np.load(BytesIO(data), allow_pickle=False)
+        else:
+            numbers = np.frombuffer(data, "<i4").reshape(-1, num_choices)
+        packed = numbers.reshape(len(numbers), -1).astype(kind)
+        return np.ascontiguousarray(packed).view(np.uint8)
     except ValueError as error:
         raise EngineUnavailable(
             f"reading a server's record of experts: {error}. Set correction.routing_replay = false."
@@ -251,60 +255,69 @@ class EventReader(Protocol):
     """Reads the events of one request, in order."""
 
     def read(self, event: bytes) -> EventTokens:
-        """`EngineUnavailable` where it is nonsense, or the server's own error."""
+        """`EngineUnavailable` where the event is nonsense, or an error of the server."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a server said of itself when it was attached."""
+    """What a server said about itself when it was attached."""
 
     capabilities: Capabilities
     label: str
-    """Of the weights it serves; a version of ours where it is a number."""
+    """The label of the weights that the server serves. It is a version of ours where it is a
+    number.
+    """
     model: str
-    """The folder that it says its weights are from."""
-    # processes that compute for it, as far as it says: one for each GPU where there are any
+    """The folder that the server says its weights are from."""
     num_workers: int | None = None
+    """How many processes compute for the server, as far as it says: one for each GPU where there
+    are any.
+    """
     caution: str = ""
-    """What people should know of its version."""
+    """What people should know of the server's version."""
 
     @property
     def untouched(self) -> bool:
-        """Whether its weights have not been labelled since it started."""
+        """Whether the weights have not been labelled since the server started."""
         return self.label == UNLABELLED
 
 
 UNLABELLED = "default"
-"""How vLLM and SGLang call the weights they start with."""
+"""The label that vLLM and SGLang give to the weights they start with."""
 
 
 class Server(Protocol):
-    """One server. Calls wait for its answers, within their caller's deadline; an answer that is
-    missing is `EngineUnavailable`.
+    """One server. Calls wait for its answers, within the deadline of their caller. An answer that
+    does not come is `EngineUnavailable`.
     """
 
     @property
     def late_labels(self) -> int:
-        """Tokens after a change of weights in `keep` that its account of versions may give to the
-        new ones wrongly.
+        """How many tokens after a change of weights in `keep` the server's account of versions may
+        wrongly give to the new weights.
         """
         ...
 
     async def attach(self, client: ServerClient) -> Found:
         """Ends a pause that was left, and asks the server what it is and can. `EngineError` names
-        what is wrong with it: another kind, too old, started without what we need.
+        what is wrong with the server: it is of another kind, too old, or started without what we
+        need.
         """
         ...
 
     async def label(self, client: ServerClient) -> str:
-        """Of the weights it serves; an answer also says that it lives, paused or not."""
+        """The label of the weights that the server serves. An answer also says that the server
+        lives, paused or not.
+        """
         ...
 
     async def relabel(self, client: ServerClient, version: Version) -> None: ...
 
     def body(self, asked: ServerRequest, *, salt: str) -> tuple[str, dict[str, object]]:
-        """Path and JSON body of a streamed generation; `salt` parts prefix caches by version."""
+        """Path and JSON body of a streamed generation. `salt` separates prefix caches by
+        version.
+        """
         ...
 
     def reader(self, request: GenerateRequest) -> EventReader: ...
@@ -312,13 +325,13 @@ class Server(Protocol):
     async def abort(self, client: ServerClient, request_id: str) -> None: ...
 
     async def pause(self, client: ServerClient, mode: PauseMode) -> None:
-        """Keep, recompute or abort; the step that is under way may still make tokens (see
-        `settle`). Not called in a pause; `resume` is.
+        """Pauses in the mode keep, recompute or abort. The step that is under way may still make
+        tokens (see `settle`). This is not called in a pause, but `resume` is.
         """
         ...
 
     async def settle(self, client: ServerClient) -> None:
-        """Waits for the step that is under way: returns when the server has heeded all that it was
+        """Waits for the step that is under way. Returns when the server has heeded all that it was
         told before.
         """
         ...
@@ -328,8 +341,8 @@ class Server(Protocol):
     async def load(
         self, client: ServerClient, folder: Path, version: Version, *, recompute: bool
     ) -> None:
-        """In a pause: makes the weights of a model folder live, and labels them. Where it fails
-        they may be of both.
+        """Makes the weights of a model folder live, and labels them. Called in a pause. Where it
+        fails, the weights may be a mixture of old and new.
 
         `recompute`: the pause is of that mode, so no key of the old weights may be used again.
         """
@@ -337,8 +350,8 @@ class Server(Protocol):
 
 
 def cut(piece: EventTokens, *, ends: tuple[int, ...], start: int, min_tokens: int) -> EventTokens:
-    """The piece up to the first token that ends the answer, where the server went on; `start`
-    output tokens came before it.
+    """The piece up to the first token that ends the answer, where the server went on after it.
+    `start` output tokens came before the piece.
     """
     for i, token in enumerate(piece.token_ids):
         if token in ends and start + i + 1 > min_tokens:
@@ -353,7 +366,9 @@ def cut(piece: EventTokens, *, ends: tuple[int, ...], start: int, min_tokens: in
 
 
 def mode_at_server(mode: PauseMode) -> PauseMode:
-    """Of those that `Server.pause` knows: what is drained has nothing left to lose."""
+    """The mode among those that `Server.pause` knows. A server that is drained has nothing left to
+    lose.
+    """
     return PauseMode.KEEP if mode is PauseMode.DRAIN else mode
 
 
@@ -369,8 +384,8 @@ _OF_THE_SHAPES = (
 
 
 def check_same_model(theirs: str, ours: Path, *, url: str) -> None:
-    """`EngineError` where they certainly differ: our weights would not fit, and a token id outside
-    its vocabulary kills SGLang.
+    """`EngineError` where the two models certainly differ. Our weights would not fit, and a token
+    id outside its vocabulary kills SGLang.
     """
     found = _sizes(Path(theirs))
     wanted = _sizes(ours)
@@ -386,7 +401,9 @@ def check_same_model(theirs: str, ours: Path, *, url: str) -> None:
 
 
 def _sizes(folder: Path) -> ModelSizes | None:
-    """`None` where it cannot be read: on another machine, or named as a repository."""
+    """The sizes of a model folder. `None` where it cannot be read, because it is on another machine
+    or named as a repository.
+    """
     try:
         return sizes_of(folder) if folder.is_absolute() else None
     except (ModelNotFound, OSError):
@@ -400,31 +417,31 @@ class _Change:
     version: Version
     kv_version: Version
     late: int
-    """How many tokens after this change the server may give to the new weights wrongly."""
+    """How many tokens after this change the server may wrongly give to the new weights."""
 
 
 class Attempt:
     """Labels tokens as they come, never newer than they are, and knows at the end what the server
-    says of them.
+    says about them.
 
-    A server tells at the end of an answer which tokens are of which weights, so what comes before
-    is labelled by what is known here: after a change the next event may have been on its way, and
-    keeps the label before. Where a request ran under weights that changed, keys made before the
-    change stay in `keep` and are recomputed otherwise.
+    A server tells at the end of an answer which tokens are of which weights. So tokens that come
+    before the end are labelled by what is known here: after a change the next event may have been
+    on its way already, and keeps the label before. Where a request ran under weights that changed,
+    keys made before the change stay in `keep` and are recomputed otherwise.
     """
 
     def __init__(self, version: Version) -> None:
         self._changes = [_Change(version, version, 0)]
         self._label = version
         self._num_behind = 0
-        """Events to come that may be of the weights before: one that was on its way, and what the
-        server labels too early.
+        """How many events to come may be of the weights before: one that was on its way, and those
+        that the server labels too early.
         """
         self.num_tokens = 0
 
     def changed(self, version: Version, *, recomputed: bool, late: int) -> None:
-        """New weights went live; `late`: tokens after it that the server's account may give to them
-        wrongly.
+        """Takes note that new weights went live. `late`: how many tokens after that the server's
+        account may wrongly give to them.
         """
         kv_version = version if recomputed else self._changes[-1].kv_version
         self._changes.append(_Change(version, kv_version, late))
@@ -439,36 +456,39 @@ class Attempt:
         return self._label, self._kv(self._label)
 
     def account(self, event: EventTokens) -> tuple[Segment, ...]:
-        """The server's own account of all tokens; empty where it gives none, or one that does not
-        fit what was received.
+        """The server's own account of all tokens. It is empty where the server gives none, or one
+        that does not fit what was received.
         """
-        spans = [(int(label), start, end) for label, start, end in event.spans if label.isdigit()]
-        if (
-            len(spans) != len(event.spans)
-            or not spans
-            or spans[-1][2] != self.num_tokens
-            or not _contiguous(spans)
-        ):
+        spans: list[tuple[Version, int, int]] = []
+        for label, start, end in event.spans:
+            if not label.isdigit():
+                return ()
+            spans.append((int(label), start, end))
+        if not spans or spans[-1][2] != self.num_tokens or not _contiguous(spans):
             return ()
-        starts = [
-            min(start + self._late(version), self.num_tokens) if start else 0
-            for version, start, _ in spans
-        ]
+        starts: list[int] = []
+        for version, start, _ in spans:
+            late = self._late(version) if start else 0
+            starts.append(min(start + late, self.num_tokens))
         ends = [*starts[1:], self.num_tokens]
-        return tuple(
-            Segment(version, self._kv(version), start, end)
-            for (version, _, _), start, end in zip(spans, starts, ends, strict=True)
-            if end > start
-        )
+        segments: list[Segment] = []
+        for (version, _, _), start, end in zip(spans, starts, ends, strict=True):
+            if end > start:
+                segments.append(Segment(version, self._kv(version), start, end))
+        return tuple(segments)
 
     def _kv(self, version: Version) -> Version:
-        return next(
-            (c.kv_version for c in reversed(self._changes) if c.version == version),
-            min(version, self._changes[0].kv_version),
-        )
+        """The oldest weights of the keys of a token of this version."""
+        for change in reversed(self._changes):
+            if change.version == version:
+                return change.kv_version
+        return min(version, self._changes[0].kv_version)
 
     def _late(self, version: Version) -> int:
-        return next((c.late for c in reversed(self._changes) if c.version == version), 0)
+        for change in reversed(self._changes):
+            if change.version == version:
+                return change.late
+        return 0
 
 
 @dataclass(eq=False)
@@ -480,21 +500,23 @@ class ServerRequest:
     ends: tuple[int, ...] = ()
     """The token ids that end its answer."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """At the server: of fixed length, because some match ids by their beginning, and never used
-    twice.
+    """The id at the server. It has a fixed length, because some servers match ids by their
+    beginning, and it is never used twice.
     """
     shape: str = ""
-    """Its grammar and where it stands, for our plugin in the server."""
-    # the server's name of the version that it is sampled by, where versions are adapters
+    """The grammar and where the answer stands in it, for our plugin in the server."""
     adapter: str = ""
+    """The server's name for the version that the request is sampled by, where versions are
+    adapters.
+    """
     attempt: Attempt | None = None
-    """From when the server was asked."""
+    """Present from when the server was asked."""
     reading: asyncio.Task[None] | None = None
     ended: bool = False
 
     def take(self, attempt: Attempt, event: EventTokens) -> EventTokens:
         """Labels the tokens of an event and gives them to the caller, up to one that ends the
-        answer; returns what was given.
+        answer. Returns what was given.
         """
         done = self.request.num_output_tokens + attempt.num_tokens
         event = cut(event, ends=self.ends, start=done, min_tokens=self.request.sampling.min_tokens)
@@ -505,28 +527,29 @@ class ServerRequest:
             self.stream.add(token_id, logprob, version=version, kv_version=kv_version, top=top)
         if event.finish is not None:
             attested = () if self.adapter else attempt.account(event)
-            self.stream.end(
-                version,
-                event.finish,
-                attested=attested,
-                experts=self._record(event.experts, attempt),
-            )
+            experts = self._record(event.experts, attempt)
+            self.stream.end(version, event.finish, attested=attested, experts=experts)
         return event
 
     def _record(self, experts: UInt8 | None, attempt: Attempt) -> bytes:
-        """Of all tokens of the attempt, as `Chunk.experts`: the server may have made more than were
-        given, and has none of the last.
+        """The experts of all tokens of the attempt, as `Chunk.experts`. The server may have made
+        more tokens than were given, and has no experts for the last.
         """
         if experts is None:
             return b""
-        unknown = np.full(
-            (len(self.request.input_ids) + attempt.num_tokens, experts.shape[1]),
-            255,
-            dtype=np.uint8,
-        )
-        return np.concatenate([experts, unknown[len(experts) :]])[: len(unknown)].tobytes()
+        num_tokens = len(self.request.input_ids) + attempt.num_tokens
+        unknown = np.full((num_tokens, experts.shape[1]), 255, dtype=np.uint8)
+        return np.concatenate([experts, unknown[len(experts) :]])[:num_tokens].tobytes()
 
 
 def _contiguous(spans: list[tuple[int, int, int]]) -> bool:
-    """From the first token on, without a gap, and never back to an older version."""
-    return spans[0][1] == 0 and all(a[2] == b[1] and a[0] <= b[0] for a, b in pairwise(spans))
+    """Whether the spans go from the first token on without a gap, and never back to an older
+    version.
+    """
+    _, first, _ = spans[0]
+    if first != 0:
+        return False
+    for (version, _, end), (next_version, next_start, _) in pairwise(spans):
+        if end != next_start or version > next_version:
+            return False
+    return True

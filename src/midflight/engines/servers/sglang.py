@@ -1,8 +1,9 @@
 """SGLang's wire: tokens in and out by `/generate`, pauses by `/pause_generation`, weights from a
 folder in memory.
 
-Tried with 0.5.22 and 0.5.23: 0.5.20, the first with spans of versions, dies when a pause takes
-requests back, and 0.5.21 gives no direct way. See docs/engines.md for how it is started and why.
+It was tried with 0.5.22 and 0.5.23. SGLang 0.5.20, the first with spans of versions, dies when a
+pause takes requests back, and 0.5.21 gives no direct way. See docs/engines.md for how it is started
+and why.
 """
 
 import math
@@ -47,11 +48,13 @@ _NEEDED = (
 _MODES = {PauseMode.KEEP: "in_place", PauseMode.RECOMPUTE: "retract", PauseMode.ABORT: "abort"}
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _FEATURES = frozenset({Feature.LOGIT_BIAS, Feature.TOP_LOGPROBS})
-"""And penalties without the overlap scheduler, which weighs each token a step late, and one of the
-prompt for it.
+"""The features of every SGLang. Penalties come in addition where it runs without the overlap
+scheduler, which weighs each token a step late, and weighs one of the prompt in its place.
 """
 GRAMMAR_BACKEND = "midflight"
-"""Of our plugin: a server that was started with it goes on in the middle of a grammar."""
+"""The backend of our plugin. A server that was started with it goes on in the middle of a
+grammar.
+"""
 _REFUSED = 400
 _INEXACT = (
     "engine.deterministic is set, and SGLang was started without "
@@ -102,13 +105,16 @@ _number_of = partial(number, of="SGLang 0.5.22 or newer")
 
 
 class SglangReader:
-    """An event has all tokens so far, or with incremental streaming those since the last one, which
-    an abort repeats: how many are new is said by `completion_tokens` alone."""
+    """Reads SGLang's events. An event has all tokens so far, or with incremental streaming those
+    since the last event, which an abort repeats. Only `completion_tokens` says how many are new.
+    """
 
     def __init__(
         self, request: GenerateRequest, *, num_experts: int = 0, num_choices: int = 0
     ) -> None:
-        """`num_experts`: of a mixture whose choices it records, `num_choices` for each token."""
+        """`num_experts`: the experts of a layer, where the server records the choices of a mixture,
+        `num_choices` for each token.
+        """
         self._num_tops = request.sampling.top_logprobs
         self._num_experts = num_experts
         self._num_choices = num_choices
@@ -121,12 +127,7 @@ class SglangReader:
             raise EngineUnavailable(
                 f"reading SGLang's answer {event[:200]!r}: {error}. Use SGLang 0.5.22 or newer."
             ) from error
-        # one it has lost
-        if (
-            said.error is not None
-            and said.error.code == _REFUSED
-            and "LoRA adapter" not in said.error.message
-        ):
+        if said.error is not None and _is_refusal(said.error):
             raise RequestRejected(f"SGLang refused the request: {said.error.message}.")
         if said.error is not None or said.meta_info is None:
             raise EngineUnavailable(
@@ -135,19 +136,24 @@ class SglangReader:
         meta = said.meta_info
         num_new = self._num_new(meta, num_ids=len(said.output_ids))
         self._num_tokens += num_new
+        logprobs = _last(meta.output_token_logprobs, num_new)
+        tops: tuple[tuple[tuple[int, float], ...], ...] = ()
+        if self._num_tops:
+            entries = _last(meta.output_top_logprobs, num_new)
+            tops = tuple([self._likeliest(each) for each in entries])
         return EventTokens(
             token_ids=_last(said.output_ids, num_new),
-            logprobs=tuple(_number(p) for p, _, _ in _last(meta.output_token_logprobs, num_new)),
-            top_logprobs=tuple(self._likeliest(t) for t in _last(meta.output_top_logprobs, num_new))
-            if self._num_tops
-            else (),
+            logprobs=tuple([_number(logprob) for logprob, _, _ in logprobs]),
+            top_logprobs=tops,
             finish=None if meta.finish_reason is None else _finish(meta.finish_reason),
             spans=tuple((s.version, s.start, s.end) for s in meta.weight_versions),
             experts=self._experts(meta),
         )
 
     def _experts(self, meta: _Meta) -> UInt8 | None:
-        """It sends what it has so far with every event; only the last one has all."""
+        """The record of experts, on the last event only: SGLang sends what it has so far with every
+        event, and only the last has all.
+        """
         if meta.finish_reason is None or meta.routed_experts is None or not self._num_experts:
             return None
         return recorded_experts(
@@ -155,8 +161,8 @@ class SglangReader:
         )
 
     def _num_new(self, meta: _Meta, *, num_ids: int) -> int:
-        """Of an abort that does not bring them, none: they are lost, and made again where the
-        request is resumed.
+        """How many tokens of the event are new. It is none for an abort that does not bring them:
+        these tokens are lost, and made again where the request is resumed.
         """
         num_new = max(0, meta.completion_tokens - self._num_tokens)
         if num_new <= min(num_ids, len(meta.output_token_logprobs)):
@@ -169,7 +175,16 @@ class SglangReader:
         )
 
     def _likeliest(self, entries: tuple[_Entry, ...] | None) -> tuple[tuple[int, float], ...]:
-        return tuple((token_id, _number(p)) for p, token_id, _ in (entries or ())[: self._num_tops])
+        if entries is None:
+            return ()
+        return tuple([(token_id, _number(p)) for p, token_id, _ in entries[: self._num_tops]])
+
+
+def _is_refusal(error: _Error) -> bool:
+    """Whether the request itself is at fault. A server that has lost an adapter gives the same
+    code.
+    """
+    return error.code == _REFUSED and "LoRA adapter" not in error.message
 
 
 def _last(items: tuple, num: int) -> tuple:  # type: ignore[type-arg]
@@ -177,8 +192,8 @@ def _last(items: tuple, num: int) -> tuple:  # type: ignore[type-arg]
 
 
 def _number(logprob: float | None) -> float:
-    """JSON has no infinity: what is none is the log-probability of the impossible, which is
-    nonsense for a sampled token.
+    """A log-probability. JSON has no infinity, so `None` is the log-probability of the impossible,
+    which is nonsense for a sampled token.
     """
     return float("-inf") if logprob is None else logprob
 
@@ -212,10 +227,11 @@ class SglangServer:
         num_adapters: int = 0,
         direct: bool = False,
     ) -> None:
-        """`direct`: versions come straight to its workers, which swap them between two steps.
-        `theirs`: others started it, so it runs as many requests as it says. `num_experts`: of a
-        mixture's layer, where it is to say which ones it chose, `num_choices` of all layers for
-        each token. `num_adapters`: versions that it is to keep, if they are such.
+        """`direct`: versions come straight to the server's workers, which swap them between two
+        steps. `theirs`: other people started the server, so it runs as many requests as it says.
+        `num_experts`: the experts of a mixture's layer, where the server is to say which it chose,
+        `num_choices` of all layers for each token. `num_adapters`: how many versions the server is
+        to keep, where versions are adapters.
         """
         self.num_adapters = num_adapters
         self._vocab_size = vocab_size
@@ -227,20 +243,20 @@ class SglangServer:
         self._num_choices = num_choices
         self._records = False
         self._room = max_context
-        """Some tokens less than its context: it refuses a longer prompt, and an answer to be
-        resumed is one.
+        """The longest prompt, some tokens less than the server's context. It refuses a longer one,
+        and an answer to be resumed is a prompt.
         """
         self._overlaps = True
         self._direct = direct
         self._swaps = False
         self._seeds = deterministic
-        """Whether noise is a function of seed and position, as ours is, so that it survives a
-        resume.
+        """Whether the server's noise is a function of seed and position, as ours is, so that it
+        survives a resume.
         """
 
     @property
     def late_labels(self) -> int:
-        """Its overlap scheduler has a step under way when the weights change."""
+        """See `Server`. The overlap scheduler has a step under way when the weights change."""
         return 1 if self._overlaps else 0
 
     async def attach(self, client: ServerClient) -> Found:
@@ -253,23 +269,23 @@ class SglangServer:
         info = await client.get("/server_info")
         version = str(_part(info, "version"))
         caution = RELEASES.caution(version, url=client.url)
-        if missing := [path for path in _NEEDED if path not in paths]:
+        missing = [path for path in _NEEDED if path not in paths]
+        if missing:
             raise EngineError(
                 f"attaching to {client.url}: SGLang {version} has no {missing[0]}; use "
                 f"{RELEASES.tried}."
             )
-        self._check(client, cast(dict[str, object], info))
+        settings = cast(dict[str, object], info)
+        self._check(client, settings)
         await self.resume(client)
         model = await client.get("/model_info")
-        running = (
-            self._max_running
-            if _part(info, "max_running_requests") is None
-            else _number_of(info, "max_running_requests")
-        )
-        features = self._features(cast(dict[str, object], info))
+        running = self._max_running
+        if _part(info, "max_running_requests") is not None:
+            running = _number_of(info, "max_running_requests")
+        features = self._features(settings)
         self._room = min(_number_of(info, "max_req_input_len"), self._max_context)
         return Found(
-            num_workers=_workers(cast(dict[str, object], info)),
+            num_workers=_workers(settings),
             caution=caution,
             capabilities=Capabilities(
                 pause_modes=frozenset(PauseMode),
@@ -292,14 +308,10 @@ class SglangServer:
         )
 
     def _check(self, client: ServerClient, info: Mapping[str, object]) -> None:
-        """Whether it was started with what is asked of it."""
+        """`EngineError` where the server was started without what is asked of it."""
         if self._deterministic and info.get("enable_deterministic_inference") is not True:
             raise EngineError(f"attaching to {client.url}: {_INEXACT}")
-        kept = [info.get(name) for name in ("max_loras_per_batch", "max_loaded_loras")]
-        if self.num_adapters and not (
-            info.get("enable_lora")
-            and all(n is None or cast(int, n) >= self.num_adapters for n in kept)
-        ):
+        if self.num_adapters and not _has_room(info, self.num_adapters):
             raise EngineError(
                 f"attaching to {client.url}: SGLang was started without room for "
                 f"{self.num_adapters} adapters (rollout.max_staleness + 2); start it with "
@@ -308,18 +320,22 @@ class SglangServer:
             )
 
     def _features(self, info: Mapping[str, object]) -> frozenset[Feature]:
-        """What it was started with: keeps what it records and how it samples, and says what else it
-        can do.
+        """Takes note of what the server records and how it samples, by the options that it was
+        started with. Returns what else it can do.
         """
         self._records = bool(self._num_experts) and info.get("enable_return_routed_experts") is True
         self._overlaps = info.get("disable_overlap_schedule") is not True
         has_plugin = info.get("grammar_backend") == GRAMMAR_BACKEND
-        # elsewhere it loads, beside a step that may be under way
-        self._swaps = self._direct and has_plugin and info.get("device") == "cpu"
-        self._seeds = self._deterministic or (has_plugin and info.get("device") == "cpu")
-        return _FEATURES.union(
-            () if self._overlaps else {Feature.PENALTIES}, {Feature.GRAMMARS} if has_plugin else ()
-        )
+        has_plugin_on_cpu = has_plugin and info.get("device") == "cpu"
+        # On a GPU it loads weights, and a step may be under way beside that.
+        self._swaps = self._direct and has_plugin_on_cpu
+        self._seeds = self._deterministic or has_plugin_on_cpu
+        features = set(_FEATURES)
+        if not self._overlaps:
+            features.add(Feature.PENALTIES)
+        if has_plugin:
+            features.add(Feature.GRAMMARS)
+        return frozenset(features)
 
     async def label(self, client: ServerClient) -> str:
         return str(_part(await client.get("/model_info"), "weight_version"))
@@ -330,17 +346,16 @@ class SglangServer:
         )
 
     def body(self, asked: ServerRequest, *, salt: str) -> tuple[str, dict[str, object]]:
-        """With the seed where the server goes by it and the client asked for it. A deterministic
-        one gives all requests without one the same.
+        """See `Server`. The body has the seed where the server goes by seeds and the client asked
+        for one. A deterministic server would give all requests without a seed the same one.
         """
         request = asked.request
-        seeded = self._deterministic or (self._seeds and asked.request.seeded)
-        sampling = _sampling(
-            request, asked.ends, room=self._room - len(request.input_ids), seeded=seeded
-        )
+        seeded = self._deterministic or (self._seeds and request.seeded)
+        room = self._room - len(request.input_ids)
+        sampling = _sampling(request, asked.ends, room=room, seeded=seeded)
         if asked.shape:
             sampling |= {"ebnf": asked.shape, "min_new_tokens": 0}  # our plugin sees to these
-        return "/generate", {
+        body: dict[str, object] = {
             "rid": asked.id,
             "input_ids": request.input_ids,
             "stream": True,
@@ -348,9 +363,12 @@ class SglangServer:
             "top_logprobs_num": request.sampling.top_logprobs,
             "extra_key": salt,
             "sampling_params": sampling,
-            **({"return_routed_experts": True} if self._records else {}),
-            **({"lora_path": asked.adapter} if asked.adapter else {}),
         }
+        if self._records:
+            body["return_routed_experts"] = True
+        if asked.adapter:
+            body["lora_path"] = asked.adapter
+        return "/generate", body
 
     def reader(self, request: GenerateRequest) -> SglangReader:
         return SglangReader(
@@ -366,8 +384,8 @@ class SglangServer:
         await client.post("/pause_generation", {"mode": _MODES[mode]})
 
     async def settle(self, client: ServerClient) -> None:
-        """It says that it is paused before its scheduler has read of it. This question is read by
-        the scheduler, in order.
+        """See `Server`. SGLang says that it is paused before its scheduler has read of the pause.
+        The scheduler itself reads this question, in order.
         """
         await client.settle("/server_info")
 
@@ -377,8 +395,8 @@ class SglangServer:
     async def load(
         self, client: ServerClient, folder: Path, version: Version, *, recompute: bool
     ) -> None:
-        """Clearing its cache is refused, after the weights have changed, while requests hold keys:
-        only retracted ones hold none.
+        """See `Server`. While requests hold keys, SGLang refuses to clear its cache after the
+        weights have changed. Only retracted requests hold none.
         """
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": recompute}
         await client.post("/update_weights_from_disk", body)
@@ -391,7 +409,7 @@ class SglangServer:
 
 
 def _keys(info: object) -> int | None:
-    """Tokens that its cache holds; none where it does not say."""
+    """How many tokens the server's cache holds; `None` where it does not say."""
     told = cast(dict[str, object], info).get("max_total_num_tokens")
     return told if isinstance(told, int) and told > 0 else None
 
@@ -399,8 +417,8 @@ def _keys(info: object) -> int | None:
 def _sampling(
     request: GenerateRequest, ends: tuple[int, ...], *, room: int, seeded: bool
 ) -> dict[str, object]:
-    """What SGLang takes as it is, and what it is told in its own way. It refuses a request that
-    could become longer than its context.
+    """The sampling parameters in SGLang's own words. It refuses a request that could become longer
+    than its context.
     """
     s = request.sampling
     most = min(request.remaining, room)
@@ -408,7 +426,7 @@ def _sampling(
         "max_new_tokens": most,
         "min_new_tokens": min(most, max(0, s.min_tokens - request.num_output_tokens)),
         "top_k": s.top_k or -1,
-        "ignore_eos": s.ignore_eos,  # also ends on no id of ours: `cut` sees to that
+        "ignore_eos": s.ignore_eos,  # then it does not end on our ids either: `cut` sees to that
         "stop_token_ids": ends,
     }
     if seeded:
@@ -419,5 +437,21 @@ def _sampling(
 
 
 def _workers(info: Mapping[str, object]) -> int | None:
+    """How many processes compute for the server; `None` where it does not say."""
     sizes = [info.get(name) for name in ("tp_size", "pp_size", "dp_size")]
-    return math.prod(size for size in sizes if isinstance(size, int)) if None not in sizes else None
+    if None in sizes:
+        return None
+    return math.prod(size for size in sizes if isinstance(size, int))
+
+
+def _has_room(info: Mapping[str, object], num_adapters: int) -> bool:
+    """Whether the server was started with room for so many adapters. A limit that it does not name
+    is none.
+    """
+    if not info.get("enable_lora"):
+        return False
+    for name in ("max_loras_per_batch", "max_loaded_loras"):
+        limit = info.get(name)
+        if limit is not None and cast(int, limit) < num_adapters:
+            return False
+    return True

@@ -1,14 +1,13 @@
-"""The weights that a server loads next: a model folder of our own in memory, written while it
-generates.
+"""The weights that a server loads next: a model folder of our own in memory, written while the
+server generates.
 
 A server loads whole weights, by the names and shapes of the folder that it started from. Versions
 come as the trainer and the embedded engine have them in memory, which for mixtures of experts is
-another form: their conversion is here, at the last moment, and not where a version is published. So
-one version serves engines of every kind, the embedded one takes it by assignment without a copy, a
-fingerprint is of what was trained, and the work falls beside the steps of the trainer. Where a
-version is adapters, they stay that, as PEFT writes them, or are merged into their base here.
-Conversion and merging import torch; a version whose names are those of the folder is written
-without it.
+another form. They are converted here, at the last moment, and not where a version is published. So
+one version serves engines of every kind, the embedded engine takes it by assignment without a copy,
+a fingerprint is of what was trained, and the work falls beside the steps of the trainer. Versions
+that are adapters stay adapters, as PEFT writes them, or are merged into their base here. Conversion
+and merging import torch. A version whose names are those of the folder is written without it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from midflight.models.conversion import FileNames
 
 _ALIGNMENT = 8
-"""Bytes, of the header of a safetensors file."""
+"""The header of a safetensors file is as long as a multiple of so many bytes."""
 REST = "model-rest.safetensors"
 """The file of the tensors that no version holds."""
 ADAPTER_PREFIX = "policy-v"
@@ -44,73 +43,72 @@ class StagedFolder:
     version: Version
     fingerprint: str
     folder: Path | None
-    """A Hugging Face model folder with these weights, or one of adapters; none where they are with
-    the server's workers already.
+    """A Hugging Face model folder with these weights, or a folder of adapters. `None` where the
+    server's workers have the weights already.
     """
     adapter: str = ""
-    """The server's name of them, where they are adapters."""
+    """The server's name for the weights, where they are adapters."""
 
 
 class StagingArea:
-    """Two folders that only we write to: the one that is served, to go back to, and the one that
-    comes next.
+    """Two folders that only this object writes to: the folder that is served, to go back to, and
+    the folder that comes next.
 
     What a publisher does to its bytes after they were verified cannot reach a server (I7). On tmpfs
-    a server loads at the speed of memory. Blocking. Any thread may write. A write goes on even if
-    its caller has left, and the next waits for it.
+    a server loads at the speed of memory. Calls block, and any thread may write. A write goes on
+    even if its caller has left, and the next waits for it.
     """
 
     def __init__(
         self, place: Path, *, model: Path, receiver: WeightReceiver, merges: bool = True
     ) -> None:
-        """`model`: the folder that the server's weights are from; names and shapes of what is
-        served of it are those of every version. `merges`: adapters go into their base; else they
-        stay what they are, and the server starts from the base."""
+        """`model`: the folder that the server's weights are from. Every version has the names and
+        shapes of the tensors that are served of it. `merges`: adapters are merged into their base.
+        Otherwise they stay adapters, and the server starts from the base.
+        """
         self._place = place
         self._model = model
         self._receiver = receiver
-        self._adapter, self.first = (
-            adapter_of(model),
-            first_folder(model, place) if merges else model,
-        )
+        self._adapter = adapter_of(model)
+        self.first = first_folder(model, place) if merges else model
+        """The folder that the server starts with."""
         self._merges = merges
         self._shapes = tensor_shapes(model)
         self._names: FileNames | None = None
-        """Where names in memory are not those in files; known after the first version."""
+        """Set after the first version, where names in memory are not those in files."""
         self._writing = threading.Lock()
 
     def write(self, manifest: WeightManifest, *, beside: Path | None) -> StagedFolder:
-        """Fetches and verifies a version and writes its folder, not over the one at `beside`.
-        `WeightsCorrupt` where it does not fit.
+        """Fetches and verifies a version and writes its folder, but not over the folder `beside`.
+        `WeightsCorrupt` where the version does not fit.
         """
-        folder = next(f for f in (self._place / "0", self._place / "1") if f != beside)
+        folder = self._place / "0"
+        if folder == beside:
+            folder = self._place / "1"
         self._check(manifest)
+        tensors = manifest.tensors
         with self._writing:
             views = self._receiver.fetch(manifest)
             with _room_for(manifest.version, folder):
                 _fresh_copy(self._model, folder)
                 if self._adapter is not None:
-                    _write_merged(
-                        self._model, self._adapter, folder, given=(manifest.tensors, views)
-                    )
+                    _write_merged(self._model, self._adapter, folder, given=(tensors, views))
                 elif self._names is not None:
-                    self._write_converted(self._names, folder, manifest.tensors, views)
+                    self._write_converted(self._names, folder, tensors, views)
                 else:
-                    _write_tensors(
-                        folder / "model.safetensors",
-                        ((spec, views[spec.name]) for spec in manifest.tensors),
-                    )
+                    path = folder / "model.safetensors"
+                    _write_tensors(path, ((spec, views[spec.name]) for spec in tensors))
         return StagedFolder(manifest.version, manifest.fingerprint, folder)
 
     def begin(self, version: Version) -> StagedFolder:
-        """What the server starts with."""
+        """The weights that the server starts with, as those of `version`."""
         if self._merges or self._adapter is None:
             return StagedFolder(version, "", self.first)
         return StagedFolder(version, "", self._adapter.folder, adapter_version(version))
 
     def write_adapter(self, manifest: WeightManifest) -> StagedFolder:
-        """Fetches and verifies a version of adapters and writes it as PEFT does, beside those
-        before it. `WeightsCorrupt` where it does not fit.
+        """Fetches and verifies a version of adapters and writes it as PEFT does, beside the
+        versions before it. `WeightsCorrupt` where the version does not fit.
         """
         assert self._adapter is not None
         name = adapter_version(manifest.version)
@@ -122,24 +120,26 @@ class StagingArea:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
                 shutil.copy(self._adapter.folder / CONFIG, folder)
-                _write_tensors(
-                    folder / WEIGHTS, ((spec, views[spec.name]) for spec in manifest.tensors)
-                )
+                pairs = ((spec, views[spec.name]) for spec in manifest.tensors)
+                _write_tensors(folder / WEIGHTS, pairs)
         return StagedFolder(manifest.version, manifest.fingerprint, folder, name)
 
     def remove_adapters(self, *, but: Set[str]) -> None:
-        """Folders of versions that no server will read again."""
+        """Removes the folders of versions that no server will read again: all but those of the
+        names `but`.
+        """
         for folder in self._place.glob(f"{ADAPTER_PREFIX}*"):
             if folder.name not in but:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def is_in_files(self, manifest: WeightManifest) -> bool:
         """Whether a version has just the tensors of the server's model folder. `WeightsCorrupt`
-        where it does, in other shapes.
+        where it has them in other shapes.
         """
-        if self._adapter is not None or self._shapes.keys() != {
-            spec.name for spec in manifest.tensors
-        }:
+        if self._adapter is not None:
+            return False
+        names = {spec.name for spec in manifest.tensors}
+        if names != self._shapes.keys():
             return False
         self._check(manifest)
         return True
@@ -148,7 +148,9 @@ class StagingArea:
         shutil.rmtree(self._place, ignore_errors=True)
 
     def _check(self, manifest: WeightManifest) -> None:
-        """Before anything is fetched, so that a load in a pause cannot find it out half way."""
+        """Checks names and shapes before anything is fetched, so that a load in a pause cannot fail
+        half way because of them.
+        """
         deed = f"staging version {manifest.version}"
         given = {spec.name: spec.shape for spec in manifest.tensors}
         needed = self._shapes.keys()
@@ -166,7 +168,8 @@ class StagingArea:
                     f"{deed}: tensor {name!r} has shape {shape}, the server's model needs "
                     f"{self._shapes[name]}. Trainer and engine must load the same model."
                 )
-        if missing := sorted(needed - given.keys()):
+        missing = sorted(needed - given.keys())
+        if missing:
             raise WeightsCorrupt(
                 f"{deed}: tensor {missing[0]!r} is missing. Publish every tensor of the model."
             )
@@ -174,10 +177,13 @@ class StagingArea:
     def _converted(
         self, given: Mapping[str, tuple[int, ...]]
     ) -> tuple[dict[str, tuple[int, ...]], Set[str]]:
-        """Names and shapes in files of tensors in memory, and the names that there must be."""
+        """The names and shapes that tensors in memory have in files, and the names that there must
+        be.
+        """
         from midflight.models.conversion import FileNames
 
-        self._names = self._names or FileNames(self._model, self._shapes)
+        if self._names is None:
+            self._names = FileNames(self._model, self._shapes)
         return self._names.shapes(given), self._shapes.keys() - self._names.unread
 
     def _write_converted(
@@ -187,16 +193,18 @@ class StagingArea:
         specs: tuple[TensorSpec, ...],
         views: Mapping[str, memoryview],
     ) -> None:
-        """What is not trained of a multimodal model lies beside it, in one file for all
-        versions.
+        """Writes a version whose names in memory are not those in files. The tensors of a
+        multimodal model that are not trained lie beside it, in one file for all versions.
         """
         from midflight.models.names import as_bytes, as_tensors
 
         tensors = names.tensors(as_tensors(specs, views))
         _write_tensors(folder / "model.safetensors", as_bytes(tensors))
-        if not (untrained := frozenset(self._shapes.keys() - tensors.keys())):
+        untrained = frozenset(self._shapes.keys() - tensors.keys())
+        if not untrained:
             return
-        if not (rest := self._place / REST).exists():
+        rest = self._place / REST
+        if not rest.exists():
             _write_rest(self._model, rest, untrained)
         (folder / REST).hardlink_to(rest)
 
@@ -218,49 +226,51 @@ def adapter_version(version: Version) -> str:
 
 
 def first_folder(model: Path, place: Path) -> Path:
-    """What a server starts with: the model's folder, or one at `place` where it has adapters, which
-    `write_first` writes.
+    """The folder that a server starts with: the model's own, or, where the model has adapters, one
+    at `place`, which `write_first` writes.
     """
     return model if adapter_of(model) is None else place / "first"
 
 
 def write_first(model: Path, place: Path) -> Path:
-    """Blocking. `RunFailed` where there is no room."""
+    """Writes `first_folder` where the model has adapters, and returns it. Blocking. `RunFailed`
+    where there is no room.
+    """
     folder = first_folder(model, place)
-    if (adapter := adapter_of(model)) is not None:
-        try:
-            _fresh_copy(model, folder)
-            _write_merged(model, adapter, folder)
-        except OSError as error:
-            raise RunFailed(
-                f"writing the first weights in {str(folder)!r}: {error}; make room there "
-                "(containers: --shm-size)."
-            ) from error
+    adapter = adapter_of(model)
+    if adapter is None:
+        return folder
+    try:
+        _fresh_copy(model, folder)
+        _write_merged(model, adapter, folder)
+    except OSError as error:
+        raise RunFailed(
+            f"writing the first weights in {str(folder)!r}: {error}; make room there "
+            "(containers: --shm-size)."
+        ) from error
     return folder
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of the tensors that are handed over of a model folder; reads headers only."""
+    """The shapes of the tensors that are handed over of a model folder. Reads headers only."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in served_weights(folder):
         with safe_open(path, "numpy") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                shapes[name] = tuple(file.get_slice(name).get_shape())
     return shapes
 
 
 def _fresh_copy(model: Path, folder: Path) -> None:
-    """All of a model folder but its weights and adapters."""
+    """Copies a model folder without its weights and adapters."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(
-        model,
-        folder,
-        ignore=shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", FOLDER),
-    )
+    weights = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", FOLDER)
+    shutil.copytree(model, folder, ignore=weights)
 
 
 def _write_tensors(path: Path, tensors: Iterable[tuple[TensorSpec, memoryview]]) -> None:
-    """A safetensors file, from bytes as they lie: an 8-byte length, a JSON header, the tensors one
-    after the other.
+    """Writes a safetensors file of bytes as they lie in memory: an 8-byte length, a JSON header,
+    the tensors one after the other.
     """
     given = list(tensors)
     entries = dict[str, object]()
@@ -281,13 +291,14 @@ def _write_tensors(path: Path, tensors: Iterable[tuple[TensorSpec, memoryview]])
 
 
 def _write_rest(model: Path, path: Path, names: frozenset[str]) -> None:
-    """These tensors of a model folder, in one file."""
+    """Writes the tensors of these names in a model folder to one file."""
     from safetensors.torch import save_file
 
     tensors: dict[str, Any] = {}
     for source in sorted(model.glob("*.safetensors")):
         with safe_open(source, "pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in names.intersection(file.keys())}
+            for name in names.intersection(file.keys()):
+                tensors[name] = file.get_tensor(name)
     save_file(tensors, path, metadata={"format": "pt"})
 
 
@@ -297,10 +308,10 @@ _Given = tuple[tuple[TensorSpec, ...], Mapping[str, memoryview]]
 def _write_merged(
     model: Path, adapter: Adapter, folder: Path, *, given: _Given | None = None
 ) -> None:
-    """Writes the base of `model` with `given` adapters merged into it to `folder`, in the base's
-    dtype; without any, with its own.
+    """Writes to `folder` the base of `model` with adapters merged into it, in the base's dtype: the
+    `given` adapters, or without any the model's own.
 
-    Imports torch, which a companion without adapters does without.
+    It imports torch, which a companion without adapters does not need.
     """
     from safetensors.torch import load_file, save_file
 
@@ -311,8 +322,5 @@ def _write_merged(
     base: dict[str, Any] = {}
     for path in sorted(model.glob("*.safetensors")):
         base |= load_file(path)
-    save_file(
-        merged(base, adapters, scale=adapter.scale),
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    whole = merged(base, adapters, scale=adapter.scale)
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,9 +1,9 @@
 """vLLM's wire: tokens in and out by `/inference/v1/generate`, pauses by `/pause`, weights by our
 own loader in its workers.
 
-Tried with 0.32.0. Started with `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out`, `--logprobs-mode
-processed_logprobs` and `--worker-extension-cls midflight_vllm.Loader`; see docs/engines.md for what
-each is for.
+It was tried with 0.32.0. It is started with `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out`,
+`--logprobs-mode processed_logprobs` and `--worker-extension-cls midflight_vllm.Loader`.
+docs/engines.md says what each is for.
 """
 
 import re
@@ -50,12 +50,12 @@ _REASONS = {
     "abort": types.FinishReason.ABORT,
 }
 _NO_NUMBER = -9999.0
-"""Stands for minus infinity, NaN, and a log-probability that it has not got."""
+"""This number stands for minus infinity, NaN, and a log-probability that vLLM does not have."""
 _CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(block_size|num_gpu_blocks)="(\d+)"')
 _OF_THE_FORM = "Internal server error"
-"""How it ends a request whose grammar does not compile there. Of an engine that died it says
-something else.
+"""The error by which vLLM ends a request whose grammar does not compile there. An engine that died
+causes another error.
 """
 _LOADER = "midflight_load"
 _LOADER_READY = "midflight_ready"
@@ -106,12 +106,14 @@ _decode = msgspec.json.Decoder(_VllmEvent).decode
 
 
 class VllmReader:
-    """Each event has the tokens since the one before; the last one also says which weights made
-    which token.
+    """Reads vLLM's events. Each event has the tokens since the one before. The last one also says
+    which weights made which token.
     """
 
     def __init__(self, request: types.GenerateRequest, *, num_experts: int = 0) -> None:
-        """`num_experts`: of a mixture whose choices it records."""
+        """`num_experts`: the experts of a layer, where the server records the choices of a
+        mixture.
+        """
         self._num_tops = request.sampling.top_logprobs
         self._num_experts = num_experts
         self._begins_form = request.sampling.grammar is not None
@@ -132,12 +134,19 @@ class VllmReader:
             raise EngineUnavailable(f"vLLM ended an answer with {event[:300]!r}. Look at its log.")
         choice = said.choices[0]
         self._begins_form = False
-        content = (choice.logprobs.content if choice.logprobs else None) or ()
-        spans = choice.weight_versions if choice.weight_versions is not None else ()
+        content: tuple[_Content, ...] = ()
+        if choice.logprobs is not None and choice.logprobs.content is not None:
+            content = choice.logprobs.content
+        tops: tuple[tuple[tuple[int, float], ...], ...] = ()
+        if self._num_tops:
+            tops = tuple([self._likeliest(each) for each in content])
+        spans: tuple[_VllmSpan, ...] = ()
+        if choice.weight_versions is not None:
+            spans = choice.weight_versions
         return EventTokens(
             token_ids=choice.token_ids or (),
-            logprobs=tuple(_number(c.logprob) for c in content),
-            top_logprobs=tuple(self._likeliest(c) for c in content) if self._num_tops else (),
+            logprobs=tuple([_number(each.logprob) for each in content]),
+            top_logprobs=tops,
             finish=None if choice.finish_reason is None else _finish(choice),
             spans=tuple((s.version, s.start, s.end) for s in spans),
             experts=self._experts(choice.routed_experts),
@@ -149,19 +158,17 @@ class VllmReader:
         return recorded_experts(encoded, num_choices=None, num_experts=self._num_experts)
 
     def _likeliest(self, content: _Content) -> tuple[tuple[int, float], ...]:
-        """vLLM puts the sampled token first, and the rest of one more than was asked for after
-        it.
+        """The likeliest ids, as many as the request asks for. vLLM is asked for one more, and puts
+        the sampled token before the others.
         """
-        ranked = sorted(
-            {top.token_id: top.logprob for top in content.top_logprobs}.items(),
-            key=lambda pair: -pair[1],
-        )
+        logprobs = {top.token_id: top.logprob for top in content.top_logprobs}
+        ranked = sorted(logprobs.items(), key=lambda pair: -pair[1])
         return tuple(ranked[: self._num_tops])
 
 
 def _number(logprob: float) -> float:
-    """What vLLM has no number for is the log-probability of the impossible, which is nonsense for a
-    sampled token.
+    """A log-probability. Where vLLM has no number it is that of the impossible, which is nonsense
+    for a sampled token.
     """
     return logprob if logprob > _NO_NUMBER else float("-inf")
 
@@ -189,10 +196,11 @@ class VllmServer:
         num_experts: int = 0,
         num_adapters: int = 0,
     ) -> None:
-        """`theirs`: others started it, so it is asked how many requests it runs, and has
-        `max_running` only where it does not say. `num_experts`: of a mixture's layer, where it is
-        to say which ones it chose. `num_adapters`: versions that it is to keep, if they are
-        such."""
+        """`theirs`: other people started the server, so it is asked how many requests it runs, and
+        has `max_running` only where it does not say. `num_experts`: the experts of a mixture's
+        layer, where the server is to say which it chose. `num_adapters`: how many versions the
+        server is to keep, where versions are adapters.
+        """
         self._vocab_size = vocab_size
         self._max_running = max_running
         self._theirs = theirs
@@ -210,7 +218,10 @@ class VllmServer:
             )
         version = str(_part(await client.get("/version"), "version"))
         caution = RELEASES.caution(version, url=client.url)
-        for path, remedy in {**_NEEDED, **({_LOAD: _ADAPTED} if self.num_adapters else {})}.items():
+        needed = dict(_NEEDED)
+        if self.num_adapters:
+            needed[_LOAD] = _ADAPTED
+        for path, remedy in needed.items():
             if path not in paths:
                 raise EngineError(
                     f"attaching to {client.url}: vLLM {version} has no {path}; {remedy}."
@@ -220,12 +231,18 @@ class VllmServer:
             await self.resume(client)
         num_workers = await _check_loader(client)
         self._seeds = await _says_yes(client, "midflight_seeds")
+        logprob_kind = await _logprob_kind(client)
+        max_running = await self._running(client, paths)
+        max_keys = await _keys(client)
+        features = set(_FEATURES)
+        if await _says_yes(client, "midflight_grammars"):
+            features.add(types.Feature.GRAMMARS)
         return Found(
             num_workers=num_workers,
             caution=caution,
             capabilities=types.Capabilities(
                 pause_modes=frozenset(types.PauseMode),
-                logprob_kind=await _logprob_kind(client),
+                logprob_kind=logprob_kind,
                 honours_seed=self._seeds,
                 versions_per_token=True,
                 stops_on_strings=True,
@@ -234,19 +251,17 @@ class VllmServer:
                 side_by_side=self.num_adapters > 0,
                 max_context=_number_of(model, "max_model_len"),
                 vocab_size=self._vocab_size,
-                max_running=await self._running(client, paths),
-                max_keys=await _keys(client),
-                features=_FEATURES | {types.Feature.GRAMMARS}
-                if await _says_yes(client, "midflight_grammars")
-                else _FEATURES,
+                max_running=max_running,
+                max_keys=max_keys,
+                features=frozenset(features),
             ),
             label=await self.label(client),
             model=str(_part(model, "root")),
         )
 
     async def _running(self, client: ServerClient, paths: frozenset[str]) -> int:
-        """Its `--max-num-seqs`. One that was started here has ours; the question looks at the whole
-        machine and takes seconds.
+        """The server's `--max-num-seqs`. A server that was started here has ours, and is not asked,
+        because to answer it looks at the whole machine and takes seconds.
         """
         if self._theirs and "/server_info" in paths:
             with suppress(EngineError):
@@ -261,8 +276,8 @@ class VllmServer:
         await client.post("/update_weight_version", {"new_version": str(version)})
 
     def body(self, asked: ServerRequest, *, salt: str) -> tuple[str, dict[str, object]]:
-        """With a seed only where our loader sees to it: on a CPU it kills vLLM at a prompt in
-        pieces, and it would begin anew at a resume.
+        """See `Server`. The body has a seed only where our loader sees to it: on a CPU a seed kills
+        vLLM at a prompt in pieces, and the noise would begin anew at a resume.
         """
         request = asked.request
         sampling = _sampling(request, asked.ends)
@@ -270,14 +285,16 @@ class VllmServer:
             sampling["seed"] = request.sampling.seed % 2**63  # it takes 64 bits with a sign
         if asked.shape:
             sampling |= _shaped(asked.shape)
-        return _GENERATE, {
+        body: dict[str, object] = {
             "request_id": asked.id,
             "token_ids": request.input_ids,
             "stream": True,
             "cache_salt": salt,
             "sampling_params": sampling,
-            **({"model": asked.adapter} if asked.adapter else {}),
         }
+        if asked.adapter:
+            body["model"] = asked.adapter
+        return _GENERATE, body
 
     def reader(self, request: types.GenerateRequest) -> VllmReader:
         return VllmReader(request, num_experts=self._num_experts)
@@ -286,10 +303,9 @@ class VllmServer:
         await client.post("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]})
 
     async def pause(self, client: ServerClient, mode: types.PauseMode) -> None:
+        theirs = "abort" if mode is types.PauseMode.ABORT else "keep"
         clear = "true" if mode is types.PauseMode.RECOMPUTE else "false"
-        await client.post(
-            f"/pause?mode={'abort' if mode is types.PauseMode.ABORT else 'keep'}&clear_cache={clear}"
-        )
+        await client.post(f"/pause?mode={theirs}&clear_cache={clear}")
 
     async def settle(self, client: ServerClient) -> None:
         await client.settle("/is_paused")
@@ -300,7 +316,7 @@ class VllmServer:
     async def load(
         self, client: ServerClient, folder: Path, version: types.Version, *, recompute: bool
     ) -> None:
-        """Caches were cleared by the pause, where they had to be."""
+        """See `Server`. The pause has cleared caches, where they had to be."""
         await client.post("/collective_rpc", {"method": _LOADER, "args": [str(folder)]})
         await self.relabel(client, version)
 
@@ -308,15 +324,15 @@ class VllmServer:
         await client.post(_LOAD, {"lora_name": name, "lora_path": folder})
 
     async def unload_adapter(self, client: ServerClient, name: str) -> None:
-        """Its name is free at once; its memory, when another takes it, which is the one unused for
-        longest.
+        """The name is free at once. The memory is free when another adapter takes it; vLLM gives
+        away that of the adapter unused for longest.
         """
         await client.post(_UNLOAD, {"lora_name": name})
 
 
 async def _logprob_kind(client: ServerClient) -> types.LogprobKind:
-    """Of a token that had no alternative: 0 after truncation, less before. The request also warms
-    the server up.
+    """The kind of the server's log-probabilities, by a token that has no alternative: its
+    log-probability is 0 after truncation, and less before. The request also warms the server up.
     """
     sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0}
     answer = await client.post(_GENERATE, {"token_ids": [0], "sampling_params": sampling})
@@ -325,20 +341,17 @@ async def _logprob_kind(client: ServerClient) -> types.LogprobKind:
 
 
 async def _keys(client: ServerClient) -> int | None:
-    """Tokens that its blocks hold, of all its replicas; none where its metrics, which are in no
-    description of its routes, do not say.
+    """How many tokens the server's blocks hold, in all replicas; `None` where its metrics, which
+    are in no description of its routes, do not say.
     """
-    found = await _caches(client)
-    return (
-        sum(
-            int(cache.get("block_size", 0)) * int(cache.get("num_gpu_blocks", 0)) for cache in found
-        )
-        or None
-    )
+    num_keys = 0
+    for cache in await _caches(client):
+        num_keys += int(cache.get("block_size", 0)) * int(cache.get("num_gpu_blocks", 0))
+    return num_keys or None
 
 
 async def _caches(client: ServerClient) -> Sequence[Mapping[str, str]]:
-    """What it says of the cache of each replica; nothing where it does not."""
+    """What the server says about the cache of each replica; empty where it says nothing."""
     try:
         said = str(await client.get("/metrics"))
     except EngineError:
@@ -347,8 +360,10 @@ async def _caches(client: ServerClient) -> Sequence[Mapping[str, str]]:
 
 
 async def _check_loader(client: ServerClient) -> int | None:
-    """Before anything is generated: without the loader a run would get as far as its first new
-    version. Returns how many workers have it, of all replicas: those of the first one answer."""
+    """`EngineError` where the server runs without our loader. This is asked before anything is
+    generated, because a run would get as far as its first new version. Returns how many workers
+    have the loader in all replicas, of which the first answers.
+    """
     try:
         answer = await client.post("/collective_rpc", {"method": _LOADER_READY})
     except EngineUnavailable:
@@ -359,17 +374,24 @@ async def _check_loader(client: ServerClient) -> int | None:
             f"with --worker-extension-cls midflight_vllm.Loader and PYTHONPATH={INSIDE}. {error}"
         ) from error
     workers = _results(answer)
-    return len(workers) * max(1, len(await _caches(client))) if workers else None
+    if not workers:
+        return None
+    num_replicas = max(1, len(await _caches(client)))
+    return len(workers) * num_replicas
 
 
 def _results(answer: object) -> list[object]:
-    """Of a call of every worker, one each."""
-    results = cast(dict[str, object], answer).get("results") if isinstance(answer, dict) else None
+    """The results of a call of every worker, one of each."""
+    if not isinstance(answer, dict):
+        return []
+    results = cast(dict[str, object], answer).get("results")
     return cast(list[object], results) if isinstance(results, list) else []
 
 
 async def _says_yes(client: ServerClient, method: str) -> bool:
-    """Whether our loader says so in every worker. vLLM sends what is no list or object as text."""
+    """Whether our loader answers true in every worker. vLLM sends as text what is no list or
+    object.
+    """
     try:
         answer = await client.post("/collective_rpc", {"method": method})
     except EngineUnavailable:
@@ -380,8 +402,8 @@ async def _says_yes(client: ServerClient, method: str) -> bool:
 
 
 def _shaped(shape: str) -> dict[str, object]:
-    """Any text, to vLLM itself: that takes the request into its machinery of grammars, where our
-    plugin puts the real one.
+    """Sampling parameters that ask vLLM itself for any text. That takes the request into vLLM's
+    machinery of grammars, where our plugin puts the real grammar.
     """
     return {
         "structured_outputs": {"regex": "(?s:.*)"},
@@ -391,13 +413,13 @@ def _shaped(shape: str) -> dict[str, object]:
 
 
 def _sampling(request: types.GenerateRequest, ends: tuple[int, ...]) -> dict[str, object]:
-    """What vLLM takes as it is, and what it is told in its own way."""
+    """The sampling parameters in vLLM's own words."""
     s = request.sampling
     given = copied(s, Api.VLLM) | {
         "max_tokens": request.remaining,
         "min_tokens": max(0, s.min_tokens - request.num_output_tokens),
         "top_k": s.top_k or 0,
-        "ignore_eos": True,  # what ends an answer is said by its ids
+        "ignore_eos": True,  # the ids below say what ends an answer
         "stop_token_ids": ends,
         "detokenize": bool(s.stop),
         "logprobs": s.top_logprobs + 1 if s.top_logprobs else 0,

@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute
 from midflight.errors import RequestRejected, nearest
 from midflight.gateway.http.control import Control
 from midflight.types import PauseMode
-from midflight.wire.edge import body_of, json_answer, route
+from midflight.wire.routes import body_of, json_answer, route
 
 PAUSE_NAMES = {
     **{mode.value: mode for mode in PauseMode},

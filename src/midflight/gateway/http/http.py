@@ -25,7 +25,7 @@ from midflight.gateway.http.endpoint import CompletionEndpoint
 from midflight.gateway.http.lookups import Lookups
 from midflight.gateway.http.servers import ServerRoutes
 from midflight.wire import edge
-from midflight.wire.edge import fault_answer, json_answer, metrics_route, route
+from midflight.wire.routes import fault_answer, json_answer, metrics_route, route
 
 DIALECTS = (
     Dialect("/v1/chat/completions", Recent(ChatExchange)),

@@ -24,7 +24,8 @@ from midflight.gateway.sessions.request import CompletionCall
 from midflight.gateway.sessions.session import Session
 from midflight.text import Message
 from midflight.types import Json
-from midflight.wire.edge import headers_of, json_answer, key_in, read_body, route
+from midflight.wire.edge import headers_of, key_in, read_body
+from midflight.wire.routes import json_answer, route
 
 _Object = dict[str, Json]
 

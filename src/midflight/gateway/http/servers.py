@@ -23,16 +23,8 @@ from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.gateway.sessions.session import Session
 from midflight.types import Json, Version
 from midflight.version import __version__
-from midflight.wire.edge import (
-    fault_answer,
-    headers_of,
-    holds,
-    json_answer,
-    key_in,
-    plain_fault,
-    read_body,
-    route,
-)
+from midflight.wire.edge import headers_of, key_in, plain_fault, read_body
+from midflight.wire.routes import fault_answer, holds, json_answer, route
 
 _TRAINER = (
     "the run's trainer publishes weights; a trainer of yours does by POST /midflight/v1/weights"

@@ -16,7 +16,7 @@ from midflight.run.api.model_tensors import ModelTensors
 from midflight.types import Version, WeightManifest
 from midflight.weights.handover import Handover
 from midflight.weights.transports.files import manifest_of
-from midflight.wire.edge import body_of, json_answer, route
+from midflight.wire.routes import body_of, json_answer, route
 
 _FILE = "model.safetensors"
 

@@ -15,7 +15,7 @@ from midflight.config.bounds import RolloutBound
 from midflight.config.sections import Config
 from midflight.run.api.service import PREFIX
 from midflight.types import Version
-from midflight.wire.edge import json_answer, route
+from midflight.wire.routes import json_answer, route
 
 API_VERSION = 1
 

@@ -20,7 +20,7 @@ from midflight.errors import RequestRejected
 from midflight.models.identity import Leaf
 from midflight.run.api.service import PREFIX
 from midflight.types import Version
-from midflight.wire.edge import StrictBody, body_of, json_answer, route
+from midflight.wire.routes import StrictBody, body_of, json_answer, route
 
 PATH = PREFIX + "/engines"
 

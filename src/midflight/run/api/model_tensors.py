@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from midflight.errors import RequestRejected, nearest
-from midflight.models.sizes import served_weights
+from midflight.models.adapters import served_weights
 from midflight.types import TensorSpec
 from midflight.weights.transports.files import read_specs
 

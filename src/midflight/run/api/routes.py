@@ -25,16 +25,8 @@ from midflight.run.api.step_book import DoneBody, StepBook
 from midflight.trajectories.packing import to_bytes
 from midflight.types import Batch, Delta, PackedBatch, TensorSpec, Version, WeightManifest
 from midflight.weights.transports.files import check_readable, manifest_of
-from midflight.wire.edge import (
-    JSON,
-    PACKED,
-    StrictBody,
-    body_of,
-    json_answer,
-    route,
-    wants,
-    with_client,
-)
+from midflight.wire.edge import with_client
+from midflight.wire.routes import JSON, PACKED, StrictBody, body_of, json_answer, route, wants
 
 
 class Take(StrictBody, frozen=True):

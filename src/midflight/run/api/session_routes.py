@@ -35,7 +35,8 @@ from midflight.types import (
     Version,
 )
 from midflight.types.generation import LEAST_TEMPERATURE, MAX_STOPS, PARAMETERS
-from midflight.wire.edge import (
+from midflight.wire.edge import with_client
+from midflight.wire.routes import (
     JSON,
     PACKED,
     StrictBody,
@@ -46,7 +47,6 @@ from midflight.wire.edge import (
     local_address,
     route,
     wants,
-    with_client,
 )
 
 MAX_TASK_BYTES = 64 * 2**10

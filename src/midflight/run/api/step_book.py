@@ -13,8 +13,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from midflight.allowance import SenderClock
 from midflight.errors import OutOfTurn, UnknownLease
+from midflight.sender_clock import SenderClock
 from midflight.types import Batch, PackedBatch, Version, WeightManifest
 from midflight.types.facts import Stepped
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from midflight.run.api.service import PREFIX
-from midflight.wire.edge import StrictBody, body_of, json_answer, route
+from midflight.wire.routes import StrictBody, body_of, json_answer, route
 
 
 class TasksBody(StrictBody, frozen=True):

@@ -24,7 +24,8 @@ from midflight.run.heart import Heart
 from midflight.run.parts import TEACHER
 from midflight.trajectories.packing import teacher_is_finite
 from midflight.types import Float32, Int32, PackedBatch
-from midflight.wire.edge import StrictBody, body_of, json_answer, route, with_client
+from midflight.wire.edge import with_client
+from midflight.wire.routes import StrictBody, body_of, json_answer, route
 
 _log = logging.getLogger(__name__)
 AGAIN_SECONDS = 0.5

@@ -23,7 +23,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from midflight.environments.crew import LOOK_SECONDS, Assignment, Crew, HungWorker, Seat
 from midflight.errors import AgentFailed, ConfigError
 from midflight.run.api import worker_wire as wire
-from midflight.wire.edge import bearer_in, body_of, headers_of, json_answer, route, same_token
+from midflight.wire.edge import bearer_in, headers_of, same_token
+from midflight.wire.routes import body_of, json_answer, route
 
 
 class WorkerRoutes:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from midflight.config.sections import Config
 from midflight.engines.about import about_route
-from midflight.engines.app import build_app, relay
+from midflight.engines.app import build_app
+from midflight.engines.relay import relay
 from midflight.engines.servers.adapters import AdapterEngine
 from midflight.engines.servers.direct import TRANSPORT as DIRECT
 from midflight.engines.servers.direct import DirectWay

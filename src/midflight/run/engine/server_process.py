@@ -22,12 +22,8 @@ from midflight.config.derived import engine_python, served_dtype
 from midflight.config.sections import Config, EngineSection
 from midflight.engines.servers.command import HOST, READY, Command, Served, server_command
 from midflight.errors import ConfigError, RunFailed, first_error
-from midflight.models.sizes import (
-    adapter_of,
-    num_experts_of,
-    reads_more_than_text,
-    sizes_of,
-)
+from midflight.models.adapters import adapter_of
+from midflight.models.sizes import num_experts_of, reads_more_than_text, sizes_of
 from midflight.observe.motion import Motion, WorkedSince
 from midflight.run.guard import guarded
 from midflight.run.parts import ServerLost, serve_while

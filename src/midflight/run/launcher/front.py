@@ -31,7 +31,8 @@ from midflight.wire.edge import (
     send_fault,
     with_client,
 )
-from midflight.wire.server import guarded, serve_app
+from midflight.wire.hosts import guarded
+from midflight.wire.server import serve_app
 
 _SHARD = re.compile(r"mf-s(\d+)-")
 _OF_HOP = {

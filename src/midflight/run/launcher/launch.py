@@ -35,7 +35,7 @@ from midflight.run.parts import (
     Ready,
 )
 from midflight.types import Version
-from midflight.wire.server import exposure, is_loopback
+from midflight.wire.hosts import exposure, is_loopback
 
 
 def as_json(config: Config) -> bool:

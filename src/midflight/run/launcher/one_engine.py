@@ -12,7 +12,8 @@ from typing import TypeVar
 from starlette.websockets import WebSocket
 
 from midflight.config.sections import Config
-from midflight.engines.app import EngineCollector, EngineRoutes, ServedEngine, relay, relay_steps
+from midflight.engines.app import EngineCollector, EngineRoutes
+from midflight.engines.relay import ServedEngine, relay, relay_steps
 from midflight.engines.servers.engine import ServerEngine
 from midflight.gateway.http.http import build_app
 from midflight.observe.alarms import Alarms
@@ -27,7 +28,8 @@ from midflight.run.rollout.serving import Serving
 from midflight.run.scratch import remove_left, scratch_folder
 from midflight.text.tokenizer import Tokenizer
 from midflight.wire.edge import RequireToken
-from midflight.wire.server import guarded, listen, serve_app
+from midflight.wire.hosts import guarded
+from midflight.wire.server import listen, serve_app
 
 NAME = "engine"
 E = TypeVar("E", bound=ServedEngine)

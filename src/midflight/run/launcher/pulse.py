@@ -1,10 +1,10 @@
 """The signs of life of one process. Synchronous."""
 
-from midflight.allowance import SenderClock
 from midflight.delays import Lateness
 from midflight.observe.motion import BYTES_A_SECOND
 from midflight.run.heart import BEAT_SECONDS, Beat
 from midflight.run.places.vitals import Vitals
+from midflight.sender_clock import SenderClock
 
 IDLE_SHARE = 0.01
 """A process that uses less of a core computes nothing. Its heart takes a thousandth."""

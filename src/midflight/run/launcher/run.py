@@ -21,6 +21,7 @@ from midflight.observe.summary import (
     write_summary,
 )
 from midflight.observe.terminal import Terminal
+from midflight.run.endpoint import ControlToken
 from midflight.run.launcher import opening
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.folder import can_go_on, clear
@@ -31,7 +32,6 @@ from midflight.run.launcher.sentences import after, sentence, where_gateway
 from midflight.run.launcher.tracking import ENDING_SECONDS, Tracking
 from midflight.run.launcher.viewing import BesideRun
 from midflight.run.parts import (
-    ControlToken,
     Message,
     ModelReady,
     Progress,

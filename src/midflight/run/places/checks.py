@@ -23,7 +23,7 @@ from midflight.run.places.fit import hardware_of, misfits
 from midflight.run.places.seat import MONITOR_VARIABLE, Greeting
 from midflight.run.places.seated import Cluster, Machine, said_of, why_lost
 from midflight.version import __version__
-from midflight.wire.server import is_loopback
+from midflight.wire.hosts import is_loopback
 
 SAY_SECONDS = 30.0
 """A wait for machines is told to the user after so long, then at twice the time, and so on."""

@@ -34,7 +34,7 @@ from midflight.run import parts
 from midflight.run.places.port import KILLS, HasDescriptor, PartFailed, Wants
 from midflight.run.places.process import last_lines
 from midflight.run.places.seat import Heard, Order, SeatOpened
-from midflight.wire.server import is_loopback
+from midflight.wire.hosts import is_loopback
 
 AGAIN_SECONDS = 0.5
 """The time between two calls of a seat that cannot be reached, though its machine is said to live.

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from midflight.environments.evaluation import Evaluator
 from midflight.gateway.fleet.fleet import Fleet
-from midflight.gateway.fleet.routing import Reservation
+from midflight.gateway.fleet.reservation import Reservation
 from midflight.observe.status import Phase
 from midflight.ports import RequestWatch, SessionHandle, Sessions
 from midflight.types import RolloutKey, SamplingParams, SessionRecord, Task, Version

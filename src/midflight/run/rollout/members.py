@@ -40,8 +40,8 @@ from midflight.run.rollout.serving import Serving
 from midflight.types.facts import EngineJoined, EngineLeft, Record
 from midflight.version import __version__
 from midflight.weights.transports.files import SHARED
-from midflight.weights.transports.receive import SENT
-from midflight.wire.server import is_loopback
+from midflight.weights.transports.kinds import SENT
+from midflight.wire.hosts import is_loopback
 
 LEAVING = "leaving"
 """The name of the hold of an engine that is about to go."""

@@ -76,8 +76,9 @@ from midflight.trajectories.pairs import check_local, claim, go_on, remove_left,
 from midflight.trajectories.store import Store
 from midflight.types import Feature, SamplingParams, facts
 from midflight.wire.asked import ask
+from midflight.wire.hosts import guarded
 from midflight.wire.memory import MemoryTransport
-from midflight.wire.server import guarded, serve_app
+from midflight.wire.server import serve_app
 
 REPORT_SECONDS = 0.5
 """The time between two reports to the launcher."""

@@ -29,7 +29,8 @@ from midflight.run.api.service import PREFIX
 from midflight.run.parts import PartLost
 from midflight.types import Version
 from midflight.wire.client import HttpClient
-from midflight.wire.edge import json_answer, route, with_client
+from midflight.wire.edge import with_client
+from midflight.wire.routes import json_answer, route
 
 _log = logging.getLogger(__name__)
 OWNER = "owner"

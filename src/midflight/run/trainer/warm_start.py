@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from midflight.config.sections import Config
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.engines.embedded.table import PrefixRoom
+from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.environments.single_turn import exact_match
 from midflight.environments.sources import Source, load_sources
 from midflight.errors import StepSkipped

@@ -25,15 +25,17 @@ from midflight.errors import ConfigError, RunFailed
 from midflight.models.sizes import fingerprint
 from midflight.types import Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, extent, layout
-from midflight.weights.transports import receive
+from midflight.weights.transports import rendezvous
+from midflight.weights.transports.buffers import StandingBuffers
+from midflight.weights.transports.kinds import COLLECTIVE
 from midflight.weights.transports.process_group import (
     BroadcastGroup,
     GroupBroken,
     listen,
     serve_store,
 )
-from midflight.weights.transports.publish import StandingBuffers, copy_into, named_shapes
-from midflight.weights.transports.receive import (
+from midflight.weights.transports.publish import copy_into, named_shapes
+from midflight.weights.transports.rendezvous import (
     Address,
     Again,
     Answer,
@@ -115,7 +117,7 @@ class CollectiveService:
                 server = await asyncio.start_server(
                     lambda reader, writer: receivers.create_task(self._converse(reader, writer)),
                     sock=listener,
-                    limit=receive.MAX_LINE,
+                    limit=rendezvous.MAX_LINE,
                 )
                 try:
                     await self._serve_rounds()
@@ -138,12 +140,12 @@ class CollectiveService:
         """
         try:
             async with asyncio.timeout(self._deadline_seconds):
-                ask = receive.read_ask(await reader.readline())
+                ask = rendezvous.read_ask(await reader.readline())
             refusal = self._refusal(ask)
             if refusal is None:
                 await self._wait_in_line(ask, reader, writer)
             else:
-                writer.write(receive.line(refusal))
+                writer.write(rendezvous.line(refusal))
         except (TimeoutError, OSError, ValueError, msgspec.MsgspecError) as error:
             _log.info(
                 (
@@ -162,7 +164,7 @@ class CollectiveService:
         member = WaitingReceiver(
             ask,
             since,
-            answer=lambda answer: writer.write(receive.line(answer)),
+            answer=lambda answer: writer.write(rendezvous.line(answer)),
             hang_up=writer.close,
         )
         try:
@@ -246,7 +248,7 @@ class CollectiveService:
 
     def _broadcast(self, group: BroadcastGroup, data: Tensor, hashed: bool) -> tuple[str, ...]:
         digests: list[str] = []
-        for part in receive.buckets(data.numel(), self._bucket_bytes):
+        for part in rendezvous.buckets(data.numel(), self._bucket_bytes):
             if self._closing.is_set():
                 group.close()
                 raise GroupBroken("the publisher is closing")
@@ -254,7 +256,7 @@ class CollectiveService:
             group.broadcast(data[part])
             if hashed:
                 sent: memoryview = data[part].numpy().data
-                digests.append(hashlib.sha256(sent).hexdigest()[: receive.DIGEST_DIGITS])
+                digests.append(hashlib.sha256(sent).hexdigest()[: rendezvous.DIGEST_DIGITS])
         return tuple(digests)
 
     async def _in_thread(self, deed: Callable[..., T], *args: object) -> T:
@@ -340,7 +342,7 @@ class CollectivePublisher:
         quiet_seconds: float = 0.05,
         deadline_seconds: float = 10.0,
         threads: int = 1,
-        transport: str = receive.TRANSPORT,
+        transport: str = COLLECTIVE,
     ) -> None:
         """`transport` is the word in its manifests: `direct` where a server's own workers are to
         receive. `host`: the address of this machine that engines reach it by; it listens there

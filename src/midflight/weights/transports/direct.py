@@ -1,9 +1,9 @@
-"""The companion's end of the direct transport: it asks the publisher for its server's workers, and
-hears of both whether all came.
+"""The companion's end of the direct transport. It asks the publisher on behalf of its server's
+workers, and both tell it whether all came.
 
 `DirectRound` is the state: what was asked, answered, sent and held. It never waits. `DirectFeed`
-waits, and decides nothing. The bytes pass neither: they go from the trainer's memory into the
-workers.
+waits, and decides nothing. The bytes pass through neither: they go from the trainer's memory into
+the workers.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from midflight.errors import EngineError, EngineUnavailable, WeightsCorrupt
 from midflight.ports import ServerWorkers
 from midflight.types import TensorSpec, TransferOrder, WeightManifest, WorkerState
 from midflight.weights.manifest import extent, repacked
-from midflight.weights.transports.receive import (
+from midflight.weights.transports.rendezvous import (
     MAX_LINE,
     Address,
     Again,
@@ -31,72 +31,66 @@ from midflight.weights.transports.receive import (
 )
 
 ATTEMPTS = 2
-"""A server that dies breaks its group for the others too, who meet again without it. A second
+"""A server that dies breaks its group for the others too, which meet again without it. A second
 failure goes to the handover.
 """
 LOOK_SECONDS = 0.01
-"""Between two questions whether the last bucket is laid out. The workers have no way to say so
-unasked.
+"""The time between two questions whether the last bucket is laid out. The workers have no way to
+say so unasked.
 """
 
 
 class RoundBroken(Exception):
-    """Nothing that is served has changed, and the group is useless. The next round makes
-    another.
+    """A round failed. Nothing that is served has changed, and the group is useless. The next round
+    makes another.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """What is broadcast at once: a version, or a difference that makes one."""
+    """The bytes of one broadcast: a version, or a difference that makes one."""
 
     sent: WeightManifest
-    """Of the bytes that go over the wire."""
+    """The manifest of the bytes that go over the wire."""
     tensors: tuple[TensorSpec, ...]
-    """Of the version that they make, packed."""
+    """The tensors of the version that they make, packed."""
     fingerprint: str
-    """Of that version."""
+    """The fingerprint of that version."""
     base: str = ""
-    """Of the version that they change, if they are a difference."""
+    """The fingerprint of the version that they change, if they are a difference."""
     serves: bool = True
-    """The last of a way: it will be served."""
+    """Whether it is the last leg of a way, so that its version will be served."""
 
 
 def legs(manifest: WeightManifest, held: Set[str | None]) -> Sequence[Leg]:
-    """The way to a version for workers that hold the bytes of these fingerprints: the differences
-    that they lack, if all hold the same version and it is on the way; else the whole version at its
-    beginning first."""
+    """The way to a version for workers that hold the bytes of these fingerprints. It consists of
+    the differences that they lack, if all hold the same version and it is on the way. Otherwise the
+    whole version at its beginning comes first.
+    """
     specs = repacked(manifest.tensors)
-    if not manifest.deltas:
+    deltas = manifest.deltas
+    if not deltas:
         return [Leg(manifest, specs, manifest.fingerprint)]
-    bases = [delta.base_fingerprint for delta in manifest.deltas]
-    made = [
-        *zip([d.base for d in manifest.deltas[1:]], bases[1:], strict=True),
-        (manifest.version, manifest.fingerprint),
-    ]
+    made = [(delta.base, delta.base_fingerprint) for delta in deltas[1:]]
+    made.append((manifest.version, manifest.fingerprint))
     way = list[Leg]()
-    for (version, fingerprint), delta in zip(made, manifest.deltas, strict=True):
-        payload = replace(
+    for (version, fingerprint), delta in zip(made, deltas, strict=True):
+        sent = replace(
             manifest,
             version=version,
             fingerprint=delta.payload_fingerprint,
             location=delta.location,
+            tensors=(delta.payload,),
+            deltas=(),
         )
-        sent = replace(payload, tensors=(delta.payload,), deltas=())
-        way.append(
-            Leg(
-                sent,
-                specs,
-                fingerprint,
-                base=delta.base_fingerprint,
-                serves=fingerprint == manifest.fingerprint,
-            )
-        )
-    start = next((i for i, base in enumerate(bases) if held == {base}), None)
-    if start is not None:
-        return way[start:]
-    whole = replace(manifest, version=manifest.deltas[0].base, fingerprint=bases[0], deltas=())
-    return [Leg(whole, specs, bases[0], serves=False), *way]
+        serves = fingerprint == manifest.fingerprint
+        way.append(Leg(sent, specs, fingerprint, base=delta.base_fingerprint, serves=serves))
+    for number, delta in enumerate(deltas):
+        if held == {delta.base_fingerprint}:
+            return way[number:]
+    first = deltas[0]
+    whole = replace(manifest, version=first.base, fingerprint=first.base_fingerprint, deltas=())
+    return [Leg(whole, specs, first.base_fingerprint, serves=False), *way]
 
 
 class DirectRound:
@@ -108,15 +102,16 @@ class DirectRound:
     | ordered | `order` | the publisher's word that all is sent: `sent` |
     | sent | `sent` | what the workers hold: `landed` |
 
-    What fails raises `RoundBroken`, or `WeightsCorrupt` where another round would end in the same
+    A failure raises `RoundBroken`, or `WeightsCorrupt` where another round would end in the same
     way.
     """
 
     def __init__(
         self, leg: Leg, *, member: str, group: str | None, workers: int, keeps: bool = False
     ) -> None:
-        """`group`: the one that these workers were in last, where it did not break. `member` names
-        the server to the publisher. `keeps`: differences from this version are expected."""
+        """`group`: the group that these workers were in last, where it did not break. `member`
+        names the server to the publisher. `keeps`: differences from this version are expected.
+        """
         self._leg = leg
         self._manifest = leg.sent
         self._keeps = keeps
@@ -127,21 +122,19 @@ class DirectRound:
         self._digests: tuple[str, ...] = ()
 
     def ask(self, token: str) -> Ask:
-        m = self._manifest
+        """The question to the publisher."""
         return Ask(
-            token,
-            m.version,
-            m.fingerprint,
-            self._member,
-            self._group,
-            m.receivers,
+            token=token,
+            version=self._manifest.version,
+            fingerprint=self._manifest.fingerprint,
+            member=self._member,
+            group=self._group,
+            expected=self._manifest.receivers,
             workers=self._workers,
         )
 
     def order(self, answer: Answer, known: Join | None, *, host: str) -> TransferOrder:
-        """`known`: the terms of the group that they were in last. What the workers are to be
-        told.
-        """
+        """The order for the workers. `known`: the terms of the group that they were in last."""
         match answer:
             case Join():
                 self._terms = answer
@@ -176,13 +169,14 @@ class DirectRound:
         )
 
     def sent(self, answer: Answer | None) -> None:
+        """Takes the publisher's word that all is sent. `None` is a publisher that has hung up."""
         if not isinstance(answer, Sent):
             raise RoundBroken("the broadcast did not come to its end")
         self._digests = answer.digests
 
     def landed(self, states: Sequence[WorkerState]) -> Join | None:
-        """The terms of the group, which stands, when each worker holds just what was sent; `None`
-        while one still lays it out.
+        """The terms of the group, which stays, when each worker holds just what was sent. `None`
+        while a worker still lays it out.
         """
         if len(states) != self._workers:
             raise RoundBroken(f"the server has {len(states)} workers and had {self._workers}")
@@ -192,16 +186,19 @@ class DirectRound:
                     f"worker {index} has none of it: {state.error or 'it was started again'}"
                 )
             if state.done and state.digests != self._digests:
-                wrong = next(
-                    (
-                        i
-                        for i, (a, b) in enumerate(zip(state.digests, self._digests, strict=False))
-                        if a != b
-                    ),
-                    len(state.digests),
-                )
+                wrong = _first_difference(state.digests, self._digests)
                 raise RoundBroken(f"bucket {wrong} of worker {index} is not what was sent")
-        return self._terms if all(state.done for state in states) else None
+        if not all(state.done for state in states):
+            return None
+        return self._terms
+
+
+def _first_difference(found: Sequence[str], sent: Sequence[str]) -> int:
+    """The number of the first bucket whose digest is another, or the number of buckets found."""
+    for number, (theirs, ours) in enumerate(zip(found, sent, strict=False)):
+        if theirs != ours:
+            return number
+    return len(found)
 
 
 class DirectFeed:
@@ -218,35 +215,35 @@ class DirectFeed:
         self._group: Join | None = None
         """The terms of the group that the workers are in, which no round has broken."""
         self._keeps = False
-        """From the first difference on."""
+        """Whether differences are expected: true from the first difference on."""
 
     async def bring(self, manifest: WeightManifest, workers: ServerWorkers) -> None:
-        """Waits for the publisher and the workers; ended by their deadlines, or by the caller's."""
+        """Waits for the publisher and the workers. Their deadlines, or the caller's, end the wait."""
         broken: Exception | None = None
-        self._keeps = self._keeps or bool(manifest.deltas)
+        if manifest.deltas:
+            self._keeps = True
         for _ in range(ATTEMPTS):
-            # a round that fails, or is cancelled, leaves no group
+            # A round that fails, or is cancelled, leaves no group.
             known = self._group
             self._group = None
             try:
-                # Also shows that they answer: for a server that was stopped nobody meets a group,
-                # which would wait for it.
+                # This also shows that the workers answer. No group may be met for a server that was
+                # stopped, because the group would wait for it.
                 states = await workers.states()
                 for leg in legs(manifest, {state.held for state in states}):
-                    group = known and known.group
                     at = DirectRound(
                         leg,
                         member=self._member,
-                        group=group,
+                        group=None if known is None else known.group,
                         workers=len(states),
                         keeps=self._keeps,
                     )
                     known = await self._round(at, leg.sent, workers, known)
                 self._group = known
                 return
+            except (EngineUnavailable, WeightsCorrupt):
+                raise
             except (RoundBroken, EngineError) as error:
-                if isinstance(error, (EngineUnavailable, WeightsCorrupt)):
-                    raise
                 broken = error
         raise EngineUnavailable(
             f"bringing version {manifest.version} to the server's workers: it broke {ATTEMPTS} "
@@ -266,10 +263,9 @@ class DirectFeed:
                 writer.write(line(at.ask(address.token)))
                 async with asyncio.timeout(self._answer_seconds):
                     answer = read_answer(await reader.readline())
-                await workers.receive(
-                    at.order(answer, known, host=writer.get_extra_info("peername")[0])
-                )
-                ended = await reader.readline()  # it hangs up where the round failed
+                host: str = writer.get_extra_info("peername")[0]
+                await workers.receive(at.order(answer, known, host=host))
+                ended = await reader.readline()  # the publisher hangs up where the round failed
                 at.sent(read_answer(ended) if ended else None)
             finally:
                 writer.close()
@@ -278,6 +274,8 @@ class DirectFeed:
                 f"fetching version {manifest.version}: the publisher does not answer ({error}); "
                 "publish the version again."
             ) from error
-        while (terms := at.landed(await workers.states())) is None:  # noqa: ASYNC110 (the event is another program's)
+        terms = at.landed(await workers.states())
+        while terms is None:
             await asyncio.sleep(LOOK_SECONDS)
+            terms = at.landed(await workers.states())
         return terms

@@ -25,8 +25,8 @@ from midflight.models.permissions import open_to_others
 from midflight.models.sizes import fingerprint_views
 from midflight.types import TensorSpec, Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, check_extents, extent, is_sound, views
-from midflight.weights.transports.receive import BROADCAST, TRANSPORTS, Address
-from midflight.weights.transports.swarm import TRANSPORT as PULL
+from midflight.weights.transports.kinds import BROADCAST, PULL, TRANSPORTS
+from midflight.weights.transports.rendezvous import Address
 from midflight.weights.transports.swarm import sources_in
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
-"""One copy of a version for all engines of a machine: a file in memory. Who locks it first fetches
-into it; the others map what it verified.
+"""One copy of a version for all engines of a machine: a file in memory. The process that locks it
+first fetches into it, and the others map what it verified.
 
-A lock and not a process id says who uses it: it ends with its process. So a fetch that was killed
-is gone on with by the next, from what is there, and a file that nobody uses any more is removed by
-its last user, or by `files.remove_stale`.
+A lock, and not a process id, says which process uses the file, because a lock ends with its
+process. So the next process goes on with a fetch that was killed, from what is there. A file that
+is not used any more is removed by its last user, or by `files.remove_stale`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from midflight.weights.transports.files import SUFFIX
 
 PREFIX = "midflight-pull"
 LOOK_SECONDS = 0.02
-"""Between two tries for a lock: the kernel has none with a deadline."""
+"""The time between two tries for a lock: the kernel has no lock with a deadline."""
 
 
 class MachineCopy:
-    """A version's bytes, and behind them its tree as JSON, once that is known."""
+    """A version's bytes, and behind them its tree as JSON, once the tree is known."""
 
     def __init__(
         self, file: int, num_bytes: int, *, path: Path | None = None, is_alone: bool = True
@@ -37,10 +37,10 @@ class MachineCopy:
         self._num_bytes = num_bytes
         self._tree_at = aligned(max(1, num_bytes), mmap.PAGESIZE)
         self.is_alone = is_alone
-        """Whether nobody else uses it: then there may be anything in it, and it may be written to.
-        Else another has found it whole.
+        """Whether no other process uses it. Then there may be anything in it, and it may be written
+        to. Otherwise another process has found it whole.
         """
-        # else a full memory would kill the process at the first write
+        # Otherwise a full memory would kill the process at the first write.
         os.posix_fallocate(file, 0, self._tree_at)
 
     @classmethod
@@ -53,21 +53,21 @@ class MachineCopy:
         places: Sequence[Path],
         patience: float,
     ) -> MachineCopy:
-        """Waits for another that fetches the same, `patience` seconds at most: then this one has a
-        copy of its own.
+        """Waits for another process that fetches the same, `patience` seconds at most. After that
+        this process gets a copy of its own.
 
-        The name says which run's version it is, and does not tell the secret.
+        The file's name says which run's version it is, and does not tell the secret.
         """
         name = hashlib.blake2b(f"{location} {fingerprint}".encode(), digest_size=12).hexdigest()
         failed: OSError | None = None
         for folder in places:
+            path = folder / f"{PREFIX}-{name}{SUFFIX}"
             try:
-                found = _locked(folder / f"{PREFIX}-{name}{SUFFIX}", time.monotonic() + patience)
-                return (
-                    cls(os.memfd_create(PREFIX), num_bytes)
-                    if found is None
-                    else cls._opened(*found, num_bytes)
-                )
+                found = _locked(path, time.monotonic() + patience)
+                if found is None:
+                    return cls(os.memfd_create(PREFIX), num_bytes)
+                file, is_alone = found
+                return cls._opened(path, file, is_alone, num_bytes)
             except OSError as error:
                 failed = failed or error
         raise WeightsCorrupt(
@@ -85,30 +85,31 @@ class MachineCopy:
             raise
 
     def tree(self) -> bytes:
-        """As it was kept; nothing in a new file."""
+        """The tree as it was kept; empty in a new file."""
         size = os.fstat(self._file).st_size - self._tree_at
-        return os.pread(self._file, size, self._tree_at) if size > 0 else b""
+        if size <= 0:
+            return b""
+        return os.pread(self._file, size, self._tree_at)
 
     def keep_tree(self, tree: bytes) -> None:
         os.ftruncate(self._file, self._tree_at)
         os.pwrite(self._file, tree, self._tree_at)
 
     def shared(self) -> mmap.mmap:
-        """To fetch into, and to give away from: what is written is there for all."""
+        """A mapping to fetch into and to give away from. All processes see what is written to it."""
         return mmap.mmap(self._file, self._tree_at)
 
     def own(self) -> memoryview:
-        """The same pages for a caller who may write: a page that it changes becomes its own."""
-        return memoryview(mmap.mmap(self._file, self._tree_at, access=mmap.ACCESS_COPY))[
-            : max(1, self._num_bytes)
-        ]
+        """The same pages for a caller that may write. A page that it changes becomes its own."""
+        mapped = mmap.mmap(self._file, self._tree_at, access=mmap.ACCESS_COPY)
+        return memoryview(mapped)[: max(1, self._num_bytes)]
 
     def whole(self) -> None:
-        """Nobody writes to it any more: others may use it too."""
+        """Says that no process writes to it any more, so that others may use it too."""
         fcntl.flock(self._file, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """Removes the file if nobody else uses it. Mappings live on. Idempotent."""
+        """Removes the file if no other process uses it. Mappings live on. Idempotent."""
         file = self._file
         self._file = -1
         if file < 0:
@@ -120,17 +121,17 @@ class MachineCopy:
         os.close(file)
 
 
-def _locked(path: Path, until: float) -> tuple[Path, int, bool] | None:
-    """The open file, and whether it is locked for this caller alone; `None` if that takes too
+def _locked(path: Path, until: float) -> tuple[int, bool] | None:
+    """The open file, and whether it is locked for this caller alone. `None` if that takes too
     long.
     """
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         lock = _lock(file)
         status = os.fstat(file)
-        # else its last user has just removed it
+        # A file without a link was just removed by its last user.
         if lock is not None and status.st_nlink and status.st_uid == os.getuid():
-            return path, file, lock == fcntl.LOCK_EX
+            return file, lock == fcntl.LOCK_EX
         os.close(file)
         if time.monotonic() > until:
             return None
@@ -138,6 +139,7 @@ def _locked(path: Path, until: float) -> tuple[Path, int, bool] | None:
 
 
 def _lock(file: int) -> int | None:
+    """The lock that the file could be given, alone if possible; `None` where it has another's."""
     for lock in (fcntl.LOCK_EX, fcntl.LOCK_SH):
         with suppress(BlockingIOError):
             fcntl.flock(file, lock | fcntl.LOCK_NB)

@@ -1,5 +1,5 @@
-"""The process group in which both ends of the collective transport meet, and the engine's end: ask
-the publisher for a version, meet it in a group, receive, verify.
+"""The process group in which both ends of a broadcast meet, and the receiver on top of it, which
+asks the publisher for a version, meets it in a group, receives and verifies.
 
 The group stands beside torch's default group, which engines' workers have for themselves.
 """
@@ -20,7 +20,8 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from midflight.errors import EngineUnavailable, WeightsCorrupt
 from midflight.types import WeightManifest
 from midflight.weights.manifest import extent, repacked, set_aside, views
-from midflight.weights.transports.receive import (
+from midflight.weights.transports.file_receiver import verify
+from midflight.weights.transports.rendezvous import (
     MAX_LINE,
     Address,
     Again,
@@ -31,7 +32,6 @@ from midflight.weights.transports.receive import (
     buckets,
     line,
     read_answer,
-    verify,
 )
 
 T = TypeVar("T")
@@ -41,8 +41,8 @@ NCCL_LOOK_SECONDS = 0.0005
 
 
 class GroupBroken(Exception):
-    """A member died, stopped or came too late. The group is useless from then on; a new one may be
-    made at once.
+    """A member died, stopped or came too late. The group is useless from then on, and a new one may
+    be made at once.
     """
 
 
@@ -50,15 +50,15 @@ class BroadcastGroup:
     """One member's end. Every wait ends by the deadline in `terms`, or at once when a peer's
     connection closes.
 
-    A peer that is killed closes its connections, so gloo fails within milliseconds; one that is
-    stopped or cut off is found by the deadline, and one that dies while the group is made within
-    gloo's own five seconds, if those are longer. gloo waits without the interpreter lock. To drop a
-    group on which nothing is in progress takes milliseconds.
+    A peer that is killed closes its connections, so gloo fails within milliseconds. A peer that is
+    stopped or cut off is found by the deadline. A peer that dies while the group is made is found
+    within gloo's own five seconds, if those are longer. gloo waits without the interpreter lock.
+    Dropping a group on which nothing is in progress takes milliseconds.
     """
 
     def __init__(self, terms: Join, store: TCPStore, *, interface: str) -> None:
-        """Waits until all members are here. `interface` is the address of this machine that the
-        others reach it by.
+        """Waits until all members are here. `interface` is the address of this machine by which the
+        others reach it.
         """
         self.terms = terms
         make = _nccl if terms.backend == "nccl" else _gloo
@@ -66,14 +66,11 @@ class BroadcastGroup:
             self._group: Any = make(terms, PrefixStore(terms.group, store), interface)
         except RuntimeError as error:
             raise GroupBroken(_first_line(error)) from error
-        # the group's connections are made through it: it lives as long
+        # The store lives as long as the group, whose connections are made through it.
         self._store: TCPStore | None = store
-        self._staged: Tensor | None
-        self._staged = (
-            torch.empty(terms.bucket_bytes, dtype=torch.uint8, device="cuda")
-            if terms.backend == "nccl"
-            else None
-        )
+        self._staged: Tensor | None = None
+        if terms.backend == "nccl":
+            self._staged = torch.empty(terms.bucket_bytes, dtype=torch.uint8, device="cuda")
 
     def broadcast(self, part: Tensor) -> None:
         """Copies rank 0's bytes, at most a bucket, into the `part` of every member: uint8 in this
@@ -92,11 +89,14 @@ class BroadcastGroup:
         """Closes the connections, so that the others need not wait for their deadline. Deleting the
         group would not do: a traceback may keep it alive.
         """
-        self._group = self._store = self._staged = None
+        self._group = None
+        self._store = None
+        self._staged = None
 
     def _start(self, part: Tensor) -> Any:
         options = BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
+        options.rootRank = 0
+        options.rootTensor = 0
         return self._group.broadcast([part], options)
 
     def _through_device(self, part: Tensor, staged: Tensor) -> None:
@@ -118,13 +118,12 @@ class BroadcastGroup:
 
 def listen(host: str) -> socket.socket:
     """Listens on a free port of this address only."""
-    return socket.create_server(
-        (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-    )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family)
 
 
 def serve_store(host: str) -> TCPStore:
-    """A new store for one group, on this address only; by default it would listen on all
+    """A new store for one group, on this address only. By default it would listen on all
     addresses.
     """
     listener = listen(host)
@@ -135,7 +134,7 @@ def serve_store(host: str) -> TCPStore:
 
 
 def join_store(host: str, terms: Join) -> TCPStore:
-    """The store of the group in `terms`; `GroupBroken` when it does not answer by the deadline.
+    """The store of the group in `terms`. `GroupBroken` when it does not answer by the deadline.
 
     It is made in a thread of its own, because a client whose server was stopped waits for the
     greeting for ever, whatever its timeout.
@@ -166,8 +165,8 @@ def _within(seconds: float, make: Callable[[], T]) -> T:
 
 
 def _gloo(terms: Join, store: PrefixStore, interface: str) -> Any:
-    """The device names the interface: without one gloo takes the address that this machine's name
-    resolves to.
+    """A group over gloo. Its device names the interface, because without one gloo takes the address
+    that this machine's name resolves to.
     """
     options = cast(Any, ProcessGroupGloo)._Options()
     options._devices = [ProcessGroupGloo.create_device(hostname=interface)]
@@ -176,8 +175,8 @@ def _gloo(terms: Join, store: PrefixStore, interface: str) -> Any:
 
 
 def _nccl(terms: Join, store: PrefixStore, interface: str) -> Any:
-    """NCCL's watchdog ends the process when the group's own timeout passes. That timeout is longer
-    than ours, after which we abort.
+    """A group over NCCL. NCCL's watchdog ends the process when the group's own timeout passes. That
+    timeout is longer than ours, after which the broadcast is aborted.
     """
     if not torch.cuda.is_available():
         raise GroupBroken(
@@ -205,8 +204,8 @@ class CollectiveReceiver:
     """Implements `ports.WeightReceiver`. It keeps its group for the next version, because making
     one takes time.
 
-    Each rank of an engine with several is a receiver of its own. One `fetch` at a time; another
-    waits for it.
+    Each rank of an engine with several is a receiver of its own. One `fetch` runs at a time, and
+    another waits for it.
     """
 
     def __init__(self, *, threads: int = 1, answer_seconds: float = 60.0) -> None:
@@ -252,9 +251,9 @@ class CollectiveReceiver:
             with socket.create_connection(
                 (address.host, address.port), timeout=self._answer_seconds
             ) as publisher:
-                group = self._group = self._meet(
-                    self._ask(publisher, address, manifest), publisher, manifest
-                )
+                answer = self._ask(publisher, address, manifest)
+                group = self._meet(answer, publisher, manifest)
+                self._group = group
                 for part in buckets(data.numel(), group.terms.bucket_bytes):
                     group.broadcast(data[part])
         except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -266,19 +265,15 @@ class CollectiveReceiver:
 
     def _ask(self, publisher: socket.socket, address: Address, manifest: WeightManifest) -> Answer:
         """Waits for the other receivers that want this version, and for the rounds before."""
-        group = self._group.terms.group if self._group is not None else None
-        publisher.sendall(
-            line(
-                Ask(
-                    address.token,
-                    manifest.version,
-                    manifest.fingerprint,
-                    self._member,
-                    group,
-                    manifest.receivers,
-                )
-            )
+        ask = Ask(
+            token=address.token,
+            version=manifest.version,
+            fingerprint=manifest.fingerprint,
+            member=self._member,
+            group=self._group.terms.group if self._group is not None else None,
+            expected=manifest.receivers,
         )
+        publisher.sendall(line(ask))
         with publisher.makefile("rb") as answers:
             return read_answer(answers.readline(MAX_LINE))
 
@@ -287,11 +282,10 @@ class CollectiveReceiver:
     ) -> BroadcastGroup:
         match answer:
             case Join():
-                self._group = None  # before the new one, for it may hold sockets and memory
-                host = publisher.getpeername()[0]
-                return BroadcastGroup(
-                    answer, join_store(host, answer), interface=publisher.getsockname()[0]
-                )
+                # The old group goes before the new one is made: it may hold sockets and memory.
+                self._group = None
+                store = join_store(publisher.getpeername()[0], answer)
+                return BroadcastGroup(answer, store, interface=publisher.getsockname()[0])
             case Again() if self._group is not None:
                 return self._group
             case Refused(reason):

@@ -1,19 +1,17 @@
-"""The engine's end of the pull transport: buckets from whoever has them, several at once, each
-checked before it counts.
+"""The engine's end of the pull transport. Buckets come from any source that has them, several at
+once, and each is checked before it counts.
 
-    manifest -> the machine's copy -> tree -> what of it is here already -> buckets from sources ->
-    the copy, for engines to map
-                                                                              and given away
-                                                                              meanwhile
+    manifest -> the machine's copy -> tree -> the buckets that are here already
+             -> buckets from sources, given away meanwhile -> the copy, for engines to map
 
-No group is made, so nobody waits for anybody else: an engine that dies, or comes later, concerns
-its own transfer only. Torch-free.
+No group is made, so no engine waits for another: an engine that dies, or comes later, concerns its
+own transfer only. This file needs no torch.
 
 | wait | waits for | ended by |
 |---|---|---|
 | `MachineCopy.of` | another engine of this machine that fetches the same | its end, or `patience` |
 | an answer | a source | it, or `answer_seconds` without a byte |
-| `_Fetch.run` | its threads, which fetch; those who may get more buckets | all buckets; nobody left to ask; `patience` seconds without a megabyte |
+| `_Fetch.run` | its threads, which fetch; sources that may get more buckets | all buckets; no source left to ask; `patience` seconds without a megabyte |
 """
 
 import http.client
@@ -49,18 +47,19 @@ from midflight.weights.transports.swarm import (
 )
 
 THREADS = 4
-"""That fetch: twice what one source is asked for at once."""
+"""How many threads fetch: twice what one source is asked for at once."""
 LOOK_SECONDS = 0.1
+"""The time between two questions what a source has, where it gets more or had too much to do."""
 CALM_SECONDS = 1.0
-"""Between two questions what a source has: of one that gets more, or had too much to do, and of one
-that has all.
-"""
+"""The time between two such questions where the source has all."""
 END_SECONDS = 1.0
-"""For a thread that is still in a failed transfer's last question."""
+"""How long to wait for a thread that is still in a failed transfer's last question."""
 READ_BYTES = 2**20
-"""After which a transfer counts as alive: a slow network has a bucket under way for minutes."""
+"""After so many bytes a transfer counts as alive: a slow network has a bucket under way for
+minutes.
+"""
 KEPT = 1
-"""Versions given away beside the one that is being fetched: the one that is served."""
+"""How many versions are given away beside the one that is being fetched: the one that is served."""
 FAILURES = (OSError, http.client.HTTPException, msgspec.MsgspecError, ValueError)
 
 _log = logging.getLogger(__name__)
@@ -77,11 +76,11 @@ class Busy(Exception):
 
 
 class PullReceiver:
-    """Implements `ports.WeightReceiver`. What it has it gives away, until it has fetched another
+    """Implements `ports.WeightReceiver`. It gives away what it has, until it has fetched another
     version after the next.
 
-    The caller gets the machine's copy mapped as its own memory: engines of one machine have one
-    copy of a version between them.
+    The caller gets the machine's copy mapped as its own memory, so that engines of one machine have
+    one copy of a version between them.
     """
 
     def __init__(
@@ -91,24 +90,29 @@ class PullReceiver:
         patience: float = 20.0,
         places: Sequence[Path] | None = None,
     ) -> None:
-        """`answer_seconds`: without a byte from a source after which it has failed. `patience`:
-        seconds without a megabyte after which the transfer has. `places`: where the machine's copy
-        may lie, the best first; default /dev/shm, then the temporary folder."""
+        """A source has failed after `answer_seconds` without a byte from it, and the transfer after
+        `patience` seconds without a megabyte. `places`: where the machine's copy may lie, the best
+        first. The default is /dev/shm, then the temporary folder.
+        """
         self._answer_seconds = answer_seconds
         self._patience = patience
-        self._places = list(places) if places is not None else [SHARED, Path(tempfile.gettempdir())]
+        if places is None:
+            places = [SHARED, Path(tempfile.gettempdir())]
+        self._places = list(places)
         self._server: BucketServer | None = None
         self._kept: dict[str, MachineCopy] = {}
         self.blamed = Counter[str]()
         """How often a source, as host:port, sent wrong bytes."""
         self.num_bytes = 0
-        """That came over the network."""
+        """How many bytes came over the network."""
         for folder in self._places:
             remove_stale(PREFIX, folder=folder)
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
-        """Bytes of each tensor by name. `WeightsCorrupt` or `EngineUnavailable` when nobody has
-        what is missing; what an engine serves stays as it is. One `fetch` at a time."""
+        """Bytes of each tensor by name. `WeightsCorrupt` or `EngineUnavailable` when no source has
+        what is missing. The weights that an engine serves stay as they are. One `fetch` runs at a
+        time.
+        """
         try:
             sources = sources_in(manifest.location)
         except ValueError as error:
@@ -122,11 +126,11 @@ class PullReceiver:
             if self._filled(copy, manifest, sources):
                 self._kept[manifest.fingerprint] = copy
                 return views(specs, copy.own())
-            # what another had found whole is not: from here on it is this one's to write
+            # Another engine found the copy whole, and it is not. From here on this one may write.
             copy.close()
 
     def close(self) -> None:
-        """Gives nothing away any more. What callers have stays theirs."""
+        """Gives nothing away any more. Callers keep what they have."""
         if self._server is not None:
             self._server.close()
         self._forget(None)
@@ -142,16 +146,16 @@ class PullReceiver:
         )
 
     def _filled(self, copy: MachineCopy, manifest: WeightManifest, sources: Sequence[str]) -> bool:
-        """Whether all is there and right now; `False` only where another engine said so and was
-        wrong.
+        """Fetches what the copy lacks. `False` only where another engine said that the copy is
+        whole, and was wrong.
         """
         fetch = _Fetch(
             manifest, copy, sources, answer_seconds=self._answer_seconds, patience=self._patience
         )
         try:
-            if not fetch.is_done and not copy.is_alone:
-                return False
             if not fetch.is_done:
+                if not copy.is_alone:
+                    return False
                 self._give(manifest.fingerprint, fetch, sources)
                 fetch.run()
             copy.whole()
@@ -166,33 +170,37 @@ class PullReceiver:
         return True
 
     def _give(self, fingerprint: str, fetch: "_Fetch", sources: Sequence[str]) -> None:
-        """From now on others get what is here. Listens where this machine reaches the first source
-        that answers: there others reach it.
+        """Gives others what is here from now on. It listens at the address from which this machine
+        reaches the first source that answers, because others reach it there.
         """
-        if (
-            self._server is None
-            and (host := _own_address(sources, self._answer_seconds)) is not None
-        ):
-            self._server = BucketServer(host, secret=secrets.token_hex(16))
+        if self._server is None:
+            host = _own_address(sources, self._answer_seconds)
+            if host is not None:
+                self._server = BucketServer(host, secret=secrets.token_hex(16))
         if self._server is not None:
             fetch.own_url = self._server.url
             self._server.shares[fingerprint] = fetch.share
 
     def _forget(self, but: str | None) -> None:
-        """Old versions; engines of this machine have them mapped as long as they want."""
-        for old in [f for f in self._kept if f != but][: -KEPT if but is not None else None]:
+        """Gives up old versions: all but `KEPT` of them and `but`, or all with `None`. Engines of
+        this machine have them mapped as long as they want.
+        """
+        old = [fingerprint for fingerprint in self._kept if fingerprint != but]
+        if but is not None:
+            old = old[:-KEPT]
+        for fingerprint in old:
             if self._server is not None:
-                self._server.shares.pop(old, None)
-            self._kept.pop(old).close()
+                self._server.shares.pop(fingerprint, None)
+            self._kept.pop(fingerprint).close()
 
 
 def _own_address(sources: Sequence[str], seconds: float) -> str | None:
+    """The address of this machine from which it reaches the first source that answers."""
     for source in sources:
         url = urlsplit(source)
+        at = (url.hostname or "", url.port or 0)
         try:
-            with socket.create_connection(
-                (url.hostname or "", url.port or 0), timeout=seconds
-            ) as reached:
+            with socket.create_connection(at, timeout=seconds) as reached:
                 return reached.getsockname()[0]
         except OSError:
             continue
@@ -211,8 +219,8 @@ class _Fetch:
         answer_seconds: float,
         patience: float,
     ) -> None:
-        """Reads the tree, from the copy or from a source, and what of the version is in the copy
-        already.
+        """Reads the tree, from the copy or from a source, and finds out which buckets are in the
+        copy already.
         """
         self._manifest = manifest
         self._answer_seconds = answer_seconds
@@ -228,11 +236,11 @@ class _Fetch:
         self.transfer = Transfer(len(tree))
         for source in sources:
             self.transfer.hear_of(source, gives_last=True)
-        found = (
-            set[int]()
-            if is_new
-            else {i for i, bucket in enumerate(tree) if is_right(bucket, self._views[i])}
-        )
+        found = set[int]()
+        if not is_new:
+            for number, bucket in enumerate(tree):
+                if is_right(bucket, self._views[number]):
+                    found.add(number)
         self.transfer.here(found)
         self.share = SharedVersion(tree, self._views, found)
         self._changed = threading.Condition()
@@ -243,10 +251,9 @@ class _Fetch:
 
     def run(self) -> None:
         """Waits until every bucket is here. See the table above."""
-        asking = [
-            threading.Thread(target=self._ask, name="weights-pull", daemon=True)
-            for _ in range(THREADS)
-        ]
+        asking: list[threading.Thread] = []
+        for _ in range(THREADS):
+            asking.append(threading.Thread(target=self._ask, name="weights-pull", daemon=True))
         for thread in asking:
             thread.start()
         try:
@@ -274,28 +281,26 @@ class _Fetch:
             connections.close()
 
     def _look(self, connections: "_OpenSources") -> None:
-        """Asks those whose turn it is what they have, and whom else they know."""
+        """Asks the sources that are due what they have, and which others they know. A new source is
+        asked in the same round.
+        """
         now = time.monotonic()
         with self._changed:
             due = [source for source in self.transfer.sources if self._due.get(source, 0.0) <= now]
+        headers = {FROM: self.own_url} if self.own_url else {}
         for source in due:
             has_all = False
             try:
-                answer = connections.get(
-                    source,
-                    f"{self._manifest.fingerprint}/held",
-                    {FROM: self.own_url} if self.own_url else {},
-                )
+                answer = connections.get(source, f"{self._manifest.fingerprint}/held", headers)
                 held = _held.decode(answer.read())
-                new = [
-                    found
-                    for told in held.sources
-                    for found in sources_in(told)
-                    if found != self.own_url
-                ]
+                named: list[str] = []
+                for told in held.sources:
+                    named += sources_in(told)
                 with self._changed:
                     has_all = self.transfer.offers(source, held.numbers())
-                    due += [found for found in new if self.transfer.hear_of(found)]
+                    for other in named:
+                        if other != self.own_url and self.transfer.hear_of(other):
+                            due.append(other)
                     self._changed.notify_all()
             except Busy:
                 pass
@@ -314,19 +319,24 @@ class _Fetch:
     # --- Buckets ----------------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """One of the threads: a bucket after the other."""
+        """Fetches one bucket after the other, in one of the threads."""
         connections = _OpenSources(self._answer_seconds)
         try:
-            while (job := self._next()) is not None:
-                self._bring(connections, *job)
+            while True:
+                job = self._next()
+                if job is None:
+                    break
+                source, bucket = job
+                self._bring(connections, source, bucket)
         finally:
             connections.close()
 
     def _next(self) -> tuple[str, int] | None:
-        """Waits for a bucket that somebody can give; `None` at the end."""
+        """Waits for a bucket that a source can give. `None` at the end."""
         with self._changed:
             while not self._over and not self.transfer.is_done:
-                if (job := self.transfer.take()) is not None:
+                job = self.transfer.take()
+                if job is not None:
                     return job
                 self._changed.wait()
             return None
@@ -340,11 +350,10 @@ class _Fetch:
         except (NotHere, *FAILURES) as error:
             end = partial(self.transfer.failed, bucket, _said(error))
         else:
-            end = partial(
-                self._arrived if is_right(self.share.tree[bucket], into) else self._wrong,
-                bucket,
-                source,
-            )
+            if is_right(self.share.tree[bucket], into):
+                end = partial(self._arrived, bucket)
+            else:
+                end = partial(self._wrong, bucket, source)
         with self._changed:
             end()
             self._changed.notify_all()
@@ -354,7 +363,7 @@ class _Fetch:
             self.num_bytes += num_bytes
             self._last = time.monotonic()
 
-    def _arrived(self, bucket: int, source: str) -> None:
+    def _arrived(self, bucket: int) -> None:
         self.transfer.arrived(bucket)
         self.share.held.add(bucket)
 
@@ -370,18 +379,19 @@ class _Fetch:
     # --- The tree ---------------------------------------------------------------------------------
 
     def _proven_tree(self, copy: MachineCopy, sources: Sequence[str]) -> tuple[Tree, bool]:
-        """And whether it is new here. It is proven by the fingerprint."""
+        """The version's tree, which the fingerprint proves, and whether it is new here."""
         kept = copy.tree()
-        if kept and (tree := self._proven(kept)[0]) is not None:
-            return tree, False
+        if kept:
+            tree, _ = self._proven(kept)
+            if tree is not None:
+                return tree, False
         told = list[str]()
         connections = _OpenSources(self._answer_seconds)
         try:
             for source in sources:
                 try:
-                    tree, why = self._proven(
-                        connections.get(source, f"{self._manifest.fingerprint}/tree", {}).read()
-                    )
+                    answer = connections.get(source, f"{self._manifest.fingerprint}/tree", {})
+                    tree, why = self._proven(answer.read())
                 except (NotHere, Busy, *FAILURES) as error:
                     tree = None
                     why = _said(error)
@@ -397,6 +407,7 @@ class _Fetch:
         )
 
     def _proven(self, data: bytes) -> tuple[Tree | None, str]:
+        """The tree in these bytes, or why it is not this version's."""
         try:
             tree = _tree.decode(data)
             if root(tree, self._manifest.tensors) != self._manifest.fingerprint:
@@ -407,14 +418,14 @@ class _Fetch:
 
 
 class _OpenSources:
-    """Of one thread, kept open between questions."""
+    """The connections of one thread, which are kept open between questions."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._open: dict[str, http.client.HTTPConnection] = {}
 
     def get(self, source: str, path: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
-        """Waits for the head of the answer. `NotHere`, `Busy`, or one of `FAILURES`."""
+        """Waits for the head of the answer. Raises `NotHere`, `Busy`, or one of `FAILURES`."""
         url = urlsplit(source)
         connection = self._open.setdefault(
             source, http.client.HTTPConnection(url.hostname or "", url.port, timeout=self._seconds)
@@ -422,24 +433,23 @@ class _OpenSources:
         try:
             connection.request("GET", f"{url.path}/{path}", headers=dict(headers))
             answer = connection.getresponse()
-            if answer.status != 200:
-                answer.read()
-                raise (
-                    Busy("it is busy")
-                    if answer.status == 503
-                    else NotHere(f"it answers {answer.status}")
-                )
-            return answer
+            if answer.status == 200:
+                return answer
+            answer.read()
+            if answer.status == 503:
+                raise Busy("it is busy")
+            raise NotHere(f"it answers {answer.status}")
         except FAILURES:
             self._drop(source)
             raise
 
     def read(self, source: str, path: str, into: Views, moved: Callable[[int], None]) -> None:
-        """Fills the views, one after the other; `moved` gets the number of bytes, now and then."""
+        """Fills the views, one after the other. `moved` gets the number of bytes, now and then."""
         answer = self.get(source, path, {})
         try:
-            if answer.length != sum(map(len, into)):
-                raise ValueError(f"it sends {answer.length} bytes of {sum(map(len, into))}")
+            size = sum(map(len, into))
+            if answer.length != size:
+                raise ValueError(f"it sends {answer.length} bytes of {size}")
             for view in into:
                 done = 0
                 while done < len(view):
@@ -458,7 +468,8 @@ class _OpenSources:
             self._drop(source)
 
     def _drop(self, source: str) -> None:
-        if (connection := self._open.pop(source, None)) is not None:
+        connection = self._open.pop(source, None)
+        if connection is not None:
             connection.close()
 
 

@@ -1,6 +1,4 @@
-"""Choosing a transport by name: the publisher by configuration, the receiver by what the manifest
-says.
-"""
+"""Choosing a transport by name: the publisher by the configuration, the receiver by the manifest."""
 
 from __future__ import annotations
 
@@ -12,30 +10,31 @@ from midflight.errors import ConfigError, nearest
 from midflight.ports import WeightReceiver
 from midflight.types import WeightManifest
 from midflight.weights.manifest import MAX_HELD
-from midflight.weights.transports.receive import BROADCAST, TRANSPORTS, DeltaReceiver, FileReceiver
-from midflight.weights.transports.swarm import TRANSPORT as PULL
+from midflight.weights.transports.file_receiver import FileReceiver
+from midflight.weights.transports.kinds import BROADCAST, PULL, SENT, TRANSPORTS
+from midflight.weights.transports.receive import DeltaReceiver
 
 if TYPE_CHECKING:
     from midflight.weights.transports.publish import Publisher
 
 
 STAGE_SECONDS: Final = 60.0
-"""As `weights.stage_seconds` where it is unset."""
+"""The `weights.stage_seconds` of a run where it is unset."""
 
 
 def receiver(*, threads: int = 1, stage_seconds: float = STAGE_SECONDS) -> WeightReceiver:
-    """One receiver for all transports; without torch, until a manifest says `collective` or
+    """One receiver for all transports. It needs no torch, until a manifest says `collective` or
     `direct`.
 
-    `stage_seconds` are the handover's for one engine. A transport gives up what says nothing for a
-    part of them, so that another try fits in.
+    `stage_seconds` are the handover's for one engine. A transport gives up a peer that says nothing
+    for a part of them, so that another try fits in.
     """
     return DeltaReceiver(ByTransport(threads=threads, stage_seconds=stage_seconds), threads=threads)
 
 
 class ByTransport:
-    """Asks the receiver of the manifest's transport. Those that need torch, or more, are made when
-    they are first wanted.
+    """Asks the receiver of the manifest's transport. Receivers that need torch, or more, are made
+    when they are first wanted.
     """
 
     def __init__(self, *, threads: int = 1, stage_seconds: float = STAGE_SECONDS) -> None:
@@ -45,11 +44,12 @@ class ByTransport:
         self._made: dict[str, WeightReceiver] = {}
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
-        if manifest.transport not in (*BROADCAST, PULL):
+        transport = manifest.transport
+        if transport not in SENT:
             return self._files.fetch(manifest)
-        if manifest.transport not in self._made:
-            self._made[manifest.transport] = self._make(manifest.transport)
-        return self._made[manifest.transport].fetch(manifest)
+        if transport not in self._made:
+            self._made[transport] = self._make(transport)
+        return self._made[transport].fetch(manifest)
 
     def _make(self, transport: str) -> WeightReceiver:
         if transport == PULL:
@@ -73,31 +73,27 @@ def publisher(
     threads: int = 1,
     stage_seconds: float = STAGE_SECONDS,
 ) -> Publisher:
-    """`shared_memory` uses `name` (see `remove_stale`), `file` uses `folder`, the others listen on
-    `host`. Imports torch, which the trainer has anyway.
+    """The publisher of this kind. `shared_memory` uses `name` (see `remove_stale`), `file` uses
+    `folder`, the others listen on `host`. It imports torch, which the trainer has anyway.
 
-    With `full_every` above 1 the versions between are differences (see `DeltaPublisher`). Of the
-    `stage_seconds` that a handover gives an engine, a fourth is for a group of receivers to come
+    With `full_every` above 1 the versions between are differences (see `DeltaPublisher`). A fourth
+    of the `stage_seconds` that a handover gives an engine is for a group of receivers to come
     together, and for each bucket to be with all of them.
     """
     from midflight.weights.transports.collective import CollectivePublisher
+    from midflight.weights.transports.deltas import DeltaPublisher
     from midflight.weights.transports.files import FilePublisher
-    from midflight.weights.transports.publish import (
-        DeltaPublisher,
-        SegmentPublisher,
-        SharedMemoryPublisher,
-    )
+    from midflight.weights.transports.shared_memory import SegmentPublisher, SharedMemoryPublisher
     from midflight.weights.transports.shares import PullPublisher
 
     differences = full_every != 1
-    # the oldest version that is held may have a whole period behind it
+    # The oldest version that is held may have a whole period behind it.
     kept = MAX_HELD + full_every - 1
-    if kind == "shared_memory":
-        made = (
-            SegmentPublisher(name, threads=threads)
-            if differences
-            else SharedMemoryPublisher(name, threads=threads)
-        )
+    made: Publisher
+    if kind == "shared_memory" and differences:
+        made = SegmentPublisher(name, threads=threads)
+    elif kind == "shared_memory":
+        made = SharedMemoryPublisher(name, threads=threads)
     elif kind == "file":
         made = FilePublisher(folder, keep=kept, threads=threads)
     elif kind in BROADCAST:
@@ -112,4 +108,6 @@ def publisher(
         made = PullPublisher(host, num_slots=kept, threads=threads)
     else:
         raise ConfigError(f"weights.transport {kind!r} is unknown.{nearest(kind, TRANSPORTS)}")
-    return DeltaPublisher(made, full_every=full_every, threads=threads) if differences else made
+    if not differences:
+        return made
+    return DeltaPublisher(made, full_every=full_every, threads=threads)

@@ -1,10 +1,11 @@
-"""The trainer's end of the pull transport: each rank keeps what it has of a version in buffers of
+"""The trainer's end of the pull transport. Each rank keeps what it has of a version in buffers of
 its own, hashes it and gives it away.
 
-Nothing is put together on the first rank: FSDP2 gives each rank rows of every tensor, which lie in
+Nothing is put together on the first rank. FSDP2 gives each rank rows of every tensor, which lie in
 one piece of the whole tensor's bytes.
 """
 
+import itertools
 import mmap
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -23,13 +24,14 @@ from midflight.models.names import dtype_name
 from midflight.models.sizes import piece_digest
 from midflight.types import TensorSpec, Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, aligned, layout
-from midflight.weights.transports.publish import StandingBuffers
+from midflight.weights.transports.buffers import StandingBuffers
+from midflight.weights.transports.kinds import PULL
 from midflight.weights.transports.sharing import BucketServer, SharedVersion
-from midflight.weights.transports.swarm import TRANSPORT, Bucket, Leaf, Views, bucketed, cut, root
+from midflight.weights.transports.swarm import Bucket, Leaf, Views, bucketed, cut, root
 
 
 class _Mine(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others: where its buckets are asked for, and which they are."""
+    """What a rank tells the others: the address that gives its buckets, and which they are."""
 
     url: str
     buckets: tuple[Bucket, ...]
@@ -37,28 +39,29 @@ class _Mine(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class _OwnPart:
-    """What this rank has of a tensor, and where in its buffer."""
+    """The part of a tensor that this rank has, and its place in the buffer."""
 
     tensor: int
     spec: TensorSpec
     dtype: torch.dtype
-    """As it is served."""
+    """The dtype in which the tensor is served."""
     values: Tensor
     start: int
     stop: int
-    """In bytes, of the tensor."""
+    """Both in bytes of the tensor."""
     offset: int
+    """In bytes of the buffer."""
 
 
 def alone(told: bytes) -> list[bytes]:
-    """Of a trainer of one rank."""
+    """The `gather` of a trainer of one rank."""
     return [told]
 
 
 class PullPublisher:
-    """Versions wait in standing buffers until their release; whoever knows the address in the
-    manifest takes buckets of them. `publish` waits for no receiver. Beside the buffers it takes no
-    memory on a CPU, and a piece (`PIECE`) where tensors come from a GPU.
+    """Keeps versions in standing buffers until their release. Any receiver that knows the address
+    in the manifest takes buckets of them. `publish` waits for no receiver. Beside the buffers it
+    takes no memory on a CPU, and a piece (`PIECE`) where tensors come from a GPU.
     """
 
     def __init__(
@@ -71,9 +74,10 @@ class PullPublisher:
         rank: int = 0,
         gather: Callable[[bytes], list[bytes]] = alone,
     ) -> None:
-        """`host`: the address of this machine that engines reach it by; it listens there only.
+        """`host`: the address of this machine by which engines reach it; it listens there only.
         `dtype`: floating-point tensors are served in it, by default as they are. `gather` tells all
-        ranks what each says, in the order of ranks; with several all of them publish."""
+        ranks what each says, in the order of ranks. With several ranks all of them publish.
+        """
         self._threads = threads
         self._dtype = dtype
         self._rank = rank
@@ -89,39 +93,42 @@ class PullPublisher:
             ) from error
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
-        """One copy of each tensor that is here, piece by piece, and of each piece its hash. With
-        several ranks a collective, of hashes only.
+        """Copies each tensor that is here once, piece by piece, and hashes each piece. With several
+        ranks it is a collective, of hashes only.
         """
         specs = layout(
             (name, dtype_name(self._served(t)), tuple(t.shape)) for name, t in tensors.items()
         )
         stretches = list(self._here(specs, tensors))
-        buffer = self._buffers.take(
-            version,
-            stretches[-1].offset + stretches[-1].stop - stretches[-1].start if stretches else 0,
-        )
-        pieces = [piece for stretch in stretches for piece in _pieces(stretch)]
+        num_bytes = 0
+        if stretches:
+            last = stretches[-1]
+            num_bytes = last.offset + last.stop - last.start
+        buffer = self._buffers.take(version, num_bytes)
+        pieces: list[tuple[_OwnPart, int, int]] = []
+        for stretch in stretches:
+            for _, start, stop in cut(stretch.tensor, stretch.start, stretch.stop):
+                pieces.append((stretch, start, stop))
         with ThreadPoolExecutor(self._threads, "weights-copy") as pool:
             leaves = list(pool.map(partial(_copied, buffer), pieces))
         self._buffers.hold(version, buffer)
         mine = tuple(bucketed(leaves))
         told = self._gather(msgspec.msgpack.encode(_Mine(self.server.url, mine)))
         everybody = [msgspec.msgpack.decode(each, type=_Mine) for each in told]
-        tree = tuple(bucket for rank in everybody for bucket in rank.buckets)
-        fingerprint = self._fingerprints[version] = root(tree, specs)
+        tree = tuple(itertools.chain.from_iterable(rank.buckets for rank in everybody))
+        fingerprint = root(tree, specs)
+        self._fingerprints[version] = fingerprint
         first = sum(len(rank.buckets) for rank in everybody[: self._rank])
+        end = first + len(mine)
         views: list[Views | None] = [None] * len(tree)
-        views[first : first + len(mine)] = _views(memoryview(buffer), mine, stretches)
-        self.server.shares[fingerprint] = SharedVersion(
-            tree, views, set(range(first, first + len(mine)))
-        )
-        return WeightManifest(
-            version, fingerprint, TRANSPORT, " ".join(rank.url for rank in everybody), specs
-        )
+        views[first:end] = _views(memoryview(buffer), mine, stretches)
+        self.server.shares[fingerprint] = SharedVersion(tree, views, set(range(first, end)))
+        location = " ".join(rank.url for rank in everybody)
+        return WeightManifest(version, fingerprint, PULL, location, specs)
 
     def release(self, version: Version) -> None:
-        """Skipped steps give the same weights another number: they are given away until the last is
-        released.
+        """See `Publisher`. Skipped steps give the same weights another number. Such weights are
+        given away until the last of their numbers is released.
         """
         self._buffers.release(version)
         fingerprint = self._fingerprints.pop(version, None)
@@ -140,32 +147,47 @@ class PullPublisher:
         self.close()
 
     def _served(self, tensor: Tensor) -> torch.dtype:
-        return (
-            self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
-        )
+        """The dtype in which the tensor is served."""
+        if self._dtype is not None and tensor.is_floating_point():
+            return self._dtype
+        return tensor.dtype
 
     def _here(
         self, specs: tuple[TensorSpec, ...], tensors: Mapping[str, Tensor]
     ) -> Iterator[_OwnPart]:
-        """What this rank has: of a sharded tensor its rows, of any other everything if it is the
-        first.
+        """The parts that this rank has: the rows of a sharded tensor, and the whole of any other if
+        this rank is the first.
         """
         offset = 0
         for number, (spec, tensor) in enumerate(zip(specs, tensors.values(), strict=True)):
-            values, row = _rows(tensor, spec.name) if isinstance(tensor, DTensor) else (tensor, 0)
-            if values.numel() == 0 or (self._rank and not isinstance(tensor, DTensor)):
+            if isinstance(tensor, DTensor):
+                values, row = _rows(tensor, spec.name)
+            elif self._rank:
                 continue
-            start = row * (spec.num_bytes // max(1, spec.shape[0] if spec.shape else 1))
-            size = values.numel() * (dtype := self._served(tensor)).itemsize
+            else:
+                values = tensor
+                row = 0
+            if values.numel() == 0:
+                continue
+            num_rows = max(1, spec.shape[0]) if spec.shape else 1
+            start = row * (spec.num_bytes // num_rows)
+            dtype = self._served(tensor)
+            size = values.numel() * dtype.itemsize
             yield _OwnPart(
-                number, spec, dtype, values.detach().reshape(-1), start, start + size, offset
+                tensor=number,
+                spec=spec,
+                dtype=dtype,
+                values=values.detach().reshape(-1),
+                start=start,
+                stop=start + size,
+                offset=offset,
             )
             offset = aligned(offset + size)
 
 
 def _rows(tensor: DTensor, name: str) -> tuple[Tensor, int]:
-    """This rank's rows, and the number of the first. Ranks have equal numbers of rows but for the
-    last ones, which have fewer or none.
+    """This rank's rows, and the number of the first. Ranks have equal numbers of rows, but for the
+    last ranks, which have fewer or none.
     """
     placement = tensor.placements[0]
     if not isinstance(placement, Shard) or placement.dim != 0 or tensor.device_mesh.ndim != 1:
@@ -174,14 +196,8 @@ def _rows(tensor: DTensor, name: str) -> tuple[Tensor, int]:
             "weights.transport to collective."
         )
     each = -(-tensor.shape[0] // tensor.device_mesh.size())
-    return tensor.to_local(), min(tensor.device_mesh.get_local_rank() * each, tensor.shape[0])
-
-
-def _pieces(stretch: _OwnPart) -> Iterator[tuple[_OwnPart, int, int]]:
-    return (
-        (stretch, start, stop)
-        for _, start, stop in cut(stretch.tensor, stretch.start, stretch.stop)
-    )
+    first = min(tensor.device_mesh.get_local_rank() * each, tensor.shape[0])
+    return tensor.to_local(), first
 
 
 @torch.no_grad()
@@ -190,7 +206,9 @@ def _copied(buffer: mmap.mmap, piece: tuple[_OwnPart, int, int]) -> Leaf:
     stretch, start, stop = piece
     width = stretch.dtype.itemsize
     at = stretch.offset + start - stretch.start
-    values = stretch.values[(start - stretch.start) // width : (stop - stretch.start) // width]
+    first = (start - stretch.start) // width
+    end = (stop - stretch.start) // width
+    values = stretch.values[first:end]
     torch.frombuffer(buffer, dtype=stretch.dtype, count=len(values), offset=at).copy_(values)
     with memoryview(buffer)[at : at + stop - start] as copied:
         return Leaf(stretch.tensor, start, stop, piece_digest(copied))
@@ -199,11 +217,13 @@ def _copied(buffer: mmap.mmap, piece: tuple[_OwnPart, int, int]) -> Leaf:
 def _views(
     buffer: memoryview, buckets: tuple[Bucket, ...], stretches: list[_OwnPart]
 ) -> list[Views]:
+    """The leaves of each bucket, in the buffer."""
     places = {stretch.tensor: stretch.offset - stretch.start for stretch in stretches}
-    return [
-        tuple(
-            buffer[places[leaf.tensor] + leaf.start : places[leaf.tensor] + leaf.stop]
-            for leaf in bucket
-        )
-        for bucket in buckets
-    ]
+    found: list[Views] = []
+    for bucket in buckets:
+        leaves: list[memoryview] = []
+        for leaf in bucket:
+            place = places[leaf.tensor]
+            leaves.append(buffer[place + leaf.start : place + leaf.stop])
+        found.append(tuple(leaves))
+    return found

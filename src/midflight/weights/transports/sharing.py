@@ -1,19 +1,20 @@
-"""Giving buckets away over HTTP: what a trainer's rank, and every machine that has some of a
-version already, does for the others.
+"""Giving buckets away over HTTP. A trainer's rank does this for the others, and so does every
+machine that has some of a version already.
 
 | `GET /SECRET/FINGERPRINT/...` | answer |
 |---|---|
 | `tree` | all leaves with their hashes |
-| `held` | the numbers of the buckets that are here, and others who have some; whoever asks may say where it gives them away itself |
+| `held` | the numbers of the buckets that are here, and other sources that have some; a receiver that asks may say where it gives buckets away itself |
 | a number | the leaves of that bucket, one after the other |
 
-404: not here (yet). 503: too many ask. In threads, since what they do is to wait for the network
-with the interpreter lock released: nothing of it is on the event loop that decodes.
+404 says that it is not here (yet), 503 that too many ask. All of it runs in threads, which mostly
+wait for the network with the interpreter lock released, and nothing of it is on the event loop that
+decodes.
 
 | wait | waits for | ended by |
 |---|---|---|
 | a connection's next question | the client | the client, or `IDLE_SECONDS` |
-| an answer's bytes | the client, who takes them | the client, or `IDLE_SECONDS` for each leaf |
+| an answer's bytes | the client, which takes them | the client, or `IDLE_SECONDS` for each leaf |
 """
 
 import random
@@ -34,62 +35,68 @@ FROM = "X-Midflight-Source"
 """The header by which a receiver says where it gives away what it has."""
 IDLE_SECONDS = 60.0
 QUIET_SECONDS = 3600.0
-"""After which a server that nobody asks anything looks round in vain."""
+"""After so long without a connection the server's loop wakes up, and finds nothing to do."""
 MAX_CLIENTS = 1024
-"""Connections at once; each is a thread, which mostly waits."""
+"""The limit of connections at once. Each is a thread, which mostly waits."""
 MAX_SENDING = 16
+"""The limit of buckets on their way at once."""
 TURN_SECONDS = 0.2
-"""Buckets on their way at once, and seconds that a question waits for its turn. A receiver that is
-refused has others to ask.
-"""
+"""How long a question waits for its turn. A receiver that is refused has other sources to ask."""
 MAX_TOLD = 8
-"""Sources named in an answer, drawn anew for each: enough that all find all by and by, few enough
-that a thousand do not ask a thousand.
+"""How many sources an answer names, drawn anew for each: enough that all find all in time, and few
+enough that a thousand do not ask a thousand.
 """
 MAX_HEARD = 4096
-"""Sources remembered for a version."""
+"""How many sources are remembered for a version."""
 
 
 class Held(msgspec.Struct, frozen=True):
-    """What a source says of itself."""
+    """What a source says about a version."""
 
     bits: bytes
-    """Bit i: whether bucket i is here."""
+    """Bit i says whether bucket i is here."""
     sources: tuple[str, ...]
-    """Others who have some."""
+    """Other sources that have some buckets."""
 
     def numbers(self) -> tuple[int, ...]:
-        return tuple(
-            8 * at + bit for at, byte in enumerate(self.bits) for bit in range(8) if byte >> bit & 1
-        )
+        """The numbers of the buckets that are here."""
+        found: list[int] = []
+        for at, byte in enumerate(self.bits):
+            for bit in range(8):
+                if byte >> bit & 1:
+                    found.append(8 * at + bit)
+        return tuple(found)
 
 
 @dataclass(slots=True)
 class SharedVersion:
-    """A version, or what of it is here. `held` grows while others ask."""
+    """A version, or the buckets of it that are here. `held` grows while others ask."""
 
     tree: Tree
     views: Sequence[Views | None]
-    """Of each bucket; none where another owner has it."""
+    """The views of each bucket; `None` where another owner has it."""
     held: set[int]
     heard: dict[str, None] = field(default_factory=dict[str, None])
-    """Who has some of it too."""
+    """Other sources that have some buckets."""
 
     def hear_of(self, source: str) -> None:
+        """Takes note of another source."""
         if len(self.heard) < MAX_HEARD:
             self.heard[source] = None
 
     def told(self) -> Held:
+        """What a receiver is told that asks."""
         known = tuple(self.heard)
+        drawn = random.sample(known, min(MAX_TOLD, len(known)))
         bits = bytearray(-(-len(self.tree) // 8))
         for number in tuple(self.held):
             bits[number // 8] |= 1 << number % 8
-        return Held(bytes(bits), tuple(random.sample(known, min(MAX_TOLD, len(known)))))
+        return Held(bytes(bits), tuple(drawn))
 
 
 class BucketServer(ThreadingHTTPServer):
-    """Listens on one address of this machine, on a free port. Serves in threads from its making to
-    `close`. Nothing is encrypted.
+    """Listens on one address of this machine, on a free port. It serves in threads from its making
+    to `close`. Nothing is encrypted.
     """
 
     daemon_threads = True
@@ -101,32 +108,32 @@ class BucketServer(ThreadingHTTPServer):
         super().__init__((host, 0), _Giver)
         self.secret = secret
         self.shares: dict[str, SharedVersion] = {}
-        """By fingerprint. Threads read it while its owner changes it."""
+        """The versions that are shared, by fingerprint. Threads read it while its owner changes it.
+        """
         self.num_bytes = 0
-        """Given away so far."""
+        """How many bytes were given away so far."""
         self._counting = threading.Lock()
         self._room = threading.BoundedSemaphore(MAX_CLIENTS)
         self.sending = threading.BoundedSemaphore(MAX_SENDING)
         named = f"[{host}]" if ":" in host else host
         self.url = f"http://{named}:{self.server_address[1]}/{secret}"
-        threading.Thread(
+        thread = threading.Thread(
             target=self.serve_forever, args=(QUIET_SECONDS,), name="weights-buckets", daemon=True
-        ).start()
+        )
+        thread.start()
 
     def count(self, num_bytes: int) -> None:
         with self._counting:
             self.num_bytes += num_bytes
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own, while there are not too many."""
+        """Serves a connection in a thread of its own, while there are not too many."""
         if self._room.acquire(blocking=False):
             super().process_request(request, client_address)
-        else:
-            with suppress(OSError):
-                request.sendall(
-                    b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-                )
-            self.shutdown_request(request)
+            return
+        with suppress(OSError):
+            request.sendall(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -135,15 +142,15 @@ class BucketServer(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is gone: it asks again, or another."""
+        """Does nothing: a client that is gone asks again, or asks another source."""
 
     def close(self) -> None:
-        """Listens no more, and knows no version. Idempotent. Answers under way end with their
+        """Listens no more, and forgets all versions. Idempotent. Answers under way end with their
         leaf.
         """
         self.shares.clear()
         with suppress(OSError):
-            self.socket.shutdown(SHUT_RDWR)  # which wakes whoever listens
+            self.socket.shutdown(SHUT_RDWR)  # this wakes the thread that listens
         self.shutdown()
         self.server_close()
 
@@ -169,17 +176,13 @@ class _Giver(BaseHTTPRequestHandler):
                 for source in sources_in(self.headers.get(FROM, "")):
                     share.hear_of(source)
             self._answer(200, memoryview(msgspec.json.encode(share.told())))
-        elif (
-            wanted.isdecimal()
-            and len(wanted) < 12
-            and int(wanted) in share.held
-            and (views := share.views[int(wanted)]) is not None
-        ):
-            self._give(server, views)
         else:
-            self._answer(404)
+            self._give(server, _bucket_of(share, wanted))
 
-    def _give(self, server: BucketServer, views: Views) -> None:
+    def _give(self, server: BucketServer, views: Views | None) -> None:
+        if views is None:
+            self._answer(404)
+            return
         if not server.sending.acquire(timeout=TURN_SECONDS):
             self._answer(503)
             return
@@ -197,4 +200,13 @@ class _Giver(BaseHTTPRequestHandler):
             self.connection.sendall(part)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Paths hold the secret."""
+        """Does nothing, because paths hold the secret."""
+
+
+def _bucket_of(share: SharedVersion, number: str) -> Views | None:
+    """The leaves of the bucket of this number; `None` where it is not here, or not a number."""
+    if not number.isdecimal() or len(number) >= 12:
+        return None
+    if int(number) not in share.held:
+        return None
+    return share.views[int(number)]

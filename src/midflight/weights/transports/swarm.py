@@ -1,13 +1,13 @@
-"""A version cut into buckets, each with its hashes, and what a receiver knows of who holds them.
-Never waits and reads nothing: `pull` does.
+"""A version cut into buckets, each with its hashes, and what a receiver knows of the sources that
+hold them. Nothing here waits or reads: `pull` does.
 
-    fingerprint of the version            SHA-256 over all digests, names, dtypes and shapes:
-    `models.sizes`
-      bucket 0     bucket 1     ...       what is asked for at once: leaves of one owner, `PIECE`
-      bytes at most
-        leaf leaf    leaf                 a stretch of one tensor's bytes, and its XXH3-128
+    fingerprint of the version      SHA-256 over all digests, names, dtypes and shapes
+                                    (`models.sizes`)
+      bucket 0     bucket 1  ...    what is asked for at once: leaves of one owner,
+                                    `PIECE` bytes at most
+        leaf leaf    leaf           a stretch of one tensor's bytes, and its XXH3-128
 
-The tree is not in the manifest, which every engine gets over the control plane: any source gives
+The tree is not in the manifest, which every engine gets over the control plane. Any source gives
 it, and the fingerprint proves it.
 """
 
@@ -21,23 +21,22 @@ import msgspec
 from midflight.models.sizes import PIECE, fingerprint_digests, piece_digest
 from midflight.types import TensorSpec
 
-TRANSPORT = "pull"
 AT_ONCE = 2
-"""Buckets that a receiver has under way from one source: while one is checked, the next is on its
-way.
+"""How many buckets a receiver has under way from one source: while one is checked, the next is on
+its way.
 """
 MAX_KNOWN = 16
-"""Sources of one receiver at a time, so that a thousand do not ask a thousand."""
+"""How many sources one receiver has at a time, so that a thousand do not ask a thousand."""
 STRIKES = 3
-"""Failures without a bucket in between after which a source is not asked again."""
+"""After so many failures without a bucket in between a source is not asked again."""
 
 
 class Leaf(msgspec.Struct, frozen=True, array_like=True):
     tensor: int
-    """Its number in the manifest."""
+    """The tensor's number in the manifest."""
     start: int
     stop: int
-    """In bytes, of the tensor."""
+    """Both in bytes of the tensor."""
     digest: bytes
 
 
@@ -46,8 +45,8 @@ Tree = tuple[Bucket, ...]
 
 
 def cut(tensor: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """What the owner of this stretch hashes at once: cut where whole tensors are cut for their
-    fingerprint too.
+    """The parts that the owner of this stretch hashes at once. They are cut where whole tensors are
+    cut for their fingerprint too.
     """
     while start < stop:
         end = min(stop, start - start % PIECE + PIECE)
@@ -56,35 +55,35 @@ def cut(tensor: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
 
 
 def bucketed(leaves: Iterable[Leaf]) -> Iterator[Bucket]:
-    """Neighbours together, so that a small tensor costs no question of its own."""
+    """Puts neighbours together, so that a small tensor costs no question of its own."""
     bucket = list[Leaf]()
     size = 0
     for leaf in leaves:
-        if bucket and size + leaf.stop - leaf.start > PIECE:
+        num_bytes = leaf.stop - leaf.start
+        if bucket and size + num_bytes > PIECE:
             yield tuple(bucket)
             bucket = []
             size = 0
         bucket.append(leaf)
-        size += leaf.stop - leaf.start
+        size += num_bytes
     if bucket:
         yield tuple(bucket)
 
 
 def root(tree: Tree, specs: Sequence[TensorSpec]) -> str:
-    """The fingerprint of a version with such leaves. `ValueError` unless they are each tensor's
-    bytes, every one once.
+    """The fingerprint of a version with such leaves. `ValueError` unless they cover each byte of
+    each tensor once.
     """
-    leaves = sorted(
-        (leaf.tensor, leaf.start, leaf.stop, leaf.digest) for bucket in tree for leaf in bucket
-    )
+    leaves: list[tuple[int, int, int, bytes]] = []
+    for bucket in tree:
+        for leaf in bucket:
+            leaves.append((leaf.tensor, leaf.start, leaf.stop, leaf.digest))
+    leaves.sort()
     digests: list[list[bytes]] = [[] for _ in specs]
     ends = [0] * len(specs)
     for tensor, start, stop, digest in leaves:
-        if (
-            not 0 <= tensor < len(specs)
-            or start != ends[tensor]
-            or not start < stop <= start + PIECE
-        ):
+        is_known = 0 <= tensor < len(specs)
+        if not is_known or start != ends[tensor] or not start < stop <= start + PIECE:
             raise ValueError(
                 f"a leaf has bytes {start} to {stop} of tensor {tensor}, where {len(specs)} "
                 "tensors are cut in order"
@@ -96,9 +95,8 @@ def root(tree: Tree, specs: Sequence[TensorSpec]) -> str:
             raise ValueError(
                 f"the leaves of tensor {spec.name!r} have {end} bytes of {spec.num_bytes}"
             )
-    return fingerprint_digests(
-        specs, {spec.name: found for spec, found in zip(specs, digests, strict=True)}
-    )
+    names = [spec.name for spec in specs]
+    return fingerprint_digests(specs, dict(zip(names, digests, strict=True)))
 
 
 Views = tuple[memoryview, ...]
@@ -108,16 +106,21 @@ Views = tuple[memoryview, ...]
 def leaf_views(
     tree: Tree, specs: Sequence[TensorSpec], tensors: Mapping[str, memoryview]
 ) -> list[Views]:
-    """Of each bucket, over a memory that holds the whole version."""
-    return [
-        tuple(tensors[specs[leaf.tensor].name][leaf.start : leaf.stop] for leaf in bucket)
-        for bucket in tree
-    ]
+    """The views of each bucket, over a memory that holds the whole version."""
+    found: list[Views] = []
+    for bucket in tree:
+        views: list[memoryview] = []
+        for leaf in bucket:
+            whole = tensors[specs[leaf.tensor].name]
+            views.append(whole[leaf.start : leaf.stop])
+        found.append(tuple(views))
+    return found
 
 
 def is_right(bucket: Bucket, found: Views) -> bool:
     """Whether these are the bytes that were published (I7)."""
-    return all(piece_digest(view) == leaf.digest for leaf, view in zip(bucket, found, strict=True))
+    pairs = zip(bucket, found, strict=True)
+    return all(piece_digest(view) == leaf.digest for leaf, view in pairs)
 
 
 # --- Sources --------------------------------------------------------------------------------------
@@ -125,16 +128,13 @@ def is_right(bucket: Bucket, found: Views) -> bool:
 
 def sources_in(location: str) -> tuple[str, ...]:
     """The addresses in a manifest's location, `http://HOST:PORT/SECRET` with blanks between.
-    `ValueError` names what is missing, without the secret."""
+    `ValueError` names what is missing, without the secret.
+    """
     found = tuple(location.split())
     for source in found:
         url = urlsplit(source)
-        if (
-            url.scheme != "http"
-            or not url.hostname
-            or not url.port
-            or not url.path.removeprefix("/")
-        ):
+        secret = url.path.removeprefix("/")
+        if url.scheme != "http" or not url.hostname or not url.port or not secret:
             raise ValueError("its location is not http://HOST:PORT/SECRET")
     if not found:
         raise ValueError("its location names no source")
@@ -142,7 +142,7 @@ def sources_in(location: str) -> tuple[str, ...]:
 
 
 def place(source: str) -> str:
-    """Of a source, as it may be shown: without the secret."""
+    """The host and port of a source, which may be shown: the secret is not in it."""
     return urlsplit(source).netloc
 
 
@@ -152,26 +152,27 @@ class _KnownSource:
     under_way: int = 0
     strikes: int = 0
     gives_last: bool = False
-    """Of those who hold a bucket, it is asked last."""
+    """Whether it is asked last of the sources that hold a bucket."""
 
 
 @dataclass(slots=True)
 class Transfer:
-    """Which bucket is to come from which source, until all are here or nobody has the rest.
+    """Which bucket is to come from which source, until all are here or no source has the rest.
 
-    A source whose bytes are wrong is asked for nothing more, and named in `blamed`; one that fails
-    `STRIKES` times is in `lost`. Who else has a bucket gives it. The trainer's own addresses are
-    asked last, so that engines give each other what they have.
+    A source whose bytes are wrong is asked for nothing more, and named in `blamed`. A source that
+    fails `STRIKES` times is in `lost`. Any other source that has a bucket gives it. The trainer's
+    own addresses are asked last, so that engines give each other what they have.
     """
 
     num_buckets: int
     chance: random.Random = field(default_factory=random.Random)
     blamed: dict[str, str] = field(default_factory=dict[str, str])
-    """Why, by source."""
+    """The reason, by source."""
     lost: dict[str, str] = field(default_factory=dict[str, str])
+    """The reason, by source."""
     _order: list[int] = field(default_factory=list[int], init=False)
-    """Of the buckets that nobody was asked for yet: another in every receiver, so that they soon
-    have different ones to give.
+    """The buckets that no source was asked for yet. Their order differs between receivers, so that
+    these soon have different ones to give.
     """
     _under_way: dict[int, str] = field(default_factory=dict[int, str], init=False)
     _known: dict[str, _KnownSource] = field(default_factory=dict[str, _KnownSource], init=False)
@@ -185,47 +186,44 @@ class Transfer:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """That may be asked."""
+        """The sources that may be asked."""
         return tuple(self._known)
 
     @property
     def is_lost(self) -> bool:
-        """Buckets are missing, and there is nobody left to ask."""
+        """Whether buckets are missing and no source is left to ask."""
         return bool(self._order) and not self._known
 
     def hear_of(self, source: str, *, gives_last: bool = False) -> bool:
-        """Whether it is new, and may be asked."""
-        if (
-            source in self._known
-            or source in self.blamed
-            or source in self.lost
-            or len(self._known) >= MAX_KNOWN
-        ):
+        """Takes note of a source. Returns whether it is new and may be asked."""
+        if source in self._known or source in self.blamed or source in self.lost:
+            return False
+        if len(self._known) >= MAX_KNOWN:
             return False
         self._known[source] = _KnownSource(gives_last=gives_last)
         return True
 
     def here(self, buckets: Collection[int]) -> None:
-        """These were here already."""
+        """Takes note that these buckets were here already."""
         self._order = [bucket for bucket in self._order if bucket not in buckets]
 
     def offers(self, source: str, buckets: Iterable[int]) -> bool:
-        """It has these now. Whether that is all."""
+        """Takes note that the source has these buckets now. Returns whether these are all."""
         holds = frozenset(buckets)
-        if (known := self._known.get(source)) is not None:
+        known = self._known.get(source)
+        if known is not None:
             known.holds = holds
         return len(holds) == self.num_buckets
 
     def take(self) -> tuple[str, int] | None:
-        """Who is to be asked for what now; `None` where nobody can give what is missing, at the
-        moment.
+        """The source that is to be asked now, and for which bucket. `None` where at the moment no
+        source can give what is missing.
         """
-        asked = [
-            (k.gives_last, k.under_way, self.chance.random(), source)
-            for source, k in self._known.items()
-            if k.under_way < AT_ONCE
-        ]
-        for *_, source in sorted(asked):
+        asked: list[tuple[bool, int, float, str]] = []
+        for source, known in self._known.items():
+            if known.under_way < AT_ONCE:
+                asked.append((known.gives_last, known.under_way, self.chance.random(), source))
+        for _, _, _, source in sorted(asked):
             known = self._known[source]
             for at, bucket in enumerate(self._order):
                 if bucket in known.holds:
@@ -236,37 +234,40 @@ class Transfer:
         return None
 
     def arrived(self, bucket: int) -> None:
-        """It is here, and right."""
-        if (known := self._ended(bucket)) is not None:
+        """The bucket is here, and right."""
+        known = self._ended(bucket)
+        if known is not None:
             known.strikes = 0
 
     def wrong(self, bucket: int) -> None:
-        """Its bytes are not those that were published: it is to come from another."""
+        """The bucket's bytes are not those that were published. Another source is to give it."""
         source = self._under_way[bucket]
         self._again(bucket)
         self._known.pop(source, None)
         self.blamed[source] = f"wrong bytes in bucket {bucket}"
 
     def failed(self, bucket: int, why: str) -> None:
-        """It did not come: it is to come from whoever has it, at the next look the same source
-        too.
+        """The bucket did not come. It is to come from any source that has it, which after the next
+        question may be the same one.
         """
         source = self._under_way[bucket]
         self._again(bucket)
         self.silent(source, why)
 
     def silent(self, source: str, why: str) -> None:
-        """It did not answer."""
-        if (known := self._known.get(source)) is not None:
-            known.strikes = known.strikes + 1
-            known.holds = frozenset()
-            if known.strikes >= STRIKES:
-                del self._known[source]
-                self.lost[source] = why
+        """The source did not answer."""
+        known = self._known.get(source)
+        if known is None:
+            return
+        known.strikes += 1
+        known.holds = frozenset()
+        if known.strikes >= STRIKES:
+            del self._known[source]
+            self.lost[source] = why
 
     def busy(self, bucket: int) -> None:
-        """The source has too many to serve: it may be asked again after it has made its next
-        offer.
+        """The bucket's source has too many to serve. It may be asked again after it has made its
+        next offer.
         """
         source = self._under_way[bucket]
         self._again(bucket)
@@ -274,16 +275,17 @@ class Transfer:
 
     def complaint(self) -> str:
         """What is missing and why, for people."""
-        told = [f"{place(source)}: {why}" for source, why in {**self.blamed, **self.lost}.items()]
-        waiting = (
-            f"{', '.join(map(place, self._known))} lack them"
-            if self._known
-            else "no source is left"
-        )
+        waiting = "no source is left"
+        if self._known:
+            places = ", ".join(map(place, self._known))
+            waiting = f"{places} lack them"
         missing = len(self._order) + len(self._under_way)
-        return f"{missing} of {self.num_buckets} buckets are missing, and {waiting}" + (
-            f" ({'; '.join(told)})" if told else ""
-        )
+        said = f"{missing} of {self.num_buckets} buckets are missing, and {waiting}"
+        reasons = self.blamed | self.lost
+        if not reasons:
+            return said
+        told = "; ".join(f"{place(source)}: {why}" for source, why in reasons.items())
+        return f"{said} ({told})"
 
     def _again(self, bucket: int) -> None:
         self._ended(bucket)

@@ -1,10 +1,10 @@
 """Runs inside vLLM's and SGLang's workers: a version comes straight from the trainer while the
 server generates, and a pause only swaps it in.
 
-Torch and the standard library only, but where differences come: numpy, xxhash and the file that
-reads them. A thread meets the trainer in a process group of its own, receives bucket by bucket, and
-lays the tensors out as the model has its own, beside those that are served. Every wait has a
-deadline, and whatever fails leaves what is served as it is.
+This file imports torch and the standard library only. Where differences come it also imports numpy,
+xxhash and the file that reads them. A thread meets the trainer in a process group of its own,
+receives bucket by bucket, and lays the tensors out as the model has its own, beside those that are
+served. Every wait has a deadline, and whatever fails leaves the weights served as they are.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ DTYPES = {
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Ways of computing that keep nothing of a layer's weights but what `exchange` exchanges."""
 HEX = 32
-"""Digits of a bucket's SHA-256 that are told."""
+"""How many digits of a bucket's SHA-256 are told."""
 
 
 class GroupSeat:
@@ -50,7 +50,7 @@ class GroupSeat:
         at = (order["host"], order["port"])
         with socket.create_connection(at, timeout=self._seconds) as reached:
             own = reached.getsockname()[0]
-        # lives as long as the group, which is made through it
+        # The store lives as long as the group, which is made through it.
         self._store = TCPStore(*at, timeout=within, wait_for_workers=False)
         named = PrefixStore(self.name, self._store)
         if order["backend"] == "nccl":
@@ -68,11 +68,12 @@ class GroupSeat:
             self._staged = None
 
     def receive(self, part):
-        """Fills `part`, at most a bucket, or fails by the deadline; at once when the trainer's
-        connection closes.
+        """Fills `part`, at most a bucket, or fails by the deadline. It fails at once when the
+        trainer's connection closes.
         """
         options = BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
+        options.rootRank = 0
+        options.rootTensor = 0
         if self._staged is None:
             self._group.broadcast([part], options).wait()
             return
@@ -88,25 +89,26 @@ class GroupSeat:
 
 
 READER = Path(__file__).resolve().parents[3] / "weights" / "frames.py"
-"""Reads differences. Midflight's, and imports nothing of it."""
+"""The file of Midflight that reads differences. It imports nothing of Midflight."""
 PIECE = 16 * 2**20
 """Bytes of a tensor that are hashed at once."""
 CHECKS = importlib.util.find_spec("xxhash") is not None and READER.exists()
-"""Whether differences may come: only whole bytes tell whether they led to the version."""
+"""Whether differences may come. Only the bytes as a whole tell whether they led to the version."""
 
 
 def fingerprint(tensors, data):
-    """As `midflight.models.sizes.fingerprint` has it, where it is explained."""
+    """The same as `midflight.models.sizes.fingerprint`, where it is explained."""
     import xxhash
 
     total = hashlib.sha256()
     view = memoryview(data.numpy())
     for name, dtype, shape, offset, num_bytes in sorted(tensors, key=lambda tensor: tensor[0]):
-        for start in range(offset, offset + num_bytes, PIECE):
-            total.update(
-                xxhash.xxh3_128_digest(view[start : min(start + PIECE, offset + num_bytes)])
-            )
-        total.update(f"{name}\0{dtype}\0{','.join(map(str, shape))}\0".encode())
+        end = offset + num_bytes
+        for start in range(offset, end, PIECE):
+            piece = view[start : min(start + PIECE, end)]
+            total.update(xxhash.xxh3_128_digest(piece))
+        sizes = ",".join(map(str, shape))
+        total.update(f"{name}\0{dtype}\0{sizes}\0".encode())
     return total.hexdigest()
 
 
@@ -123,7 +125,7 @@ def change(data, payload, tensors):
 
 
 class Coming:
-    """A version on its way. Written by its own thread alone until `done`."""
+    """A version on its way. Only its own thread writes to it until `done`."""
 
     def __init__(self, order):
         self.order = order
@@ -134,21 +136,24 @@ class Coming:
 
 
 class Landing:
-    """What a worker holds: the version that came last, and the one that is served. Its methods
+    """What a worker holds: the version that came last, and the version that is served. Its methods
     never wait.
     """
 
     def __init__(self, prepare, swap):
-        """`prepare` makes of named tensors what `swap` takes, which returns what was served before,
-        or `None` where that is gone.
+        """`prepare` makes of named tensors what `swap` takes. `swap` returns what was served
+        before, or `None` where that is gone.
         """
         self._prepare = prepare
         self._swap = swap
-        self._seat = self._coming = self._live = self._kept = None
+        self._seat = None
+        self._coming = None
+        self._live = None  # the version that is served
+        self._kept = None  # (fingerprint, bytes) of the version that differences change
 
     def begin(self, order, *, index, workers):
-        """Starts to receive. What came before is forgotten, also where it is still on its way: its
-        thread ends by its deadline.
+        """Starts to receive. The version that came before is forgotten, also where it is still on
+        its way: its thread ends by its deadline.
         """
         if order["workers"] != workers:
             raise ValueError(
@@ -157,15 +162,21 @@ class Landing:
         before = [self._coming]
         self._coming = Coming(order)
         given = (self._coming, order["rank"] + index, before)
-        threading.Thread(
+        thread = threading.Thread(
             target=self._receive, args=given, name="midflight-direct", daemon=True
-        ).start()
+        )
+        thread.start()
 
     def state(self):
-        """For the companion: `done` also where it failed."""
+        """The state of this worker, for the companion. `done` is true also where it failed."""
         coming = self._coming
         kept = self._kept
-        held = (kept[0] if kept else "") if CHECKS else None
+        if not CHECKS:
+            held = None
+        elif kept is None:
+            held = ""
+        else:
+            held = kept[0]
         if coming is None:
             return {
                 "version": None,
@@ -175,50 +186,55 @@ class Landing:
                 "live": self._live,
                 "held": held,
             }
-        said = {
+        return {
             "version": coming.order["version"],
             "done": coming.done,
             "digests": coming.digests,
             "error": coming.error,
+            "live": self._live,
+            "held": held,
         }
-        return {**said, "live": self._live, "held": held}
 
     def holds(self, version):
+        """Whether the version is served, or has come and is ready."""
+        if self._live == version:
+            return True
         coming = self._coming
-        has = (
-            coming is not None
-            and coming.done
-            and coming.ready is not None
-            and coming.order["version"] == version
-        )
-        return has or self._live == version
+        if coming is None or not coming.done or coming.ready is None:
+            return False
+        return coming.order["version"] == version
 
     def take(self, version):
-        """Between two steps: what was received becomes what is served, and the other way round, so
-        that it can be taken back.
+        """Makes the version that was received the one that is served, between two steps. The other
+        becomes the received one, so that the exchange can be taken back.
         """
         coming = self._coming
         if not self.holds(version):
+            here = None if coming is None else coming.order["version"]
             raise ValueError(
-                f"version {version} is not here; here are {coming and coming.order['version']}, "
-                f"and {self._live} is served"
+                f"version {version} is not here; here are {here}, and {self._live} is served"
             )
-        if coming is not None and coming.ready is not None and coming.order["version"] == version:
-            coming.ready = self._swap(coming.ready)
-            coming.order = {**coming.order, "version": self._live}
-            self._live = version
+        if coming is None or coming.ready is None or coming.order["version"] != version:
+            return
+        coming.ready = self._swap(coming.ready)
+        coming.order = {**coming.order, "version": self._live}
+        self._live = version
 
     def _receive(self, coming, rank, before):
-        """In its thread. Lets go of what came before first: to give much memory back takes time."""
+        """Receives a version, in a thread of its own. It first lets go of the version before,
+        because giving much memory back takes time.
+        """
         before.clear()
         try:
             order = coming.order
-            # a round that fails leaves no group
+            # A round that fails leaves no group.
             seat = self._seat
             self._seat = None
-            if order["again"] and (seat is None or seat.name != order["group"]):
-                raise ValueError(f"this worker was never in group {order['group']}")
-            seat = seat if order["again"] else GroupSeat(order, rank)
+            if order["again"]:
+                if seat is None or seat.name != order["group"]:
+                    raise ValueError(f"this worker was never in group {order['group']}")
+            else:
+                seat = GroupSeat(order, rank)
             data = torch.empty(order["num_bytes"], dtype=torch.uint8)
             for start in range(0, len(data), order["bucket_bytes"]):
                 part = data[start : start + order["bucket_bytes"]]
@@ -230,16 +246,17 @@ class Landing:
             if order["keeps"]:
                 self._keep(data, order)
             if order["serves"]:
+                views = [(name, _view(data, *where)) for name, *where in order["tensors"]]
                 with torch.no_grad():
-                    coming.ready = self._prepare(
-                        [(name, _view(data, *where)) for name, *where in order["tensors"]]
-                    )
+                    coming.ready = self._prepare(views)
         except Exception as error:
             coming.error = f"{type(error).__name__}: {error}".partition("\n")[0]
         coming.done = True
 
     def _changed(self, payload, order):
-        """Nothing is kept until it is verified: a difference that fails leaves neither version."""
+        """The bytes of the version that a difference leads to. Nothing is kept until it is
+        verified: a difference that fails leaves neither version.
+        """
         kept = self._kept
         self._kept = None
         if kept is None or kept[0] != order["base"]:
@@ -249,7 +266,8 @@ class Landing:
 
     def _keep(self, data, order):
         self._kept = None
-        if (found := fingerprint(order["tensors"], data)) != order["fingerprint"]:
+        found = fingerprint(order["tensors"], data)
+        if found != order["fingerprint"]:
             raise ValueError(
                 f"what came hashes to {found[:12]} and not to {order['fingerprint'][:12]}"
             )
@@ -264,59 +282,66 @@ def _view(data, dtype, shape, offset, num_bytes):
 
 
 def can_stand_beside(model):
-    """Whether a model's weights may be made ready in other memory and exchanged: on a GPU, recorded
-    graphs hold the old addresses, and what packs its weights keeps them in places of its own."""
+    """Whether a model's weights may be made ready in other memory and exchanged. On a GPU recorded
+    graphs hold the old addresses, and layers that pack their weights keep them in places of their
+    own.
+    """
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return False
-    methods = {
-        type(m.quant_method).__name__
-        for m in model.modules()
-        if getattr(m, "quant_method", None) is not None
-    }
-    return methods <= PLAIN and not any(
-        getattr(m, "use_intel_amx_backend", False) for m in model.modules()
-    )
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method).__name__ not in PLAIN:
+            return False
+        if getattr(module, "use_intel_amx_backend", False):
+            return False
+    return True
 
 
 def beside(model):
     """The same modules around parameters and buffers of their own. Loaders stay those of the model
-    that is served, so that what is exchanged holds nothing alive."""
+    that is served, so that what is exchanged holds nothing alive.
+    """
     modules = {}
     tensors = {}
 
     def tensor(old):
-        if old is not None and id(old) not in tensors:
+        if old is None:
+            return None
+        if id(old) not in tensors:
             new = torch.empty_like(old.data) if isinstance(old, nn.Parameter) else old.data.clone()
             new.__class__ = old.__class__
             new.__dict__.update(old.__dict__)
             tensors[id(old)] = new
-        return None if old is None else tensors[id(old)]
+        return tensors[id(old)]
 
     def module(old):
+        if old is None:
+            return None
         if id(old) not in modules:
-            new = modules[id(old)] = object.__new__(type(old))
+            new = object.__new__(type(old))
+            modules[id(old)] = new
             vars(new).update(vars(old))
             vars(new)["_parameters"] = {name: tensor(p) for name, p in old._parameters.items()}
             vars(new)["_buffers"] = {name: tensor(b) for name, b in old._buffers.items()}
             vars(new)["_non_persistent_buffers_set"] = set(old._non_persistent_buffers_set)
-            vars(new)["_modules"] = {name: m and module(m) for name, m in old._modules.items()}
+            vars(new)["_modules"] = {name: module(m) for name, m in old._modules.items()}
         return modules[id(old)]
 
     made = module(model)
-    # a function that calls itself is kept until the collector comes, with all that it knows
+    # A function that calls itself is kept until the collector comes, with all that it refers to.
     modules.clear()
     tensors.clear()
     return made
 
 
 EXCHANGED = ("_parameters", "_buffers", "cpu_linear", "_cpu_unpacked_conv_weight")
-"""The last two are vLLM's: on a CPU a layer computes with a packed copy of its weight, which the
-first holds, or keeps one that is not.
+"""What `exchange` exchanges. The last two are vLLM's: on a CPU a layer computes with a packed copy
+of its weight, which `cpu_linear` holds, or keeps one that is not packed.
 """
 
 
 def exchange(model, other):
-    """Each has what the other had. No byte is copied."""
+    """Gives each model what the other had. No byte is copied."""
     for ours, theirs in zip(model.modules(), other.modules(), strict=True):
         a = vars(ours)
         b = vars(theirs)

@@ -4,12 +4,12 @@
 SGLang finds it by the entry point beside it. The backend takes an answer's grammar from any token
 of the answer on.
 
-On a CPU requests may also have seeds, which SGLang of itself heeds only with kernels for GPUs, and
+On a CPU requests may also have seeds, which SGLang by itself heeds only with kernels for GPUs, and
 adapters.
 
-And weights that come straight from the trainer: `/init_weights_update_group` for a group of our
-name begins to receive while SGLang generates, `/server_info` says what each worker holds, and
-`/update_weights_from_distributed` swaps it in between two steps, in a pause or not.
+The plugin also takes weights that come straight from the trainer. `/init_weights_update_group` for
+a group of our name begins to receive while SGLang generates, `/server_info` says what each worker
+holds, and `/update_weights_from_distributed` swaps it in between two steps, in a pause or not.
 """
 
 import json
@@ -59,8 +59,8 @@ class SglangShape(BaseGrammarObject):
 
 
 class ShapeBackend(GuidanceBackend):
-    """Takes `ebnf` that is what `Shapes` reads. No two requests share one, so what SGLang would
-    keep of each is not kept.
+    """A backend whose `ebnf` is what `Shapes` reads. No two requests share one, so nothing is put
+    into SGLang's cache.
     """
 
     def __init__(self, server_args, tokenizer, vocab_size, eos_token_ids):
@@ -79,20 +79,23 @@ _generator = torch.Generator()
 
 
 def _with_seeds(info, cls, batch, vocab_size):
-    """A batch that has just been made gets a place for the seeds of its requests, also where none
-    has one: batches are merged row by row.
+    """Gives a batch that has just been made a place for the seeds of its requests, also where none
+    has one, because batches are merged row by row.
     """
     if torch.device(batch.device).type == "cpu" and info.sampling_seed is None:
-        asked = [r.sampling_params.sampling_seed for r in batch.reqs]
-        info.sampling_seed = torch.tensor(
-            [_NO_SEED if seed is None else seed for seed in asked], dtype=torch.int64
-        )
+        asked = [request.sampling_params.sampling_seed for request in batch.reqs]
+        seeds = [_NO_SEED if seed is None else seed for seed in asked]
+        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64)
     return info
 
 
 def _given(seeds):
-    """`None` where no request has a seed, so that SGLang samples as it always does."""
-    return None if seeds is None or (seeds.device.type == "cpu" and (seeds < 0).all()) else seeds
+    """The seeds, or `None` where no request has one, so that SGLang samples as it always does."""
+    if seeds is None:
+        return None
+    if seeds.device.type == "cpu" and (seeds < 0).all():
+        return None
+    return seeds
 
 
 def _sample(sample, probs, sampling_seed=None, positions=None):
@@ -102,16 +105,16 @@ def _sample(sample, probs, sampling_seed=None, positions=None):
 def _sample_truncated(
     sample, probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **rest
 ):
-    """SGLang dies where seeds and min-p meet in a batch. And its noise would here be that of ranks,
-    not of ids: a request without truncation would say something else when one with it is beside
-    it."""
+    """Samples in place of SGLang, which dies where seeds and min-p meet in a batch. Its noise would
+    also be that of ranks here and not of ids: a request without truncation would say something else
+    when a request with truncation is beside it.
+    """
     seeds = _given(sampling_seed)
     if seeds is None or seeds.device.type != "cpu":
         return sample(probs, top_ks, top_ps, min_ps, need_min_p_sampling, seeds, positions, **rest)
     ordered, ids = probs.sort(dim=-1, descending=True)
-    out = (torch.arange(probs.shape[-1]) >= top_ks[:, None]) | (
-        ordered.cumsum(-1) - ordered > top_ps[:, None]
-    )
+    out = torch.arange(probs.shape[-1]) >= top_ks[:, None]
+    out |= ordered.cumsum(-1) - ordered > top_ps[:, None]
     out |= ordered < ordered[:, :1] * min_ps[:, None]
     kept = torch.zeros_like(probs).scatter_(-1, ids, ordered.masked_fill(out, 0.0))
     return _draw(None, kept.log(), seeds, positions).view(-1).to(torch.int32)
@@ -125,26 +128,24 @@ def _draw(draw, logprobs, seed, positions):
     for row, asked, position in zip(noise, seed.tolist(), positions.tolist(), strict=True):
         if asked != _NO_SEED:
             row.exponential_(generator=_generator.manual_seed(mixed(asked, position)))
-    return (logprobs - noise.clamp_min_(torch.finfo(torch.float32).tiny).log_()).argmax(
-        -1, keepdim=True
-    )
+    noise = noise.clamp_min_(torch.finfo(torch.float32).tiny).log_()
+    return (logprobs - noise).argmax(-1, keepdim=True)
 
 
 GROUP = "midflight:"
-"""How the name of a group begins that is ours: an order follows, as JSON."""
+"""The beginning of the name of a group that is ours. An order follows it, as JSON."""
 _landings = []
-"""One, from when it is first asked for: a process has one manager of weights."""
+"""One `Landing`, from when it is first asked for: a process has one manager of weights."""
 
 
 def _landing(manager):
     if not _landings:
         runner = manager.tp_worker.model_runner
-        _landings.append(
-            Landing(
-                lambda tensors: _prepared(runner.model, tensors),
-                lambda ready: _swapped(runner, ready),
-            )
+        landing = Landing(
+            lambda tensors: _prepared(runner.model, tensors),
+            lambda ready: _swapped(runner, ready),
         )
+        _landings.append(landing)
     return _landings[0]
 
 
@@ -166,8 +167,8 @@ def _swapped(runner, ready):
 
 
 def _each(manager, value):
-    """What each worker says, in their order. All of them heed requests in the same order, so they
-    all come here.
+    """The value of each worker, in their order. All workers heed requests in the same order, so all
+    of them come here.
     """
     count = torch.distributed.get_world_size(group=manager.tp_cpu_group)
     said = [value] * count
@@ -185,16 +186,16 @@ def _begin(original, manager, asked):
         group = manager.tp_cpu_group
         index = torch.distributed.get_rank(group=group)
         count = torch.distributed.get_world_size(group=group)
-        _landing(manager).begin(
-            json.loads(asked.group_name.removeprefix(GROUP)), index=index, workers=count
-        )
+        landing = _landing(manager)
+        order = json.loads(asked.group_name.removeprefix(GROUP))
+        landing.begin(order, index=index, workers=count)
     except ValueError as error:
         return io_struct.InitWeightsUpdateGroupReqOutput(success=False, message=str(error))
     return io_struct.InitWeightsUpdateGroupReqOutput(success=True, message="receiving")
 
 
 def _take(original, manager, asked):
-    """All workers swap, or none does."""
+    """Swaps in all workers, or in none."""
     if not asked.group_name.startswith(GROUP):
         return original(manager, asked)
     from sglang.srt.managers import io_struct
@@ -216,30 +217,28 @@ def _take(original, manager, asked):
 
 
 def _on_their_way(scheduler):
-    """Requests whose first token is of a step that is under way: SGLang would give it to the
+    """Requests whose first token is of a step that is under way. SGLang would give it to the
     weights that come.
     """
-    batches = [batch for batch, _ in getattr(scheduler, "result_queue", ())]
-    return [
-        r
-        for batch in batches
-        for r in batch.reqs
-        if not r.output_ids and not r.inflight_middle_chunks
-    ]
+    found = []
+    for batch, _ in getattr(scheduler, "result_queue", ()):
+        for request in batch.reqs:
+            if not request.output_ids and not request.inflight_middle_chunks:
+                found.append(request)
+    return found
 
 
 async def _at_once(original, controller, asked, request=None):
-    """SGLang's own waits, without a pause, until no request is under way; an exchange between two
-    steps need not.
+    """Takes the place of SGLang's own function, which without a pause waits until no request is
+    under way. An exchange between two steps need not wait.
     """
     if not asked.group_name.startswith(GROUP):
         return await original(controller, asked, request)
     from sglang.srt.managers.communicator import FanOutCommunicator
 
     controller.auto_create_handle_loop()
-    success, message = FanOutCommunicator.merge_results(
-        await controller.update_weights_from_distributed_communicator(asked)
-    )
+    results = await controller.update_weights_from_distributed_communicator(asked)
+    success, message = FanOutCommunicator.merge_results(results)
     if success:
         controller._update_weight_version_if_provided(asked.weight_version)
     return success, message
@@ -252,8 +251,8 @@ def _told(said, controller, asked):
 
 
 def _unpinned(original, *given, **named):
-    """SGLang's own LoRA pins memory wherever it runs, and torch refuses that where there is nothing
-    to copy it to.
+    """Makes pinning of memory do nothing where there is no accelerator. SGLang's own LoRA pins
+    memory wherever it runs, and torch refuses that where there is nothing to copy it to.
     """
     if not torch.accelerator.is_available():
         torch.Tensor.pin_memory = lambda tensor, *_: tensor

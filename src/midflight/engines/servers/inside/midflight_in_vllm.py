@@ -1,9 +1,9 @@
 """Runs inside vLLM, in each of its processes: a plugin that lets an answer go on in the middle of a
 grammar.
 
-vLLM finds it by the entry point beside it. Of vLLM's machinery of structured outputs only the
-making of a request's grammar is replaced, and only for requests that say `midflight`: when masks
-are made, moved and applied stays vLLM's matter.
+vLLM finds it by the entry point beside it. The plugin replaces only how the grammar of a request is
+made, and only for requests that say `midflight`. The rest of vLLM's machinery of structured outputs
+stays: vLLM decides when masks are made, moved and applied.
 """
 
 from functools import wraps
@@ -52,7 +52,7 @@ def register():
         if said is None:
             return made_before(self, request)
         if not hasattr(self, "midflight_shapes"):
-            # as its own backend reckons its rows
+            # vLLM's own backend sizes its rows so.
             size = max(self.vllm_config.model_config.get_vocab_size(), len(self.tokenizer))
             self.midflight_shapes = Shapes(self.tokenizer, size)
         return VllmShape(self.midflight_shapes.shape(said))

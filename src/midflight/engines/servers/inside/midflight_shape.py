@@ -1,9 +1,9 @@
 """Runs inside servers: what one answer may say next, by llguidance, from any token of it on.
 
 A server starts a grammar with the request, and an answer that goes on after an abort is a new
-request to it. So each request says its grammar, the tokens that the answer has already, its ends,
-and how many tokens must come before one; the servers' own machinery of grammars does the rest. The
-server's interpreter has no Midflight: this file imports only what is there.
+request to the server. So each request says its grammar, the tokens that the answer has already, its
+ends, and how many tokens must come before an end. The servers' own machinery of grammars does the
+rest. The server's interpreter has no Midflight, so this file imports only what is there.
 """
 
 import json
@@ -15,26 +15,28 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 _MAX_CACHED = 64
 """Compiled grammars kept: a run has few, one for each environment and each list of tools."""
 _LIMITS = {"max_lexer_states": 20_000, "verbose_errors": False}
-"""As in the embedded engine, which refuses what exceeds them before the server is asked."""
+"""The limits of the embedded engine, which refuses what exceeds them before the server is asked."""
 
 
 class Shape:
-    """Of one answer. It is over with an end of turn after a complete answer."""
+    """What one answer may say next. The answer is over with an end of turn after a complete
+    answer.
+    """
 
     def __init__(self, matcher, *, ends, barred, least):
-        """`ends` are ends of turn. Before `least` tokens have come, those `barred` may not, unless
-        the grammar leaves nothing else.
+        """`ends` are ends of turn. Before `least` tokens have come, tokens in `barred` may not,
+        unless the grammar leaves nothing else.
         """
         self._matcher = matcher
         self._ends = frozenset(ends)
         self._barred = barred
         self._least = least
         self.num_tokens = 0
-        """From the beginning of the answer."""
+        """Counted from the beginning of the answer."""
         self.ended = False
 
     def accept(self, tokens):
-        """Whether the grammar allows them; the answer goes on by them."""
+        """Goes on by these tokens. Returns whether the grammar allows them."""
         for token in tokens:
             self.num_tokens += 1
             if token in self._ends and (self.ended or self._matcher.is_accepting()):
@@ -44,13 +46,13 @@ class Shape:
         return True
 
     def num_allowed(self, tokens):
-        """How many of the tokens the grammar allows, one after the other; the answer stays where it
+        """How many of the tokens the grammar allows, one after the other. The answer stays where it
         is.
         """
         return 0 if self.ended else self._matcher.validate_tokens(tokens)
 
     def back(self, num):
-        """Takes the last tokens back, of which only the very last can be an end."""
+        """Takes the last tokens back. Only the very last of them can be an end."""
         self.num_tokens -= num
         if num and self.ended:
             self.ended = False
@@ -59,7 +61,7 @@ class Shape:
             self._matcher.rollback(num)
 
     def fill(self, words, fill):
-        """Writes what may come next to one row of bits, int32 [V / 32]; `fill` asks the matcher for
+        """Writes what may come next to one row of bits, int32 [V / 32]. `fill` asks the matcher for
         it.
         """
         fill(self._matcher)
@@ -67,17 +69,18 @@ class Shape:
             return
         kept = words.clone()
         for token in self._barred:
-            # of a word with a sign
-            words[token // 32] &= ~(1 << token % 32) if token % 32 < 31 else 0x7FFFFFFF
-        if not words.any():  # the answer is complete, and nothing but its end is left
+            bit = token % 32
+            # The highest bit of a word is its sign.
+            words[token // 32] &= ~(1 << bit) if bit < 31 else 0x7FFFFFFF
+        if not words.any():  # the answer is complete, and only its end is left
             words.copy_(kept)
 
 
 class Shapes:
-    """Compiles what requests say. Servers do it in threads of theirs."""
+    """Compiles the grammars of requests. Servers call it in threads of theirs."""
 
     def __init__(self, tokenizer, vocab_size):
-        """`tokenizer`: of `transformers`; `vocab_size`: bits of a row."""
+        """`tokenizer` is one of `transformers`. `vocab_size` is the number of bits of a row."""
         self._source = tokenizer.backend_tokenizer.to_str()
         self._vocab_size = vocab_size
         self._vocabularies = {}
@@ -87,7 +90,8 @@ class Shapes:
     def shape(self, said):
         """`said`: JSON of `grammar`, in llguidance's notation, the tokens `after` which it begins,
         and `ends`, `barred` and `least` of `Shape`. `ValueError` where the grammar does not
-        compile, or forbids those tokens."""
+        compile, or forbids those tokens.
+        """
         said = json.loads(said)
         ends = tuple(said["ends"])
         with self._one_at_a_time:
@@ -98,19 +102,22 @@ class Shapes:
         return shape
 
     def _matcher(self, grammar, ends):
-        key = grammar, ends
+        key = (grammar, ends)
         if key not in self._compiled:
-            if ends not in self._vocabularies:
-                self._vocabularies[ends] = LLTokenizer(
-                    self._source, n_vocab=self._vocab_size, eos_token=list(ends)
-                )
-            matcher = LLMatcher(
-                self._vocabularies[ends], grammar, log_level=0, limits=LLParserLimits(**_LIMITS)
-            )
-            if matcher.is_error():
-                raise ValueError(matcher.get_error())
-            self._compiled[key] = matcher
+            self._compiled[key] = self._compile(grammar, ends)
         self._compiled.move_to_end(key)
         while len(self._compiled) > _MAX_CACHED:
             self._compiled.popitem(last=False)
         return self._compiled[key]
+
+    def _compile(self, grammar, ends):
+        if ends not in self._vocabularies:
+            self._vocabularies[ends] = LLTokenizer(
+                self._source, n_vocab=self._vocab_size, eos_token=list(ends)
+            )
+        vocabulary = self._vocabularies[ends]
+        limits = LLParserLimits(**_LIMITS)
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher

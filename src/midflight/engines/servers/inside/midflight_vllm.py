@@ -1,12 +1,12 @@
-"""Runs inside vLLM's workers: makes the weights of a model folder live. Loaded by
+"""Runs inside vLLM's workers: makes the weights of a model folder live. It is loaded by
 `--worker-extension-cls midflight_vllm.Loader`.
 
-vLLM's interpreter has no Midflight: this file imports only what is there. It is called between two
-steps, in a pause, by `POST /collective_rpc`.
+vLLM's interpreter has no Midflight, so this file imports only what is there. It is called between
+two steps, in a pause, by `POST /collective_rpc`.
 
-And weights that come straight from the trainer, by vLLM's own routes, where it was started with
-`--weight-transfer-config '{"backend": "midflight"}'`: `/init_weight_transfer_engine` begins to
-receive while vLLM generates, and `/update_weights` in a pause only swaps.
+It also takes weights that come straight from the trainer, by vLLM's own routes, where vLLM was
+started with `--weight-transfer-config '{"backend": "midflight"}'`. `/init_weight_transfer_engine`
+begins to receive while vLLM generates, and `/update_weights` in a pause only swaps.
 """
 
 import sys
@@ -30,39 +30,34 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 
 class Loader:
-    """Mixed into the worker class."""
+    """A mixin of the worker class."""
 
     def midflight_ready(self) -> bool:
-        """Asked when the server is attached: one that was started without us cannot answer."""
+        """Answers true when the server is attached. A server that was started without this file
+        cannot answer.
+        """
         return True
 
     def midflight_grammars(self) -> bool:
-        """Whether answers can go on in the middle of a grammar: the plugin beside this file is
-        there, and vLLM's masks are llguidance's.
+        """Whether answers can go on in the middle of a grammar. That needs the plugin beside this
+        file, and llguidance as the maker of vLLM's masks.
         """
-        return (
-            "midflight_in_vllm" in sys.modules
-            and self.vllm_config.structured_outputs_config.backend == "guidance"
-        )
+        if "midflight_in_vllm" not in sys.modules:
+            return False
+        return self.vllm_config.structured_outputs_config.backend == "guidance"
 
     def midflight_seeds(self) -> bool:
         """Makes the noise of requests with a seed a function of seed and position, so that it is
-        the same after a resume; says whether it is.
+        the same after a resume. Returns whether it is.
 
-        vLLM's newer runner does so itself. The older one draws from a generator for each request,
-        which would begin anew with each attempt, and which on a CPU it cannot wind back: it dies
-        when it takes a seeded prompt in pieces.
+        vLLM's newer runners do so themselves. The older one draws from a generator for each
+        request, which would begin anew with each attempt. On a CPU it cannot wind the generator
+        back, and dies when it takes a seeded prompt in pieces.
         """
         runner = self.model_runner
-        if type(runner).__module__ in (
-            "vllm.v1.worker.gpu.model_runner",
-            "vllm.v1.worker.cpu.model_runner",
-        ):
+        if type(runner).__module__ in NEWER_RUNNERS:
             return True
-        if not all(
-            hasattr(runner, name)
-            for name in ("_sample", "input_batch", "requests", "discard_request_mask")
-        ):
+        if not all(hasattr(runner, name) for name in OLDER_RUNNER):
             return False
         if not hasattr(runner, "midflight_sample"):
             runner.midflight_sample = runner._sample
@@ -70,33 +65,36 @@ class Loader:
         return True
 
     def midflight_load(self, folder: str) -> int:
-        """Makes the tensors of the folder, by checkpoint name, the model's weights; says how many
-        it read. vLLM fuses and casts them.
+        """Makes the tensors of the folder, by checkpoint name, the model's weights. Returns how
+        many it read. vLLM fuses and casts them.
 
-        Layer by layer, because plain `load_weights` fails half way on a CPU, where layers have
-        packed their weights and let them go.
+        It goes layer by layer, because plain `load_weights` fails half way on a CPU, where layers
+        have packed their weights and let them go.
         """
         names: list[str] = []
-        _reload(
-            self.model_runner.get_model(),
-            self.model_runner.model_config,
-            _tensors(Path(folder), names),
-        )
+        tensors = _tensors(Path(folder), names)
+        _reload(self.model_runner.get_model(), self.model_runner.model_config, tensors)
         return len(names)
 
     def midflight_landed(self) -> dict[str, object] | None:
-        """What this worker holds of what came straight from the trainer; `None` where vLLM was
-        started without that.
+        """What this worker holds of the weights that came straight from the trainer. `None` where
+        vLLM was started without our backend.
         """
         engine = self.weight_transfer_engine
         return engine.landing.state() if isinstance(engine, DirectTransfer) else None
+
+
+NEWER_RUNNERS = ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.cpu.model_runner")
+"""The modules of runners whose noise is a function of seed and position."""
+OLDER_RUNNER = ("_sample", "input_batch", "requests", "discard_request_mask")
+"""What the older runner must have, so that its noise can be made such a function."""
 
 
 def _reload(model: nn.Module, model_config: object, tensors: Iterable[tuple[str, Tensor]]) -> None:
     device = next(model.parameters()).device
     if device.type == "cpu":
         _forget_packed_experts(model)
-    # The context makes every operation slower, so it is there only where it says something new.
+    # The context makes every operation slower, so it is entered only where it changes something.
     with nullcontext() if device.type == "cpu" else torch.device(device):
         reload.initialize_layerwise_reload(model)
         model.load_weights(tensors)
@@ -119,8 +117,8 @@ class TakeBody:
 
 
 class DirectTransfer(WeightTransferEngine):
-    """vLLM's end of a way for weights: what is ordered comes in the background, and an update swaps
-    it in.
+    """vLLM's end of the direct way for weights. What is ordered comes in the background, and an
+    update swaps it in.
     """
 
     init_info_cls = OrderBody
@@ -139,7 +137,9 @@ class DirectTransfer(WeightTransferEngine):
         pass
 
     def update_weights(self, update_info: dict) -> None:
-        """vLLM's own waits for an accelerator in the end, and fails where there is none."""
+        """Takes the place of vLLM's own, which in the end waits for an accelerator and fails where
+        there is none.
+        """
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -161,10 +161,10 @@ class DirectTransfer(WeightTransferEngine):
             known = reload.get_layerwise_info(served)
             new = reload.get_layerwise_info(other)
             new.restore_device = known.restore_device
-            new.restore_metadata = tuple(
-                {name: _unloaded(t, served) for name, t in kind.items()}
-                for kind in known.restore_metadata
-            )
+            metadata = []
+            for kind in known.restore_metadata:
+                metadata.append({name: _unloaded(t, served) for name, t in kind.items()})
+            new.restore_metadata = tuple(metadata)
         _reload(ready, self.model_config, tensors)
         for other in ready.modules():  # vLLM's notes of a layer hold the layer
             reload.LAYERWISE_INFO.pop(other).restore_metadata = ({}, {})
@@ -181,18 +181,21 @@ WeightTransferEngineFactory.register_engine("midflight", DirectTransfer)
 
 
 def _unloaded(tensor: Tensor, served: nn.Module) -> Tensor:
-    """A tensor's form before it is loaded, for a layer beside the `served` one, whose loaders it
-    keeps: what was exchanged then keeps nothing alive. After a first reload the form of `served`
-    has a loader that takes in what is for `served`, and drops the rest without a word."""
+    """A tensor's form before it is loaded, for a layer beside the `served` one. It keeps the
+    loaders of `served`, so that what was exchanged keeps nothing alive. After a first reload the
+    form of `served` has a loader that takes in what is for `served`, and drops the rest without a
+    word.
+    """
     form = restore_layer_refs(to_meta_tensor(tensor), served)
     form.weight_loader = reload._get_original_loader(form)
     return form
 
 
 def _sample_seeded(runner, left_out: dict[str, torch.Generator], *args):
-    """Takes the place of the runner's `_sample`. `left_out`: generators of requests whose prompts
-    are not read to their end, by id. Their samples are discarded, and the generator would be wound
-    back."""
+    """Takes the place of the runner's `_sample`. `left_out`: the generators of requests whose
+    prompts are not read to their end, by id. Samples of such requests are discarded, and their
+    generator would be wound back.
+    """
     batch = runner.input_batch
     for request_id in list(left_out):
         generator = left_out.pop(request_id)
@@ -206,12 +209,9 @@ def _sample_seeded(runner, left_out: dict[str, torch.Generator], *args):
         if runner.discard_request_mask.np[row]:
             left_out[request_id] = batch.generators.pop(row)
         else:
-            generator.manual_seed(
-                mixed(
-                    runner.requests[request_id].sampling_params.seed,
-                    int(batch.num_tokens_no_spec[row]),
-                )
-            )
+            seed = runner.requests[request_id].sampling_params.seed
+            position = int(batch.num_tokens_no_spec[row])
+            generator.manual_seed(mixed(seed, position))
     return runner.midflight_sample(*args)
 
 
@@ -224,8 +224,10 @@ def _tensors(folder: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _forget_packed_experts(model: nn.Module) -> None:
-    """On a CPU experts compute with packed weights too. They are packed where their kernel is made,
-    and a kernel that is there already would read the new weights as if they were packed."""
+    """Drops the kernels of experts, so that they are made again. On a CPU experts compute with
+    packed weights too. These are packed where the kernel is made, and a kernel that is there
+    already would read the new weights as if they were packed.
+    """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -233,9 +235,10 @@ def _forget_packed_experts(model: nn.Module) -> None:
 
 
 def _repack_heads(model: nn.Module) -> None:
-    """On a CPU a linear layer computes with a packed copy of its weight, made when the layer is
-    loaded. An output head that is tied to the embedding is not loaded by itself, so its copy would
-    stay the old one."""
+    """Packs the weights of output heads again. On a CPU a linear layer computes with a packed copy
+    of its weight, made when the layer is loaded. An output head that is tied to the embedding is
+    not loaded by itself, so its copy would stay the old one.
+    """
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)

@@ -1,0 +1,248 @@
+"""What was computed of sequences before, as a tree of spans of tokens: a request computes only what
+no other has (I5).
+
+A span is a copy out of the slot of a sequence, and goes into the slot of another in one piece. A
+tree by single tokens finds the whole of a conversation again, where blocks of a fixed size would
+find it up to the last whole block. Slots stay in one piece, which attention over them needs.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midflight.engines.embedded.experts import ExpertRecords
+from midflight.types import UInt8, Version
+
+Ints = NDArray[np.int64]
+
+
+class PrefixRoom(NamedTuple):
+    """How much is kept."""
+
+    num_bytes: int = 2**28
+    """The limit on keys, values and states together. With 0 nothing is kept, and each request
+    computes its whole prompt.
+    """
+    age: int = 0
+    """How many versions older than the weights served the weights may be that a span was computed
+    by.
+    """
+
+
+class Computed(Protocol):
+    """What a runner keeps of a span of tokens, outside its slots."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def has_state(self) -> bool:
+        """Whether a sequence can go on behind the last token of the span, where that takes more
+        than the keys of each token.
+        """
+        ...
+
+    def cut(self, start: int, end: int) -> "Computed":
+        """The same for tokens [start, end) of the span, in memory of its own."""
+        ...
+
+
+class KeepsSpans(Protocol):
+    """A runner whose slots can be copied out and filled."""
+
+    @property
+    def keeps_states(self) -> bool: ...
+    def take(self, slot: int, *, start: int, end: int, at_end: bool) -> Computed:
+        """Copies what is stored for tokens [start, end) of the sequence in the slot. `at_end`: the
+        sequence has no more tokens now, so that its state is the state behind them.
+        """
+        ...
+
+    def put(self, slot: int, spans: Sequence[tuple[Any, int]]) -> None:
+        """Begins the slot with spans that the same runner took. They come one after the other, and
+        each brings as many of its tokens as the number beside it says.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Span:
+    tokens: Ints
+    computed: Computed
+    version: Version
+    """The oldest weights that any of its keys was made under."""
+    experts: UInt8 | None
+    """[tokens, bytes of a token], where choices are recorded."""
+    parent: "_Span | None"
+    children: dict[int, "_Span"] = field(default_factory=dict[int, "_Span"])
+    """The spans behind it, by their first tokens."""
+
+
+class Prefixes:
+    """The tree. It keeps at most `max_bytes`: what was used longest ago goes first, ends before
+    beginnings. With 0 nothing is kept.
+    """
+
+    def __init__(
+        self, runner: KeepsSpans, *, max_bytes: int, experts: ExpertRecords | None = None
+    ) -> None:
+        self._runner = runner
+        self._max_bytes = max_bytes
+        self._experts = experts
+        self._roots: dict[int, _Span] = {}
+        self._spans = OrderedDict[_Span, None]()
+        """The span used longest ago comes first. A span is used whenever one behind it is."""
+        self.num_bytes = 0
+
+    def fill(self, slot: int, tokens: Ints) -> tuple[int, Version]:
+        """Puts what is known of a sequence that begins with `tokens` into the slot. Returns how
+        many tokens are known, always fewer than there are, and the oldest weights among them.
+        """
+        found = self._walk(tokens[:-1])
+        if self._runner.keeps_states:
+            while found and not _can_go_on_behind(*found[-1]):
+                found.pop()
+        if not found:
+            return 0, 0
+        self._runner.put(slot, [(span.computed, num) for span, num in found])
+        if self._experts is not None:
+            self._experts.fill(
+                slot, [span.experts[:num] for span, num in found if span.experts is not None]
+            )
+        last, _ = found[-1]
+        self._use(last)
+        num_known = sum(num for _, num in found)
+        oldest = min(span.version for span, _ in found)
+        return num_known, oldest
+
+    def add(self, slot: int, tokens: Ints, *, version: Version) -> None:
+        """Keeps what the slot holds: the keys of all `tokens`, the oldest of `version`. What was
+        known of them from older weights is replaced.
+        """
+        if not self._max_bytes or not len(tokens):
+            return
+        last: _Span | None = None
+        end = 0
+        for known, num in self._walk(tokens):
+            last = known if num == len(known.tokens) else self._split(known, num)
+            start = end
+            end += num
+            at_end = end == len(tokens)
+            lacks_state = self._runner.keeps_states and at_end and not last.computed.has_state
+            if last.version < version or lacks_state:
+                self._fill(last, slot, start=start, version=version, at_end=at_end)
+        if end < len(tokens):
+            computed = self._runner.take(slot, start=end, end=len(tokens), at_end=True)
+            last = self._grow(last, tokens[end:].copy(), computed, version)
+            last.experts = self._chosen(slot, end, len(tokens))
+        if last is not None:
+            self._use(last)
+        while self.num_bytes > self._max_bytes:
+            self._drop(next(iter(self._spans)))
+
+    def forget(self, *, before: Version) -> None:
+        """Drops what was computed by weights older than `before`, and what stands behind it."""
+        for span in [span for span in self._spans if span.version < before]:
+            self._drop(span)
+
+    def _walk(self, tokens: Ints) -> list[tuple[_Span, int]]:
+        """The spans along the tokens, and how many tokens of each agree: all, but for the last
+        span.
+        """
+        found = list[tuple[_Span, int]]()
+        children = self._roots
+        start = 0
+        words = tokens.tobytes()
+        size = tokens.itemsize
+        while start < len(tokens):
+            span = children.get(tokens.item(start))
+            if span is None:
+                break
+            width = len(span.tokens)
+            if words.startswith(span.tokens.tobytes(), start * size):
+                num = width
+            else:
+                width = min(width, len(tokens) - start)
+                differ = np.flatnonzero(span.tokens[:width] != tokens[start : start + width])
+                num = int(differ[0]) if len(differ) else width
+            found.append((span, num))
+            if num < len(span.tokens):
+                break
+            children = span.children
+            start += num
+        return found
+
+    def _split(self, span: _Span, num: int) -> _Span:
+        """Makes two of a span and returns the first, of `num` tokens. The second is the old object,
+        and what stands behind it stays.
+        """
+        tokens = span.tokens
+        computed = span.computed
+        del self._siblings(span)[int(tokens[0])]
+        self.num_bytes -= computed.num_bytes
+        first = self._grow(span.parent, tokens[:num], computed.cut(0, num), span.version)
+        span.computed = computed.cut(num, len(tokens))
+        span.tokens = tokens[num:]
+        span.parent = first
+        if span.experts is not None:
+            first.experts = span.experts[:num]
+            span.experts = span.experts[num:]
+        first.children[int(span.tokens[0])] = span
+        self.num_bytes += span.computed.num_bytes
+        return first
+
+    def _grow(
+        self, parent: _Span | None, tokens: Ints, computed: Computed, version: Version
+    ) -> _Span:
+        span = _Span(tokens, computed, version, None, parent)
+        self._siblings(span)[int(tokens[0])] = span
+        self._spans[span] = None
+        self.num_bytes += computed.num_bytes
+        return span
+
+    def _siblings(self, span: _Span) -> dict[int, _Span]:
+        """The spans that stand at the same place, by their first tokens."""
+        if span.parent is None:
+            return self._roots
+        return span.parent.children
+
+    def _fill(self, span: _Span, slot: int, *, start: int, version: Version, at_end: bool) -> None:
+        end = start + len(span.tokens)
+        self.num_bytes -= span.computed.num_bytes
+        span.computed = self._runner.take(slot, start=start, end=end, at_end=at_end)
+        span.version = version
+        span.experts = self._chosen(slot, start, end)
+        self.num_bytes += span.computed.num_bytes
+
+    def _chosen(self, slot: int, start: int, end: int) -> UInt8 | None:
+        if self._experts is None:
+            return None
+        return self._experts.of(slot)[start:end].copy()
+
+    def _use(self, last: _Span) -> None:
+        span: _Span | None = last
+        while span is not None:
+            self._spans.move_to_end(span)
+            span = span.parent
+
+    def _drop(self, span: _Span) -> None:
+        """Drops a span and all spans behind it."""
+        if span not in self._spans:
+            return
+        del self._siblings(span)[int(span.tokens[0])]
+        left = [span]
+        while left:
+            gone = left.pop()
+            left += gone.children.values()
+            del self._spans[gone]
+            self.num_bytes -= gone.computed.num_bytes
+
+
+def _can_go_on_behind(span: _Span, num: int) -> bool:
+    """Whether a sequence whose layers keep states can go on behind the first `num` tokens of the
+    span.
+    """
+    return num == len(span.tokens) and span.computed.has_state

@@ -1,0 +1,202 @@
+"""Publishers through memory shared by the processes of one machine: files under /dev/shm.
+
+They do not use `multiprocessing.shared_memory`, whose resource tracker removes the segment when any
+process that opened it ends.
+"""
+
+import fcntl
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from torch import Tensor
+
+from midflight.errors import ConfigError, SlotBusy
+from midflight.models.sizes import fingerprint
+from midflight.types import Version, WeightManifest
+from midflight.weights.manifest import MAX_HELD, aligned, extent, layout
+from midflight.weights.transports.files import SHARED, SUFFIX
+from midflight.weights.transports.publish import copy_into, named_shapes
+
+
+class SharedMemoryPublisher:
+    """A file with a standing slot for each version that may be fetched. The live version is one of
+    them, because engines that rejoin fetch it.
+
+    A slot is overwritten only after `release` of its version. Until then `publish` raises
+    `SlotBusy`. The end of the handover of v + 1 releases v, so a trainer that meets `SlotBusy`
+    waits for that. The file is reserved in full at the first publish, and locked while its
+    publisher lives (see `files.remove_stale`).
+    """
+
+    def __init__(self, name: str, *, folder: Path | None = None, threads: int = 1) -> None:
+        """`name` begins the file's name. `folder` is /dev/shm by default, or the temporary folder
+        where that is missing or too small.
+        """
+        if not name or "/" in name:
+            raise ConfigError(
+                f"publishing weights: {name!r} cannot begin a file name; use letters, digits and "
+                "dashes."
+            )
+        self._name = name
+        self._folder = folder
+        self._threads = threads
+        self._versions: list[Version | None] = [None] * MAX_HELD
+        self._slot_bytes = 0
+        self._path: Path | None = None
+        self._file: int | None = None
+        self._map: mmap.mmap | None = None
+
+    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
+        """Copies each tensor once into a free slot, then takes the fingerprint, which takes half as
+        long as the copy.
+        """
+        slot = self._free_slot(version)
+        shapes = named_shapes(tensors)
+        shared, path = self._open(extent(layout(shapes)), version)
+        specs = layout(shapes, start=slot * self._slot_bytes)
+        copy_into(shared, specs, tensors)
+        with memoryview(shared) as view:
+            digest = fingerprint(specs, view, threads=self._threads)
+        self._versions[slot] = version
+        return WeightManifest(version, digest, "shared_memory", str(path), specs)
+
+    def release(self, version: Version) -> None:
+        if version in self._versions:
+            self._versions[self._versions.index(version)] = None
+
+    def close(self) -> None:
+        """Removes the file. Its memory lives until engines that are reading it, and a publication
+        in another thread, have finished.
+        """
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        if self._file is not None:
+            os.close(self._file)
+        self._path = None
+        self._map = None
+        self._file = None
+        self._versions = [None] * len(self._versions)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _free_slot(self, version: Version) -> int:
+        if version in self._versions:
+            raise SlotBusy(
+                f"publishing version {version}: it is published already; numbers are never reused."
+            )
+        if None not in self._versions:
+            held = ", ".join(map(str, self._versions))
+            raise SlotBusy(
+                f"publishing version {version}: versions {held} hold all slots; wait until a "
+                "handover ends and releases one."
+            )
+        return self._versions.index(None)
+
+    def _open(self, num_bytes: int, version: Version) -> tuple[mmap.mmap, Path]:
+        """The mapped file, which is made at the first publish."""
+        if self._map is None or self._path is None:
+            self._slot_bytes = aligned(max(1, num_bytes), mmap.PAGESIZE)
+            total = self._slot_bytes * len(self._versions)
+            self._path, self._file = reserve(folders(self._folder), self._name, total)
+            self._map = mmap.mmap(self._file, total)
+        if num_bytes > self._slot_bytes:
+            raise ConfigError(
+                f"publishing version {version}: {num_bytes} bytes do not fit the slot of "
+                f"{self._slot_bytes}; all versions must have the same tensors."
+            )
+        return self._map, self._path
+
+
+def folders(given: Path | None) -> list[Path]:
+    """The folders in which shared memory may lie, the best first."""
+    if given is not None:
+        return [given]
+    return [SHARED, Path(tempfile.gettempdir())]
+
+
+def reserve(places: list[Path], name: str, num_bytes: int) -> tuple[Path, int]:
+    """Makes a locked file with all its memory set aside, in the first folder that has room. Returns
+    its path and descriptor.
+
+    Without the reservation a full /dev/shm would kill the process at the first write (SIGBUS).
+    """
+    first: OSError | None = None
+    for place in places:
+        try:
+            return _create(place, name, num_bytes)
+        except OSError as error:
+            first = first or error
+    raise ConfigError(
+        f"publishing weights: no room for {num_bytes} bytes of shared memory ({first}); enlarge "
+        "/dev/shm (containers: --shm-size) or set weights.transport to file."
+    )
+
+
+def _create(folder: Path, name: str, num_bytes: int) -> tuple[Path, int]:
+    file, path = tempfile.mkstemp(prefix=f"{name}-{os.getpid()}-", suffix=SUFFIX, dir=folder)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.posix_fallocate(file, 0, num_bytes)
+        if os.fstat(file).st_nlink == 0:
+            raise BlockingIOError(f"{path} was removed as stale before it was locked")
+    except OSError:
+        os.close(file)
+        Path(path).unlink(missing_ok=True)
+        raise
+    return Path(path), file
+
+
+class SegmentPublisher:
+    """A file for each version, which is kept until its release. The caller bounds their number.
+
+    Fresh memory costs a page fault for every page, so versions of one size are better off in
+    standing slots. Each file is locked while its publisher lives (see `files.remove_stale`).
+    """
+
+    def __init__(self, name: str, *, folder: Path | None = None, threads: int = 1) -> None:
+        """The parameters are those of `SharedMemoryPublisher`."""
+        self._name = name
+        self._folder = folder
+        self._threads = threads
+        self._files: dict[Version, tuple[Path, int]] = {}
+
+    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
+        if version in self._files:
+            raise SlotBusy(
+                f"publishing version {version}: it is published already; numbers are never reused."
+            )
+        specs = layout(named_shapes(tensors))
+        path, file = reserve(folders(self._folder), self._name, max(1, extent(specs)))
+        self._files[version] = (path, file)
+        with mmap.mmap(file, 0) as shared:
+            copy_into(shared, specs, tensors)
+            with memoryview(shared) as view:
+                digest = fingerprint(specs, view, threads=self._threads)
+        return WeightManifest(version, digest, "shared_memory", str(path), specs)
+
+    def release(self, version: Version) -> None:
+        """Removes the version's file. An engine that is reading it can finish, because its memory
+        lives until then.
+        """
+        if version in self._files:
+            path, file = self._files.pop(version)
+            path.unlink(missing_ok=True)
+            os.close(file)
+
+    def close(self) -> None:
+        for version in tuple(self._files):
+            self.release(version)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
