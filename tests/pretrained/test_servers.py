@@ -43,7 +43,7 @@ SETTINGS = (
     'environment.sources.0.prompt="What is {expression}? Explain each step."',
     'environment.rewards=[{entry = "tests.pretrained.rewards:variety"}]',
     "trainer.warmup_steps=0",
-    "trainer.micro_batch_tokens=512",
+    "trainer.micro_batch_tokens=128",
     "trainer.checkpoint_every=1",
     f"trainer.keep_checkpoints={STEPS + 1}",
     # However busy the machine is:
