@@ -216,6 +216,11 @@ class Server(Protocol):
     """One server. Calls wait for its answers, within their caller's deadline; an answer that is missing is `EngineUnavailable`."""
 
     @property
+    def steps_under_way(self) -> int:
+        """How many steps may have begun under the old weights and end after a change in `keep`."""
+        ...
+
+    @property
     def late_labels(self) -> int:
         """Tokens after a change of weights in `keep` that its account of versions may give to the new ones wrongly."""
         ...
@@ -321,14 +326,15 @@ class Attempt:
         self._changes = [_Change(version, version, 0)]
         self._label = version
         self._num_behind = 0
-        """Events to come that may be of the weights before: one that was on its way, and what the server labels too early."""
+        """Events to come that may be of the weights before: one that was on its way, and those of steps that were under way."""
         self.num_tokens = 0
 
-    def changed(self, version: Version, *, recomputed: bool, late: int) -> None:
-        """New weights went live; `late`: tokens after it that the server's account may give to them wrongly."""
+    def changed(self, version: Version, *, recomputed: bool, under_way: int, late: int) -> None:
+        """New weights went live while so many steps were `under_way`. `late`: tokens after it that the server's account may give to the new
+        weights wrongly."""
         kv_version = version if recomputed else self._changes[-1].kv_version
         self._changes.append(_Change(version, kv_version, late))
-        self._num_behind = 1 + late
+        self._num_behind = 1 + under_way
 
     def labels(self, *, any_tokens: bool) -> tuple[Version, Version]:
         """Version and kv_version of the event that has come."""

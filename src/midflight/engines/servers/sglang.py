@@ -170,14 +170,21 @@ class SglangServer:
         self._room = max_context
         """Some tokens less than its context: it refuses a longer prompt, and an answer to be resumed is one."""
         self._overlaps = True
+        self._counts_steps = False
+        """Whether our plugin in it counts the tokens of a step that is under way when weights change."""
         self._direct, self._swaps = direct, False
         self._seeds = deterministic
         """Whether noise is a function of seed and position, as ours is, so that it survives a resume."""
 
     @property
-    def late_labels(self) -> int:
-        """Its overlap scheduler has a step under way when the weights change."""
+    def steps_under_way(self) -> int:
+        """Its overlap scheduler has one."""
         return 1 if self._overlaps else 0
+
+    @property
+    def late_labels(self) -> int:
+        """Those of the step that is under way, which it does not count by itself."""
+        return 0 if self._counts_steps else self.steps_under_way
 
     async def attach(self, client: ServerClient) -> Found:
         paths = await client.paths()
@@ -232,7 +239,7 @@ class SglangServer:
         """What it was started with: keeps what it records and how it samples, and says what else it can do."""
         self._records = bool(self._num_experts) and info.get("enable_return_routed_experts") is True
         self._overlaps = info.get("disable_overlap_schedule") is not True
-        has_plugin = info.get("grammar_backend") == GRAMMAR_BACKEND
+        has_plugin = self._counts_steps = info.get("grammar_backend") == GRAMMAR_BACKEND
         self._swaps = self._direct and has_plugin and info.get("device") == "cpu"  # elsewhere it loads, beside a step that may be under way
         self._seeds = self._deterministic or (has_plugin and info.get("device") == "cpu")
         return _FEATURES.union(() if self._overlaps else {Feature.PENALTIES}, {Feature.GRAMMARS} if has_plugin else ())

@@ -139,7 +139,7 @@ def _finish(choice: _VllmChoice) -> types.Finish:
 class VllmServer:
     """Implements `Server`."""
 
-    late_labels = 0
+    steps_under_way = late_labels = 0
 
     def __init__(self, *, vocab_size: int, max_running: int, theirs: bool = False, num_experts: int = 0, num_adapters: int = 0) -> None:
         """`theirs`: others started it, so it is asked how many requests it runs, and has `max_running` only where it does not say.
