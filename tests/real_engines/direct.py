@@ -14,6 +14,7 @@ from tests.engines.models import ask
 from tests.engines.reading import collect, ids, labels, logprobs, until_tokens
 from tests.engines.sites import ModelSite
 from tests.real_engines.process import ServerProcess
+from tests.real_engines.reference import labelled_logprobs
 from tests.real_engines.sites import attached, tied
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from midflight.engines.servers.direct import DirectWay
 from midflight.errors import EngineUnavailable
 from midflight.models.names import named_tensors
+from midflight.types import Chunk
 from midflight.weights.transports.collective import CollectivePublisher
 from midflight.weights.transports.deltas import DeltaPublisher
 from midflight.weights.transports.direct import DirectFeed
@@ -31,6 +33,7 @@ PROMPT = "The quick brown fox"
 GIVE_UP_SECONDS = 0.5
 """A caller's patience with a server that was stopped."""
 SWAPS, BETWEEN_SECONDS = 4, 0.004
+NUM_GOING = 3
 _BROADCAST = BroadcastGroup.broadcast
 Test = Callable[[ModelSite, CollectivePublisher], Awaitable[None]]
 
@@ -134,6 +137,31 @@ class DirectContract:
                     seen.add(version - made)
                     assert site.chosen(made, request, ids(answer))[0], f"swap {version}: labelled {made}"
             assert seen == {0, 1}
+
+        self._on(test)
+
+    def test_i6_every_token_of_answers_that_go_on_beside_new_prompts_is_of_the_version_that_it_claims(self) -> None:
+        """A server reads new prompts in steps of their own. So when versions are swapped the step under way may be of answers that go on, of
+        new ones, or of both: only those that it is of get one more token of the old weights."""
+
+        async def test(site: ModelSite, sender: CollectivePublisher) -> None:
+            going = [ask(f"{PROMPT} {i}", temperature=1.0, max_tokens=300) for i in range(NUM_GOING)]
+            async with asyncio.TaskGroup() as tasks:
+                answers = [tasks.create_task(collect(site.engine, request)) for request in going]
+                beside: list[asyncio.Task[list[Chunk]]] = []
+                for version in range(1, SWAPS + 1):
+                    await site.engine.stage(sender.publish(version, named_tensors(tied(version))))
+                    swap = tasks.create_task(swap_soon(site, version))
+                    for number in range(16):
+                        beside.append(tasks.create_task(collect(site.engine, ask(f"{chr(24 * version + number)}{PROMPT}", max_tokens=1))))
+                        await asyncio.sleep(BETWEEN_SECONDS)
+                    await swap
+                    sender.release(version - 1)
+            for request, answer in zip(going, [task.result() for task in answers], strict=True):
+                check_labels(answer)
+                assert len({version for version, _ in labels(answer)}) > 1
+                expected = labelled_logprobs(tied, request.input_ids, ids(answer), labels(answer))
+                assert logprobs(answer) == pytest.approx(expected, abs=1e-4, rel=0)
 
         self._on(test)
 

@@ -17,10 +17,10 @@ from tests.engines.models import ask
 from tests.engines.reading import ABORTED, LENGTH, collect, ids, labels, logprobs, until_tokens
 from tests.engines.sites import ModelSite
 from tests.real_engines.process import ServerProcess
+from tests.real_engines.reference import labelled_logprobs
 from tests.real_engines.sites import attached, untied
 
 from midflight.errors import EngineUnavailable
-from midflight.models.caches import cache_name
 from midflight.models.names import named_tensors
 from midflight.types import PauseMode
 
@@ -47,18 +47,6 @@ async def post(server: ServerProcess, path: str, body: dict[str, object] | None 
         assert answer.status == 200, await answer.text()
 
 
-def mixed_logprobs(site: ModelSite, prompt: tuple[int, ...], output: tuple[int, ...], boundary: int) -> list[float]:
-    """Log-probabilities of the output from `boundary` on, at temperature 1 and under version 1, over keys that version 0 made of all
-    before it but the last token, whose keys the first step under version 1 makes."""
-    known = torch.tensor([[*prompt, *output[: boundary - 1]]])
-    name = cache_name(site.models(0))
-    assert name is not None
-    with torch.no_grad():
-        keys = site.models(0)(known, use_cache=True)[name]
-        logits = site.models(1)(torch.tensor([output[boundary - 1 : -1]]), **{name: keys}).logits[0].double()
-    return logits.log_softmax(-1).gather(-1, torch.tensor(output[boundary:])[:, None])[:, 0].tolist()
-
-
 def test_in_keep_tokens_after_the_commit_are_of_the_new_weights_over_the_keys_of_the_old(on: Any) -> None:
     """So the boundary is exactly where the engine says that it is."""
 
@@ -69,10 +57,9 @@ def test_in_keep_tokens_after_the_commit_are_of_the_new_weights_over_the_keys_of
         await update(site, 1, PauseMode.KEEP)
         got += [c async for c in chunks]
         check_labels(got)
-        boundary = [v for v, _ in labels(got)].index(1)
-        old = site.logprobs(0, request, ids(got))[:boundary]
-        new = mixed_logprobs(site, request.input_ids, ids(got), boundary)
-        assert logprobs(got) == pytest.approx(old + new, abs=1e-4, rel=0)
+        assert set(labels(got)) == {(0, 0), (1, 0)}
+        expected = labelled_logprobs(site.models, request.input_ids, ids(got), labels(got))
+        assert logprobs(got) == pytest.approx(expected, abs=1e-4, rel=0)
 
     on(test)
 

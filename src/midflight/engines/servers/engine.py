@@ -442,10 +442,13 @@ class ServerEngine:
             self._whole = True
             raise EngineError(f"{error} It serves version {self._live.version} again.") from error
         self._whole = True
+        under_way = 0 if recomputed else self._server.steps_under_way
         late = 0 if recomputed else self._server.late_labels
         for running in self._running:
             if running.attempt is not None:
-                running.attempt.changed(staged.version, recomputed=recomputed, late=late)
+                running.attempt.changed(
+                    staged.version, recomputed=recomputed, under_way=under_way, late=late
+                )
         self._live = staged
 
     async def _give(self, staged: StagedFolder, *, recompute: bool) -> None:

@@ -293,6 +293,11 @@ class Server(Protocol):
     """
 
     @property
+    def steps_under_way(self) -> int:
+        """How many steps may have begun under the old weights and end after a change in `keep`."""
+        ...
+
+    @property
     def late_labels(self) -> int:
         """How many tokens after a change of weights in `keep` the server's account of versions may
         wrongly give to the new weights.
@@ -435,17 +440,17 @@ class Attempt:
         self._label = version
         self._num_behind = 0
         """How many events to come may be of the weights before: one that was on its way, and those
-        that the server labels too early.
+        of steps that were under way.
         """
         self.num_tokens = 0
 
-    def changed(self, version: Version, *, recomputed: bool, late: int) -> None:
-        """Takes note that new weights went live. `late`: how many tokens after that the server's
-        account may wrongly give to them.
+    def changed(self, version: Version, *, recomputed: bool, under_way: int, late: int) -> None:
+        """Takes note that new weights went live while so many steps were `under_way`. `late`: how
+        many tokens after that the server's account may wrongly give to them.
         """
         kv_version = version if recomputed else self._changes[-1].kv_version
         self._changes.append(_Change(version, kv_version, late))
-        self._num_behind = 1 + late
+        self._num_behind = 1 + under_way
 
     def labels(self, *, any_tokens: bool) -> tuple[Version, Version]:
         """Version and kv_version of the event that has come."""

@@ -247,6 +247,10 @@ class SglangServer:
         and an answer to be resumed is a prompt.
         """
         self._overlaps = True
+        self._counts_steps = False
+        """Whether our plugin in it counts the tokens of a step that is under way when weights
+        change.
+        """
         self._direct = direct
         self._swaps = False
         self._seeds = deterministic
@@ -255,9 +259,14 @@ class SglangServer:
         """
 
     @property
-    def late_labels(self) -> int:
-        """See `Server`. The overlap scheduler has a step under way when the weights change."""
+    def steps_under_way(self) -> int:
+        """Its overlap scheduler has one."""
         return 1 if self._overlaps else 0
+
+    @property
+    def late_labels(self) -> int:
+        """Those of the step that is under way, which it does not count by itself."""
+        return 0 if self._counts_steps else self.steps_under_way
 
     async def attach(self, client: ServerClient) -> Found:
         paths = await client.paths()
@@ -326,6 +335,7 @@ class SglangServer:
         self._records = bool(self._num_experts) and info.get("enable_return_routed_experts") is True
         self._overlaps = info.get("disable_overlap_schedule") is not True
         has_plugin = info.get("grammar_backend") == GRAMMAR_BACKEND
+        self._counts_steps = has_plugin
         has_plugin_on_cpu = has_plugin and info.get("device") == "cpu"
         # On a GPU it loads weights, and a step may be under way beside that.
         self._swaps = self._direct and has_plugin_on_cpu

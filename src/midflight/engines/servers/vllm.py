@@ -185,7 +185,7 @@ def _finish(choice: _VllmChoice) -> types.Finish:
 class VllmServer:
     """Implements `Server`."""
 
-    late_labels = 0
+    steps_under_way = late_labels = 0
 
     def __init__(
         self,

@@ -199,8 +199,6 @@ def _take(original, manager, asked):
     if not asked.group_name.startswith(GROUP):
         return original(manager, asked)
     from sglang.srt.managers import io_struct
-    from sglang.srt.runtime_context import get_serving
-    from sglang.srt.utils.weight_versions import WeightVersionEvent
 
     landing = _landing(manager)
     version = int(asked.weight_version)
@@ -209,23 +207,33 @@ def _take(original, manager, asked):
             success=False, message=f"version {version} is not with every worker"
         )
     landing.take(version)
-    for req in _on_their_way(manager.scheduler):
-        req.weight_version_events.append(WeightVersionEvent(get_serving().weight_version, 1))
     manager.record_weight_version_after_update(asked.weight_version)
     success, message = manager.flush_cache_after_weight_update(asked, True, "swapped")
     return io_struct.UpdateWeightsFromDistributedReqOutput(success=success, message=message)
 
 
-def _on_their_way(scheduler):
-    """Requests whose first token is of a step that is under way. SGLang would give it to the
-    weights that come.
+def _changed(original, scheduler, new_version):
+    """SGLang notes how many tokens each request has when the weights change. One that is in a step
+    under way gets one more of the old weights; one that waits while that step reads other prompts
+    does not."""
+    from sglang.srt.runtime_context import get_serving
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+    old_version = get_serving().weight_version
+    if new_version not in (None, old_version):
+        for req in _under_way(scheduler):
+            req.weight_version_events.append(
+                WeightVersionEvent(old_version, len(req.output_ids) + 1)
+            )
+    original(scheduler, new_version)
+
+
+def _under_way(scheduler):
+    """Requests that a step under way makes a token of. A step that reads a prompt's middle makes
+    none.
     """
-    found = []
-    for batch, _ in getattr(scheduler, "result_queue", ()):
-        for request in batch.reqs:
-            if not request.output_ids and not request.inflight_middle_chunks:
-                found.append(request)
-    return found
+    batches = [batch for batch, _ in getattr(scheduler, "result_queue", ())]
+    return [req for batch in batches for req in batch.reqs if not req.inflight_middle_chunks]
 
 
 async def _at_once(original, controller, asked, request=None):
@@ -282,6 +290,11 @@ def register():
     )
     controls = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
     HookRegistry.register(f"{controls}.update_weights_from_distributed", _at_once, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
+        _changed,
+        HookType.AROUND,
+    )
     parts = "sglang.srt.managers.scheduler_components"
     for name, hook in {
         "init_weights_update_group": _begin,

@@ -1,0 +1,149 @@
+"""Which of two versions a token of SGLang's is of, where a step is under way when the weights change (I6): what our plugin inside it notes, and
+what the companion believes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from tests.engines.models import ask
+from tests.engines.reading import labels, live_labels, rest, until_tokens
+from tests.engines.servers.fakes import FakeSglang, attached
+from tests.models.tiny import tiny_model
+
+from midflight.engines.servers.command import INSIDE
+from midflight.types import PauseMode
+
+SGLANG = "sglang.srt"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Stands for SGLang's own: up to which of its tokens a request is of the old weights."""
+
+    old_version: str
+    num_output_tokens: int
+
+
+@dataclass(eq=False)
+class Req:
+    """Stands for SGLang's own."""
+
+    output_ids: list[int]
+    inflight_middle_chunks: int = 0
+    weight_version_events: list[Event] = field(default_factory=list[Event])
+
+    @property
+    def num_of_the_old(self) -> int:
+        return max((event.num_output_tokens for event in self.weight_version_events), default=0)
+
+
+class Serving:
+    weight_version = "0"
+
+
+class Hooks:
+    """Stands for SGLang's registry of hooks."""
+
+    def __init__(self) -> None:
+        self.by_target: dict[str, Callable[..., object]] = {}
+
+    def register(self, target: str, hook: Callable[..., object], kind: object) -> None:
+        self.by_target[target] = hook
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> Hooks:
+    """Of the plugin, over stand-ins of what it imports of SGLang."""
+    registry = Hooks()
+    grammar = SimpleNamespace(move_vocab_mask=None, apply_vocab_mask=None, reset_vocab_mask=None, allocate_vocab_mask=None)
+    given: dict[str, dict[str, object]] = {
+        "arg_groups.choices": {"add_grammar_backend_choices": lambda names: None},
+        "constrained.base_grammar_backend": {"BaseGrammarObject": type("Base", (), {}), "register_grammar_backend": lambda *_: None},
+        "constrained.llguidance_backend": {"GuidanceBackend": type("Backend", (), {}), "GuidanceGrammar": grammar},
+        "plugins.hook_registry": {"HookRegistry": registry, "HookType": SimpleNamespace(AFTER=1, AROUND=2)},
+        "runtime_context": {"get_serving": Serving},
+        "utils.weight_versions": {"WeightVersionEvent": Event},
+    }
+    for name, contents in given.items():
+        module = ModuleType(f"{SGLANG}.{name}")
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.syspath_prepend(str(INSIDE))
+    spec = importlib.util.spec_from_file_location("midflight_in_sglang", INSIDE / "midflight_in_sglang.py")
+    assert spec is not None and spec.loader is not None
+    plugin = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plugin)
+    plugin.register()
+    return registry
+
+
+def change(hooks: Hooks, version: str, *, live: list[Req], under_way: list[Req]) -> None:
+    """As SGLang's scheduler does it: it notes, of each request that has tokens, how many it has."""
+
+    def record(scheduler: object, new_version: str) -> None:
+        for req in live:
+            if req.output_ids and new_version != Serving.weight_version:
+                req.weight_version_events.append(Event(Serving.weight_version, len(req.output_ids)))
+
+    scheduler = SimpleNamespace(result_queue=[(SimpleNamespace(reqs=under_way), "result")])
+    hooks.by_target[f"{SGLANG}.managers.scheduler.Scheduler.record_weight_version_change"](record, scheduler, version)
+
+
+def test_i6_a_step_under_way_makes_one_more_token_of_the_old_weights_for_those_that_it_is_of_and_for_nobody_else(hooks: Hooks) -> None:
+    decoding, waiting, read, half_read = Req([1, 2, 3]), Req([1, 2]), Req([]), Req([], inflight_middle_chunks=1)
+    change(hooks, "1", live=[decoding, waiting, read, half_read], under_way=[decoding, read, half_read])
+    assert [req.num_of_the_old for req in (decoding, waiting, read, half_read)] == [4, 2, 1, 0]
+
+
+def test_a_label_that_does_not_change_notes_nothing(hooks: Hooks) -> None:
+    req = Req([1, 2, 3])
+    change(hooks, Serving.weight_version, live=[req], under_way=[req])
+    assert req.weight_version_events == []
+
+
+class SaysVersions(FakeSglang):
+    """Its overlap scheduler has a step under way. It gives the first tokens of each answer to its first weights."""
+
+    num_of_the_first = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.overlaps = True
+
+    def event(self, i: int, *, last: bool) -> object:
+        said = super().event(i, last=last)
+        assert isinstance(said, dict)
+        if last:
+            spans = [("0", 0, self.num_of_the_first), ("1", self.num_of_the_first, i)]
+            said["meta_info"]["weight_versions"] = [{"version": v, "start": start, "end": end} for v, start, end in spans]
+        return said
+
+
+@pytest.mark.parametrize(("has_plugin", "num_late"), [(True, 0), (False, 1)])
+def test_i6_a_server_with_our_plugin_is_believed_and_the_account_of_any_other_is_put_back_by_the_step_under_way(
+    has_plugin: bool, num_late: int, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        fake = SaysVersions()
+        fake.has_plugin, fake.num_of_the_first = has_plugin, 6
+        async with attached(fake, tmp_path) as (engine, receiver):
+            await engine.stage(receiver.publish(1, tiny_model(seed=1)))
+            chunks = engine.generate(ask(max_tokens=20))
+            got = await until_tokens(chunks, 3)
+            await engine.pause(PauseMode.KEEP)
+            await engine.commit(1)
+            await engine.resume()
+            got += await rest(chunks)
+        num_old = 6 + num_late
+        assert labels(got) == [(0, 0)] * num_old + [(1, 0)] * (20 - num_old)
+        assert live_labels(got)[: 3 + 2] == [(0, 0)] * 5, "one on its way, and the one of the step that was under way"
+        assert live_labels(got)[-1] == (1, 0)
+
+    asyncio.run(main())
