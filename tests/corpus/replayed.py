@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ MAX_CONTEXT = 2_000_000
 
 
 @asynccontextmanager
-async def able_gateway(rule: Callable[[str], str]) -> AsyncIterator[httpx2.AsyncClient]:
+async def able_gateway(rule: Callable[[str], str]) -> AsyncGenerator[httpx2.AsyncClient]:
     """A client of a gateway whose engine replies by `rule` to the prompt's text."""
     able = replace(CAPABLE, max_context=MAX_CONTEXT, features=ALL)
     engine = ScriptedEngine(script=Replies(rule), capabilities=able, step_seconds=0.0, chunk_tokens=8)
