@@ -109,6 +109,12 @@ def test_ids_and_times_of_an_answer_are_masked_and_what_refers_to_an_id_still_do
     assert bodies.masked(text) == '{"id":"resp_<id 1>","created_at":<time>,"of":"<id 2>","again":"<id 1>","max":100}'
 
 
+def test_a_difference_between_two_answers_is_shown_by_field() -> None:
+    before = bodies.in_lines('{"model":"policy","choices":[{"index":0,"finish_reason":"stop"}]}')
+    now = before.replace("stop", "length")
+    assert comparing.changed(before, now) == '\n    -"finish_reason":"stop"}]}\n    +"finish_reason":"length"}]}'
+
+
 def test_a_scripted_reply_calls_the_first_tool_that_is_offered_and_tells_prompts_apart() -> None:
     offered = bodies.reply('{"type": "function", "function": {"name": "look"}}')
     assert '{"name": "look", "arguments": {"input": "a"}}' in offered

@@ -20,7 +20,7 @@ def answers() -> Found:
     """Each answer with its status and its headers, by client, route and what the body uses."""
     bodies = list(read())
     texts = replayed(bodies, reply)
-    return dict(zip(_names(bodies), map(masked, texts), strict=True))
+    return {name: in_lines(masked(text)) for name, text in zip(_names(bodies), texts, strict=True)}
 
 
 def reply(prompt: str) -> str:
@@ -40,6 +40,11 @@ def masked(answer: str) -> str:
         return f"<id {numbers.setdefault(match[0], len(numbers) + 1)}>"
 
     return ID.sub(number, TIME.sub(r"\1<time>", answer))
+
+
+def in_lines(answer: str) -> str:
+    """The answer with each field of its JSON on a line, so that a difference is short."""
+    return answer.replace(',"', ',\n"')
 
 
 def _names(bodies: list[Recorded]) -> Iterator[str]:
