@@ -57,6 +57,7 @@ class Module:
 
     def __init__(self, path: Path, *, sources: Path) -> None:
         inside = path.relative_to(sources)
+        self.path = path
         self.is_package = path.name == "__init__.py"
         self.name = ".".join((inside.parent if self.is_package else inside.with_suffix("")).parts)
         self.text = path.read_text()

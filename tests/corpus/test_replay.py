@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.corpus.recorded import BODIES, Recorded, features, read, scrubbed
-from tests.gateway.site import Site
+from tests.corpus.replayed import able_gateway
 
-from midflight.gateway.answers.plan import EngineLimits
-from midflight.testing.script import Replies
-from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import Feature
-
-ALL = frozenset(Feature)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in BODIES.glob("*.json")))
@@ -26,10 +19,7 @@ def test_all_that_a_client_sent_is_answered(name: str) -> None:
     assert bodies
 
     async def main() -> None:
-        able = replace(CAPABLE, max_context=2_000_000, features=ALL)
-        site = Site([ScriptedEngine(script=Replies(lambda prompt: "hello"), capabilities=able, step_seconds=0.0, chunk_tokens=8)])
-        site.gateway._planner._limits = site.gateway.limits = EngineLimits(2_000_000, 262, features=ALL)
-        async with site.http() as http:
+        async with able_gateway(lambda prompt: "hello") as http:
             for one in bodies:
                 answer = await http.post(one.path, json=one.body)
                 assert answer.status_code == 200, (one.features, answer.text)
