@@ -77,14 +77,18 @@ def nested(module: Module) -> Iterator[Place]:
     found: set[ast.expr] = set()
     for outer in module.nodes:
         if isinstance(outer, INLINE):
-            found.update(node for node in ast.walk(outer) if isinstance(node, INLINE) and node is not outer)
+            found.update(
+                node for node in ast.walk(outer) if isinstance(node, INLINE) and node is not outer
+            )
     for node in sorted(found, key=lambda node: (node.lineno, node.col_offset)):
         yield _place(module, node)
 
 
 def parallel(module: Module) -> Iterator[Place]:
     for node in module.nodes:
-        if isinstance(node, ast.Assign) and any(_is_parallel(target, node.value) for target in node.targets):
+        if isinstance(node, ast.Assign) and any(
+            _is_parallel(target, node.value) for target in node.targets
+        ):
             yield _place(module, node)
 
 
@@ -109,7 +113,9 @@ def _is_swap(targets: Sequence[ast.expr], values: Sequence[ast.expr]) -> bool:
 
 def starred(module: Module) -> Iterator[Place]:
     for node in module.nodes:
-        if isinstance(node, ast.Call) and any(_is_starred_literal(argument) for argument in node.args):
+        if isinstance(node, ast.Call) and any(
+            _is_starred_literal(argument) for argument in node.args
+        ):
             yield _place(module, node)
 
 
@@ -222,7 +228,11 @@ def rows(modules: Sequence[Module]) -> list[tuple[str, str]]:
     """Each row's name and figures."""
     num_lines = sum(len(module.code_lines) for module in modules)
     num_nodes = sum(len(module.nodes) for module in modules)
-    sizes = [("files", f"{len(modules)}"), ("code lines", f"{num_lines}"), ("AST nodes", f"{num_nodes}")]
+    sizes = [
+        ("files", f"{len(modules)}"),
+        ("code lines", f"{num_lines}"),
+        ("AST nodes", f"{num_nodes}"),
+    ]
     sizes.append(("nodes a line", f"{num_nodes / max(1, num_lines):.1f}"))
     return [*sizes, ("functions", _lengths(modules)), *_rates(modules, num_lines)]
 
@@ -247,7 +257,9 @@ def _rates(modules: Sequence[Module], num_lines: int) -> Iterator[tuple[str, str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("paths", nargs="*", type=Path, default=[ROOT / "src" / "midflight"])
     parser.add_argument("--list", choices=COUNTED, help="print the places that this row counts")
     options = parser.parse_args()

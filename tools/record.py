@@ -106,7 +106,9 @@ def main() -> int:
 
 def parsed() -> argparse.Namespace:
     """The options of the command line. An earlier record must have all parts that are compared, and is not written over."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--against", type=Path, metavar="OTHER")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
@@ -117,7 +119,9 @@ def parsed() -> argparse.Namespace:
             parser.error("DIR and OTHER are one folder: the earlier record would be written over.")
         for name in options.only:
             if not file_of(options.against, name).is_file():
-                parser.error(f"{options.against} has no record of {name}; choose parts with --only.")
+                parser.error(
+                    f"{options.against} has no record of {name}; choose parts with --only."
+                )
     return options
 
 

@@ -105,12 +105,6 @@ def test_a_reward_needs_the_whole_answer_and_nothing_else(twin: ModuleType) -> N
     assert [reward([97, 98, 256]), reward([97, 98]), reward([97, 98, 99, 256]), reward([97, 256])] == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_the_twin_is_short_enough_to_read() -> None:
-    lines = (Path(__file__).parents[2] / "examples" / "one_file_grpo.py").read_text().splitlines()
-    assert len(lines) <= 250
-    assert not any("midflight" in line for line in lines if line.lstrip().startswith(("import ", "from ")))
-
-
 def test_the_twin_reads_a_model_folder(twin: ModuleType, tmp_path: Path) -> None:
     model = tiny_model(torch.float32)
     model.save_pretrained(tmp_path)

@@ -23,8 +23,10 @@ from midflight.models.names import named_tensors
 from midflight.observe.machine import machine
 from midflight.testing.ring import SimulatedTrainer
 from midflight.testing.virtual_time import run_virtual
-from midflight.trainer.step import Scoring
-from midflight.trainer.trainer import PolicyTrainer, SupervisedTrainer, Valuation
+from midflight.trainer.credit import Scoring
+from midflight.trainer.critic import Valuation
+from midflight.trainer.supervised import SupervisedTrainer
+from midflight.trainer.trainer import PolicyTrainer
 from midflight.types import PackedBatch, Task
 from recording import Found
 from recording.comparing import changes
@@ -71,7 +73,10 @@ def differences(before: Found, now: Found) -> Iterator[str]:
 
 def supervised() -> str:
     trainer = SupervisedTrainer(small_model(), learning_rate=1e-2, micro_batch_tokens=8)
-    examples = [([257, *b"abc", 256, 258], [*b"cba", 256]), ([257, *b"no", 256, 258], [*b"on", 256])]
+    examples = [
+        ([257, *b"abc", 256, 258], [*b"cba", 256]),
+        ([257, *b"no", 256, 258], [*b"on", 256]),
+    ]
     losses = [trainer.step(examples) for _ in range(STEPS)]
     return curve(losses, trainer.model)
 

@@ -46,4 +46,6 @@ def _run(junit: Path) -> None:
     command = [sys.executable, "-m", "pytest", *PARALLEL, "tests", f"--junit-xml={junit}"]
     status = subprocess.run(command, cwd=ROOT, env=surroundings()).returncode
     if status > SOME_FAILED:
-        raise SystemExit(f"pytest ended with status {status}, so not every test has a result; what it printed is above.")
+        raise SystemExit(
+            f"pytest ended with status {status}, so not every test has a result; what it printed is above."
+        )
