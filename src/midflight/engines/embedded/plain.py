@@ -152,7 +152,8 @@ class PlainRunner(Runner):
     def _logits(self, tokens: Tensor, positions: Tensor, last: Ints) -> Tensor:
         step = STEP.get()
         assert step is not None
-        moved = self._pointers != self._places()
+        # Tensors of a device without addresses all say 0, so that a move is not seen there.
+        moved = not any(self._pointers) or self._pointers != self._places()
         packed_anew = self._ahead is not None and self._ahead.pointers == self._pointers
         if moved or packed_anew:
             self._lay_out()
