@@ -1,5 +1,5 @@
-"""What a box gets from a Dockerfile. With docker it gets everything; elsewhere it gets what needs
-no container: the files that are copied, and the folder in which a program starts.
+"""Reads a Dockerfile for a box. With docker a box gets everything from it; elsewhere it gets only
+the files that are copied, and the folder in which a program starts.
 """
 
 import re
@@ -34,7 +34,7 @@ REMEDY = 'play it with sandbox = { kind = "docker" } in the source\'s options, o
 def furnished_by(
     context: Path, said: str, *, image: str, kind: str, beside: Sequence[str]
 ) -> Furnished:
-    """What a box of this kind begins with, for an environment of that folder or of an image.
+    """Finds what a box of this kind begins with, for an environment of that folder or of an image.
     `beside` are further folders that are written to. `ConfigError` for an environment that would
     have to be built where nothing can build it, or for files that are put where nothing can be put.
     """

@@ -13,10 +13,10 @@ from midflight.types import Json, Result, Task
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What an answer did in a game."""
+    """The effect of an answer in a game."""
 
     shown: str
-    """What the model is told. It is not used where the game has ended."""
+    """This text is the model's next message. It is not used where the game has ended."""
     reward: float = 0.0
     ended: bool = False
     valid: bool = True

@@ -30,7 +30,7 @@ and not the entropy, and the mean of -log p is an estimate of that.
 
 
 class TokenUse(StrEnum):
-    """What became of a token. A token that the model wrote and that is not trained has a `Reason`
+    """A token was used in one of these ways. A token that the model wrote and that is not trained has a `Reason`
     in place of these.
     """
 
@@ -161,8 +161,8 @@ def _columns(key: RolloutKey) -> tuple[int, int, int, int]:
 
 
 def _running(store: StoreReading, key: RolloutKey) -> tuple[Row, ...]:
-    """What a rollout that goes on has said so far: its last turn, with the earlier ones that this
-    turn continues.
+    """Reads the rows of a rollout that goes on: its last turn, with the earlier ones that this turn
+    continues.
     """
     blobs = store.ask(
         "SELECT turn FROM turns WHERE (epoch, position, attempt, sample) = (?, ?, ?, ?) ORDER "
@@ -258,7 +258,7 @@ def _why_masked(rollout: RolloutBrief | None) -> str:
 
 
 def _outcome(group: GroupSeen, rollout: RolloutBrief | None) -> str:
-    """What became of the tokens that could be trained on."""
+    """Names the use of those tokens that could be trained on, or the reason why there is none."""
     if rollout is None:
         return TokenUse.RUNNING
     if rollout.reward is None:

@@ -20,7 +20,7 @@ from midflight.types import GroupKey, Json, Kind, RolloutKey, Row, Task, Version
 
 
 class ExportFormat(StrEnum):
-    """What a line of the file holds. `sft`: a conversation. `dpo`: a pair, the best and the worst
+    """A line of the file holds one of these. `sft`: a conversation. `dpo`: a pair, the best and the worst
     answer to a task. `jsonl`: all that is known about a rollout, token by token.
     """
 

@@ -137,7 +137,7 @@ class GroupSeen:
 
     @property
     def fate(self) -> str:
-        """What became of the group, in words."""
+        """Whether the group was trained, was dropped, or goes on, in words."""
         match self.state:
             case State.TRAINED:
                 return f"trained, made version {self.version}"

@@ -121,7 +121,7 @@ def _accounts(store: StoreReading, total: Mapping[tuple[Fate, Reason | None], in
 
 
 def _mistakes(store: StoreReading, accounts: Accounts) -> list[str]:
-    """What does not add up. A store that only facts have written has no mistakes."""
+    """Lists the counts that do not add up. A store that only facts have written has no mistakes."""
     found: list[str] = []
     ((open_, early),) = store.ask(
         "SELECT COALESCE(SUM(fate = 'waiting' AND (state IN ('trained', 'dropped') OR "

@@ -29,7 +29,7 @@ whole disk is read.
 
 
 class RunCondition(StrEnum):
-    """What became of a run, as its folder shows."""
+    """The folder of a run shows one of these conditions."""
 
     RUNNING = "running"
     """A living process holds the folder."""

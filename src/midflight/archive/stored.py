@@ -116,9 +116,11 @@ def _join_shards(connection: sqlite3.Connection, folder: Path) -> None:
         columns = [name for _, name, *_ in connection.execute(f"PRAGMA main.table_info({table})")]
         unions: list[str] = []
         for number, schema in enumerate(schemas):
-            lease = f"lease * {len(schemas)} + {number} AS lease"
-            chosen = ", ".join(lease if name == "lease" else name for name in columns)
-            unions.append(f"SELECT {chosen} FROM {schema}.{table}")
+            chosen = list(columns)
+            if "lease" in chosen:
+                place = chosen.index("lease")
+                chosen[place] = f"lease * {len(schemas)} + {number} AS lease"
+            unions.append(f"SELECT {', '.join(chosen)} FROM {schema}.{table}")
         connection.execute(f"CREATE TEMP VIEW {table} AS {' UNION ALL '.join(unions)}")
 
 

@@ -296,7 +296,7 @@ def slots_used(
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What the seconds of rollouts were spent on, as means."""
+    """The mean seconds that a rollout spent on each kind of work or wait."""
 
     generating: float
     """From the first token of each answer to its end."""

@@ -85,8 +85,7 @@ def compare(
     if options:
         rows: list[tuple[str, ...]] = []
         for name, values in options:
-            shown = [UNSET if value is None else str(value) for value in values]
-            rows.append((name, *shown))
+            rows.append((name, *map(_shown, values)))
         _print_table(("option", *labels), rows)
     else:
         typer.echo("their configurations are the same")
@@ -95,6 +94,10 @@ def compare(
     )
     typer.echo(f"plot: {plot}")
     return 0
+
+
+def _shown(value: object) -> str:
+    return UNSET if value is None else str(value)
 
 
 def _numbers(chosen: Sequence[ArchivedRun]) -> Iterator[tuple[str, ...]]:

@@ -282,15 +282,14 @@ def _masks(correction: CorrectionSection) -> Mapping[str, Mapping[str, float]]:
     """The bounds of each mask of which at least one bound is set. An open end is 0 or infinity."""
     found: dict[str, Mapping[str, float]] = {}
     for mask, row in MASKS.items():
-        bounds = {name: 0.0 if name == "low" else float("inf") for name in row.bounds}
-        is_in_force = False
-        for name, option in row.bounds.items():
-            given = getattr(correction, option)
-            if given is not None:
-                bounds[name] = given
-                is_in_force = True
-        if is_in_force:
-            found[mask] = bounds
+        given = {name: getattr(correction, option) for name, option in row.bounds.items()}
+        if all(value is None for value in given.values()):
+            continue
+        bounds: dict[str, float] = {}
+        for name, value in given.items():
+            open_end = 0.0 if name == "low" else float("inf")
+            bounds[name] = open_end if value is None else value
+        found[mask] = bounds
     return found
 
 

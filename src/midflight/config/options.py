@@ -81,7 +81,11 @@ def key_of(path: KeyPath) -> str:
 
 def generic_key(path: KeyPath) -> str:
     """The key with `*` for each index, as in `Option.key`."""
-    return ".".join("*" if isinstance(part, int) else part for part in path)
+    return ".".join(map(_generic, path))
+
+
+def _generic(part: str | int) -> str:
+    return "*" if isinstance(part, int) else part
 
 
 def option_at(path: KeyPath) -> Option | None:

@@ -289,8 +289,11 @@ def step_kept(frame: StepFrame) -> list[bytes | None]:
 
 
 def _lengths(kept: Sequence[bytes | None]) -> bytes:
-    lengths = [-1 if left is None else len(left) for left in kept]
-    return np.array(lengths, dtype="<i4").tobytes()
+    return np.array(list(map(_length, kept)), dtype="<i4").tobytes()
+
+
+def _length(left: bytes | None) -> int:
+    return -1 if left is None else len(left)
 
 
 def error_from(

@@ -99,7 +99,10 @@ class PastLines:
         counted += [asdict(line.totals) for line in self.resumes]
         if not counted:
             return Totals()
-        highest = {name: max(totals[name] for totals in counted) for name in counted[0]}
+        highest = counted[0]
+        for totals in counted[1:]:
+            for name, value in totals.items():
+                highest[name] = max(highest[name], value)
         return Totals(**highest)
 
 

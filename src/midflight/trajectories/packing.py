@@ -72,7 +72,6 @@ def pack(batch: Batch) -> PackedBatch:
     kept, kept_lengths = _kept(rows)
     newest = batch.train_version
     lengths = [len(row.token_ids) for row in rows]
-    rooms = [NO_ANSWER if t.room is None else t.room for t in rollouts]
     return PackedBatch(
         lease=batch.lease,
         train_version=batch.train_version,
@@ -89,10 +88,19 @@ def pack(batch: Batch) -> PackedBatch:
         kept=kept,
         kept_lengths=kept_lengths,
         experts=_joined_experts([row.experts for row in rows], lengths),
-        room=np.array(rooms, np.int32),
+        room=np.array(list(map(_room, rollouts)), np.int32),
         **_turn_rewards(rollouts, rows),
         **_components(rollouts),
     )
+
+
+def _room(trajectory: Trajectory) -> int:
+    return NO_ANSWER if trajectory.room is None else trajectory.room
+
+
+def _or_zeros(row: Row, found: Int32 | None) -> Int32:
+    """What was found for each token of the row; zeros where nothing was."""
+    return np.zeros(len(row.token_ids), np.int32) if found is None else found
 
 
 def _flat(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
@@ -110,15 +118,16 @@ def _turn_rewards(rollouts: Sequence[Trajectory], rows: Sequence[Row]) -> dict[s
     rewards = np.zeros((len(rollouts), width), np.float32)
     for line, trajectory in zip(rewards, rollouts, strict=True):
         line[: len(trajectory.turn_rewards)] = trajectory.turn_rewards
-    turns = [
-        np.zeros(len(row.token_ids), np.int32) if row.turns is None else row.turns for row in rows
-    ]
+    turns = [_or_zeros(row, row.turns) for row in rows]
     return {"turn_rewards": rewards.ravel(), "turns": _flat(turns, np.int32)}
 
 
 def _components(rollouts: Sequence[Trajectory]) -> dict[str, Any]:
     """What rewards are made of, a column for each name; nothing where no rollout says that."""
-    names = sorted({name for t in rollouts for name in t.components})
+    known: set[str] = set()
+    for trajectory in rollouts:
+        known.update(trajectory.components)
+    names = sorted(known)
     if not names:
         return {}
     table = np.array([_line(t, names) for t in rollouts], np.float32)
@@ -134,10 +143,7 @@ def _kept(rows: Sequence[Row]) -> tuple[UInt8, Int32] | tuple[None, None]:
     if all(row.kept is None for row in rows):
         return None, None
     kept = [row.kept for row in rows if row.kept is not None]
-    lengths = [
-        np.zeros(len(row.token_ids), np.int32) if row.kept_lengths is None else row.kept_lengths
-        for row in rows
-    ]
+    lengths = [_or_zeros(row, row.kept_lengths) for row in rows]
     return np.concatenate(kept), np.concatenate(lengths)
 
 
@@ -177,10 +183,9 @@ def merged(lease: int, parts: Sequence[PackedBatch]) -> PackedBatch:
         offsets.append(part.row_offsets[1:] + tokens_before[number])
         rollout_of_row.append(part.row_rollout + rollouts_before[number])
         group_of_rollout.append(part.rollout_group + groups_before[number])
-    whole = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in (*_TOKENS, "rewards", "truncated")
-    }
+    whole: dict[str, NDArray[Any]] = {}
+    for name in (*_TOKENS, "rewards", "truncated"):
+        whole[name] = np.concatenate([getattr(part, name) for part in parts])
     return PackedBatch(
         lease=lease,
         train_version=parts[0].train_version,

@@ -398,7 +398,7 @@ class Unread:
         return tuple(found)
 
 
-_PRINTABLE = bytes(letter if 32 <= letter < 127 else ord("?") for letter in range(256))
+_PRINTABLE = b"?" * 32 + bytes(range(32, 127)) + b"?" * 129
 """A table for `bytes.translate` that replaces what a header may not hold."""
 
 

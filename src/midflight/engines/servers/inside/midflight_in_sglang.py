@@ -83,10 +83,14 @@ def _with_seeds(info, cls, batch, vocab_size):
     has one, because batches are merged row by row.
     """
     if torch.device(batch.device).type == "cpu" and info.sampling_seed is None:
-        asked = [request.sampling_params.sampling_seed for request in batch.reqs]
-        seeds = [_NO_SEED if seed is None else seed for seed in asked]
+        seeds = [_seed_of(request) for request in batch.reqs]
         info.sampling_seed = torch.tensor(seeds, dtype=torch.int64)
     return info
+
+
+def _seed_of(request):
+    seed = request.sampling_params.sampling_seed
+    return _NO_SEED if seed is None else seed
 
 
 def _given(seeds):
