@@ -30,10 +30,10 @@ from memory import Looked, train
 ROOT = Path(__file__).parents[2]
 STEPS = 5
 MOST_TOKENS = 64
-NUM_IN_FLIGHT = 4
+NUM_IN_FLIGHT = 2
 SETTINGS = (
     f"run.steps={STEPS}",
-    "rollout.groups_per_step=2",
+    "rollout.groups_per_step=4",
     f"rollout.group_size={NUM_IN_FLIGHT}",
     f"rollout.max_in_flight={NUM_IN_FLIGHT}",
     f"engine.max_running={NUM_IN_FLIGHT}",
@@ -43,7 +43,7 @@ SETTINGS = (
     'environment.sources.0.prompt="What is {expression}? Explain each step."',
     'environment.rewards=[{entry = "tests.pretrained.rewards:variety"}]',
     "trainer.warmup_steps=0",
-    "trainer.micro_batch_tokens=128",
+    "trainer.micro_batch_tokens=512",
     "trainer.checkpoint_every=1",
     f"trainer.keep_checkpoints={STEPS}",
     # However busy the machine is:
@@ -55,7 +55,7 @@ SETTINGS = (
 )
 """Long answers, and so few at once that the trainer waits for them and not they for it: whenever a version comes, all of them are under way.
 Each step moves the weights, and all versions are kept, which takes 8 GB of disk."""
-ROUNDING = 1e-4
+ROUNDING = 2e-4
 """Nats, by which two ways of computing the same in float32 may differ: three times the most that was measured. In bfloat16 it would be tenths."""
 APART = 100 * ROUNDING
 """Nats, by which some token must differ from what the version before would have said: else the comparison shows nothing."""
@@ -111,7 +111,7 @@ def test_i6_every_token_that_a_server_makes_in_flight_is_of_the_version_that_it_
     run = trained(kind, transport, fetched[0], tmp_path, monkeypatch)
     answers = stored(run)
     several = [answer for answer in answers if len(set(answer.versions)) > 1]
-    assert len(several) >= NUM_IN_FLIGHT, "versions come while answers are under way"
+    assert len(several) > NUM_IN_FLIGHT, "versions come while answers are under way"
     models = Versions(fetched[0], run)
     as_claimed = [apart(answer, expected(answer, models)) for answer in answers]
     plain = [apart(answer, by_one_version_each(answer, models)) for answer in several]
