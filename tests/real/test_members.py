@@ -53,12 +53,15 @@ def test_i3_i5_an_engine_joins_in_mid_run_serves_the_current_version_and_leaves_
 ) -> None:
     run, config = tmp_path / "run", tmp_path / "small.toml"
     config.write_text(CONFIG)
-    slow = ("--set", "engine.max_running=1")  # so that requests wait in both engines
-    sets = [
-        x
-        for one in ("run.steps=5000", "environment.max_tokens=40", "environment.sources.0.heldout=0", "gateway.drain_seconds=0")
-        for x in ("--set", one)
-    ]
+    slow = ("--set", "engine.max_running=1")  # of 16 requests, so that some wait in both engines at every moment
+    settings = (
+        "run.steps=5000",
+        "rollout.max_in_flight=16",
+        "environment.max_tokens=40",
+        "environment.sources.0.heldout=0",
+        "gateway.drain_seconds=0",
+    )
+    sets = [word for setting in settings for word in ("--set", setting)]
     training = command("train", config, "--folder", run, *slow, *sets, folder=tmp_path)
     training.until(lambda: len(steps(run)) >= 2, "two steps", 120)
     endpoint = json.loads((run / "endpoint.json").read_text())
