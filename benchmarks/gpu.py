@@ -3,7 +3,7 @@ handover, and a whole run. Skipped, with a word, where torch sees none.
 
     python benchmarks/gpu.py [--only generation training handover ring] [--rounds 3]
 
-Generation is of the embedded engine in bfloat16; *of an H100's bandwidth* is the share of it that
+Generation is of the embedded engine in bfloat16; *of a copy's bandwidth* is the share of it that
 reading all weights once a step takes, so 1 is the floor of decoding. Training has weights in
 float32 and computes in bfloat16. The handover is from the trainer's weights to the engine's, by
 shared memory and as in a run. The ring is `midflight train` on the demo's tasks with engine and
@@ -46,8 +46,6 @@ from midflight.types import GenerateRequest, SamplingParams
 from midflight.types.facts import unheard
 from midflight.weights.transports.select import publisher, receiver
 
-BANDWIDTH = 3.35e12
-"""Bytes a second of an H100 SXM's memory, as its maker says."""
 PAD = 261
 CONTEXT = 2048
 DEMO = Path(__file__).parents[1] / "configs" / "demo.toml"
@@ -145,9 +143,18 @@ def seconds(deed: Callable[[], object], *, device: str, rounds: int) -> float:
     return statistics.median(taken[1:])
 
 
+def copy_bandwidth(device: str, *, num_bytes: int = 2**30) -> float:
+    """Bytes that a copy within the device's memory reads and writes in a second."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / seconds(lambda: target.copy_(source), device=device, rounds=10)
+
+
 def generation(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     model = load_model(folder, dtype="bfloat16", device=options.device)
     weights = sum(tensor.nbytes for tensor in named_tensors(model).values())
+    bandwidth = copy_bandwidth(options.device)
+    yield "a copy within the device's memory", f"{bandwidth / 1e12:.2f} TB/s, read and written"
     engine = EmbeddedEngine(
         model,
         tokenizer=Tokenizer(byte_tokenizer(), template=None, eos_token_ids=frozenset({END})),
@@ -170,10 +177,10 @@ def generation(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str,
             device=options.device,
             rounds=options.rounds,
         )
-        floor = options.tokens * weights / BANDWIDTH / taken
+        floor = options.tokens * weights / bandwidth / taken
         yield (
             f"decoding {running} together",
-            f"{running * options.tokens / taken:,.0f} tokens/s, {floor:.2f} of an H100's bandwidth",
+            f"{running * options.tokens / taken:,.0f} tokens/s, {floor:.3f} of a copy's bandwidth",
         )
 
 
@@ -229,32 +236,21 @@ def handover(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, s
 
 def whole_ring(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     shared = options.device.startswith("cuda") and torch.cuda.device_count() < 2
-    config = load_config(
-        DEMO,
-        [
-            *(SETTINGS if options.smoke else ()),
-            *(
-                f"model.path={folder}",
-                f"model.max_context={CONTEXT if not options.smoke else 128}",
-                "engine.dtype=bfloat16",
-            ),
-            *(
-                f"engine.device={options.device}",
-                f"trainer.device={options.device}",
-                f"engine.share_devices={str(shared).lower()}",
-            ),
-            *(
-                "trainer.compute_dtype=bfloat16",
-                "warm_start.target_accuracy=none",
-                f"run.steps={options.steps}",
-            ),
-            *(
-                f"run.folder={folder.parent / 'run'}",
-                f"run.name=gpu-{secrets.token_hex(4)}",
-                "environment.workers=0",
-            ),
-        ],
-    )
+    settings = [
+        f"model.path={folder}",
+        f"model.max_context={CONTEXT if not options.smoke else 128}",
+        "engine.dtype=bfloat16",
+        f"engine.device={options.device}",
+        f"trainer.device={options.device}",
+        f"engine.share_devices={str(shared).lower()}",
+        "trainer.compute_dtype=bfloat16",
+        "warm_start.target_accuracy=none",
+        f"run.steps={options.steps}",
+        f"run.folder={folder.parent / 'run'}",
+        f"run.name=gpu-{secrets.token_hex(4)}",
+        "environment.workers=0",
+    ]
+    config = load_config(DEMO, [*SETTINGS, *settings] if options.smoke else settings)
     warmup = max(1, options.steps // 3)
     found = ring(config, warmup=warmup)
     staged, paused = found.handover

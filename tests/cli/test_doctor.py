@@ -7,6 +7,7 @@ import resource
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ def test_what_a_default_run_could_not_work_without_is_status_1_and_says_what_to_
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "problem" in printed and "ulimit -n 4096" in printed and "1 problem: a run could not work" in printed
+
+
+def test_sources_that_are_not_installed_are_noted_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine where nothing can be installed, with the sources on PYTHONPATH."""
+
+    def nothing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", nothing)
+    (finding,) = examination.packages()
+    assert finding.mark is Gravity.NOTE and "not installed" in finding.found and "pip install -e ." in finding.remedy
 
 
 def test_a_port_that_is_taken_is_a_problem_of_the_configuration(quick: None, capsys: pytest.CaptureFixture[str]) -> None:

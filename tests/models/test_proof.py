@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from midflight.errors import ConfigError
+from midflight.models import proof
 from midflight.models.creation import make_model
-from midflight.models.proof import attention_of, boundaries, eagerly, looks_ahead, own_logits, rows_to_try, stand_in
+from midflight.models.proof import Proof, Way, attention_of, boundaries, eagerly, kept_proof, looks_ahead, own_logits, rows_to_try, stand_in
 
 from .zoo import tiny, tiny_config, tiny_encoder
 
@@ -91,3 +95,17 @@ def test_a_forward_that_raises_is_an_error_with_its_type_its_text_and_the_remedy
 def test_a_model_that_looks_at_later_tokens_is_told_from_one_whose_numbers_depend_on_length_alone(name: str, decodes: bool) -> None:
     model = tiny(name) if decodes else tiny_encoder()
     assert (looks_ahead(model, rows_to_try(model)[0]) is None) == decodes
+
+
+def test_a_kept_proof_does_not_need_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sources may be on PYTHONPATH alone."""
+
+    def only_others(name: str) -> str:
+        if name == "midflight":
+            raise metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(proof, "version", only_others)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = Proof("engine", Way.PACKED)
+    assert kept_proof("engine", tiny_config("llama"), lambda: found) == found

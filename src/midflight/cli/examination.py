@@ -130,6 +130,16 @@ def software() -> Iterator[Finding]:
 
 def packages() -> Iterator[Finding]:
     """What Midflight needs, and which of its extras are there."""
+    if package_version("midflight") is None:
+        # Python finds the sources by its path, and nobody wrote down what they need.
+        yield Finding(
+            Gravity.NOTE,
+            "packages",
+            "midflight runs from its source folder and is not installed, so what it needs was not "
+            "looked at",
+            "pip install -e . in the source folder",
+        )
+        return
     missing: defaultdict[str, list[str]] = defaultdict(list)
     for requirement, extra in _requirements():
         there = package_version(requirement.name)

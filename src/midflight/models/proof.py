@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from midflight.errors import ConfigError
+from midflight.version import __version__
 
 TOLERANCE = 1e-3
 """Nats of a log-probability, and share of a gradient. Rounding in float32 gives 1e-5; a wrong
@@ -368,7 +369,7 @@ def draw_weights(model: nn.Module) -> None:
 # --- Proofs that are kept -------------------------------------------------------------------------
 
 
-_VERSIONED = ("midflight", "transformers", "torch")
+_LIBRARIES = ("transformers", "torch")
 
 
 def kept_proof(part: str, config: PreTrainedConfig, make: Callable[[], Proof]) -> Proof:
@@ -395,7 +396,7 @@ def _cache() -> Path:
 
 def _key(part: str, config: PreTrainedConfig) -> str:
     """A hash of all that the proof of a stand-in depends on."""
-    versions = [f"{name} {version(name)}" for name in _VERSIONED]
+    versions = [__version__, *(f"{name} {version(name)}" for name in _LIBRARIES)]
     known = {
         name: value
         for name, value in config.to_dict().items()
