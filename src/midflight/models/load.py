@@ -85,7 +85,11 @@ def load_model(
     # The stubs know only the plain return type; with output_loading_info it is a pair.
     model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     _check_complete(folder, info)
-    nn.Module.to(model, device=torch.device(device))
+    device = torch.device(device)
+    if device.type == "cuda":
+        # cuDNN's attention makes a plan for each new shape, and almost every step has a new one.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    nn.Module.to(model, device=device)
     others = other_parts(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(others))
