@@ -217,6 +217,7 @@ def handover(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, s
         "shared_memory", name=f"midflight-bench-gpu-{os.getpid()}", folder=folder
     ) as outbox:
         for version in range(1, options.rounds + 2):
+            change(source)
             marks = [time.perf_counter()]
             manifest = outbox.publish(version, in_dtype(named_tensors(source), torch.bfloat16))
             marks.append(time.perf_counter())
@@ -232,6 +233,13 @@ def handover(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, s
         f"{what} {statistics.median(taken[1:]):.4f} s" for what, taken in found.items()
     )
     yield f"a version of {sent / 1e9:.2f} GB", told
+
+
+def change(model: PreTrainedModel) -> None:
+    """Makes other weights of all of them: a version that an engine serves already is not fetched."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
 
 
 def whole_ring(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
