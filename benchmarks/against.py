@@ -2,8 +2,8 @@
 run.
 
     git worktree add ../before COMMIT
-    python benchmarks/against.py ../before [--benchmarks engine training handover overlap gateway]
-    [--rounds 5]
+    python benchmarks/against.py ../before [--rounds 5] \\
+        [--benchmarks engine training handover overlap gateway]
 
 Every round runs the benchmarks of both checkouts, each with its own sources and its own scripts,
 the second of them first in every other round. A ratio below 1 means that this checkout is cheaper;

@@ -1,11 +1,14 @@
 """How long it takes to look at a large run: the first page of its groups, others filtered and
 sorted, one conversation, words found.
 
-    python benchmarks/archive.py                     100 000 rollouts of 300 tokens each (0.8 GB),
-    made first in about a minute python benchmarks/archive.py --smoke             800 rollouts, and
-    no bar python benchmarks/archive.py --folder DIR        keeps the run there, for the next time
-    python benchmarks/archive.py --pages             pages of a viewer in place of looks: processor
-    time, answer, first paint in Chromium
+    python benchmarks/archive.py
+        100 000 rollouts of 300 tokens each (0.8 GB), made first in about a minute
+    python benchmarks/archive.py --smoke
+        800 rollouts, and no bar
+    python benchmarks/archive.py --folder DIR
+        keeps the run there, for the next time
+    python benchmarks/archive.py --pages
+        pages of a viewer in place of looks: processor time, answer, first paint in Chromium
 
 Says for each look the median and the largest of five, in milliseconds, and exits with 1 where a
 page takes over 300 ms or the first over a second. The first look is made by a process that has just

@@ -6,8 +6,9 @@ training wait. Name it as `environment.entry = "delayed_environment:answer"` fro
 the surroundings:
 
     MIDFLIGHT_DELAY_MEDIAN_SECONDS  median of the delay (default 0.5); 0 is no delay
-    MIDFLIGHT_DELAY_SIGMA           standard deviation of its logarithm (default 1.0); larger is a
-    longer tail MIDFLIGHT_DELAY_MAX_SECONDS     longest delay (default 20 times the median)
+    MIDFLIGHT_DELAY_SIGMA           standard deviation of its logarithm (default 1.0);
+                                    larger is a longer tail
+    MIDFLIGHT_DELAY_MAX_SECONDS     longest delay (default 20 times the median)
     MIDFLIGHT_DELAY_SEED            seed of the delays (default 0)
 
 A task overrules the first three by fields `delay_median_seconds`, `delay_sigma`,

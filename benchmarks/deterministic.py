@@ -1,8 +1,8 @@
 """What `engine.deterministic` does to the mismatch of engine and trainer: the same run without and
 with it, in turns.
 
-    python benchmarks/deterministic.py --engine vllm --python .venv-vllm/bin/python [--device cuda]
-    [--dtype bfloat16] [--steps 20] [--rounds 3]
+    python benchmarks/deterministic.py --engine vllm --python .venv-vllm/bin/python \\
+        [--device cuda] [--dtype bfloat16] [--steps 20] [--rounds 3]
 
 Without it, what shares a step with a token changes how the token's sums are rounded; with it, only
 that the trainer's kernels are other ones is left. It takes a GPU, because the servers have such

@@ -1,10 +1,12 @@
 """Does learning suffer from age? The demo task, synchronous, one step off and asynchronous, with
 and without the correction.
 
-    python benchmarks/learning.py --write-docs                                      all runs
-    python benchmarks/learning.py --seeds 0 --steps 10 --only synchronous async-4   a look at it
-    python benchmarks/learning.py --resume-from runs/learning/results.jsonl         goes on where it
-    was interrupted
+    python benchmarks/learning.py --write-docs
+        all runs
+    python benchmarks/learning.py --seeds 0 --steps 10 --only synchronous async-4
+        a look at it
+    python benchmarks/learning.py --resume-from runs/learning/results.jsonl
+        goes on where it was interrupted
 
 Every run is a `midflight train` of `configs/demo.toml` from one model, which is warm already (made
 once, kept under --folder), with the same steps, batches and learning rates; runs differ in their

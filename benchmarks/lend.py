@@ -3,8 +3,8 @@
 
     python benchmarks/lend.py                         three rounds, about six minutes
     python benchmarks/lend.py --groups 4 --slots 64   what waits for a batch are its last answers,
-    which no engine makes sooner python benchmarks/lend.py --rounds 0              the first table
-    alone
+                                                      which no engine makes sooner
+    python benchmarks/lend.py --rounds 0              the first table alone
 
 The first table is of the production code over scripted engines on virtual time, so that each has a
 device of its own whatever this machine is: 16 slots, 20 ms a token, and a request that comes or

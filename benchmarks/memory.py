@@ -1,7 +1,7 @@
 """The memory of each process of a run beside what the dry run estimates for it.
 
-    python benchmarks/memory.py [--model FOLDER] [--runs recipe default tiny] [--steps 4] [--answer
-    256] [--set OPTION ...]
+    python benchmarks/memory.py [--model FOLDER] [--runs recipe default tiny] \\
+        [--steps 4] [--answer 256] [--set OPTION ...]
 
 | run | what it is |
 |---|---|

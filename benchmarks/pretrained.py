@@ -1,11 +1,14 @@
 """A model that people know, trained by tables of runs: on two tasks, or on older and younger
 tokens.
 
-    python benchmarks/pretrained.py                                the tasks, one seed each: `make
-    pretrained` python benchmarks/pretrained.py --seeds 0 1 2 --check          three seeds, held
-    against what is promised python benchmarks/pretrained.py --table ages --seeds 0 1 2     what age
-    costs, 18 runs: `make pretrained-compare` python benchmarks/pretrained.py --only sums
-    one row of a table
+    python benchmarks/pretrained.py
+        the tasks, one seed each: `make pretrained`
+    python benchmarks/pretrained.py --seeds 0 1 2 --check
+        three seeds, held against what is promised
+    python benchmarks/pretrained.py --table ages --seeds 0 1 2
+        what age costs, 18 runs: `make pretrained-compare`
+    python benchmarks/pretrained.py --only sums
+        one row of a table
 
 Every run is a `midflight train` of a file of `configs/` in a folder of its own below `--folder`.
 The same command again goes on where it was interrupted: a run that has finished is not made again,

@@ -1,10 +1,9 @@
 """Output tokens per second over HTTP, with all cores of this machine: `midflight serve` beside
 servers of other people.
 
-    python benchmarks/serving.py [--model FOLDER] [--vllm-python .venv-vllm/bin/python] [--threads
-    2] [--rounds 5]
-                                 [--llama-python .venv-llama/bin/python --gguf FILE ...]
-                                 [--generate]
+    python benchmarks/serving.py [--model FOLDER] [--threads 2] [--rounds 5] [--generate] \\
+        [--vllm-python .venv-vllm/bin/python] \\
+        [--llama-python .venv-llama/bin/python --gguf FILE ...]
 
 | side | what it is |
 |---|---|

@@ -1,9 +1,9 @@
 """Our trainer against trl's `GRPOTrainer`: the step alone, and the whole way to the same reward.
 Same model, batch and cores.
 
-    python3 -m venv .venv-trl && .venv-trl/bin/pip install -c locks/trl.txt -r
-    benchmarks/requirements-trl.txt python benchmarks/training.py --trl-python .venv-trl/bin/python
-    --json training.json
+    python3 -m venv .venv-trl
+    .venv-trl/bin/pip install -c locks/trl.txt -r benchmarks/requirements-trl.txt
+    python benchmarks/training.py --trl-python .venv-trl/bin/python --json training.json
 
 **step**: forward, backward and optimiser step on 64 written completions (8 groups of 8, prompts of
 32 tokens, 3.2 M parameters with a byte vocabulary, float32, DAPO's loss). trl's preparing of inputs

@@ -5,8 +5,9 @@ again; nothing overlaps. Midflight does the same with all parts running at once.
 = 0` it must give the same tokens, losses and weights as this file (invariant I2), which is why
 everything that decides a number is written out here: the noise, the seeds, the loss.
 
-    python examples/one_file_grpo.py        # makes a tiny model, warms it up and trains it, in half
-    a minute
+    python examples/one_file_grpo.py
+
+That makes a tiny model, warms it up and trains it, in half a minute.
 """
 
 from __future__ import annotations

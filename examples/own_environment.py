@@ -1,8 +1,8 @@
 """An environment of your own: the agent has two tries, and hears after the first one what was wrong
 with it.
 
-    midflight train configs/demo.toml --folder runs/own --set
-    environment.entry=examples.own_environment:spell_with_a_hint
+    midflight train configs/demo.toml --folder runs/own \\
+        --set environment.entry=examples.own_environment:spell_with_a_hint
 
 Everything the client sends belongs to one session. The second request repeats the first answer in
 its messages; its recorded tokens are used again as they were sampled, so both tries are trained on,

@@ -1,8 +1,8 @@
 """A loss of your own: Simple Policy Optimization, which bounds the ratio by a parabola where PPO
 clips it.
 
-    midflight train configs/demo.toml --folder runs/own --set objective.kind=examples.own_loss:spo
-    --set objective.delta=0.3
+    midflight train configs/demo.toml --folder runs/own \\
+        --set objective.kind=examples.own_loss:spo --set objective.delta=0.3
 
 A loss is a function of what its parameters name, one number per token, and returns one loss per
 token. `docs/algorithms.md` has the names.

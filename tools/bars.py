@@ -1,10 +1,11 @@
 """The bars of the tree: measures them, prints a table, and exits with 1 where one is exceeded.
 
-    python tools/bars.py                 what the sources say: about two seconds
-    python tools/bars.py --journey       also a streamed chat through all processes (`journey.py`):
-    about fifteen seconds more python tools/bars.py --root DIR      of another checkout python
-    tools/bars.py --list          also what counts in each row; without this only where a bar is
-    exceeded
+    python tools/bars.py              what the sources say: about two seconds
+    python tools/bars.py --journey    also a streamed chat through all processes (`journey.py`):
+                                      about fifteen seconds more
+    python tools/bars.py --root DIR   of another checkout
+    python tools/bars.py --list       also what counts in each row; without this only where a bar
+                                      is exceeded
 
 | row | what is counted, under `src/midflight` unless said |
 |---|---|

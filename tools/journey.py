@@ -1,7 +1,7 @@
 """What a streamed chat passes: modules of `src`, functions, and calls for each token.
 
-    python tools/journey.py [DIR]        of this checkout, or of another: every module with its
-    calls a token
+    python tools/journey.py [DIR]    of this checkout, or of another:
+                                     every module with its calls a token
 
 One request for 32 tokens over a real socket, to the processes of `midflight rollouts`: through the
 gateway, over the wire to the process of an embedded engine, back, out as server-sent events, and

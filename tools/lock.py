@@ -1,9 +1,13 @@
 """Locks: the exact versions that each environment of the Makefile is installed with.
 
-    python tools/lock.py                    # every lock again, with the versions that it has where
-    they still fit python tools/lock.py midflight site     # these alone python tools/lock.py
-    --upgrade          # the newest versions that fit python tools/lock.py sglang --release 0.5.22
-    --into FILE    # of another release of a server, beside the lock
+    python tools/lock.py
+        every lock again, with the versions that it has where they still fit
+    python tools/lock.py midflight site
+        these alone
+    python tools/lock.py --upgrade
+        the newest versions that fit
+    python tools/lock.py sglang --release 0.5.22 --into FILE
+        of another release of a server, beside the lock
 
 A lock is a file of constraints (`pip install -c`): it says which version a package has if it is
 installed, and installs nothing. One lock holds for Python 3.11 to 3.13 on Linux. uv resolves it

@@ -4,8 +4,9 @@ manifest of ours; nothing is unpickled.
 root/
   version-00000012/
     store-12.sqlite          a copy of the rollouts' store, if it lies elsewhere
-    (`trajectories.pairs`) rank-00000.safetensors   rank 0's part of weights and optimiser, and its
-    generators rank-00001.safetensors   and rank 1's, ...; any number of ranks can read them
+                             (`trajectories.pairs`)
+    rank-00000.safetensors   rank 0's part of weights and optimiser, and its generators
+    rank-00001.safetensors   and rank 1's, ...; any number of ranks can read them
     state.json               version, steps, lineage, the store's cursor, format, number of ranks
     manifest.json            hashes of all these
   latest                     the name of the newest whole folder, written last
