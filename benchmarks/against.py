@@ -8,13 +8,15 @@ run.
 Every round runs the benchmarks of both checkouts, each with its own sources and its own scripts,
 the second of them first in every other round. A ratio below 1 means that this checkout is cheaper;
 requests per second are higher is better, and their ratio is turned round for that. Medians of the
-rounds, with the lowest and the highest ratio of a round: on shared cores one round says little.
+rounds, with the lowest and the highest ratio of a round: on shared cores one round says little. Of
+5, 10 or 20 rounds also the mean of their ratios with its 95 % interval.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -28,6 +30,8 @@ from smoke import options_of
 from training import SHAPES, UNMEASURED, write
 
 HERE = Path(__file__).resolve().parent
+STUDENT = {4: 2.776, 9: 2.262, 19: 2.093}
+"""The 97.5 % point of Student's t, by degrees of freedom: of 5, 10 and 20 rounds."""
 CPU_CLOCK = (
     "import runpy, sys, time; time.perf_counter = time.process_time; sys.argv = "
     "sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -179,15 +183,27 @@ def main() -> None:
 
 def report(name: str, rounds: list[list[Costs]]) -> None:
     for what in rounds[0][1]:
-        before, now = (statistics.median(found[side][what] for found in rounds) for side in (0, 1))
-        ratios = [now[what] / before[what] for before, now in rounds]
+        before = statistics.median(found[0][what] for found in rounds)
+        now = statistics.median(found[1][what] for found in rounds)
+        ratios = [new[what] / old[what] for old, new in rounds]
+        ratio = f"{now / before:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         print(
-            (
-                f"{name + ': ' + what:45} {before:10.3f} -> {now:10.3f}   {now / before:.2f} "
-                f"({min(ratios):.2f} to {max(ratios):.2f})"
-            ),
+            f"{name + ': ' + what:45} {before:10.3f} -> {now:10.3f}   {ratio}{interval(ratios)}",
             flush=True,
         )
+
+
+def interval(ratios: Sequence[float]) -> str:
+    """The 95 % interval of the ratios' geometric mean; empty where they are too few."""
+    degrees = len(ratios) - 1
+    if degrees not in STUDENT:
+        return ""
+    logs = [math.log(ratio) for ratio in ratios]
+    middle = statistics.fmean(logs)
+    width = STUDENT[degrees] * statistics.stdev(logs) / math.sqrt(len(logs))
+    low = math.exp(middle - width)
+    high = math.exp(middle + width)
+    return f"   mean {math.exp(middle):.3f}, 95 % from {low:.3f} to {high:.3f}"
 
 
 if __name__ == "__main__":
