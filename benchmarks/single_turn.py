@@ -32,7 +32,7 @@ from midflight.environments.single_turn import AnswersHere, answer
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.plan import EngineLimits
-from midflight.gateway.http.chats import ChatsHere
+from midflight.gateway.http.chats import InProcessChats
 from midflight.gateway.http.http import build_app
 from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.ports import SessionHandle
@@ -115,7 +115,7 @@ async def hosts() -> AsyncGenerator[tuple[Gateway, dict[str, AgentHost]]]:
             gateway,
             {
                 "gateway": AskedDirectly(gateway),
-                "built-in": AnswersHere(ChatsHere(gateway)),
+                "built-in": AnswersHere(InProcessChats(gateway)),
                 "SDK": sdk,
             },
         )

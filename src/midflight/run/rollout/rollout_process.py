@@ -31,7 +31,7 @@ from midflight.environments.single_turn import AnswersHere
 from midflight.environments.sources import Source, load_sources
 from midflight.environments.tasks import posted_tasks
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
-from midflight.gateway.http.chats import ChatsHere
+from midflight.gateway.http.chats import InProcessChats
 from midflight.gateway.http.http import build_app
 from midflight.observe.alarms import Alarms
 from midflight.observe.completions import Completions, LastRollout, in_words
@@ -410,7 +410,7 @@ class RolloutProcess:
             return
         section = self._config.environment
         if agent_of(section) == SINGLE_TURN and not section.rewards:
-            yield Hosting(AnswersHere(ChatsHere(serving.gateway)))
+            yield Hosting(AnswersHere(InProcessChats(serving.gateway)))
             return
         app = build_app(serving.gateway, serving.control, control_token=self._spec.control_token)
         program = AgentProgram(section)

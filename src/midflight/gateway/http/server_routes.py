@@ -18,7 +18,7 @@ from midflight.gateway.dialects.chat import ChatBody, chat_call
 from midflight.gateway.dialects.completions import PROMPT_IDS, sources, token_ids
 from midflight.gateway.dialects.exchange import token_text
 from midflight.gateway.dialects.fields import RequestBody, parse
-from midflight.gateway.dialects.policy import Unread
+from midflight.gateway.dialects.unread_fields import UnreadFields
 from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.gateway.sessions.session import Session
 from midflight.types import Json, Version
@@ -66,7 +66,7 @@ NOT_HERE: Mapping[str, str] = {
 """Routes of those servers that do not exist here, each with what to do instead."""
 
 
-class UnderWayCount(Protocol):
+class EngineLoad(Protocol):
     """The load of the engines. `Control` implements it."""
 
     @property
@@ -105,7 +105,7 @@ class ServerRoutes:
     """
 
     def __init__(
-        self, gateway: Gateway, load: UnderWayCount, *, ready: Callable[[], bool], token: str | None
+        self, gateway: Gateway, load: EngineLoad, *, ready: Callable[[], bool], token: str | None
     ) -> None:
         """`ready`: whether an engine is routable. `token`: the operator's."""
         self._gateway = gateway
@@ -258,7 +258,7 @@ class ServerRoutes:
         """
         session = self._session(request)
         sent = await read_body(request.receive)
-        unread = Unread()
+        unread = UnreadFields()
         body: TokenizeText | TokenizeChat
         if b'"messages"' in sent:
             body = parse(TokenizeChat, sent, unread=unread)
@@ -295,7 +295,7 @@ class ServerRoutes:
         the body.
         """
         self._session(request)
-        body = parse(IdsBody, await read_body(request.receive), unread=Unread())
+        body = parse(IdsBody, await read_body(request.receive), unread=UnreadFields())
         ids = token_ids(body.tokens, "tokens").ids
         bad = [i for i in ids if i >= self._gateway.limits.vocab_size]
         if bad:

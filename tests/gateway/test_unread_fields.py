@@ -14,8 +14,8 @@ from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.completions import CompletionExchange
 from midflight.gateway.dialects.messages import MessagesExchange
 from midflight.gateway.dialects.native import NativeExchange
-from midflight.gateway.dialects.policy import MAX_UNREAD
 from midflight.gateway.dialects.responses import ResponsesExchange
+from midflight.gateway.dialects.unread_fields import MAX_UNREAD
 from midflight.gateway.sessions.request import Messages, ToolChoice
 from midflight.observe.prometheus import Metrics
 from midflight.testing.virtual_time import run_virtual

@@ -4,7 +4,7 @@ MEMORY = 0.98
 """The weight of all earlier answers at each new one. About the last fifty answers count."""
 
 
-class Pace:
+class AnswerSpeed:
     """The tokens per second that one request gets.
 
     tokens per second = tokens of the last answers / seconds from an engine's taking each until

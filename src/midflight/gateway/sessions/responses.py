@@ -33,10 +33,10 @@ MAX_CONVERSATIONS = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Conversed:
+class ConversationPrefix:
     """A conversation up to some message: an earlier conversation, and the messages after it."""
 
-    before: Conversed | None
+    before: ConversationPrefix | None
     messages: tuple[Message, ...]
     digest: bytes
     """The name of the whole conversation."""
@@ -59,14 +59,14 @@ class Conversation:
     name: str
     created: int
     metadata: Json
-    said: Conversed | None = None
+    said: ConversationPrefix | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _KeptResponse:
     body: bytes
     """The response, as JSON."""
-    said: Conversed
+    said: ConversationPrefix
     item_ids: tuple[str, ...]
     size: int
 
@@ -82,7 +82,7 @@ class KeptResponses:
     )
     _items: dict[str, str] = field(default_factory=dict[str, str])
     """The response that each item belongs to."""
-    _said: dict[bytes, Conversed] = field(default_factory=dict[bytes, Conversed])
+    _said: dict[bytes, ConversationPrefix] = field(default_factory=dict[bytes, ConversationPrefix])
     _conversations: dict[str, Conversation] = field(default_factory=dict[str, Conversation])
     _num_bytes: int = 0
 
@@ -92,7 +92,7 @@ class KeptResponses:
     def response(self, response_id: str, param: str | None = None) -> Json:
         return cast(Json, msgspec.json.decode(self._find(response_id, param).body))
 
-    def said(self, response_id: str, param: str) -> Conversed:
+    def said(self, response_id: str, param: str) -> ConversationPrefix:
         """The conversation up to the end of a response."""
         return self._find(response_id, param).said
 
@@ -158,7 +158,7 @@ class KeptResponses:
                 f"{MAX_CONVERSATIONS} conversations are kept in this session, the most allowed: "
                 "delete some."
             )
-        said = Conversed(None, tuple(messages), history.EMPTY) if messages else None
+        said = ConversationPrefix(None, tuple(messages), history.EMPTY) if messages else None
         found = Conversation(f"conv_{secrets.token_hex(16)}", created, metadata, said)
         self._conversations[found.name] = found
         return found
@@ -192,7 +192,7 @@ class KeptResponses:
             )
         return found
 
-    def _grown(self, messages: Sequence[Message]) -> Conversed:
+    def _grown(self, messages: Sequence[Message]) -> ConversationPrefix:
         """The conversation, on top of the longest known conversation that it continues. So a client
         that sends the whole conversation each time costs no more memory.
         """
@@ -207,6 +207,6 @@ class KeptResponses:
                 break
         if before is not None and start == len(chain):
             return before
-        said = Conversed(before, tuple(messages[start:]), chain[-1])
+        said = ConversationPrefix(before, tuple(messages[start:]), chain[-1])
         self._said[chain[-1]] = said
         return said

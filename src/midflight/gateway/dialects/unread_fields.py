@@ -315,7 +315,7 @@ _MAX_HEADER = 2048
 
 
 @dataclass(slots=True)
-class Unread:
+class UnreadFields:
     """The fields of one request that are not read, each once and without the numbers of its
     place.
     """
@@ -346,12 +346,12 @@ class Unread:
                 param=param[:MAX_NAME],
             )
 
-    def also(self, param: str) -> "Unread":
-        """Notes a field that is found after all others were counted. Returns an `Unread` with only
+    def also(self, param: str) -> "UnreadFields":
+        """Notes a field that is found after all others were counted. Returns an `UnreadFields` with only
         that field.
         """
         self.note(param)
-        return Unread({param: True})
+        return UnreadFields({param: True})
 
     def unknown(self, param: str) -> None:
         self.note(param, f"unknown field {param[:MAX_NAME]!r}: leave it out", known=False)
