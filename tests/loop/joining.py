@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from midflight.engines.about import About
+from midflight.engines.introduction import About
 from midflight.errors import EngineRefused, EngineUnavailable
 from midflight.models.identity import ModelIdentity
 from midflight.run.api.membership import EngineAddress

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from midflight.config.sections import Config
-from midflight.engines.about import about_route
 from midflight.engines.app import build_app
+from midflight.engines.introduction import about_route
 from midflight.engines.relay import relay
 from midflight.engines.servers.adapters import AdapterEngine
 from midflight.engines.servers.direct import TRANSPORT as DIRECT

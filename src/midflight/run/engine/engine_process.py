@@ -9,10 +9,10 @@ from pathlib import Path
 
 from midflight.config.derived import served_dtype
 from midflight.config.sections import Config
-from midflight.engines.about import about_route
 from midflight.engines.app import build_app
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.prefixes import PrefixRoom
+from midflight.engines.introduction import about_route
 from midflight.engines.relay import relay_steps
 from midflight.models.load import load_model
 from midflight.run.heart import START_SECONDS

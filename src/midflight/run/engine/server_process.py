@@ -20,7 +20,7 @@ import aiohttp
 
 from midflight.config.derived import engine_python, served_dtype
 from midflight.config.sections import Config, EngineSection
-from midflight.engines.servers.command import HOST, READY, Command, Served, server_command
+from midflight.engines.servers.command import HOST, READY, Command, ServedModel, server_command
 from midflight.errors import ConfigError, RunFailed, first_error
 from midflight.models.adapters import adapter_of
 from midflight.models.sizes import num_experts_of, reads_more_than_text, sizes_of
@@ -91,7 +91,7 @@ def command_for(
 ) -> Command:
     dtype = served_dtype(config)
     adapter = adapter_of(model)
-    served = Served(
+    served = ServedModel(
         folder=model.absolute(),
         name=config.model.name,
         dtype=dtype,

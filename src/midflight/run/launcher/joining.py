@@ -21,8 +21,8 @@ import msgspec
 from starlette.websockets import WebSocket
 
 from midflight.config.sections import Config
-from midflight.engines.about import about_route
 from midflight.engines.app import build_app
+from midflight.engines.introduction import about_route
 from midflight.engines.relay import ServedEngine, relay, relay_steps
 from midflight.engines.servers.engine import ServerEngine
 from midflight.errors import ConfigError, RunFailed, SentAway

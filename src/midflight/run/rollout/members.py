@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from midflight.config.sections import Config
-from midflight.engines.about import NONCE, About
+from midflight.engines.introduction import NONCE, About
 from midflight.errors import (
     EngineRefused,
     EngineUnavailable,

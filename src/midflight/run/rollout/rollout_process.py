@@ -21,7 +21,7 @@ from midflight.config.cores import core_use, own_cores
 from midflight.config.derived import batch_rollouts
 from midflight.config.sections import Config
 from midflight.config.unset import usual_rate
-from midflight.engines.about import About, ask_about
+from midflight.engines.introduction import About, ask_about
 from midflight.engines.remote import RemoteEngine
 from midflight.environments.agents import AgentHost, SharedClients
 from midflight.environments.claimed import Board, Claimed
@@ -75,8 +75,8 @@ from midflight.trajectories.heldout import HELDOUT, HeldoutStore
 from midflight.trajectories.pairs import check_local, claim, go_on, remove_left, shelve, store_path
 from midflight.trajectories.store import Store
 from midflight.types import Feature, SamplingParams, facts
-from midflight.wire.asked import ask
 from midflight.wire.hosts import guarded
+from midflight.wire.in_process import ask
 from midflight.wire.memory import MemoryTransport
 from midflight.wire.server import serve_app
 

@@ -17,7 +17,7 @@ from midflight.errors import NotSupported
 from midflight.models.caches import cache_name
 
 
-class LoneRunner:
+class SequentialRunner:
     """As `Runner`, and right for any architecture that `transformers` generates with. A step takes
     a pass for each sequence.
     """
@@ -96,7 +96,7 @@ class LoneRunner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeCache:
-    """Implements `Computed`. `cache` is `None` where nothing was taken."""
+    """Implements `SpanState`. `cache` is `None` where nothing was taken."""
 
     cache: Any
 

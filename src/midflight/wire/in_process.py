@@ -13,7 +13,7 @@ async def ask(app: ASGIApp, path: str, body: bytes) -> Answered:
     """Waits for the whole answer to a POST, in the task of the caller. The application gets the
     caller's cancellation as it is.
     """
-    exchange = _Exchange(body)
+    exchange = _MemoryExchange(body)
     scope = {
         "type": "http",
         "method": "POST",
@@ -24,7 +24,7 @@ async def ask(app: ASGIApp, path: str, body: bytes) -> Answered:
     return Answered(exchange.status, b"".join(exchange.parts))
 
 
-class _Exchange:
+class _MemoryExchange:
     def __init__(self, body: bytes) -> None:
         self.parts = list[bytes]()
         self.status = 500
