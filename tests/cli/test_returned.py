@@ -13,7 +13,7 @@ from midflight.cli.checked import check_folder, config_of_folder
 from midflight.cli.returned import put_back_at
 from midflight.config import load_config
 from midflight.run.launcher.folder import set_aside
-from midflight.run.launcher.holding import held
+from midflight.run.launcher.folder_lock import hold_folder
 
 DEMO = str(Path(__file__).parents[2] / "configs" / "demo.toml")
 ENDS = ("--set", "gateway.shards=2")
@@ -97,7 +97,7 @@ def test_while_the_new_run_goes_on_nobody_touches_it(
     reading, writing = os.pipe()
     if (other := os.fork()) == 0:
         Path("all/run").mkdir(parents=True)
-        with held(Path("all/run"), lambda _: None):
+        with hold_folder(Path("all/run"), lambda _: None):
             (Path("all/run") / "metrics.jsonl").touch()
             set_aside(Path("all/run"), load_config(None, ["run.folder=all/run"]))
             (Path("all/run") / "metrics.jsonl").touch()

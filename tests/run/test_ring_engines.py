@@ -14,9 +14,9 @@ import pytest
 from midflight.config.load import load_config
 from midflight.errors import RunFailed
 from midflight.run.launcher.access import Access
-from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.engines import EnginePart, Engines
-from midflight.run.launcher.killed import MAX_KILLED
+from midflight.run.launcher.killed_starts import MAX_KILLED
+from midflight.run.launcher.restarts import RestartBudgets
 from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, ProcessKind, Restarted, Spec, Words
 from midflight.run.places.port import PartFailed, Wants
 from midflight.testing.virtual_time import run_virtual
@@ -79,7 +79,7 @@ class Site:
         self.serving = set[str]()
         self.loading = set[str]()
         """Engines that do not come up."""
-        self.budgets = Budgets(1)
+        self.budgets = RestartBudgets(1)
         config = load_config(None, ["cluster.kind=ray", *options])
         site = self
 

@@ -23,10 +23,10 @@ from midflight.models.gguf_folders import model_folder
 from midflight.models.sizes import sizes_of
 from midflight.run.endpoint import TOKEN_VARIABLE
 from midflight.run.launcher.folder import CONFIG
-from midflight.run.launcher.measured import Measured
+from midflight.run.launcher.folder_checks import check_run_folder
+from midflight.run.launcher.measurements import ModelMeasurements
 from midflight.run.launcher.preflight import Findings
-from midflight.run.launcher.starting import check_kept
-from midflight.run.launcher.trial import Patience, TrialFailed, answer_of, to_terminal
+from midflight.run.launcher.trial import TrialFailed, TrialWait, answer_of, to_terminal
 
 MAX_SERVED_CONTEXT = 4096
 """The longest context that is served unless more is asked for. Every engine slot reserves keys and
@@ -164,7 +164,7 @@ def preflight(
     environ.pop(TOKEN_VARIABLE, None)
     answer = _answer(
         "preflight",
-        Patience(what, config.run.stall_seconds),
+        TrialWait(what, config.run.stall_seconds),
         given=objects + config.model_dump_json().encode(),
         environ=environ,
         meanwhile=meanwhile,
@@ -184,7 +184,7 @@ def proofs(
     """
     put_back_at(model)
     model = model_folder(model)
-    patience = Patience(f"checking the model in {str(model)!r}", stall_seconds)
+    patience = TrialWait(f"checking the model in {str(model)!r}", stall_seconds)
     answer = _answer(
         "proofs",
         patience,
@@ -198,12 +198,12 @@ def proofs(
     return found
 
 
-def measured(config: Config) -> Measured:
+def measured(config: Config) -> ModelMeasurements:
     """How the model of a configuration answers its tasks, and how quickly engine and trainer
     compute here, each with half of the cores. `ConfigError` where the model cannot be asked. Waits
     for a process that tries it as long as that moves, and says what it waits for.
     """
-    patience = Patience(
+    patience = TrialWait(
         f"measuring the model in {str(config.model.path)!r}", config.run.stall_seconds
     )
     threads = str(max(1, own_cores() // 2))
@@ -216,7 +216,7 @@ def measured(config: Config) -> Measured:
     answer = _answer(
         "measure", patience, threads, given=config.model_dump_json().encode(), environ=environ
     )
-    found = msgspec.json.decode(answer, type=Measured | str)
+    found = msgspec.json.decode(answer, type=ModelMeasurements | str)
     if isinstance(found, str):
         raise ConfigError(found)
     return found
@@ -224,7 +224,7 @@ def measured(config: Config) -> Measured:
 
 def _answer(
     module: str,
-    patience: Patience,
+    patience: TrialWait,
     *words: str,
     environ: Mapping[str, str],
     given: bytes = b"",
@@ -246,10 +246,12 @@ def check_folder(
     trains: bool = True,
     gives_rows: bool = False,
 ) -> None:
-    """`ConfigError` unless the command may use the folder, see `check_kept`. Changes nothing, but
+    """`ConfigError` unless the command may use the folder, see `check_run_folder`. Changes nothing, but
     puts back a run that is aside there.
     """
     put_back_at(Path(config.run.folder), resume=resume)
-    check_kept(config, resume=resume, overwrite=overwrite, trains=trains, gives_rows=gives_rows)
+    check_run_folder(
+        config, resume=resume, overwrite=overwrite, trains=trains, gives_rows=gives_rows
+    )
     if resume:
         check_same_model(config)

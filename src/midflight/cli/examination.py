@@ -28,7 +28,7 @@ from midflight.errors import ConfigError, MidflightError
 from midflight.models.gguf_folders import model_folder
 from midflight.observe.machine import PACKAGES, package_version
 from midflight.observe.readable import size
-from midflight.run.launcher.trial import Patience, TrialFailed, answer_of
+from midflight.run.launcher.trial import TrialFailed, TrialWait, answer_of
 from midflight.types import Json
 
 STALL_SECONDS = RunSection().stall_seconds
@@ -205,7 +205,7 @@ def torch_and_devices() -> Iterator[Finding]:
     """Asks torch in a process of its own, because a broken library may crash the process."""
     try:
         answer = answer_of(
-            [sys.executable, "-c", PROBE_TORCH], Patience("importing torch", STALL_SECONDS)
+            [sys.executable, "-c", PROBE_TORCH], TrialWait("importing torch", STALL_SECONDS)
         )
     except TrialFailed as failed:
         last = str(failed).splitlines()[-1]
@@ -263,7 +263,7 @@ def _server(name: str, python: str) -> str | None:
     """The version of a server, and where it is. None where this interpreter has none."""
     command = [python, "-c", f"from importlib import metadata; print(metadata.version({name!r}))"]
     try:
-        version = answer_of(command, Patience(f"looking for {name} in {python}", STALL_SECONDS))
+        version = answer_of(command, TrialWait(f"looking for {name} in {python}", STALL_SECONDS))
     except (TrialFailed, OSError):
         return None
     return f"{version.decode()} at {python}"

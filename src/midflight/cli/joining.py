@@ -94,7 +94,7 @@ def join(
     from midflight.cli import checked
     from midflight.run.launcher import joining
 
-    door = joining.Door(url, token)
+    door = joining.GatewayAccess(url, token)
     called = name or joining.default_name()
     needs = asyncio.run(joining.asked(door, name=called, patience_seconds=patience))
     given = {

@@ -21,7 +21,7 @@ from midflight.errors import ConfigError
 from midflight.models.gguf_folders import model_folder
 from midflight.models.sizes import sizes_of
 from midflight.observe.readable import size
-from midflight.run.launcher.measured import Measured
+from midflight.run.launcher.measurements import ModelMeasurements
 
 OWN_TASKS = "tasks.jsonl"
 RUN = "run.toml"
@@ -144,7 +144,7 @@ def _rewards(reward: str) -> Choice:
 # --- What was found -------------------------------------------------------------------------------
 
 
-def _found(found: Measured) -> Iterator[str]:
+def _found(found: ModelMeasurements) -> Iterator[str]:
     rates = ", ".join(f"{rate:.0f}" for _, rate in found.engine_rates)
     widths = ", ".join(str(width) for width, _ in found.engine_rates)
     threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
@@ -191,7 +191,9 @@ def _chosen(fitted: Fit, machine: OwnMachine) -> str:
 # --- The files ------------------------------------------------------------------------------------
 
 
-def _write(request: Request, fitted: Fit, found: Measured, machine: OwnMachine) -> list[str]:
+def _write(
+    request: Request, fitted: Fit, found: ModelMeasurements, machine: OwnMachine
+) -> list[str]:
     files = {
         RUN: run_file(request, fitted, found, machine),
         "rewards.py": REWARDS,
@@ -215,7 +217,7 @@ def _test() -> str:
     return TEST.replace(known, 'assert load_config("run.toml").environment.sources[0].has_heldout')
 
 
-def run_file(request: Request, fitted: Fit, found: Measured, machine: OwnMachine) -> str:
+def run_file(request: Request, fitted: Fit, found: ModelMeasurements, machine: OwnMachine) -> str:
     head = [
         "midflight train run.toml --dry-run     shows what this means, with counts, memory and one "
         "prompt as tokens",

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from midflight.archive.runs import MAX_DEPTH, is_run
-from midflight.run.launcher.aside import is_left
-from midflight.run.launcher.holding import restore
+from midflight.run.launcher.folder_lock import restore
+from midflight.run.launcher.replaced_files import is_left
 
 
 def put_back_at(*paths: Path, resume: bool = False) -> None:

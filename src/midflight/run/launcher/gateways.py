@@ -18,9 +18,9 @@ from midflight.config.sections import Config
 from midflight.config.shards import shard_of
 from midflight.observe.status import Status, together
 from midflight.run.launcher.access import Access
-from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.children import Children
 from midflight.run.launcher.engines import Engines
+from midflight.run.launcher.restarts import RestartBudgets
 from midflight.run.parts import (
     TEACHER,
     Message,
@@ -88,7 +88,7 @@ class Gateways:
         engines: Engines,
         access: Access,
         worker_token: str,
-        budgets: Budgets,
+        budgets: RestartBudgets,
         purpose: Purpose,
         say: Callable[[Message], None],
     ) -> None:

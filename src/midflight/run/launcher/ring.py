@@ -3,7 +3,7 @@ budget, and always stopped.
 
 | loop | keeps | in |
 |---|---|---|
-| `Lives.lead` | the trainer, in all its lives | `lives.py`, with `ranks.py` |
+| `TrainerRestarts.lead` | the trainer, with its restarts | `trainer_restarts.py`, with `ranks.py` |
 | `Gateways.keep` | a rollout process | `gateways.py` |
 | `Engines.keep` | an engine | `engines.py` |
 | `Workers.keep` | a process that runs agents | `workers.py` |
@@ -26,12 +26,12 @@ from midflight.observe.status import Phase, Status
 from midflight.run.endpoint import Endpoint, remove_endpoint, write_endpoint
 from midflight.run.heart import Beat
 from midflight.run.launcher.access import Access
-from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.children import Children
 from midflight.run.launcher.engines import EnginePart, Engines
 from midflight.run.launcher.gateways import GatewayPart, Gateways, Statuses, take_gateways
-from midflight.run.launcher.lives import Lives
 from midflight.run.launcher.ranks import TrainerRanks
+from midflight.run.launcher.restarts import RestartBudgets
+from midflight.run.launcher.trainer_restarts import TrainerRestarts
 from midflight.run.launcher.watch import ProcessWatch
 from midflight.run.launcher.watchdog import Watchdog
 from midflight.run.launcher.workers import Workers
@@ -72,7 +72,7 @@ class Ring:
         control_token: str,
         model: ModelReady | None = None,
         lock: HasDescriptor | None = None,
-        budgets: Budgets | None = None,
+        budgets: RestartBudgets | None = None,
         objects: bytes = given.NOTHING,
         watchdog: Watchdog | None = None,
     ) -> None:
@@ -83,9 +83,11 @@ class Ring:
         self._on_message = on_message
         self._given_model = model
         self._control_token = control_token
-        self._budgets = budgets or Budgets(config.run.restarts)
+        self._budgets = budgets or RestartBudgets(config.run.restarts)
         self._watchdog = watchdog or Watchdog(stall_seconds=config.run.stall_seconds)
-        self._lives = Lives(Path(config.run.folder), self._budgets, self._watchdog, say=on_message)
+        self._lives = TrainerRestarts(
+            Path(config.run.folder), self._budgets, self._watchdog, say=on_message
+        )
         self._statuses = Statuses()
         self._places: Places
         self._gateways: Sequence[GatewayPart]

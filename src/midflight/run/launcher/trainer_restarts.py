@@ -1,9 +1,9 @@
-"""A trainer in all its lives. When one of its ranks is lost, all ranks begin again from the last
+"""The restarts of a trainer. When one of its ranks is lost, all ranks begin again from the last
 checkpoint, and everything else goes on.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
-| `Lives.lead` | lives of all ranks together | the end of the first rank; then the back-off of the next life | the ranks; a spent budget |
+| `TrainerRestarts.lead` | lives of all ranks together | the end of the first rank; then the back-off of the next life | the ranks; a spent budget |
 """
 
 import asyncio
@@ -12,15 +12,15 @@ from pathlib import Path
 
 import msgspec
 
-from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.folder import can_go_on
+from midflight.run.launcher.restarts import RestartBudgets
 from midflight.run.launcher.watchdog import Watchdog
 from midflight.run.parts import Restarted
 
 STAYS = "The trainer goes on from its last checkpoint; engines, gateway and agents stay."
 
 
-class Lives:
+class TrainerRestarts:
     """Starts the trainer again when it fails. Where another life cannot help, the failure is
     raised, and all parts may start again: there is no checkpoint yet, the trainer did not come up
     beside the others, or its budget is spent.
@@ -29,7 +29,7 @@ class Lives:
     def __init__(
         self,
         folder: Path,
-        budgets: Budgets,
+        budgets: RestartBudgets,
         watchdog: Watchdog,
         *,
         say: Callable[[Restarted], None],

@@ -24,7 +24,7 @@ from midflight.wire.server import listen
 HOST = "127.0.0.1"
 
 
-class BesideRun:
+class RunViewer:
     """Opens the address, and starts the viewer for its first visitor. When the viewer ends, it says
     so and does not start it again.
     """

@@ -14,7 +14,7 @@ WIDTHS = (1, 8, 32)
 """The engine is measured with so many requests at once."""
 
 
-class Measured(msgspec.Struct, frozen=True):
+class ModelMeasurements(msgspec.Struct, frozen=True):
     """The answers of a model, and its speed on this machine."""
 
     threads: int

@@ -19,7 +19,7 @@ LONGEST_WAIT = 30.0
 """Seconds before the second restart in a row, which double with each; the first is at once."""
 
 
-class Budget:
+class RestartBudget:
     """The restarts of one part. `now` is of any clock that does not stand still."""
 
     def __init__(self, size: int) -> None:
@@ -67,16 +67,16 @@ def _recent(times: list[float], now: float) -> list[float]:
     return [at for at in times if now - at < REPLENISH_SECONDS]
 
 
-class Budgets:
+class RestartBudgets:
     """The budgets of all parts, by name."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._budgets: dict[str, Budget] = {}
+        self._budgets: dict[str, RestartBudget] = {}
         self._furthest = 0
 
-    def of(self, part: str) -> Budget:
-        return self._budgets.setdefault(part, Budget(self._size))
+    def of(self, part: str) -> RestartBudget:
+        return self._budgets.setdefault(part, RestartBudget(self._size))
 
     def is_further(self, step: int) -> bool:
         """Whether the run has come to a step that it had not reached before. Steps that it makes

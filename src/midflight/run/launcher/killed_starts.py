@@ -1,7 +1,7 @@
 """Counts how often engines are killed while they start, which the kernel does to processes for which
 there is no memory. Synchronous.
 
-A start that was killed is no death of the model, so it spends no restart (`budgets`). But where
+A start that was killed is no death of the model, so it spends no restart (`restarts`). But where
 each start of every engine that could do the work was killed `MAX_KILLED` times, and none of them
 has come up in between, another start would end as those did. What counts is that nothing worked,
 never how long it took.

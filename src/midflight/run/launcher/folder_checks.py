@@ -10,13 +10,13 @@ from midflight.config.disk import first_disk_bytes
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.observe.readable import size
-from midflight.run.launcher import aside
+from midflight.run.launcher import replaced_files
 from midflight.run.launcher.folder import ROWS, can_go_on, kept, num_bytes_of_run, places_of
-from midflight.run.launcher.holding import check_free
+from midflight.run.launcher.folder_lock import check_free
 from midflight.trajectories.pairs import shard_stores
 
 
-def check_kept(
+def check_run_folder(
     config: Config, *, resume: bool, overwrite: bool, trains: bool = True, gives_rows: bool = False
 ) -> None:
     """`ConfigError` unless a run may begin or go on in its folder.
@@ -43,7 +43,7 @@ def check_kept(
         )
     _check_apart(config, folder, gives_rows=gives_rows)
     if found is not None:
-        aside.check_movable(folder, places_of(folder, config))
+        replaced_files.check_movable(folder, places_of(folder, config))
         _check_room(config, folder, found, trains=trains)
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from midflight.archive.holder import LOCK, Holder, holder_of, start_of
 from midflight.errors import ConfigError
-from midflight.run.launcher import aside
+from midflight.run.launcher import replaced_files
 from midflight.run.launcher.folder import FAILED_LOGS, put_back, replaces, unwritable
 
 ENDING_SECONDS = 60.0
@@ -36,7 +36,7 @@ def check_free(folder: Path) -> None:
 
 
 @contextmanager
-def held(folder: Path, say: Callable[[str], None]) -> Generator[FileIO]:
+def hold_folder(folder: Path, say: Callable[[str], None]) -> Generator[FileIO]:
     """Holds the folder, which is made. Yields the lock, for the processes that write there too.
 
     `ConfigError` names who holds it already. What a killed process left is taken over, and `say`
@@ -80,7 +80,7 @@ def _give_back(folder: Path, lock: FileIO) -> None:
     """Removes the lock. It stays, without a holder's name, where a run is aside, because `restore`
     waits by it for the last parts.
     """
-    if aside.is_left(folder):
+    if replaced_files.is_left(folder):
         lock.truncate(0)
     else:
         _unlink(folder / LOCK, lock)
@@ -92,7 +92,7 @@ def restore(folder: Path, say: Callable[[str], None]) -> bool:
 
     Waits for the last parts of a launcher that is gone, at most `ENDING_SECONDS`.
     """
-    if not aside.is_left(folder):
+    if not replaced_files.is_left(folder):
         return False
     holder = holder_of(folder)
     if holder is not None and holder.lives:
@@ -104,7 +104,7 @@ def restore(folder: Path, say: Callable[[str], None]) -> bool:
             _delete_gone(folder, say)
             _unlink(folder / LOCK, lock)
     except (OSError, ConfigError) as error:
-        if aside.is_left(folder):  # else somebody else was faster
+        if replaced_files.is_left(folder):  # else somebody else was faster
             say(
                 f"{folder} holds a run that --overwrite set aside; it is not back yet: {error} The "
                 "next start tries again."
@@ -115,10 +115,10 @@ def restore(folder: Path, say: Callable[[str], None]) -> bool:
 
 def _settle(folder: Path, say: Callable[[str], None]) -> bool:
     """Gives up a run that is aside, or puts it back. Returns whether it was put back."""
-    if not aside.is_left(folder):
+    if not replaced_files.is_left(folder):
         return False
-    if aside.is_aside(folder) and replaces(folder):
-        aside.let_go(folder)
+    if replaced_files.is_aside(folder) and replaces(folder):
+        replaced_files.let_go(folder)
         return False
     put_back(folder)
     logs = folder / FAILED_LOGS
@@ -140,7 +140,7 @@ def _clear_words(folder: Path) -> Generator[None]:
 
 def _delete_gone(folder: Path, say: Callable[[str], None]) -> None:
     try:
-        aside.delete_gone(folder)
+        replaced_files.delete_gone(folder)
     except OSError as error:
         say(
             f"{folder}: {error.filename}, of a run that was replaced, could not be deleted: "

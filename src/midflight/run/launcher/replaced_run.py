@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from midflight.run.launcher import aside
+from midflight.run.launcher import replaced_files
 from midflight.run.launcher.folder import JOURNAL, replaces
 
 
@@ -23,7 +23,7 @@ class ReplacedRun:
         """Looks whether the new run has made its first step. Called whenever it may have."""
         if self._deletion is not None:
             return
-        if not aside.is_aside(self._folder) or not replaces(self._folder):
+        if not replaced_files.is_aside(self._folder) or not replaces(self._folder):
             return
         try:
             self._let_go()
@@ -38,7 +38,7 @@ class ReplacedRun:
         """Makes sure that the step is on the disk, and only then gives up the replaced run."""
         with (self._folder / JOURNAL).open("rb") as journal:
             os.fsync(journal.fileno())
-        aside.let_go(self._folder)
+        replaced_files.let_go(self._folder)
         self._deletion = threading.Thread(
             target=self._delete, name="deletes the replaced run", daemon=True
         )
@@ -46,7 +46,7 @@ class ReplacedRun:
 
     def _delete(self) -> None:
         try:
-            aside.delete_gone(self._folder)
+            replaced_files.delete_gone(self._folder)
         except OSError:
             return  # the next start deletes what is left, or says why it can't
 

@@ -32,7 +32,7 @@ GONE = ".overwritten-gone"
 PLACES = "places.json"
 
 
-class AsidePlace(msgspec.Struct, frozen=True):
+class ReplacedFiles(msgspec.Struct, frozen=True):
     """A folder from which files and folders of a run are set aside."""
 
     root: str
@@ -57,7 +57,7 @@ def is_aside(folder: Path) -> bool:
     return (folder / ASIDE).is_dir()
 
 
-def check_movable(folder: Path, places: Sequence[AsidePlace]) -> None:
+def check_movable(folder: Path, places: Sequence[ReplacedFiles]) -> None:
     """`ConfigError` where something could not be renamed. It only reads."""
     for place in places:
         root = folder / place.root
@@ -89,7 +89,7 @@ def _check_entry(folder: Path, path: Path) -> None:
         )
 
 
-def set_aside(folder: Path, places: Sequence[AsidePlace]) -> None:
+def set_aside(folder: Path, places: Sequence[ReplacedFiles]) -> None:
     """Moves what the places name. `OSError` where something cannot be moved: then everything is
     back in its place.
     """
@@ -109,7 +109,7 @@ def set_aside(folder: Path, places: Sequence[AsidePlace]) -> None:
         raise
 
 
-def _move_out(folder: Path, place: AsidePlace) -> None:
+def _move_out(folder: Path, place: ReplacedFiles) -> None:
     root = folder / place.root
     aside = _aside_of(folder, place)
     aside.mkdir(exist_ok=True)
@@ -143,7 +143,7 @@ def put_back(folder: Path) -> None:
     _sync(folder)
 
 
-def _move_away(folder: Path, place: AsidePlace, gone: Path) -> None:
+def _move_away(folder: Path, place: ReplacedFiles, gone: Path) -> None:
     """Moves what a new run has made in a place. What lies on another file system is deleted at
     once.
     """
@@ -159,7 +159,7 @@ def _move_away(folder: Path, place: AsidePlace, gone: Path) -> None:
         _sync(root)
 
 
-def _move_back(folder: Path, place: AsidePlace) -> None:
+def _move_back(folder: Path, place: ReplacedFiles) -> None:
     """Moves the old run's files of a place back. Each name is either aside or in its place. What is
     in its place all the same was written by somebody else meanwhile, and is deleted.
     """
@@ -204,13 +204,13 @@ def _new_gone(folder: Path) -> Path:
     return gone
 
 
-def _aside_of(folder: Path, place: AsidePlace) -> Path:
+def _aside_of(folder: Path, place: ReplacedFiles) -> Path:
     return folder / (MOVING if place.aside is None else place.aside)
 
 
-def _places_in(aside: Path) -> list[AsidePlace]:
+def _places_in(aside: Path) -> list[ReplacedFiles]:
     try:
-        return msgspec.json.decode((aside / PLACES).read_bytes(), type=list[AsidePlace])
+        return msgspec.json.decode((aside / PLACES).read_bytes(), type=list[ReplacedFiles])
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
             f"{aside} holds the run that --overwrite set aside, and its {PLACES} cannot be read "

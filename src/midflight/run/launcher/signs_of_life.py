@@ -7,7 +7,7 @@ from midflight.run.places.vitals import Vitals
 from midflight.sender_clock import SenderClock
 
 IDLE_SHARE = 0.01
-"""A process that uses less of a core computes nothing. Its heart takes a thousandth."""
+"""A process that uses less of a core computes nothing. Its heartbeat takes a thousandth."""
 
 
 class Work:
@@ -29,7 +29,7 @@ class Work:
             self.at = now
 
 
-class Pulse:
+class SignsOfLife:
     """The signs of life of one process. `now` is CLOCK_MONOTONIC everywhere. A process without a
     `pid` is on another machine, where only its beats are seen.
     """
