@@ -36,7 +36,7 @@ from midflight.gateway.http.chats import InProcessChats
 from midflight.gateway.http.http import build_app
 from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.ports import SessionHandle
-from midflight.run.rollout.rollouts import Fates
+from midflight.run.rollout.rollouts import TokenFates
 from midflight.testing.script import scripted_tokenizer
 from midflight.types import (
     Chunk,
@@ -130,7 +130,7 @@ async def milliseconds(gateway: Gateway, host: AgentHost, *, number: int) -> flo
         sampling=sampling,
         rollout_seconds=60,
         record=unheard,
-        fates=Fates(),
+        fates=TokenFates(),
     )
     task = Task("t", "s", {"question": "reverse hello", "answer": "olleh"})
     began = time.process_time()

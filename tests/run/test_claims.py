@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from midflight.environments.claimed import Board, Offer
-from midflight.run.rollout.claims import ClaimWatch
+from midflight.run.rollout.claim_watch import ClaimWatch
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Task, facts
 

@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from midflight.run.heart import ENDLESS, Absence, Beat, Doing, Heart, Situation
+from midflight.run.heart import ENDLESS, Absence, Beat, Doing, Heartbeat, LoopReport
 from midflight.run.launcher.restarts import REPLENISH_SECONDS, RestartBudget, RestartBudgets
 from midflight.run.launcher.watchdog import HungProcess, Vitals, Watchdog, vitals_of
 from midflight.run.parts import decode_message, encode
@@ -382,7 +382,7 @@ def test_the_processor_time_of_a_part_elsewhere_is_what_its_beats_say() -> None:
 
 
 def test_a_heart_says_what_is_done_and_when_the_loop_last_turned() -> None:
-    heart = Heart()
+    heart = Heartbeat()
     silent = heart.beat()
     assert (silent.turned, silent.doing, silent.absences, silent.counters, silent.memory_bytes) == (None, (), (), "", 0)
     with heart.doing("makes version 3", computes=True):
@@ -390,7 +390,7 @@ def test_a_heart_says_what_is_done_and_when_the_loop_last_turned() -> None:
         assert (said.what, said.computes) == ("makes version 3", True) and time.monotonic() - said.since < 1
 
     async def main() -> Beat:
-        heart.ask = lambda: Situation((doing("runs rollout 0.1"),), counters="1 rollout runs")
+        heart.ask = lambda: LoopReport((doing("runs rollout 0.1"),), counters="1 rollout runs")
         heart.turn()
         return heart.beat()
 

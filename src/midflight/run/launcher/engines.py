@@ -30,11 +30,11 @@ from midflight.run.parts import (
     EngineSpec,
     Message,
     ModelReady,
+    Notice,
     PartLost,
     ProcessKind,
     Restarted,
     Spec,
-    Words,
     serve_while,
 )
 from midflight.run.places.port import Child, PartFailed, Place, Places, Wants
@@ -382,7 +382,7 @@ class Engines:
                     f"for {name}, which is being started"
                 )
                 self._say(
-                    Words(f"{away}. Its log is logs/{name}.log in {self._config.run.folder}.")
+                    Notice(f"{away}. Its log is logs/{name}.log in {self._config.run.folder}.")
                 )
             self._remind(name, since=since, seconds=2 * seconds)
 

@@ -36,17 +36,17 @@ from midflight.run.launcher.watch import ProcessWatch
 from midflight.run.launcher.watchdog import Watchdog
 from midflight.run.launcher.workers import Workers
 from midflight.run.parts import (
-    Condemned,
+    FirstTokenMade,
     Message,
     ModelReady,
+    Notice,
     PartLost,
     ProcessKind,
     Progress,
     Purpose,
     Ready,
+    RestartWorker,
     WarmStart,
-    Words,
-    Worked,
     serve_while,
 )
 from midflight.run.places.local import LocalPlaces
@@ -119,7 +119,7 @@ class Ring:
             return LocalPlaces()
         from midflight.run.places.ray import ray_places
 
-        return ray_places(self._config, say=lambda text: self._on_message(Words(text)))
+        return ray_places(self._config, say=lambda text: self._on_message(Notice(text)))
 
     async def _run(self, purpose: Purpose, *, resume: bool) -> None:
         trains = purpose is Purpose.TRAIN
@@ -239,7 +239,7 @@ class Ring:
                 self._watchdog.hear(name, message)
                 self.children.memory[name] = message.memory_bytes
                 return
-            case Worked():
+            case FirstTokenMade():
                 self._budgets.of(name).earn()
                 return
             case ModelReady():
@@ -253,7 +253,7 @@ class Ring:
                     self._write_endpoint(gateway, url)
                     if gateway.shard:
                         return
-            case Condemned(part, why):  # a worker that hangs
+            case RestartWorker(part, why):  # a worker that hangs
                 self._watchdog.condemn(part, why)
             case Progress(status):
                 status = self._statuses.whole(name, status)

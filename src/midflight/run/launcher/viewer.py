@@ -17,7 +17,7 @@ import msgspec
 
 from midflight.config.sections import Config
 from midflight.observe.atomic_write import write_whole
-from midflight.run.api.dashboard import VIEWER, Viewing
+from midflight.run.api.dashboard import VIEWER, ViewerAddress
 from midflight.run.guard import guarded
 from midflight.wire.server import listen
 
@@ -56,7 +56,7 @@ class RunViewer:
             return
         try:
             with listen(HOST, self._port) as listener:
-                viewing = Viewing(f"http://{HOST}:{listener.getsockname()[1]}")
+                viewing = ViewerAddress(f"http://{HOST}:{listener.getsockname()[1]}")
                 write_whole(self._folder / VIEWER, msgspec.json.encode(viewing))
                 await _visited(listener)
                 status = await self._watch(listener)

@@ -32,7 +32,7 @@ MONITOR_VARIABLE = "RAY_memory_monitor_refresh_ms"
 """A variable of the machine's Ray. With 0 it kills no process for the memory that others use."""
 
 
-class Greeting(msgspec.Struct, frozen=True):
+class MachineGreeting(msgspec.Struct, frozen=True):
     """A machine's description of itself, before anything is started."""
 
     address: str
@@ -45,7 +45,7 @@ class Greeting(msgspec.Struct, frozen=True):
     """The folder is there in which the launcher was started."""
 
 
-class SeatOpened(msgspec.Struct, frozen=True):
+class ActorOpened(msgspec.Struct, frozen=True):
     """The seat listens, or `error` says why it does not."""
 
     host: str = ""
@@ -57,7 +57,7 @@ class SeatOpened(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Order(msgspec.Struct, frozen=True):
+class StartOrder(msgspec.Struct, frozen=True):
     """A process to be started."""
 
     life: str
@@ -70,10 +70,10 @@ class Order(msgspec.Struct, frozen=True):
     """Objects that the program gives to its run, pickled."""
     listens: bool
     alone_seconds: float
-    """`BelowSeat` explains it."""
+    """`ActorChild` explains it."""
 
 
-class Heard(msgspec.Struct, frozen=True):
+class ChildOutput(msgspec.Struct, frozen=True):
     """The lines of a child after those that were heard before, and its state."""
 
     lines: list[bytes]
@@ -89,7 +89,7 @@ class Heard(msgspec.Struct, frozen=True):
     """The letter of the process's state."""
 
 
-class BelowSeat:
+class ActorChild:
     """A child, and its lines that the launcher has not heard yet."""
 
     def __init__(self, child: LocalChild, life: str, *, alone_seconds: float) -> None:
@@ -128,7 +128,7 @@ class BelowSeat:
             self._alone_seconds, self.child.signal, signal.SIGKILL
         )
 
-    async def hear(self, after: int) -> Heard:
+    async def hear(self, after: int) -> ChildOutput:
         """Waits for lines after the first `after`, which were heard, or for the end; a second at
         most. The same question may come again: it changes nothing.
         """
@@ -144,12 +144,12 @@ class BelowSeat:
         self.child.cut_log()
         lines = list(self.lines)
         if not self.closed:
-            return Heard(lines, False, None, state=vitals_of(self.child.pid).state)
+            return ChildOutput(lines, False, None, state=vitals_of(self.child.pid).state)
         status = await self.child.ended()
-        return Heard(lines, True, status, last_lines(self.child.log))
+        return ChildOutput(lines, True, status, last_lines(self.child.log))
 
 
-class SeatActor:
+class PlaceActor:
     """The actor. Its methods are async, because others are called while some wait long. Names are
     those of parts, such as `engine0`.
     """
@@ -157,7 +157,7 @@ class SeatActor:
     def __init__(self, address: str = "") -> None:
         """`address` is that of this machine, if it is not the one by which Ray knows it."""
         self._address = address
-        self._told: dict[str, BelowSeat] = {}
+        self._told: dict[str, ActorChild] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
         """An actor has no main task whose group these could be in: they end with their processes,
         and with the actor.
@@ -184,7 +184,7 @@ class SeatActor:
         """
         with suppress(OSError):
             await asyncio.to_thread((Path(folder) / nonce).write_text, nonce)
-        greeting = Greeting(
+        greeting = MachineGreeting(
             address=self._here(),
             python=platform.python_version(),
             midflight=__version__,
@@ -201,18 +201,18 @@ class SeatActor:
         try:
             self._listener = self._listener or listen(host or self._here(), port)
         except MidflightError as error:
-            return msgspec.json.encode(SeatOpened(error=str(error)))
+            return msgspec.json.encode(ActorOpened(error=str(error)))
         at = self._listener.getsockname()
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         host = self._here() if at[0] == "0.0.0.0" else at[0]
-        opened = SeatOpened(host, at[1], self._listener.fileno(), self._here(), gpus)
+        opened = ActorOpened(host, at[1], self._listener.fileno(), self._here(), gpus)
         return msgspec.json.encode(opened)
 
     async def start(self, part: str, name: str, order: bytes) -> None:
         """Starts a process, which takes the place of the one of that name. The same order may come
         again: it changes nothing.
         """
-        asked = msgspec.json.decode(order, type=Order)
+        asked = msgspec.json.decode(order, type=StartOrder)
         if name in self._told and self._told[name].life == asked.life:
             return
         assert self._listener is not None
@@ -228,7 +228,7 @@ class SeatActor:
             cwd=Path(asked.cwd),
         )
         await child.start()
-        told = BelowSeat(child, asked.life, alone_seconds=asked.alone_seconds)
+        told = ActorChild(child, asked.life, alone_seconds=asked.alone_seconds)
         self._told[name] = told
         self._following[name] = asyncio.create_task(told.follow())
 

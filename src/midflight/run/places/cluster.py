@@ -5,7 +5,7 @@ below that seat.
 |---|---|---|
 | `RayPlaces.take`, `take_all` | a machine with room | the cluster, cancellation, or `wait_seconds` unless it may wait for ever |
 | `RayPlaces.watch` | its interval, and the cluster's word on machines that are to be taken away | cancellation |
-| `SeatedPlace.ask` | the seat's answer | it, the seat's death, or `lost_seconds` without an answer |
+| `ClusterPlace.ask` | the seat's answer | it, the seat's death, or `lost_seconds` without an answer |
 """
 
 import asyncio
@@ -31,9 +31,9 @@ import msgspec
 from midflight import given
 from midflight.errors import ConfigError, RunFailed
 from midflight.run import parts
+from midflight.run.places.actor import ActorOpened, ChildOutput, StartOrder
 from midflight.run.places.port import KILLS, HasDescriptor, PartFailed, Wants
 from midflight.run.places.process import last_lines
-from midflight.run.places.seat import Heard, Order, SeatOpened
 from midflight.wire.hosts import is_loopback
 
 AGAIN_SECONDS = 0.5
@@ -132,14 +132,14 @@ def why_lost(error: BaseException) -> str | None:
     return f"{type(error).__name__}: {lines[0] if lines else 'without a word'}"
 
 
-class SeatedPlace:
+class ClusterPlace:
     """A place on some machine of the cluster."""
 
     def __init__(
         self,
         cluster: Cluster,
         seat: Any,
-        opened: SeatOpened,
+        opened: ActorOpened,
         *,
         lost_seconds: float,
         environ: Mapping[str, str],
@@ -183,8 +183,8 @@ class SeatedPlace:
         objects: bytes = given.NOTHING,
         listens: bool = False,
         inherited: Sequence[HasDescriptor] = (),
-    ) -> "SeatedChild":
-        order = Order(
+    ) -> "ClusterChild":
+        order = StartOrder(
             life=secrets.token_hex(8),
             log=str(log.absolute()),
             cwd=str(Path.cwd()),
@@ -194,7 +194,7 @@ class SeatedPlace:
             listens=listens,
             alone_seconds=ALONE * self._lost_seconds,
         )
-        return SeatedChild(self, part, name, order)
+        return ClusterChild(self, part, name, order)
 
     async def free_port(self) -> int:
         return await self.ask("free_port", of="a place")
@@ -248,13 +248,13 @@ class SeatedPlace:
         return PartFailed(f"{of} has lost its seat on {self.machine}: {why}", part=of)
 
 
-class SeatedChild:
+class ClusterChild:
     """A `Child` below a seat. The death of its machine is its death by SIGKILL."""
 
     pid = None
 
     def __init__(
-        self, place: SeatedPlace, part: parts.ProcessKind, name: str, order: Order
+        self, place: ClusterPlace, part: parts.ProcessKind, name: str, order: StartOrder
     ) -> None:
         self.part = part
         self.name = name
@@ -309,7 +309,7 @@ class SeatedChild:
                 self._status = -signal.SIGKILL
                 self._log = last_lines(Path(self._order.log))
                 return
-            heard = msgspec.json.decode(answer, type=Heard)
+            heard = msgspec.json.decode(answer, type=ChildOutput)
             if heard.recalled:
                 self._place.recall()
             self._unread += heard.lines
@@ -375,7 +375,7 @@ class RayPlaces:
         self._say = say
         self._wait_seconds = wait_seconds
         self.spread = True
-        self._taken: list[SeatedPlace] = []
+        self._taken: list[ClusterPlace] = []
 
     async def __aenter__(self) -> "RayPlaces":
         return self
@@ -405,7 +405,7 @@ class RayPlaces:
         port: int = 0,
         for_ever: bool = False,
         wants: Wants | None = None,
-    ) -> SeatedPlace:
+    ) -> ClusterPlace:
         asked, machine = wants or Wants(self._resources[part], "")
         at = "" if host is None or is_loopback(host) else host
         async with self._patience(part, 1, asked, for_ever=for_ever):
@@ -428,7 +428,7 @@ class RayPlaces:
                 return ids[address]
             await asyncio.sleep(AGAIN_SECONDS)
 
-    async def take_all(self, part: parts.ProcessKind, count: int) -> Sequence[SeatedPlace]:
+    async def take_all(self, part: parts.ProcessKind, count: int) -> Sequence[ClusterPlace]:
         asked = self._resources[part]
         async with self._patience(part, count, asked):
             seats, give_back = await self._cluster.group(asked, count)
@@ -456,11 +456,11 @@ class RayPlaces:
         port: int,
         *,
         closed: Callable[[], None] = lambda: None,
-    ) -> SeatedPlace:
+    ) -> ClusterPlace:
         """Waits until the seat is there, however long that takes."""
         try:
             answer = await self._cluster.call(seat, "open", host, port)
-            opened = msgspec.json.decode(answer, type=SeatOpened)
+            opened = msgspec.json.decode(answer, type=ActorOpened)
         except Exception as error:
             why = why_lost(error)
             if why is None:
@@ -468,7 +468,7 @@ class RayPlaces:
             raise PartFailed(f"{part} did not get its seat: {why}", part=str(part)) from error
         if opened.error:
             raise ConfigError(opened.error)
-        place = SeatedPlace(
+        place = ClusterPlace(
             self._cluster,
             seat,
             opened,
