@@ -91,7 +91,7 @@ def join(
     """
     import asyncio
 
-    from midflight.cli import checked
+    from midflight.cli import configurations
     from midflight.run.launcher import joining
 
     door = joining.GatewayAccess(url, token)
@@ -103,11 +103,11 @@ def join(
         "engine.kind": kind,
         "engine.urls": None if engine_url is None else [engine_url],
     }
-    own = {} if config is None else checked.engine_options(config)
+    own = {} if config is None else configurations.engine_options(config)
     options = {**own, **needs.settings, **given}
-    made = checked.config_of_model(_model(model, needs.model_path), options, overrides or [])
-    checked.check_engine(made)
-    checked.check_sizes(made, trains=False)
+    made = configurations.config_of_model(_model(model, needs.model_path), options, overrides or [])
+    configurations.check_engine(made)
+    configurations.check_sizes(made, trains=False)
     return joining.run(
         made,
         door,

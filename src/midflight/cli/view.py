@@ -33,7 +33,7 @@ def view(
     """
     import secrets
 
-    from midflight.cli.returned import put_back_below
+    from midflight.cli.put_back import put_back_below
     from midflight.errors import ConfigError
     from midflight.wire.hosts import is_loopback
     from midflight.wire.server import listen

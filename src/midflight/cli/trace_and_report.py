@@ -19,7 +19,7 @@ def trace(
     axis, for ui.perfetto.dev.
     """
     from midflight.archive.trace import write_trace
-    from midflight.cli.returned import put_back_at
+    from midflight.cli.put_back import put_back_at
 
     put_back_at(folder)
     written = write_trace(folder, out)
@@ -44,7 +44,7 @@ def report(
     """Writes a page on a run, or on several: plots, verdict, samples, ledger, configuration,
     versions, machine.
     """
-    from midflight.cli.returned import put_back_at
+    from midflight.cli.put_back import put_back_at
     from midflight.report.page import write_report
 
     put_back_at(*folders)

@@ -96,7 +96,7 @@ class Objects:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedRun:
+class CheckedRun:
     """A run that was checked as far as possible before anything is started."""
 
     config: Config
@@ -128,7 +128,7 @@ class Arguments:
     folder: str | Path | None
     config: str | Path | Tables | None
 
-    def asked(self) -> AskedRun:
+    def asked(self) -> CheckedRun:
         """`ConfigError` with everything that is wrong with them."""
         objects = Objects()
         rows = None
@@ -158,7 +158,7 @@ class Arguments:
         packed = objects.packed()
         model_sizes(config.model)
         check_teacher(config)
-        return AskedRun(config, packed, rows)
+        return CheckedRun(config, packed, rows)
 
     def _environment(self, objects: Objects) -> dict[str, object]:
         rewards = [_reward(given, objects) for given in self.rewards]

@@ -12,8 +12,8 @@ from tests.cli.test_fitting import MEASURED
 from tests.config import folders
 
 from midflight.cli.commands import main
+from midflight.cli.fitted_project import Request, run_file, source_of
 from midflight.cli.fitting import Choice, Fitting, OwnMachine, fit
-from midflight.cli.own_model import Request, run_file, source_of
 from midflight.config import load_config
 from midflight.errors import ConfigError
 from midflight.models.sizes import sizes_of

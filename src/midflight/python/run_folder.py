@@ -20,7 +20,7 @@ from midflight.types import Json, Kind, Row, Task, Version
 from midflight.types.rollouts import spans
 
 
-class Lines:
+class JournalLines:
     """Reads each line of a journal once. After a crash of a part the file is written anew; lines
     that were read before are not read again.
     """
@@ -37,7 +37,7 @@ class Lines:
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class ConversationPassage:
     """A part of a conversation, as the model read it or wrote it, with the marks of its
     template.
     """
@@ -47,7 +47,7 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutSeen:
+class RolloutRecord:
     """One attempt at a task that has ended."""
 
     task: Task
@@ -69,18 +69,18 @@ class RolloutSeen:
     """The state of its group: running, waiting, leased, trained or dropped."""
     trained_by: Version | None
     """The version that a step on it made, once a checkpoint holds that version."""
-    conversations: tuple[tuple[Passage, ...], ...]
+    conversations: tuple[tuple[ConversationPassage, ...], ...]
     """One conversation, or several where the agent's conversation branched. There is none where
     nothing can be trained on.
     """
 
     @property
-    def conversation(self) -> tuple[Passage, ...]:
+    def conversation(self) -> tuple[ConversationPassage, ...]:
         """The longest conversation."""
         return max(self.conversations, key=len, default=())
 
 
-def rollouts_of(folder: Path) -> Iterator[RolloutSeen]:
+def rollouts_of(folder: Path) -> Iterator[RolloutRecord]:
     """The rollouts of the run in a folder, in the order of its gateways and then of its tasks. It
     only reads, also while the run goes on.
     """
@@ -92,13 +92,13 @@ def rollouts_of(folder: Path) -> Iterator[RolloutSeen]:
         yield from _seen(one, tokenizer)
 
 
-def _seen(path: Path, tokenizer: Tokenizer) -> Iterator[RolloutSeen]:
+def _seen(path: Path, tokenizer: Tokenizer) -> Iterator[RolloutRecord]:
     with closing(Store(path, run=None)) as store:
         for rollout, task, state, version in store.ended():
             versions: set[int] = set()
             for row in rollout.rows:
                 versions.update(int(v) for v in np.unique(row.versions[row.generated]))
-            yield RolloutSeen(
+            yield RolloutRecord(
                 task=task,
                 sample=rollout.key.sample,
                 reward=rollout.reward,
@@ -116,9 +116,9 @@ def _seen(path: Path, tokenizer: Tokenizer) -> Iterator[RolloutSeen]:
             )
 
 
-def _passages(row: Row, tokenizer: Tokenizer) -> tuple[Passage, ...]:
+def _passages(row: Row, tokenizer: Tokenizer) -> tuple[ConversationPassage, ...]:
     """The row cut where the model begins and ends to write."""
     return tuple(
-        Passage(wrote, tokenizer.decode(row.token_ids[begin:end].tolist()))
+        ConversationPassage(wrote, tokenizer.decode(row.token_ids[begin:end].tolist()))
         for begin, end, wrote in spans(row.generated)
     )

@@ -30,7 +30,7 @@ def runs(
 ) -> int:
     """Lists the runs below a folder: what became of each, how far it came, its rewards."""
     from midflight.archive.runs import runs_under
-    from midflight.cli.returned import put_back_below
+    from midflight.cli.put_back import put_back_below
     from midflight.observe.readable import duration, number
 
     put_back_below(folder)
@@ -68,7 +68,7 @@ def compare(
 ) -> int:
     """Compares runs: their numbers side by side, the options that differ, and a plot."""
     from midflight.archive.runs import differences, open_runs
-    from midflight.cli.returned import put_back_at
+    from midflight.cli.put_back import put_back_at
     from midflight.errors import ConfigError
     from midflight.observe.plot import draw_comparison
 

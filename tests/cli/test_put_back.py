@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from midflight.cli import main
-from midflight.cli.checked import check_folder, config_of_folder
-from midflight.cli.returned import put_back_at
+from midflight.cli.configurations import check_folder, config_of_folder
+from midflight.cli.put_back import put_back_at
 from midflight.config import load_config
 from midflight.run.launcher.folder import set_aside
 from midflight.run.launcher.folder_lock import hold_folder

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from midflight import given
-from midflight.cli.returned import put_back_at
+from midflight.cli.put_back import put_back_at
 from midflight.config import Config, load_config
 from midflight.config.agent import agent_of
 from midflight.config.cores import own_cores

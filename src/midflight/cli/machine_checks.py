@@ -49,7 +49,7 @@ SERVERS = {"vllm": "MIDFLIGHT_VLLM_PYTHON", "sglang": "MIDFLIGHT_SGLANG_PYTHON"}
 """Servers of other people, and the variable that names the interpreter of each."""
 
 
-class Gravity(StrEnum):
+class Severity(StrEnum):
     """How bad a finding is."""
 
     FINE = "ok"
@@ -63,7 +63,7 @@ class Gravity(StrEnum):
 class Finding:
     """One line of the result."""
 
-    mark: Gravity
+    mark: Severity
     what: str
     found: str
     remedy: str = ""
@@ -110,7 +110,7 @@ def _tried(what: str, look: Callable[[], Iterator[Finding]], remedy: str = "") -
         yield from look()
     except MidflightError as error:
         for line in str(error).splitlines():
-            yield Finding(Gravity.WRONG, what, line, remedy)
+            yield Finding(Severity.WRONG, what, line, remedy)
 
 
 # --- Software -------------------------------------------------------------------------------------
@@ -119,9 +119,9 @@ def _tried(what: str, look: Callable[[], Iterator[Finding]], remedy: str = "") -
 def software() -> Iterator[Finding]:
     from midflight.version import described
 
-    yield Finding(Gravity.FINE, "midflight", described())
+    yield Finding(Severity.FINE, "midflight", described())
     yield Finding(
-        Gravity.FINE,
+        Severity.FINE,
         "python",
         f"{platform.python_version()} at {sys.executable}; {platform.platform(terse=True)}",
     )
@@ -133,7 +133,7 @@ def packages() -> Iterator[Finding]:
     if package_version("midflight") is None:
         # Python finds the sources by its path, and nobody wrote down what they need.
         yield Finding(
-            Gravity.NOTE,
+            Severity.NOTE,
             "packages",
             "midflight runs from its source folder and is not installed, so what it needs was not "
             "looked at",
@@ -152,14 +152,14 @@ def packages() -> Iterator[Finding]:
             version = "is not installed" if there is None else there
             found = f"{requirement.name} {version}, {requirement.specifier or 'any'} is needed"
             yield Finding(
-                Gravity.WRONG,
+                Severity.WRONG,
                 "packages",
                 found,
                 f"pip install -U '{requirement.name}{requirement.specifier}'",
             )
     versions = {name: package_version(name) for name in PACKAGES}
     shown = [f"{name} {version}" for name, version in versions.items() if version]
-    yield Finding(Gravity.FINE, "packages", ", ".join(shown))
+    yield Finding(Severity.FINE, "packages", ", ".join(shown))
     yield _extras(missing)
 
 
@@ -176,9 +176,9 @@ def _extras(missing: Mapping[str, Sequence[str]]) -> Finding:
             complete.append(name)
     text = ", ".join(complete) or "none"
     if not incomplete:
-        return Finding(Gravity.FINE, "extras", text)
+        return Finding(Severity.FINE, "extras", text)
     return Finding(
-        Gravity.FINE,
+        Severity.FINE,
         "extras",
         f"{text}; without {', '.join(incomplete)}",
         f"where you want them: pip install 'midflight[{','.join(incomplete)}]'",
@@ -210,7 +210,7 @@ def torch_and_devices() -> Iterator[Finding]:
     except TrialFailed as failed:
         last = str(failed).splitlines()[-1]
         yield Finding(
-            Gravity.WRONG,
+            Severity.WRONG,
             "torch",
             f"cannot be used: {last}",
             "install it again, in the build for this machine",
@@ -219,19 +219,19 @@ def torch_and_devices() -> Iterator[Finding]:
     said = cast("dict[str, Json]", json.loads(answer))
     devices = cast("list[tuple[str, int]]", said["devices"])
     build = f"CUDA {said['cuda']}" if said["cuda"] else "built for the CPU"
-    yield Finding(Gravity.FINE, "torch", f"{said['torch']}, {build}")
+    yield Finding(Severity.FINE, "torch", f"{said['torch']}, {build}")
     for number, (name, memory) in enumerate(devices):
-        yield Finding(Gravity.FINE, f"cuda:{number}", f"{name}, {size(memory)}")
+        yield Finding(Severity.FINE, f"cuda:{number}", f"{name}, {size(memory)}")
     if not devices and Path("/dev/nvidia0").exists():
         yield Finding(
-            Gravity.NOTE,
+            Severity.NOTE,
             "devices",
             "there is a GPU (/dev/nvidia0) that torch does not see",
             "install a CUDA build of torch, and look at the driver with nvidia-smi; without, "
             "everything runs on the CPU",
         )
     where = f"cpu and cuda:0 to cuda:{len(devices) - 1}" if devices else "the CPU"
-    yield Finding(Gravity.FINE, "engine embedded", f"there, on {where}")
+    yield Finding(Severity.FINE, "engine embedded", f"there, on {where}")
 
 
 def servers() -> Iterator[Finding]:
@@ -243,20 +243,20 @@ def servers() -> Iterator[Finding]:
                 found = found or _server(name, python)
         if found is None and os.environ.get(variable):
             yield Finding(
-                Gravity.NOTE,
+                Severity.NOTE,
                 f"engine {name}",
                 f"{variable} names {os.environ[variable]}, which has no {name}",
                 "correct or unset it",
             )
         elif found is None:
             yield Finding(
-                Gravity.FINE,
+                Severity.FINE,
                 f"engine {name}",
                 "not here",
                 f"where you want it: make engines, or engine.python of an environment with {name}",
             )
         else:
-            yield Finding(Gravity.FINE, f"engine {name}", found)
+            yield Finding(Severity.FINE, f"engine {name}", found)
 
 
 def _server(name: str, python: str) -> str | None:
@@ -281,27 +281,30 @@ def machine() -> Iterator[Finding]:
     if hasattr(os, "sched_getaffinity"):
         allowed = len(os.sched_getaffinity(0))
     note = "" if allowed == cores else f", of which this process may use {allowed}"
-    yield Finding(Gravity.FINE, "processors", f"{cores}{note}")
-    yield Finding(Gravity.FINE, "memory", size(machine_bytes()))
+    yield Finding(Severity.FINE, "processors", f"{cores}{note}")
+    yield Finding(Severity.FINE, "memory", size(machine_bytes()))
     yield Finding(
-        Gravity.FINE, "disk", f"{size(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}"
+        Severity.FINE, "disk", f"{size(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}"
     )
     if SHARED.is_dir():
         yield Finding(
-            Gravity.FINE,
+            Severity.FINE,
             "shared memory",
             f"{size(shutil.disk_usage(SHARED).free)} free in {SHARED}",
         )
     else:
         yield Finding(
-            Gravity.NOTE, "shared memory", f"there is no {SHARED}", 'set weights.transport = "file"'
+            Severity.NOTE,
+            "shared memory",
+            f"there is no {SHARED}",
+            'set weights.transport = "file"',
         )
     try:
         with tempfile.TemporaryFile():
             pass
     except OSError as error:
         yield Finding(
-            Gravity.WRONG,
+            Severity.WRONG,
             "temporary files",
             f"cannot be written: {error.strerror}",
             "set TMPDIR to a folder that can be written to",
@@ -317,7 +320,7 @@ def machine() -> Iterator[Finding]:
             f"{proxied[0]} is set, and clients of agents may ask the proxy for the gateway at "
             "127.0.0.1"
         )
-        yield Finding(Gravity.NOTE, "proxy", text, "set no_proxy=127.0.0.1,localhost")
+        yield Finding(Severity.NOTE, "proxy", text, "set no_proxy=127.0.0.1,localhost")
 
 
 def limits() -> Iterator[Finding]:
@@ -331,14 +334,17 @@ def limits() -> Iterator[Finding]:
             raised = (
                 "raise the hard limit (limits.conf, LimitNOFILE= of systemd, --ulimit of Docker)"
             )
-        mark = Gravity.WRONG if files < MIN_FILES else Gravity.NOTE
+        mark = Severity.WRONG if files < MIN_FILES else Severity.NOTE
         yield Finding(mark, "open files", f"{shown}; a large run may hold {GOOD_FILES:,}", raised)
     else:
-        yield Finding(Gravity.FINE, "open files", shown)
+        yield Finding(Severity.FINE, "open files", shown)
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if 0 <= processes < MIN_PROCESSES:
         yield Finding(
-            Gravity.NOTE, "processes", f"{processes}, threads counted", f"ulimit -u {MIN_PROCESSES}"
+            Severity.NOTE,
+            "processes",
+            f"{processes}, threads counted",
+            f"ulimit -u {MIN_PROCESSES}",
         )
     for kind, name, letter in (
         (resource.RLIMIT_AS, "address space", "v"),
@@ -347,7 +353,7 @@ def limits() -> Iterator[Finding]:
         allowed = resource.getrlimit(kind)[0]
         if allowed != resource.RLIM_INFINITY:
             yield Finding(
-                Gravity.NOTE, name, f"limited to {allowed:,} bytes", f"ulimit -{letter} unlimited"
+                Severity.NOTE, name, f"limited to {allowed:,} bytes", f"ulimit -{letter} unlimited"
             )
 
 
@@ -370,7 +376,10 @@ def _sizes(folder: Path) -> Iterator[Finding]:
         f"{sizes.max_context or 'unknown'}"
     )
     yield Finding(
-        Gravity.FINE, "model", text, f"whether it is computed right: midflight check-model {folder}"
+        Severity.FINE,
+        "model",
+        text,
+        f"whether it is computed right: midflight check-model {folder}",
     )
 
 
@@ -382,17 +391,17 @@ def _tokenizer(folder: Path) -> Iterator[Finding]:
     tokenizer = check_tokenizer(folder)
     rows = sizes_of(folder).vocab_size
     text = f"{tokenizer.vocab_size} ids, the model has {rows} rows of embeddings"
-    yield Finding(Gravity.FINE, "tokenizer", text)
+    yield Finding(Severity.FINE, "tokenizer", text)
     if not tokenizer.eos_token_ids:
         yield Finding(
-            Gravity.NOTE,
+            Severity.NOTE,
             "end of an answer",
             "no token ends one, so that each goes on to its limit",
             "name eos_token_id in generation_config.json",
         )
     if tokenizer.template is None:
         yield Finding(
-            Gravity.NOTE,
+            Severity.NOTE,
             "chat template",
             "there is none, so that chats are refused",
             "add chat_template.jinja to the folder",
@@ -406,7 +415,7 @@ def _tokenizer(folder: Path) -> Iterator[Finding]:
     called = type(calls).__name__ if calls else "Hermes (no sign of another)"
     thinking = "thinks" if reasoning_format("auto", tokenizer) else "no thinking"
     yield Finding(
-        Gravity.FINE,
+        Severity.FINE,
         "chat template",
         f"writes a question in {len(tokenizer.encode(asked))} tokens; calls as {called}, "
         f"{thinking}",
@@ -418,7 +427,7 @@ def _tokenizer(folder: Path) -> Iterator[Finding]:
             "on to their limit"
         )
         remedy = "add the token behind an answer to eos_token_id in generation_config.json"
-        yield Finding(Gravity.NOTE, "end of an answer", text, remedy)
+        yield Finding(Severity.NOTE, "end of an answer", text, remedy)
 
 
 def run(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
@@ -430,38 +439,38 @@ def run(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
 
 
 def _run(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
-    from midflight.cli import checked
+    from midflight.cli import configurations
     from midflight.run.launcher.folder import kept
     from midflight.run.launcher.preflight import Inspection
 
     if path is None:
-        config = checked.config_of_file(None, overrides, None)
+        config = configurations.config_of_file(None, overrides, None)
         said = Inspection(config).machine()
         for problem in said.problems:
-            yield Finding(Gravity.WRONG, "the defaults", problem)
+            yield Finding(Severity.WRONG, "the defaults", problem)
         if not said.problems:
             yield Finding(
-                Gravity.FINE, "a default run", "devices, disk, shared memory and port are there"
+                Severity.FINE, "a default run", "devices, disk, shared memory and port are there"
             )
         return
-    config = checked.config_of_run(path, overrides, None)
+    config = configurations.config_of_run(path, overrides, None)
     if config.model.path is not None:
         yield from model(config.model.path)
-    checked.check_engine(config)
-    checked.check_sizes(config)
-    found = checked.preflight(config)
+    configurations.check_engine(config)
+    configurations.check_sizes(config)
+    found = configurations.preflight(config)
     for note in found.notes:
-        yield Finding(Gravity.NOTE, "configuration", note)
+        yield Finding(Severity.NOTE, "configuration", note)
     there = kept(Path(config.run.folder))
     if there is not None:
         yield Finding(
-            Gravity.NOTE,
+            Severity.NOTE,
             "run.folder",
             f"{config.run.folder} holds {there}",
             "a run into it needs --resume or --overwrite",
         )
     yield Finding(
-        Gravity.FINE,
+        Severity.FINE,
         "configuration",
         f"{path} can run: environment, tasks, prompt, devices, disk, shared memory and port",
         f"what it would do: midflight train {path} --dry-run",

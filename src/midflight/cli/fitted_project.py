@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from midflight.cli import checked
+from midflight.cli import configurations
 from midflight.cli.fitting import Choice, Fit, Fitting, OwnMachine, fit
 from midflight.cli.project import ENVIRONMENT, REWARDS, TEST, WHOLE, word_problems
 from midflight.config import Config, load_config
@@ -61,7 +61,7 @@ def write_fitted(request: Request, say: Callable[[str], None]) -> list[str]:
     _check_talks(folder)
     source = source_of(request)
     with tempfile.TemporaryDirectory(prefix="midflight-init-") as drafts:
-        found = checked.measured(_to_measure(request, source, Path(drafts)))
+        found = configurations.measured(_to_measure(request, source, Path(drafts)))
     for line in _found(found):
         say(line)
     machine = OwnMachine(own_cores(), machine_bytes())

@@ -15,7 +15,7 @@ import pytest
 from midflight import Trainer, given
 from midflight.entries import load_entry
 from midflight.errors import ConfigError
-from midflight.python.asked import Objects, RowsFile
+from midflight.python.arguments import Objects, RowsFile
 
 
 async def agent(task: Any, client: Any) -> float:

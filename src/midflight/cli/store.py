@@ -64,7 +64,7 @@ def samples(
     from midflight.archive.conversation import conversation_of
     from midflight.archive.samples import SampleChoice, chosen, in_words
     from midflight.archive.stored import copy_in_words, rollout_key
-    from midflight.cli.returned import put_back_at
+    from midflight.cli.put_back import put_back_at
 
     put_back_at(run)
     kind = _kind(evaluation)
@@ -92,7 +92,7 @@ def ledger(run: RunFolder, debug: Debug = False) -> int:
     from midflight.archive.ledger import ledger_of
     from midflight.archive.samples import ledger_table
     from midflight.archive.stored import copy_in_words
-    from midflight.cli.returned import put_back_at
+    from midflight.cli.put_back import put_back_at
 
     put_back_at(run)
     found = ledger_of(run)
@@ -145,7 +145,7 @@ def export(
     `--evaluation` alone, and then nothing else.
     """
     from midflight.archive.export import ExportChoice, ExportFormat, write_export
-    from midflight.cli.returned import put_back_at
+    from midflight.cli.put_back import put_back_at
     from midflight.errors import ConfigError
 
     put_back_at(run)
