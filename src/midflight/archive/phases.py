@@ -19,7 +19,7 @@ from midflight.config import derived, load_config
 from midflight.config.cores import CoreUse, core_use
 from midflight.errors import MidflightError
 from midflight.observe import timeline
-from midflight.observe.bottleneck import judge
+from midflight.observe.bottleneck import find_bottleneck
 from midflight.observe.machine import processors_of
 from midflight.observe.readable import busy_words
 from midflight.observe.status import Bound
@@ -154,7 +154,7 @@ def _judged(
             seconds = max(0.0, min(line.ended, ended) - max(line.began, began))
             waits[f"{line.who} for {line.for_whom}"] += seconds
     used = slots_used(turns, began, ended, slots=room.slots)
-    bound, advice = judge(
+    bound, advice = find_bottleneck(
         engine_busy=engine, trainer_busy=trainer, slots_used=used, cores=room.cores
     )
     longest = sorted((item for item in waits.items() if item[1] > 0), key=lambda item: -item[1])

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import msgspec
 
 from midflight.archive.journal import Tail
-from midflight.observe.recent import Spans, common_length
+from midflight.observe.rolling import Spans, common_length
 from midflight.observe.timeline import (
     TIMELINE,
     CommitTimed,

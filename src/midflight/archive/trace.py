@@ -19,7 +19,7 @@ from midflight.archive.runs import open_run
 from midflight.errors import ConfigError
 from midflight.observe import timeline
 from midflight.observe.atomic_write import write_whole
-from midflight.observe.history import PastLines
+from midflight.observe.history import JournalHistory
 from midflight.observe.lines import AlarmLine
 from midflight.types import Json, Kind, TurnTimes
 
@@ -116,7 +116,7 @@ def _titled(pid: int) -> Iterator[TraceEvent]:
     yield TraceEvent("process_sort_index", "M", pid, args={"sort_index": pid})
 
 
-def _of_journal(past: PastLines, *, with_steps: bool) -> Iterator[TraceEvent]:
+def _of_journal(past: JournalHistory, *, with_steps: bool) -> Iterator[TraceEvent]:
     """Draws counters, alarms and checkpoints, and the steps where no timeline has them."""
     for line in past.steps:
         counters = {

@@ -12,7 +12,7 @@ from midflight.cli.options import Debug
 
 if TYPE_CHECKING:
     from midflight.archive.runs import ArchivedRun
-    from midflight.observe.journal import PastLines
+    from midflight.observe.journal import JournalHistory
 
 UNSET = "(unset)"
 _TOTALS = {
@@ -116,7 +116,7 @@ def _numbers(chosen: Sequence[ArchivedRun]) -> Iterator[tuple[str, ...]]:
         yield label, *(_total(lines, name) for lines in past)
 
 
-def _scores(past: PastLines, source: str) -> str:
+def _scores(past: JournalHistory, source: str) -> str:
     """The first and the last held-out score of a source."""
     from midflight.observe.readable import UNKNOWN, number
 
@@ -127,7 +127,7 @@ def _scores(past: PastLines, source: str) -> str:
     return " → ".join(number(score) for score in ends)
 
 
-def _total(past: PastLines, name: str) -> str:
+def _total(past: JournalHistory, name: str) -> str:
     from midflight.observe.readable import UNKNOWN
 
     if not past.steps:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from midflight.observe.motion import num_bytes_of
+from midflight.observe.activity import num_bytes_of
 
 BEAT_SECONDS = 1.0
 """The time between two beats: a small part of any `run.stall_seconds`, and too seldom to cost

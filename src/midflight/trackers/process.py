@@ -21,7 +21,7 @@ from midflight.archive.journal import JOURNAL, Tail
 from midflight.config.load import load_config
 from midflight.config.sections import Config
 from midflight.observe.lines import decode_line
-from midflight.observe.logs import as_asked, log_failure
+from midflight.observe.logs import log_failure, use_json_logs
 from midflight.observe.timeline import TIMELINE
 from midflight.trackers.spans import RolloutSpans
 from midflight.trackers.telling import Told, flat_summary, tell, tracked
@@ -142,7 +142,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     config = load_config(folder / "config.toml", [f"run.folder={folder}"])
     sys.stdout = sys.stderr  # prints of trackers are no messages
-    as_asked()
+    use_json_logs()
     ending = threading.Event()
     tellers = [Teller(name, config, folder, ending) for name in config.observe.trackers]
     for teller in tellers:

@@ -10,7 +10,7 @@ from typing import cast
 import msgspec
 
 from midflight.archive.trace import Drawing
-from midflight.observe.timeline import Began, CommitTimed, RolloutTimed, Timed
+from midflight.observe.timeline import CommitTimed, RolloutTimed, RunStarted, Timed
 from midflight.types import Json
 
 COMMITS = 64
@@ -61,7 +61,7 @@ class RolloutSpans:
                 read = _decode(line)
             except msgspec.DecodeError:
                 continue
-            if isinstance(read, Began):
+            if isinstance(read, RunStarted):
                 self._epoch = read.wall - read.at
             elif isinstance(read, CommitTimed):
                 self._commits.append(read)

@@ -172,7 +172,7 @@ def main() -> int:
     launcher = parts.LauncherPipe()
     if os.environ.get(parts.SEATED_VARIABLE):
         launcher.heart.memory = partial(tree_bytes, os.getpid())
-    logs.as_asked()
+    logs.use_json_logs()
     faulthandler.register(STACKS_SIGNAL, file=sys.stderr)
     launcher.heart.start()
     gc.set_threshold(GC_THRESHOLD)  # before the imports, of which collections would be a fifth

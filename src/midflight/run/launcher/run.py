@@ -11,10 +11,10 @@ from midflight.config.sections import Config
 from midflight.config.sources import source_names
 from midflight.errors import disk_full
 from midflight.observe.memory import PeakMemory
-from midflight.observe.plot import drawn_by_itself
+from midflight.observe.plot import draw_in_process
 from midflight.observe.status import Phase, Status, WarmStartStatus
 from midflight.observe.summary import (
-    Said,
+    StartNotes,
     Summary,
     past_seconds,
     summarise,
@@ -201,7 +201,7 @@ class Run:
         """
         began = time.monotonic()
         primary = source_names(self._config.environment.sources)[0]
-        said = Said(tuple(self._loss), opening.remarks(self._config))
+        said = StartNotes(tuple(self._loss), opening.remarks(self._config))
         summary = summarise(
             self.status,
             primary=primary,
@@ -225,7 +225,7 @@ class Run:
 
     def _plot(self, *, finished: bool) -> None:
         seconds = self._config.run.stall_seconds if finished else WRITING_SECONDS
-        missing = drawn_by_itself(
+        missing = draw_in_process(
             self._folder, title=self._config.run.name, seconds=seconds, patient=finished
         )
         if missing is not None:

@@ -1,7 +1,7 @@
 """The signs of life of one process. Synchronous."""
 
 from midflight.delays import Lateness
-from midflight.observe.motion import BYTES_A_SECOND
+from midflight.observe.activity import BYTES_A_SECOND
 from midflight.run.heart import BEAT_SECONDS, Beat
 from midflight.run.places.vitals import Vitals
 from midflight.sender_clock import SenderClock

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from midflight.observe.motion import Motion
+from midflight.observe.activity import ProcessActivity
 from midflight.observe.readable import duration
 from midflight.run.guard import guarded
 from midflight.run.places.port import STACKS_SIGNAL
@@ -99,7 +99,7 @@ def answer_of(
 
 def _followed(process: subprocess.Popen[bytes], patience: TrialWait) -> tuple[bytes, bytes]:
     """Waits for the end of the process, and looks at it now and then."""
-    motion = Motion(process.pid)
+    motion = ProcessActivity(process.pid)
     said_at = WORD_SECONDS
     while True:
         try:
@@ -125,7 +125,7 @@ def _doing(out: bytes) -> str:
         return ""
 
 
-def _word(patience: TrialWait, motion: Motion, *, doing: str, still: float) -> str:
+def _word(patience: TrialWait, motion: ProcessActivity, *, doing: str, still: float) -> str:
     does = motion.what
     if still > 2 * LOOK_SECONDS:
         does = (

@@ -37,12 +37,12 @@ from midflight.observe.alarms import Alarms
 from midflight.observe.completions import Completions, LastRollout, in_words
 from midflight.observe.history import newest_version
 from midflight.observe.journal import Journal
+from midflight.observe.learning_alarms import LearningOptions
 from midflight.observe.memory import resident
 from midflight.observe.observers import Observers
 from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
 from midflight.observe.status import Phase, Status
-from midflight.observe.teaching import LearningOptions
 from midflight.run.api.dashboard import dashboard_route
 from midflight.run.api.disk_weights import DiskWeights
 from midflight.run.api.info import info_route

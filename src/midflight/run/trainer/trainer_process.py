@@ -25,7 +25,7 @@ from midflight.models.export import export_model
 from midflight.models.load import load_model
 from midflight.models.lora import add_adapters, is_adapted, lora_config, save_adapters
 from midflight.models.names import assign, in_dtype, torch_dtype
-from midflight.observe.motion import WorkBelow
+from midflight.observe.activity import WorkBelow
 from midflight.run.api.rollout_client import RolloutClient
 from midflight.run.api.service import WentOn
 from midflight.run.heart import START_SECONDS

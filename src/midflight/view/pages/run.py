@@ -13,8 +13,8 @@ from midflight.archive.runs import ArchivedRun, RunCondition, differences, flat
 from midflight.archive.stored import copy_in_words
 from midflight.archive.times import Times, busy_shares, failures, split
 from midflight.errors import RunGone
-from midflight.observe.bottleneck import judge
-from midflight.observe.history import PastLines
+from midflight.observe.bottleneck import find_bottleneck
+from midflight.observe.history import JournalHistory
 from midflight.observe.lines import StepLine
 from midflight.observe.readable import UNKNOWN, duration, number, percent
 from midflight.trajectories.heldout import HELDOUT
@@ -160,7 +160,7 @@ def _head(visit: Visit, times: Times) -> None:
         evaluated = visit.link("groups", kind="evaluation")
         link = ui.link("what the model said to held-out tasks", evaluated)
         link.props('data-test="held out groups"')
-    bound, advice = judge(
+    bound, advice = find_bottleneck(
         engine_busy=shares.engines,
         trainer_busy=shares.trainer,
         slots_used=shares.slots,
@@ -176,7 +176,7 @@ def _head(visit: Visit, times: Times) -> None:
         ).classes("note")
 
 
-def _heldout(past: PastLines) -> dict[str, str]:
+def _heldout(past: JournalHistory) -> dict[str, str]:
     """The first and the last score of each source."""
     scores: dict[str, list[float | None]] = {}
     for line in past.evaluations:
@@ -189,7 +189,7 @@ def _heldout(past: PastLines) -> dict[str, str]:
     return texts
 
 
-def _eta(past: PastLines, steps: int | None) -> str:
+def _eta(past: JournalHistory, steps: int | None) -> str:
     recent = past.steps[-RECENT_STEPS:]
     if steps is None or len(recent) < 2:
         return UNKNOWN
@@ -212,7 +212,7 @@ def _findings(visit: Visit, times: Times) -> None:
         ui.label("No alarm, and no rollout failed.").classes("note")
 
 
-def _failures(visit: Visit, times: Times, past: PastLines) -> None:
+def _failures(visit: Visit, times: Times, past: JournalHistory) -> None:
     """Shows the failures by source where the timeline knows it. Each class of failure is there
     once, with the step in which it was most frequent.
     """
@@ -233,7 +233,7 @@ def _failures(visit: Visit, times: Times, past: PastLines) -> None:
         looks.table(("environment", "failed by", "how often", "most in"), rows, name="failures")
 
 
-def _worst_step(visit: Visit, past: PastLines, name: str) -> looks.Cell:
+def _worst_step(visit: Visit, past: JournalHistory, name: str) -> looks.Cell:
     """The step in which this class of failure was most frequent."""
 
     def count(step: StepLine) -> int:

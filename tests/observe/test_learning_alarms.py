@@ -9,7 +9,7 @@ from tests.facts import Facts
 from tests.observe.facts import Clock, rollout
 
 from midflight.observe.alarms import Alarms
-from midflight.observe.teaching import MIN_GROUPS, MIN_ROLLOUTS, LearningOptions, lower_rate
+from midflight.observe.learning_alarms import MIN_GROUPS, MIN_ROLLOUTS, LearningOptions, lower_rate
 from midflight.types import Group, GroupKey, Reason, RolloutKey, Trajectory
 from midflight.types.facts import Alarmed, Fact, GroupClosed, GroupFinished, Stepped
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from midflight.observe.motion import Motion, ProcessWork, WorkedSince, work_of
+from midflight.observe.activity import ActivityProbe, ProcessActivity, ProcessWork, work_of
 
 STALL = 120
 
@@ -19,7 +19,7 @@ class Process:
     def __init__(self) -> None:
         self.now = 0.0
         self.work: ProcessWork | None = ProcessWork(0.0, 0)
-        self.motion = Motion(1, work=lambda _: self.work, clock=lambda: self.now)
+        self.motion = ProcessActivity(1, work=lambda _: self.work, clock=lambda: self.now)
 
     def pass_second(self, *, cpu: float = 0.0, num_bytes: int = 0, runnable: bool = False, said: str = "") -> float:
         """Seconds since it moved, at the end of a second in which it did this."""
@@ -103,7 +103,7 @@ def test_a_process_that_is_gone_has_done_nothing(tmp_path: Path) -> None:
 
 def test_who_asks_now_and_then_hears_whether_it_has_worked_since() -> None:
     now, work = 0.0, ProcessWork(5.0, 0)
-    since = WorkedSince(1, work=lambda _: work, clock=lambda: now)
+    since = ActivityProbe(1, work=lambda _: work, clock=lambda: now)
 
     def asked(seconds: float, *, cpu: float = 0.0, num_bytes: int = 0) -> bool:
         nonlocal now, work

@@ -110,9 +110,9 @@ class WorkBelow:
         return self._found
 
 
-class WorkedSince:
+class ActivityProbe:
     """Says whether a process or one of its descendants has worked since the last call. It is for
-    callers that ask now and then; for others there is `Motion`.
+    callers that ask now and then; for others there is `ProcessActivity`.
 
     The first answer is yes, because nothing is known about the time before.
     """
@@ -150,7 +150,7 @@ class WorkedSince:
         return moved_bytes > BYTES_A_SECOND * max(1.0, waited)
 
 
-class Motion:
+class ProcessActivity:
     """Watches whether one process moves. It is synchronous: what waits for the process calls `look`
     about once a second.
     """

@@ -61,7 +61,7 @@ class LearningOptions:
     masks_truncated: bool = False
 
 
-class TeachingAlarms:
+class LearningAlarms:
     """Watches facts. `say` takes the name of an alarm and its text, and does not say the same again
     for a while.
     """
