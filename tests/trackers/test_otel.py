@@ -120,7 +120,7 @@ def test_traces_reach_a_receiver_by_the_official_sdk_and_each_rollout_once(tmp_p
 
 
 def test_a_receiver_that_refuses_is_an_error_of_the_tracker_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from midflight.trackers.telling import tracked
+    from midflight.trackers.delivery import tracked
 
     configure(tmp_path, "otel")
     with receiver(status=400) as (address, _):

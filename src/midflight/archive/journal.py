@@ -71,7 +71,7 @@ class Tail:
         return anew, [line for line in whole.split(b"\n") if line.strip()]
 
 
-class Readings:
+class JournalReader:
     """The lines of a run's journal so far. Lines that a later version of Midflight wrote, and that
     this one cannot read, are only counted.
     """
@@ -135,8 +135,8 @@ class Readings:
         return chain(self.past.steps, self.past.evaluations)
 
 
-def read_folder(folder: Path) -> Readings:
+def read_folder(folder: Path) -> JournalReader:
     """Everything that the journal of a run holds now."""
-    readings = Readings(folder)
+    readings = JournalReader(folder)
     readings.refresh()
     return readings

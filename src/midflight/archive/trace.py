@@ -81,7 +81,7 @@ def trace_of(folder: Path) -> RunTrace:
             "are drawn from its journal alone"
         )
     events = list(_of_journal(past, with_steps=not lines))
-    events += Drawing(lines).events()
+    events += TraceBuilder(lines).events()
     shown = {event.pid for event in events}
     titles: list[TraceEvent] = []
     for pid in TITLES:
@@ -153,7 +153,7 @@ class _GroupEnd:
     dropped: timeline.DropTimed | None = None
 
 
-class Drawing:
+class TraceBuilder:
     """Draws the lines of a timeline."""
 
     def __init__(self, lines: Sequence[timeline.Timed]) -> None:

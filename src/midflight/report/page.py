@@ -52,7 +52,7 @@ _NUMBERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class SampleShown:
+class ReportSample:
     """A rollout as text, and why it is shown."""
 
     why: str
@@ -72,7 +72,7 @@ class RunReport:
     phases: tuple[RunPhase, ...]
     heldout: tuple[tuple[str, ...], ...]
     alarms: tuple[tuple[str, str], ...]
-    samples: tuple[SampleShown, ...]
+    samples: tuple[ReportSample, ...]
     ledger: tuple[tuple[str, str, str], ...]
     balance: str
     options: Mapping[str, Json]
@@ -241,7 +241,7 @@ def _heldout(past: JournalHistory) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _samples(folder: Path, missing: _Missing) -> Iterator[SampleShown]:
+def _samples(folder: Path, missing: _Missing) -> Iterator[ReportSample]:
     for kind, why in SHOWN.items():
         choice = SampleChoice(
             number=MAX_SAMPLES, best=kind == "best", worst=kind == "worst", failed=kind == "failed"
@@ -257,7 +257,7 @@ def _samples(folder: Path, missing: _Missing) -> Iterator[SampleShown]:
                 None,
             )
             if seen is not None:
-                yield SampleShown(why, in_words(seen))
+                yield ReportSample(why, in_words(seen))
 
 
 def _ledger(ledger: Ledger) -> Iterator[tuple[str, str, str]]:

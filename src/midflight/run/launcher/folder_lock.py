@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from midflight.archive.holder import LOCK, Holder, holder_of, start_of
+from midflight.archive.holder import LOCK, LockHolder, holder_of, start_of
 from midflight.errors import ConfigError
 from midflight.run.launcher import replaced_files
 from midflight.run.launcher.folder import FAILED_LOGS, put_back, replaces, unwritable
@@ -53,7 +53,7 @@ def hold_folder(folder: Path, say: Callable[[str], None]) -> Generator[FileIO]:
         left = holder_of(folder)
         if left is not None:
             say(f"{folder} is taken over from {left}, which ended without giving it back.")
-        holder = Holder(
+        holder = LockHolder(
             os.getpid(),
             start_of(os.getpid()),
             time.strftime("%Y-%m-%d %H:%M:%S"),

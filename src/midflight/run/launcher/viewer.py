@@ -72,7 +72,7 @@ class RunViewer:
         """Waits for the end of a viewer, which ends with this process, or when this wait does."""
         environment = {**os.environ, "MIDFLIGHT_CONTROL_TOKEN": self._token, "OMP_NUM_THREADS": "1"}
         arguments = [str(listener.fileno()), HOST, str(self._folder)]
-        command = guarded([sys.executable, "-m", "midflight.view.beside", *arguments])
+        command = guarded([sys.executable, "-m", "midflight.view.process", *arguments])
         with (self._folder / "logs" / "view.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *command,

@@ -11,7 +11,7 @@ from tests.trackers.journals import evaluation, resumed, samples, step
 from tests.trackers.own import Forgets, Notes
 
 from midflight.observe.lines import AlarmLine, Line, StepLine
-from midflight.trackers.telling import Told, histograms, tell
+from midflight.trackers.delivery import DeliveryLog, histograms, tell
 from midflight.trackers.tracker import TrackedRun, Tracker
 
 
@@ -19,7 +19,7 @@ def heard(tracker: Notes, folder: Path, *lines: Line) -> list[list[Any]]:
     """The calls that the lines lead to."""
     tracker.path = folder / "notes.jsonl"
     tracker.path.unlink(missing_ok=True)
-    told = Told(folder / "notes.told")
+    told = DeliveryLog(folder / "notes.told")
     for line in lines:
         tell(tracker, line, told)
     return [json.loads(note) for note in tracker.path.read_text().splitlines()] if tracker.path.exists() else []
@@ -77,7 +77,7 @@ def test_a_tracker_that_fails_on_a_step_lacks_it_and_has_no_other_twice(tmp_path
                 raise ConnectionError
             super().scalars(step, numbers)
 
-    tracker, told = Picky(), Told(tmp_path / "picky.told")
+    tracker, told = Picky(), DeliveryLog(tmp_path / "picky.told")
     tracker.path = tmp_path / "notes.jsonl"
     for line in (step(1), step(2), step(2), step(3)):
         try:
@@ -88,7 +88,7 @@ def test_a_tracker_that_fails_on_a_step_lacks_it_and_has_no_other_twice(tmp_path
 
 
 def test_a_tracker_that_shows_nothing_is_one_too(tmp_path: Path) -> None:
-    told = Told(tmp_path / "x.told")
+    told = DeliveryLog(tmp_path / "x.told")
     for line in (step(1), evaluation(1, 0.5), samples(1), resumed(1, 2.0)):
         tell(Tracker(), line, told)
     assert Tracker().open(TrackedRun("a", "b", tmp_path, {})) is None

@@ -24,7 +24,7 @@ from midflight.types import Json
 COLUMNS = ("source", "task", "reward", "prompt", "completion")
 
 
-class Told:
+class DeliveryLog:
     """What was told to one tracker. It is a file in the run's folder with a line for each, such as
     `step 12`. The first line is `id` with what finds the run again.
     """
@@ -88,7 +88,7 @@ def key_of(line: Line) -> str | None:
             return None
 
 
-def tell(tracker: Tracker, line: Line, told: Told) -> None:
+def tell(tracker: Tracker, line: Line, told: DeliveryLog) -> None:
     """Tells a line once. The line counts as told before it is: a tracker that fails on a line, or
     is killed over it, lacks that line, and has none twice.
     """

@@ -1,4 +1,4 @@
-"""The viewer's process beside a run: `python -m midflight.view.beside DESCRIPTOR HOST FOLDER`. It
+"""The viewer's process beside a run: `python -m midflight.view.process DESCRIPTOR HOST FOLDER`. It
 ends with the launcher, which gives it a guard.
 """
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from midflight.view import app
-from midflight.view.visit import Shelf
+from midflight.view.visit import RunFolders
 
 NICENESS = 10
 """The niceness of the viewer's process: the run comes first."""
@@ -18,7 +18,7 @@ def main(descriptor: int, host: str, folder: Path) -> None:
     """Serves the viewer. The token comes in an environment variable, which only this user sees."""
     os.nice(NICENESS)
     token = os.environ.pop("MIDFLIGHT_CONTROL_TOKEN")
-    viewer = app.build(Shelf([folder]), host=host, token=token)
+    viewer = app.build(RunFolders([folder]), host=host, token=token)
     app.serve(viewer, socket.socket(fileno=descriptor))
 
 
