@@ -27,7 +27,7 @@ from midflight.environments.agents import AgentHost, SharedClients
 from midflight.environments.claimed import Board, Claimed
 from midflight.environments.crew import HERE, Crew, Whereabouts
 from midflight.environments.registry import AgentProgram
-from midflight.environments.single_turn import AnswersHere
+from midflight.environments.single_turn import LocalAnswers
 from midflight.environments.sources import Source, load_sources
 from midflight.environments.tasks import posted_tasks
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
@@ -410,7 +410,7 @@ class RolloutProcess:
             return
         section = self._config.environment
         if agent_of(section) == SINGLE_TURN and not section.rewards:
-            yield Hosting(AnswersHere(InProcessChats(serving.gateway)))
+            yield Hosting(LocalAnswers(InProcessChats(serving.gateway)))
             return
         app = build_app(serving.gateway, serving.control, control_token=self._spec.control_token)
         program = AgentProgram(section)

@@ -18,7 +18,7 @@ from midflight.environments.agents import AgentHost
 from midflight.environments.crew import Crew
 from midflight.environments.evaluation import Evaluator, Suite
 from midflight.environments.rollout import RolloutRunner
-from midflight.environments.single_turn import AnswersHere
+from midflight.environments.single_turn import LocalAnswers
 from midflight.errors import EngineError
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
@@ -313,7 +313,7 @@ class Agents:
             record=self._heard if tracked else self.record,
             fates=fates,
             tracked=tracked,
-            own=isinstance(self.host, AnswersHere),
+            own=isinstance(self.host, LocalAnswers),
             bound=self.serving.rollout_bound,
             outage_seconds=self.serving.outage.seconds,
             delayed_seconds=self._delayed_seconds,
