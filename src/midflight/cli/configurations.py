@@ -16,7 +16,7 @@ from midflight.config import Config, load_config
 from midflight.config.agent import agent_of
 from midflight.config.cores import own_cores
 from midflight.config.derived import model_sizes
-from midflight.config.folders import check_same_model, check_teacher, check_tokenizer
+from midflight.config.model_checks import check_same_model, check_teacher, check_tokenizer
 from midflight.config.sections import RunSection
 from midflight.errors import ConfigError
 from midflight.models.gguf_folders import model_folder

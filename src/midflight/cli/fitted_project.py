@@ -16,7 +16,7 @@ from midflight.cli.project import ENVIRONMENT, REWARDS, TEST, WHOLE, word_proble
 from midflight.config import Config, load_config
 from midflight.config.cores import own_cores
 from midflight.config.derived import machine_bytes
-from midflight.config.folders import check_tokenizer
+from midflight.config.model_checks import check_tokenizer
 from midflight.errors import ConfigError
 from midflight.models.gguf_folders import model_folder
 from midflight.models.sizes import sizes_of

@@ -13,7 +13,7 @@ from typing import Any
 from midflight.config import Config, load_config
 from midflight.config.context import CONTEXT_STEP
 from midflight.config.memory import memory_estimate, total_bytes
-from midflight.config.unset import ADAPTER_FACTOR, copying_rate, learning_rate, max_tokens
+from midflight.config.model_defaults import ADAPTER_FACTOR, copying_rate, learning_rate, max_tokens
 from midflight.errors import ConfigError
 from midflight.models.sizes import ModelSizes
 from midflight.observe.readable import duration, percent, size

@@ -384,7 +384,7 @@ def _sizes(folder: Path) -> Iterator[Finding]:
 
 
 def _tokenizer(folder: Path) -> Iterator[Finding]:
-    from midflight.config.folders import check_tokenizer
+    from midflight.config.model_checks import check_tokenizer
     from midflight.models.sizes import sizes_of
     from midflight.text.formats.format import reasoning_format, tool_format
 

@@ -38,10 +38,10 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import NamedTuple, Protocol, cast
 
-from midflight.delays import Lateness, delay_of
 from midflight.environments.scoring import Unjudged
 from midflight.environments.tool_time import ToolTime
 from midflight.errors import AgentFailed, AgentLost, EnvironmentFailed
+from midflight.lateness import Lateness, delay_of
 from midflight.ports import SessionHandle
 from midflight.types import Result, Task
 

@@ -14,7 +14,7 @@ import msgspec
 from midflight import given
 from midflight.config import Config, load_config
 from midflight.config.derived import model_sizes
-from midflight.config.folders import check_teacher
+from midflight.config.model_checks import check_teacher
 from midflight.entries import ENTRY
 from midflight.errors import ConfigError
 from midflight.run.launcher.folder import ROWS

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from midflight.config.folders import check_tokenizer
+from midflight.config.model_checks import check_tokenizer
 from midflight.config.sections import Config
 from midflight.engines.embedded.engine import EmbeddedEngine, Generated
 from midflight.environments.sources import Source, load_sources

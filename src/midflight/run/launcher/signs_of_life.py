@@ -1,6 +1,6 @@
 """The signs of life of one process. Synchronous."""
 
-from midflight.delays import Lateness
+from midflight.lateness import Lateness
 from midflight.observe.activity import BYTES_A_SECOND
 from midflight.run.heart import BEAT_SECONDS, Beat
 from midflight.run.places.vitals import Vitals

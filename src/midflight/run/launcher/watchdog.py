@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from midflight.delays import Lateness, delay_of
+from midflight.lateness import Lateness, delay_of
 from midflight.observe.readable import duration
 from midflight.run.heart import Beat, Doing
 from midflight.run.launcher.signs_of_life import SignsOfLife

@@ -19,8 +19,8 @@ from midflight.config import derived
 from midflight.config.agent import SINGLE_TURN, agent_of
 from midflight.config.cores import core_use, own_cores
 from midflight.config.derived import batch_rollouts
+from midflight.config.model_defaults import usual_rate
 from midflight.config.sections import Config
-from midflight.config.unset import usual_rate
 from midflight.engines.introduction import About, ask_about
 from midflight.engines.remote import RemoteEngine
 from midflight.environments.agents import AgentHost, SharedClients

@@ -65,7 +65,7 @@ ACTIVATIONS_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Derived:
+class DerivedDefault:
     """An option that follows from the model, with the reason."""
 
     option: str
@@ -143,7 +143,7 @@ def with_derived(config: Config) -> Config:
     return config
 
 
-def model_derived(config: Config) -> Iterator[Derived]:
+def model_derived(config: Config) -> Iterator[DerivedDefault]:
     """The values that options would have if they were unset, of those that mean something in this
     run. The context is taken as it stands. There are none without a model.
     """
@@ -156,34 +156,34 @@ def model_derived(config: Config) -> Iterator[Derived]:
     adapters = _trains_adapters(config)
     number = sizes.num_parameters
     trained = "adapters of it" if adapters else "all of them trained"
-    yield Derived(
+    yield DerivedDefault(
         "environment.max_tokens",
         max_tokens(config.model.max_context),
         f"a part of a context of {config.model.max_context:,}",
     )
     rate = learning_rate(number, adapters=adapters)
-    yield Derived(
+    yield DerivedDefault(
         "trainer.learning_rate",
         rate,
         f"for {number:,} parameters that were trained before, {trained}",
     )
     if config.warm_start.is_made:
         copied = copying_rate(number, WarmStartSection().learning_rate)
-        yield Derived("warm_start.learning_rate", copied, "for learning from given answers")
+        yield DerivedDefault("warm_start.learning_rate", copied, "for learning from given answers")
     if config.objective.advantage == "gae":
-        yield Derived(
+        yield DerivedDefault(
             "critic.learning_rate",
             copying_rate(number, CriticSection().learning_rate),
             "for learning values",
         )
-    yield Derived(
+    yield DerivedDefault(
         "trainer.micro_batch_tokens",
         micro_batch_tokens(config, sizes),
         "what activations may take of memory",
     )
 
 
-def shown_derived(config: Config) -> Iterator[Derived]:
+def shown_derived(config: Config) -> Iterator[DerivedDefault]:
     """The derived values that are in force, for the dry run. An option that the user sets to its
     derived value is among them.
     """

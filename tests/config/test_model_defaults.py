@@ -10,8 +10,8 @@ from rich.console import Console
 from tests.config.folders import folder_of_model
 
 from midflight.cli.dry_run import print_report
-from midflight.config import context, derived, load_config, unset
-from midflight.config.unset import copying_rate, learning_rate, max_tokens
+from midflight.config import context, derived, load_config, model_defaults
+from midflight.config.model_defaults import copying_rate, learning_rate, max_tokens
 from midflight.run.launcher.preflight import Findings
 
 LARGE = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
@@ -36,7 +36,7 @@ def test_an_answer_may_have_a_quarter_of_the_context() -> None:
 
 
 def test_a_model_of_a_folder_gets_what_suits_its_size(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (context, derived, unset):
+    for module in (context, derived, model_defaults):
         monkeypatch.setattr(module, "machine_bytes", lambda: 24 * 2**30)
     config = load_config(None, [f"model.path={large}"])
     assert (config.trainer.learning_rate, config.environment.max_tokens) == (2e-5, 256)
@@ -65,11 +65,11 @@ def test_a_made_model_and_a_folder_that_is_not_there_keep_the_defaults(tmp_path:
     for overrides in ([], [f"model.path={tmp_path}/nowhere"]):
         config = load_config(None, overrides)
         assert (config.trainer.learning_rate, config.environment.max_tokens, config.trainer.micro_batch_tokens) == (3e-4, 16, 4096)
-        assert not [*unset.shown_derived(config)]
+        assert not [*model_defaults.shown_derived(config)]
 
 
 def test_a_gpu_has_micro_batches_as_they_were(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unset, "machine_bytes", lambda: 2**30)
+    monkeypatch.setattr(model_defaults, "machine_bytes", lambda: 2**30)
     assert load_config(None, [f"model.path={large}"]).trainer.micro_batch_tokens == 512, "not smaller, however little memory there is"
     assert load_config(None, [f"model.path={large}", "trainer.device=cuda"]).trainer.micro_batch_tokens == 4096
 
