@@ -35,7 +35,7 @@ from midflight.observe.failures import failure_class
 from midflight.run import parts
 from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
 from midflight.run.places.process import LocalChild
-from midflight.run.rollout.rollouts import Fates
+from midflight.run.rollout.rollouts import TokenFates
 from midflight.run.rollout.serving import Agents, Serving
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
@@ -107,7 +107,7 @@ class Site:
             routes = WorkerRoutes(crew, token=self._token, control_token=self._token).routes()
             app = build_app(serving.gateway, serving.control, extra_routes=routes)
             runner = Agents(config, serving, crew, unheard).runner(
-                serving.gateway, Fates(), tracked=True
+                serving.gateway, TokenFates(), tracked=True
             )
             names = [f"worker{i}" for i in range(config.environment.workers or 1)]
             up = {name: asyncio.Event() for name in names}

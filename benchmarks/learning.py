@@ -37,7 +37,7 @@ from learning_report import Result, read_results, report, write_docs  # noqa: E4
 from overlap_runs import cpu_seconds  # noqa: E402
 from smoke import SETTINGS, options_of  # noqa: E402
 
-from midflight.observe.history import PastLines, read_journal  # noqa: E402
+from midflight.observe.history import JournalHistory, read_journal  # noqa: E402
 from midflight.observe.lines import StepLine  # noqa: E402
 from midflight.observe.memory import descendants  # noqa: E402
 
@@ -293,7 +293,7 @@ def _result(plan: Plan, folder: Path, cpu: Sequence[tuple[float, float]]) -> Res
     )
 
 
-def _phase(history: PastLines) -> tuple[float, float]:
+def _phase(history: JournalHistory) -> tuple[float, float]:
     """From the end of the evaluation before the first step to the end of the last step, on the
     journal's clock.
     """

@@ -33,7 +33,7 @@ from typing import TypeVar
 
 from smoke import SETTINGS, options_of
 
-from midflight.cli.checked import config_of_file, preflight
+from midflight.cli.configurations import config_of_file, preflight
 from midflight.cli.dry_run import longest_prompt
 from midflight.config.derived import model_sizes
 from midflight.config.memory import MemoryItem, memory_estimate, total_bytes

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from midflight.observe.history import PastLines, read_journal
+from midflight.observe.history import JournalHistory, read_journal
 from midflight.observe.plot import COLORS, moving_average
 
 USED = "used.json"
@@ -123,7 +123,7 @@ def _kept(place: Path, name: str) -> float | None:
     return json.loads(place.read_text())[name] if place.exists() else None
 
 
-def _rewards(history: PastLines, source: str) -> list[tuple[float, float]]:
+def _rewards(history: JournalHistory, source: str) -> list[tuple[float, float]]:
     found = [(line.seconds, (line.reward_by_source or {}).get(source)) for line in history.steps]
     return [(seconds, reward) for seconds, reward in found if reward is not None]
 

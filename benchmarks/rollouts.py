@@ -25,9 +25,9 @@ from smoke import options_of
 from gateway import HERE, free_port, running, wait_for
 from midflight.config import Config, load_config
 from midflight.engines.remote import RemoteEngine
-from midflight.environments.single_turn import AnswersHere
+from midflight.environments.single_turn import LocalAnswers
 from midflight.environments.sources import load_sources
-from midflight.gateway.http.chats import ChatsHere
+from midflight.gateway.http.chats import InProcessChats
 from midflight.observe.journal import Journal
 from midflight.observe.observers import Observers
 from midflight.observe.progress import RunState
@@ -82,7 +82,7 @@ async def measured(
         serving = Serving(
             config, Tokenizer.load(folder), [remote], record=record, version=0, anonymous=False
         )
-        host = AnswersHere(ChatsHere(serving.gateway))
+        host = LocalAnswers(InProcessChats(serving.gateway))
         sources = load_sources(config.environment.sources, seed=0)
         store = Store(folder / "store.sqlite", run="run")
         system = RolloutSystem(

@@ -9,7 +9,7 @@ four tokens. Three sides take turns:
 | side | how the environment asks the gateway |
 |---|---|
 | gateway | no environment: the same request is planned and answered without a wire |
-| built-in | as in a run: `single_turn.answer` by `AnswersHere` |
+| built-in | as in a run: `single_turn.answer` by `LocalAnswers` |
 | SDK | `single_turn.answer` by the client of the package openai, in memory |
 """
 
@@ -28,15 +28,15 @@ from smoke import options_of
 from midflight.environments.agents import AgentHost, AgentsHere, SharedClients
 from midflight.environments.rollout import RolloutRunner
 from midflight.environments.scoring import Unjudged
-from midflight.environments.single_turn import AnswersHere, answer
+from midflight.environments.single_turn import LocalAnswers, answer
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.plan import EngineLimits
-from midflight.gateway.http.chats import ChatsHere
+from midflight.gateway.http.chats import InProcessChats
 from midflight.gateway.http.http import build_app
 from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.ports import SessionHandle
-from midflight.run.rollout.rollouts import Fates
+from midflight.run.rollout.rollouts import TokenFates
 from midflight.testing.script import scripted_tokenizer
 from midflight.types import (
     Chunk,
@@ -115,7 +115,7 @@ async def hosts() -> AsyncGenerator[tuple[Gateway, dict[str, AgentHost]]]:
             gateway,
             {
                 "gateway": AskedDirectly(gateway),
-                "built-in": AnswersHere(ChatsHere(gateway)),
+                "built-in": LocalAnswers(InProcessChats(gateway)),
                 "SDK": sdk,
             },
         )
@@ -130,7 +130,7 @@ async def milliseconds(gateway: Gateway, host: AgentHost, *, number: int) -> flo
         sampling=sampling,
         rollout_seconds=60,
         record=unheard,
-        fates=Fates(),
+        fates=TokenFates(),
     )
     task = Task("t", "s", {"question": "reverse hello", "answer": "olleh"})
     began = time.process_time()

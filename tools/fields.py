@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from midflight.errors import Blame, MidflightError
-from midflight.gateway.dialects import policy
+from midflight.gateway.dialects import unread_fields
 from midflight.gateway.dialects.messages_input import ClientTool, OutputConfig, ThinkingBody
 from midflight.gateway.dialects.native import NativeSampling
 from midflight.gateway.dialects.responses_input import ReasoningBody
@@ -405,11 +405,18 @@ def _not_read() -> Iterator[str]:
     )
     yield "| field | why | with `gateway.strict` |\n|---|---|---|\n"
     for name, reason in sorted(
-        {**policy.IGNORED, **policy.HARMLESS, **policy.HARMLESS_MESSAGES}.items()
+        {
+            **unread_fields.IGNORED,
+            **unread_fields.HARMLESS,
+            **unread_fields.HARMLESS_MESSAGES,
+        }.items()
     ):
         harmless = [
             where
-            for where, table in (("", policy.HARMLESS), (" in messages", policy.HARMLESS_MESSAGES))
+            for where, table in (
+                ("", unread_fields.HARMLESS),
+                (" in messages", unread_fields.HARMLESS_MESSAGES),
+            )
             if name in table
         ]
         yield _row(f"`{name}`", reason, f"passed over{harmless[0]}" if harmless else "refused")
@@ -426,7 +433,7 @@ def _not_read() -> Iterator[str]:
             )
     yield (
         "\nTools of these types are left out of the prompt, with or without a date behind: "
-        f"{', '.join(f'`{name}`' for name in policy.TOOLS)}; so are those of types that are\nnot "
+        f"{', '.join(f'`{name}`' for name in unread_fields.TOOLS)}; so are those of types that are\nnot "
         "known here.\n"
     )
     yield (
@@ -434,9 +441,11 @@ def _not_read() -> Iterator[str]:
         "values that ask for nothing are accepted; `null` is as good as absent\neverywhere.\n\n"
     )
     yield "| field | value that asks for nothing | instead |\n|---|---|---|\n"
-    for name in sorted({*policy.NEUTRAL, *policy.REFUSED}):
-        neutral = " or ".join(f"`{json.dumps(value)}`" for value in policy.NEUTRAL.get(name, ()))
-        yield _row(f"`{name}`", neutral, policy.REFUSED.get(name, ""))
+    for name in sorted({*unread_fields.NEUTRAL, *unread_fields.REFUSED}):
+        neutral = " or ".join(
+            f"`{json.dumps(value)}`" for value in unread_fields.NEUTRAL.get(name, ())
+        )
+        yield _row(f"`{name}`", neutral, unread_fields.REFUSED.get(name, ""))
 
 
 def _errors() -> Iterator[str]:

@@ -182,9 +182,9 @@ def _running(root: Path, folder: Path) -> Generator[dict[str, str]]:
 
 def _endpoint(process: subprocess.Popen[bytes], folder: Path) -> dict[str, str]:
     """Waits until agents may come, as long as the processes move."""
-    from midflight.observe.motion import Motion  # not where calls are counted
+    from midflight.observe.activity import ProcessActivity  # not where calls are counted
 
-    motion = Motion(process.pid)
+    motion = ProcessActivity(process.pid)
     while "ready: " not in (said := (folder / "said").read_text()):
         if process.poll() is not None or motion.look(said) > STALL_SECONDS:
             raise RuntimeError("midflight rollouts did not start; what it said is above")

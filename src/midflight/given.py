@@ -31,7 +31,7 @@ class NotGiven(ConfigError, AttributeError):
     """
 
 
-class Packed(msgspec.Struct, frozen=True):
+class PickledObjects(msgspec.Struct, frozen=True):
     pickled: bytes
     path: list[str]
     """The program's module search path. Objects in these modules are sent by name."""
@@ -40,7 +40,7 @@ class Packed(msgspec.Struct, frozen=True):
 NOTHING = bytes(_LENGTH)
 """The bytes for a run that gets no objects."""
 
-_held: Packed | None = None
+_held: PickledObjects | None = None
 _objects: dict[str, object] = {}
 
 
@@ -65,7 +65,7 @@ def pack(objects: Mapping[str, object]) -> bytes:
         for name, value in objects.items():
             _check(name, value)
         raise
-    packed = msgspec.msgpack.encode(Packed(pickled, list(sys.path)))
+    packed = msgspec.msgpack.encode(PickledObjects(pickled, list(sys.path)))
     return len(packed).to_bytes(_LENGTH, "big") + packed
 
 
@@ -102,7 +102,7 @@ def read(pipe: BinaryIO) -> None:
     global _held
     length = int.from_bytes(pipe.read(_LENGTH), "big")
     _objects.clear()
-    _held = msgspec.msgpack.decode(pipe.read(length), type=Packed) if length else None
+    _held = msgspec.msgpack.decode(pipe.read(length), type=PickledObjects) if length else None
 
 
 def __getattr__(name: str) -> object:
@@ -121,7 +121,7 @@ def __getattr__(name: str) -> object:
     return _objects[name]
 
 
-def _unpacked(held: Packed) -> dict[str, object]:
+def _unpacked(held: PickledObjects) -> dict[str, object]:
     import cloudpickle
 
     sys.path.extend(place for place in held.path if place not in sys.path)

@@ -9,7 +9,7 @@ import pytest
 
 from midflight.archive import times
 from midflight.archive.times import Times, before_newest, part_from
-from midflight.observe.timeline import Began, RolloutTimed, StepTimed, Timed
+from midflight.observe.timeline import RolloutTimed, RunStarted, StepTimed, Timed
 
 
 def line(at: int) -> Timed:
@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(times, "NEWEST_BYTES", 10_000)
     lines = [msgspec.json.encode(line(at)) for at in range(1, 3001)]
     lines.insert(1500, b'{"kind":"roll')
-    (tmp_path / "timeline.jsonl").write_bytes(b"\n".join([msgspec.json.encode(Began(0.0, 1.0)), *lines]) + b"\n")
+    (tmp_path / "timeline.jsonl").write_bytes(b"\n".join([msgspec.json.encode(RunStarted(0.0, 1.0)), *lines]) + b"\n")
     return tmp_path
 
 

@@ -23,11 +23,11 @@ from midflight.observe.lines import AlarmLine, Line, StepLine
 from midflight.observe.status import Bound, Totals
 from midflight.observe.timeline import (
     BatchTimed,
-    Began,
     CommitTimed,
     DropTimed,
     EngineTimed,
     RolloutTimed,
+    RunStarted,
     ScoreTimed,
     StepTimed,
     Timed,
@@ -39,7 +39,7 @@ TURN = TurnTimes(1.0, 3.0, (("engine0", 1.25),), ((3, 1.5), (4, 2.25)), 40)
 """Asked at 1.0, given to the engine at 1.25, tokens of version 3 from 1.5 on and of version 4 from 2.25 on."""
 AFTER_A_TOOL = TurnTimes(4.0, 4.5, (("engine0", 4.0),), ((4, 4.25),), 8)
 LINES: list[Timed] = [
-    Began(0.0, 1.7e9),
+    RunStarted(0.0, 1.7e9),
     RolloutTimed((0, 9, 0, 0), "sums", 0.25, 0.75, 1.0, 4, (TurnTimes(0.25, 0.75, (("engine0", 0.25),), ((3, 0.5),), 4),), Kind.EVALUATION),
     ScoreTimed(3, "sums", 0.8, 1.0),
     RolloutTimed((0, 1, 0, 0), "sums", 1.0, 5.0, 1.0, 48, (TURN, AFTER_A_TOOL)),

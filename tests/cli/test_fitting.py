@@ -14,7 +14,7 @@ from midflight.config.derived import model_sizes
 from midflight.config.memory import memory_estimate, total_bytes
 from midflight.errors import ConfigError
 from midflight.models.sizes import sizes_of
-from midflight.run.launcher.measured import Measured
+from midflight.run.launcher.measurements import ModelMeasurements
 
 GB = 2**30
 SIZES = {
@@ -29,7 +29,7 @@ SIZES = {
 }
 """Those of SmolLM2-135M."""
 
-MEASURED = Measured(
+MEASURED = ModelMeasurements(
     threads=1,
     prompt_length=40,
     longest_prompt=50,

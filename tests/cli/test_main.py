@@ -73,7 +73,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def sound(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes seconds finds nothing wrong."""
-    monkeypatch.setattr("midflight.cli.checked.preflight", lambda config, **_: Findings())
+    monkeypatch.setattr("midflight.cli.configurations.preflight", lambda config, **_: Findings())
 
 
 @pytest.fixture

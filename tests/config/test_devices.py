@@ -8,7 +8,7 @@ import pytest
 
 from midflight.config.devices import DevicePool, DeviceRequest, num_present, visible
 from midflight.config.load import load_config
-from midflight.config.seats import Laid, config_in_place, device_map, engine_resources, engine_seats, run_resources
+from midflight.config.seats import DeviceAssignment, config_in_place, device_map, engine_resources, engine_seats, run_resources
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
 
@@ -159,4 +159,8 @@ def test_on_a_cluster_each_server_asks_for_its_own_seat(tmp_path: Path) -> None:
     assert engine_resources(config, None) == {"CPU": 1.0, "GPU": 8.0}, "that of any"
     assert run_resources(config)["GPU"] == 10.0, "nine of the engines, one of the trainer"
     any_machine = "any with room"
-    assert device_map(config) == [Laid("trainer", any_machine, 1), Laid("engine0", "10.0.0.7", 8), Laid("engine1", any_machine, 1)]
+    assert device_map(config) == [
+        DeviceAssignment("trainer", any_machine, 1),
+        DeviceAssignment("engine0", "10.0.0.7", 8),
+        DeviceAssignment("engine1", any_machine, 1),
+    ]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from midflight.config import load_config
-from midflight.config.folders import check_same_model
+from midflight.config.model_checks import check_same_model
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.models.adapters import FOLDER

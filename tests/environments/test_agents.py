@@ -9,7 +9,7 @@ import pytest
 
 from midflight.environments.agents import AgentsHere, SharedClients
 from midflight.environments.rollout import RolloutRunner
-from midflight.environments.single_turn import AnswersHere
+from midflight.environments.single_turn import LocalAnswers
 from midflight.errors import EnvironmentFailed, NoEngine, Overloaded, RequestRejected
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, RolloutKey, SamplingParams
@@ -92,12 +92,12 @@ def test_the_built_in_environment_tries_again_when_the_gateway_is_busy_and_tells
 
     async def main() -> None:
         session = FakeSession("1", KEY, True, api_key="mf-1.secret")
-        assert await AnswersHere(Scripted()).run(task(), session) == 1.0
+        assert await LocalAnswers(Scripted()).run(task(), session) == 1.0
         assert asked == [("mf-1.secret", [{"role": "user", "content": "Spell hello backward"}])] * 3
         with pytest.raises(EnvironmentFailed, match="answered 400: no"):
-            await AnswersHere(Scripted()).run(task(), session)
+            await LocalAnswers(Scripted()).run(task(), session)
         said.extend([NoEngine("away")] * 3)
         with pytest.raises(EnvironmentFailed, match="answered 503: away"):
-            await AnswersHere(Scripted()).run(task(), session)
+            await LocalAnswers(Scripted()).run(task(), session)
 
     run_virtual(main)

@@ -14,7 +14,7 @@ import pytest
 
 from midflight.config.agents import SandboxSection
 from midflight.environments.sandboxes.choice import sandbox_of
-from midflight.environments.sandboxes.port import Ran, Sandbox
+from midflight.environments.sandboxes.port import ProgramResult, Sandbox
 from midflight.errors import ConfigError, SandboxUnavailable
 
 LIMITS = {"seconds": 30.0, "memory_mb": 256, "disk_mb": 4, "processes": 12, "output_bytes": 10_000}
@@ -41,7 +41,7 @@ def opened(kind: str) -> Sandbox:
         pytest.skip(str(error))
 
 
-def ran(sandbox: Sandbox, code: str, **given: object) -> Ran:
+def ran(sandbox: Sandbox, code: str, **given: object) -> ProgramResult:
     return asyncio.run(sandbox.python(code, **given))  # type: ignore[arg-type]
 
 
@@ -61,7 +61,7 @@ def test_nothing_of_our_environment_reaches_it(either: Sandbox, monkeypatch: pyt
 
 
 def test_programs_run_side_by_side(closed: Sandbox) -> None:
-    async def all_of() -> list[Ran]:
+    async def all_of() -> list[ProgramResult]:
         return await asyncio.gather(*(closed.python(f"print({n} + 1)") for n in range(4)))
 
     assert [found.stdout for found in asyncio.run(all_of())] == ["1\n", "2\n", "3\n", "4\n"]

@@ -14,7 +14,7 @@ from midflight.errors import RequestRejected
 from midflight.gateway.answers.answer import News
 from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.dialects.chat import ChatExchange
-from midflight.gateway.dialects.exchange import Recent, Reply, call_id
+from midflight.gateway.dialects.exchange import ParsedBodyCache, Reply, call_id
 from midflight.gateway.sessions.request import Asked, CompletionCall, Messages, ToolChoice
 from midflight.testing.virtual_time import run_virtual
 from midflight.text.formats import AssistantMessage, CallPiece, ContentPiece, Piece, ReasoningPiece, Tool, ToolCall
@@ -196,7 +196,7 @@ def test_the_body_that_a_group_sends_is_read_once_and_each_request_is_its_own() 
         read.append(body)
         return ChatExchange(body)
 
-    recent = Recent(reading)
+    recent = ParsedBodyCache(reading)
     body, long = json.dumps(CHAT | {"user": "ann"}).encode(), json.dumps(CHAT | {"user": "a" * 20_000}).encode()
     first, second = recent(body), recent(body)
     assert first is not second and first.call == second.call and len(read) == 1

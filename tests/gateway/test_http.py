@@ -14,7 +14,7 @@ from tests.gateway.offered import DEFAULTS, KEY, RecordingControl, ScriptedGener
 
 from midflight.errors import EngineUnavailable, NoEngine, RequestRejected
 from midflight.gateway.http.answer_stream import KEEP_ALIVE_SECONDS
-from midflight.gateway.http.chats import ChatsHere
+from midflight.gateway.http.chats import InProcessChats
 from midflight.gateway.http.http import build_app
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import PauseMode, Reason
@@ -394,11 +394,11 @@ def test_a_chat_without_a_wire_is_recorded_as_that_of_a_client_and_its_refusals_
         async with offered(generator, run_name="demo", run_seed=17) as it:
             open_ = [it.gateway.open(KEY, sampling=DEFAULTS, tracked=True) for _ in range(2)]
             answer = await it.sdk(api_key=open_[0].api_key).chat.completions.create(model="policy", messages=parts)  # type: ignore[arg-type]
-            assert await ChatsHere(it.gateway).reply(open_[1].api_key, parts) == answer.choices[0].message.content == "yo"
+            assert await InProcessChats(it.gateway).reply(open_[1].api_key, parts) == answer.choices[0].message.content == "yo"
             by_sdk, here = generator.requests
             assert (here.input_ids, here.sampling, here.eager) == (by_sdk.input_ids, by_sdk.sampling, by_sdk.eager)
             with pytest.raises(RequestRejected, match=r"messages\.0\.role"):
-                await ChatsHere(it.gateway).reply(open_[1].api_key, [{"role": "nobody", "content": "hi"}])
+                await InProcessChats(it.gateway).reply(open_[1].api_key, [{"role": "nobody", "content": "hi"}])
             records = [it.gateway.close(session.session_id) for session in open_]
             assert [record.rows[0].token_ids.tolist() for record in records] == [[*here.input_ids, 121, 111, 256]] * 2
             assert [record.failed_requests for record in records] == [0, 1]

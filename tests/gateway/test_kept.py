@@ -10,8 +10,8 @@ import pytest
 from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, offered
 
 from midflight.gateway.answers.plan import EngineLimits
-from midflight.gateway.sessions import kept as kept_module
-from midflight.gateway.sessions.kept import KeptResponses
+from midflight.gateway.sessions import responses as kept_module
+from midflight.gateway.sessions.responses import KeptResponses
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Feature, GroupKey, RolloutKey, SessionRecord
 

@@ -13,7 +13,7 @@ from midflight.gateway.dialects.chat import ChatBody
 from midflight.gateway.dialects.completions import CompletionBody
 from midflight.gateway.dialects.fields import Body
 from midflight.gateway.dialects.native import NativeBody, NativeSampling
-from midflight.gateway.dialects.policy import HARMLESS, IGNORED, NEUTRAL, REFUSED, TOOLS
+from midflight.gateway.dialects.unread_fields import HARMLESS, IGNORED, NEUTRAL, REFUSED, TOOLS
 from midflight.gateway.http.http import DIALECTS
 from midflight.gateway.http.openapi import DESCRIBED, openapi_document
 from midflight.testing.virtual_time import run_virtual

@@ -20,8 +20,8 @@ from midflight.gateway.dialects.chat import ChatBody
 from midflight.gateway.dialects.completions import CompletionBody
 from midflight.gateway.dialects.fields import Body
 from midflight.gateway.dialects.messages_input import BLOCK_FIELDS, MessagesBody, PromptBody
-from midflight.gateway.dialects.policy import IGNORED
 from midflight.gateway.dialects.responses_input import FIELDS, ResponsesBody
+from midflight.gateway.dialects.unread_fields import IGNORED
 
 SENT: list[tuple[type[Body], ModuleType, tuple[str, ...], set[str]]] = [
     (ChatBody, chat, ("CompletionCreateParamsBase", "CompletionCreateParamsStreaming"), set()),
@@ -76,7 +76,7 @@ def unheard_of(body: type[Body], sent: Sequence[Any], place: str = "") -> Iterat
 def test_a_new_field_of_an_sdk_is_noticed_also_inside_others(
     body: type[Body], module: ModuleType, names: tuple[str, ...], unknown: set[str]
 ) -> None:
-    """Whoever upgrades the SDK decides: read it, list it in `policy.py` or its body's tables, or name it above."""
+    """Whoever upgrades the SDK decides: read it, list it in `unread_fields.py` or its body's tables, or name it above."""
     sent = [getattr(module, name) for name in names]
     assert len({field for each in sent for field in get_type_hints(each)}) > 5
     assert set(unheard_of(body, sent)) == unknown

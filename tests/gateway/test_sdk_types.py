@@ -20,8 +20,8 @@ from midflight.errors import RequestRejected
 from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.messages import MessagesExchange
-from midflight.gateway.dialects.policy import TOOLS
 from midflight.gateway.dialects.responses import ResponsesExchange
+from midflight.gateway.dialects.unread_fields import TOOLS
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Feature
 

@@ -15,7 +15,7 @@ from tests.gateway.site import Site
 
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.plan import EngineLimits
-from midflight.gateway.http.servers import NOT_HERE
+from midflight.gateway.http.server_routes import NOT_HERE
 from midflight.testing.script import Replies, Script, scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual

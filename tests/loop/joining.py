@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from midflight.engines.about import About
+from midflight.engines.introduction import About
 from midflight.errors import EngineRefused, EngineUnavailable
 from midflight.models.identity import ModelIdentity
 from midflight.run.api.membership import EngineAddress
-from midflight.run.rollout.members import Connections, Members, Terms
+from midflight.run.rollout.members import Connections, JoinTerms, Members
 from midflight.run.rollout.serving import Serving
 from midflight.testing.scripted import ScriptedEngine
 from midflight.types.facts import Record, unheard
@@ -109,7 +109,7 @@ class Joinable:
         drain_seconds: float = 5.0,
     ) -> Joinable:
         street, connections = Street(model_folder(folder / "model")), Connections(first)
-        terms = Terms(street.model, {}, transport, folder / "weights", drain_seconds, STALL_SECONDS)
+        terms = JoinTerms(street.model, {}, transport, folder / "weights", drain_seconds, STALL_SECONDS)
         known = {engine.name: (engine, at(f"http://first/{engine.name}")) for engine in first}
         members = Members(serving, connections, known, terms=terms, ask=street.ask, connect=street.connect, record=record)
         return cls(members, connections, street)

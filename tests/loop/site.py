@@ -24,7 +24,7 @@ from midflight.environments.tasks import PostedTasks, Source
 from midflight.errors import MidflightError
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.http.control import Control
-from midflight.gateway.sessions.session import CompletionCall, Messages, Session, UnderWay, request_seed
+from midflight.gateway.sessions.session import AnswerInProgress, CompletionCall, Messages, Session, request_seed
 from midflight.ports import SessionHandle
 from midflight.run.rollout.serving import Serving
 from midflight.testing.ring import SimulatedTrainer, SlowSteps, SmallRing, open_ring
@@ -185,9 +185,9 @@ class Site:
 
     def _listen(self, patch: pytest.MonkeyPatch) -> None:
         begin, accept, replay = Session.begin, Answer.accept, Answer.replay
-        keys: WeakKeyDictionary[UnderWay, RolloutKey] = WeakKeyDictionary()
+        keys: WeakKeyDictionary[AnswerInProgress, RolloutKey] = WeakKeyDictionary()
 
-        def beginning(session: Session, answer: UnderWay) -> None:
+        def beginning(session: Session, answer: AnswerInProgress) -> None:
             if session.tracked and session.key is not None:
                 keys[answer] = session.key
             begin(session, answer)

@@ -7,8 +7,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midflight.observe import recent
-from midflight.observe.recent import Overlap, Spans, common_length
+from midflight.observe import rolling
+from midflight.observe.rolling import Overlap, Spans, common_length
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda p: (p[0] / 8, (p[0] + p[1]) / 8)), max_size=25)
 
@@ -75,7 +75,7 @@ def test_a_long_run_is_settled_and_stays_exact_for_reports_that_come_late() -> N
 
 
 def test_a_side_that_reports_alone_for_ever_keeps_bounded_memory(monkeypatch) -> None:
-    monkeypatch.setattr(recent, "MAX_SPANS", 100)
+    monkeypatch.setattr(rolling, "MAX_SPANS", 100)
     overlap = Overlap()
     overlap.begin(0.0)
     for number in range(1000):

@@ -12,7 +12,7 @@ from midflight.observe.logs import PROCESS_VARIABLE
 PROGRAM = """
 import logging, sys, traceback, warnings
 from midflight.observe import logs
-logs.as_asked()
+logs.use_json_logs()
 print("one", "two")
 print("a part of a line", end=""); print(" and its end")
 logging.getLogger("mine").warning("look at %s", {"a": 1})

@@ -13,7 +13,7 @@ from tests.observe.facts import batch, rollout, step
 from midflight.errors import ConfigError
 from midflight.observe.journal import Journal
 from midflight.observe.observers import Observers
-from midflight.observe.plot import draw_plot, drawn_by_itself, moving_average
+from midflight.observe.plot import draw_in_process, draw_plot, moving_average
 from midflight.observe.progress import RunState
 from midflight.types.facts import Evaluated
 
@@ -74,9 +74,9 @@ def test_a_plot_that_takes_long_is_given_up_by_the_clock_or_by_what_it_does(tmp_
         program.chmod(0o755)
 
     draws("end = time.process_time() + 1.5\nwhile time.process_time() < end: pass")
-    assert drawn_by_itself(tmp_path, title="x", seconds=0.5, patient=True) is None
-    assert "no plot was drawn within 0.5 s" in (drawn_by_itself(tmp_path, title="x", seconds=0.5) or "")
+    assert draw_in_process(tmp_path, title="x", seconds=0.5, patient=True) is None
+    assert "no plot was drawn within 0.5 s" in (draw_in_process(tmp_path, title="x", seconds=0.5) or "")
     draws("time.sleep(1e9)")
-    assert "no plot was drawn within 0.5 s" in (drawn_by_itself(tmp_path, title="x", seconds=0.5, patient=True) or "")
+    assert "no plot was drawn within 0.5 s" in (draw_in_process(tmp_path, title="x", seconds=0.5, patient=True) or "")
     draws("sys.exit('matplotlib is not installed')")
-    assert "matplotlib is not installed" in (drawn_by_itself(tmp_path, title="x", seconds=60, patient=True) or "")
+    assert "matplotlib is not installed" in (draw_in_process(tmp_path, title="x", seconds=60, patient=True) or "")

@@ -11,10 +11,10 @@ from tests.observe.facts import Clock, batch, commit, decode, rollout, step
 
 from midflight.config import load_config
 from midflight.config.cores import CoreUse, core_use
-from midflight.observe.bottleneck import judge
+from midflight.observe.bottleneck import find_bottleneck
 from midflight.observe.progress import RunState
 from midflight.observe.readable import heldout
-from midflight.observe.recent import Mean, Rate
+from midflight.observe.rolling import Mean, Rate
 from midflight.observe.status import Bound, Phase, Status, Totals, WarmStartStatus
 from midflight.types import Accounts, GroupKey, Kind, Reason, RolloutKey
 from midflight.types.facts import (
@@ -236,7 +236,7 @@ def test_a_status_survives_the_trip_to_the_launcher(state: RunState, clock: Cloc
     [(0.9, 0.5, Bound.GENERATION), (0.5, 0.9, Bound.TRAINER), (0.9, 0.85, Bound.BALANCED), (None, None, Bound.UNKNOWN)],
 )
 def test_the_side_with_less_idle_time_bounds_the_run(engine: float | None, trainer: float | None, expected: Bound) -> None:
-    bound, advice = judge(engine_busy=engine, trainer_busy=trainer)
+    bound, advice = find_bottleneck(engine_busy=engine, trainer_busy=trainer)
     assert bound is expected
     assert ("50%" in advice) == (expected in (Bound.GENERATION, Bound.TRAINER))
 
@@ -246,19 +246,19 @@ FULL = CoreUse(are_full=True, can_lend=True, can_shift=True)
 
 def test_full_cores_are_not_asked_for_more_engines_or_threads() -> None:
     for used in (None, 0.9):
-        _, advice = judge(engine_busy=1.0, trainer_busy=0.5, slots_used=used, cores=FULL)
+        _, advice = find_bottleneck(engine_busy=1.0, trainer_busy=0.5, slots_used=used, cores=FULL)
         assert "every core computes already" in advice and "engine.lend = true" in advice and "fewer trainer.threads" in advice
         assert "more engine.count" not in advice and "more cores" in advice
-        _, bare = judge(engine_busy=1.0, trainer_busy=0.5, slots_used=used, cores=CoreUse(are_full=True))
+        _, bare = find_bottleneck(engine_busy=1.0, trainer_busy=0.5, slots_used=used, cores=CoreUse(are_full=True))
         assert "engine.lend" not in bare and "trainer.threads" not in bare and "environment.max_tokens" in bare
-    _, free = judge(engine_busy=1.0, trainer_busy=0.5)
+    _, free = find_bottleneck(engine_busy=1.0, trainer_busy=0.5)
     assert "more engine.count" in free
 
 
 def test_a_trainer_on_full_cores_gets_threads_of_the_engines() -> None:
-    _, advice = judge(engine_busy=0.5, trainer_busy=1.0, cores=FULL)
+    _, advice = find_bottleneck(engine_busy=0.5, trainer_busy=1.0, cores=FULL)
     assert "more trainer.threads for fewer engine.threads or engine.count" in advice
-    _, waiting = judge(engine_busy=0.5, trainer_busy=0.5, slots_used=0.2, cores=FULL)
+    _, waiting = find_bottleneck(engine_busy=0.5, trainer_busy=0.5, slots_used=0.2, cores=FULL)
     assert "max_in_flight" in waiting, "what waits for agents needs no cores"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from midflight.observe.status import Bound, IdleTime, LearningStatus, SourceStatus, Status, Totals
-from midflight.observe.summary import Said, Summary, past_seconds, summarise, write_summary
+from midflight.observe.summary import StartNotes, Summary, past_seconds, summarise, write_summary
 from midflight.observe.summary_table import summary_table
 from midflight.types import Accounts
 
@@ -29,7 +29,7 @@ STATUS = Status(
     waits=(IdleTime("trainer", "engines", 4.5, 0.03),),
     accounts=Accounts(submitted=613, running=1, waiting=2, leased=3, trained=600, dropped={"stale": 3, "requeued": 4}),
 )
-SAID = Said(loss=("loss = -r A [1]",), notes=("too few cores",))
+SAID = StartNotes(loss=("loss = -r A [1]",), notes=("too few cores",))
 SUMMARY = summarise(STATUS, primary="spell_backward", seconds=200.0004, before=50.0, peak_memory_mb=1234.56, said=SAID)
 
 

@@ -11,7 +11,7 @@ from tests.observe.facts import KEY, batch
 from midflight.errors import ConfigError
 from midflight.observe.journal import Journal
 from midflight.observe.progress import RunState
-from midflight.observe.timeline import BatchTimed, Began, CommitTimed, RolloutTimed, StepTimed, WaitTimed, read_timeline
+from midflight.observe.timeline import BatchTimed, CommitTimed, RolloutTimed, RunStarted, StepTimed, WaitTimed, read_timeline
 from midflight.types import TurnTimes
 from midflight.types.facts import EngineStepped, RolloutEnded, Stepped, Waited, WeightsCommitted
 
@@ -29,7 +29,7 @@ def test_rollouts_and_steps_have_their_times_in_seconds_of_the_run(tmp_path: Pat
     journal.apply(WeightsCommitted("engine0", 9, stage_seconds=0.2, pause_seconds=0.05))
     journal.close()
     began, rollout, leased, step, commit = read_timeline(tmp_path / "timeline.jsonl")
-    assert isinstance(began, Began) and began.wall == pytest.approx(time.time(), abs=60)
+    assert isinstance(began, RunStarted) and began.wall == pytest.approx(time.time(), abs=60)
     assert isinstance(rollout, RolloutTimed) and (rollout.key, rollout.reward) == ((0, 1, 0, 2), 1.0)
     assert (rollout.began, rollout.ended) == (pytest.approx(now - 4.0 + shift, abs=0.1), pytest.approx(now + shift, abs=0.1))
     (made,) = rollout.turns
@@ -56,21 +56,21 @@ def test_rollouts_that_end_together_are_written_together_and_before_what_follows
         journal.apply(RolloutEnded(KEY, "sums", 1.0, 40, 2, 4.0, None))
     assert len(read_timeline(path)) < 21
     journal.apply(Waited("trainer", "generation", 0.5))
-    assert [type(line) for line in read_timeline(path)] == [Began, *[RolloutTimed] * 20, WaitTimed]
+    assert [type(line) for line in read_timeline(path)] == [RunStarted, *[RolloutTimed] * 20, WaitTimed]
     journal.close()
 
 
 def test_a_run_that_goes_on_keeps_its_lines_and_says_when_it_began_again(tmp_path: Path) -> None:
     for resume_at in (None, 0):
         Journal(tmp_path / "metrics.jsonl", RunState(steps=10), resume_at=resume_at).close()
-    assert [type(line) for line in read_timeline(tmp_path / "timeline.jsonl")] == [Began, Began]
+    assert [type(line) for line in read_timeline(tmp_path / "timeline.jsonl")] == [RunStarted, RunStarted]
 
 
 def test_a_torn_last_line_is_left_out_and_a_foreign_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
     assert read_timeline(path) == []
     path.write_text('{"kind":"start","at":0.0,"wall":1.5}\n{"kind":"sta')
-    assert read_timeline(path) == [Began(0.0, 1.5)]
+    assert read_timeline(path) == [RunStarted(0.0, 1.5)]
     path.write_text("no json\n")
     with pytest.raises(ConfigError, match=r"timeline.jsonl: not a line of a timeline.*move the file away"):
         read_timeline(path)

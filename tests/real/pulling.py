@@ -70,8 +70,8 @@ class Behaviour:
 
     def __init__(self) -> None:
         self._kind, self._honest = "honest", threading.Event()
-        self._give = sharing._Giver._give  # pyright: ignore[reportPrivateUsage]
-        sharing._Giver._give = lambda giver, server, found: self._given(giver, server, found)  # pyright: ignore[reportPrivateUsage]
+        self._give = sharing._BucketHandler._give  # pyright: ignore[reportPrivateUsage]
+        sharing._BucketHandler._give = lambda giver, server, found: self._given(giver, server, found)  # pyright: ignore[reportPrivateUsage]
 
     def become(self, kind: str) -> None:
         self._kind = kind

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from tests.folders import tree_of
 
-from midflight.run.launcher.aside import is_left
-from midflight.run.launcher.holding import restore
+from midflight.run.launcher.folder_lock import restore
+from midflight.run.launcher.replaced_files import is_left
 
 from .processes import CONFIG, Command, alive, children, gone, steps
 

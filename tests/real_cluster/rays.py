@@ -25,7 +25,7 @@ PROMPT = ("chrt", "--other", "0", "nice", "-n", "-10")
 """Ray's daemons give up, or give each other up, where they are not run for some seconds: on a busy machine they go first."""
 CHECK = """
 import sys
-from midflight.cli.checked import check_places
+from midflight.cli.configurations import check_places
 from midflight.config.load import load_config
 from midflight.errors import MidflightError
 try:

@@ -16,7 +16,7 @@ import pytest
 
 from midflight.config.devices import ServerSection
 from midflight.config.sections import EngineSection
-from midflight.engines.servers.command import HOST, READY, Served, server_command
+from midflight.engines.servers.command import HOST, READY, ServedModel, server_command
 from midflight.models.adapters import adapter_of
 from midflight.run.guard import guarded
 
@@ -52,7 +52,7 @@ class ServerProcess:
         self.url = f"http://{HOST}:{self.port}"
         laid = ServerSection(tensor_parallel=tensor_parallel)
         engine = EngineSection(kind=kind, max_running=MAX_RUNNING, arguments=arguments, servers=(laid,))
-        served = Served(folder=model, name="policy", dtype="float32", max_context=MAX_CONTEXT, kv_bytes_per_token=4096, version=0)
+        served = ServedModel(folder=model, name="policy", dtype="float32", max_context=MAX_CONTEXT, kv_bytes_per_token=4096, version=0)
         if num_adapters and (adapter := adapter_of(model)) is not None:
             served = replace(served, num_adapters=num_adapters, rank=adapter.rank, targets=adapter.targets)
         cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if tensor_parallel > 1 else {}  # else it wants a NUMA node for each of its processes

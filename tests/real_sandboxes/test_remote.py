@@ -20,7 +20,7 @@ from midflight.config.sections import EnvironmentSection
 from midflight.environments.reward_functions import Dialogue, Rewards
 from midflight.environments.sandboxes import remote
 from midflight.environments.sandboxes.choice import sandbox_of
-from midflight.environments.sandboxes.port import Furnished, Ran, Sandbox
+from midflight.environments.sandboxes.port import BoxSetup, ProgramResult, Sandbox
 from midflight.errors import Blame, ConfigError, Cost, SandboxLost, SandboxUnavailable
 from midflight.types import Task
 
@@ -68,7 +68,7 @@ def made(kind: str, **options: Any) -> Sandbox:
     return sandbox_of(SandboxSection.model_validate({"kind": kind, "seconds": 20.0, "output_bytes": 10_000, "disk_mb": 4, **options}))
 
 
-def ran(sandbox: Sandbox, code: str, **given: Any) -> Ran:
+def ran(sandbox: Sandbox, code: str, **given: Any) -> ProgramResult:
     return asyncio.run(sandbox.python(code, **given))
 
 
@@ -110,8 +110,8 @@ def test_each_program_has_a_box_of_its_own_and_a_box_keeps_what_is_left_in_it(ki
     sandbox: Any = made(kind)
     assert ran(sandbox, "open('x', 'w')").ok and "FileNotFound" in ran(sandbox, "open('x')").stderr
 
-    async def both() -> list[Ran]:
-        async with sandbox.opened(Furnished(folders=["/app"], start="/app", files={"/app/in": "4"})) as box:
+    async def both() -> list[ProgramResult]:
+        async with sandbox.opened(BoxSetup(folders=["/app"], start="/app", files={"/app/in": "4"})) as box:
             return [await box.run(["sh", "-c", "cat in >out; pwd"]), await box.run(["cat", "out", "/app/more"], files={"/app/more": "2"})]
 
     assert [found.stdout for found in asyncio.run(both())] == ["/app\n", "42"]
@@ -172,7 +172,7 @@ def test_a_box_that_is_gone_is_no_result(kind: str, makers: Makers) -> None:
     sandbox: Any = made(kind)
 
     async def lost() -> None:
-        async with sandbox.opened(Furnished()) as box:
+        async with sandbox.opened(BoxSetup()) as box:
             makers.close()
             await box.run(["true"])
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from midflight.run.places.seat import SeatActor
-from midflight.run.places.seated import Machine
+from midflight.run.places.actor import PlaceActor
+from midflight.run.places.cluster import Machine
 
 
 class RayError(Exception):
@@ -49,12 +49,12 @@ class FakeCluster:
     def leaving(self) -> Collection[str]:
         return self.drained
 
-    def seat(self, resources: Mapping[str, float], *, machine: str = "") -> SeatActor:
+    def seat(self, resources: Mapping[str, float], *, machine: str = "") -> PlaceActor:
         self.asked.append(resources)
         address = next((one.address for one in self.alive if one.id == machine), "127.0.0.1")
-        return SeatActor(address)
+        return PlaceActor(address)
 
-    async def group(self, resources: Mapping[str, float], count: int) -> tuple[Sequence[SeatActor], Callable[[], None]]:
+    async def group(self, resources: Mapping[str, float], count: int) -> tuple[Sequence[PlaceActor], Callable[[], None]]:
         await self.room.wait()
 
         def give_back() -> None:
@@ -62,7 +62,7 @@ class FakeCluster:
 
         return [self.seat(resources) for _ in range(count)], give_back
 
-    def call(self, seat: SeatActor, method: str, *given: object) -> asyncio.Future[Any]:
+    def call(self, seat: PlaceActor, method: str, *given: object) -> asyncio.Future[Any]:
         async def called() -> Any:
             self.calls.append(method)
             await self.room.wait()
@@ -72,5 +72,5 @@ class FakeCluster:
         self._sent.append(asyncio.ensure_future(called()))
         return self._sent[-1]
 
-    def kill(self, seat: SeatActor) -> None:
+    def kill(self, seat: PlaceActor) -> None:
         self.killed.append(seat)

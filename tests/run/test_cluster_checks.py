@@ -18,10 +18,10 @@ from midflight.config.load import load_config
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.run.places import checks
+from midflight.run.places.actor import MONITOR_VARIABLE, MachineGreeting, PlaceActor
 from midflight.run.places.checks import check_cluster
+from midflight.run.places.cluster import Machine
 from midflight.run.places.ray import connect
-from midflight.run.places.seat import MONITOR_VARIABLE, Greeting, SeatActor
-from midflight.run.places.seated import Machine
 from midflight.testing.virtual_time import run_virtual
 
 from .fake_cluster import ActorDiedError, FakeCluster
@@ -60,13 +60,13 @@ class Other(FakeCluster):
         super().__init__(HEAD, FAR)
         self._said = said
 
-    def seat(self, resources: Mapping[str, float], *, machine: str = "") -> SeatActor:
+    def seat(self, resources: Mapping[str, float], *, machine: str = "") -> PlaceActor:
         seat = super().seat(resources, machine=machine)
         if machine == FAR.id:
             hello, said = seat.hello, self._said
 
             async def other(folder: str, nonce: str, cwd: str) -> bytes:
-                greeting = msgspec.json.decode(await hello(folder, nonce, cwd), type=Greeting)
+                greeting = msgspec.json.decode(await hello(folder, nonce, cwd), type=MachineGreeting)
                 return msgspec.json.encode(msgspec.structs.replace(greeting, **said))
 
             seat.hello = other  # pyright: ignore[reportAttributeAccessIssue]
@@ -187,7 +187,7 @@ def test_a_folder_that_a_machine_does_not_share_is_refused(monkeypatch: pytest.M
     """What the other machine writes stays there."""
 
     class Apart(FakeCluster):
-        def seat(self, resources: Mapping[str, float], *, machine: str = "") -> SeatActor:
+        def seat(self, resources: Mapping[str, float], *, machine: str = "") -> PlaceActor:
             seat = super().seat(resources, machine=machine)
             hello = seat.hello
             elsewhere = tmp_path.parent / "elsewhere"

@@ -13,8 +13,8 @@ from starlette.testclient import TestClient
 
 from midflight.config.load import load_config
 from midflight.run.api.dashboard import dashboard_route
-from midflight.run.launcher import viewing
-from midflight.run.launcher.viewing import BesideRun
+from midflight.run.launcher import viewer
+from midflight.run.launcher.viewer import RunViewer
 
 
 def test_dashboard_leads_to_the_viewer_with_the_token_or_says_how_to_get_one(tmp_path: Path) -> None:
@@ -33,12 +33,12 @@ def test_a_viewer_starts_with_its_first_visitor_and_its_death_is_said_once(tmp_p
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\nexit 3\n")
     program.chmod(0o700)
-    monkeypatch.setattr(viewing.sys, "executable", str(program))
-    monkeypatch.setattr(viewing.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(viewer.sys, "executable", str(program))
+    monkeypatch.setattr(viewer.importlib.util, "find_spec", lambda name: name)
     said: list[str] = []
 
     async def visit() -> None:
-        beside = asyncio.create_task(BesideRun(load_config(None, [f"run.folder={tmp_path}"]), token="t", say=said.append).run())
+        beside = asyncio.create_task(RunViewer(load_config(None, [f"run.folder={tmp_path}"]), token="t", say=said.append).run())
         while not (tmp_path / "view.json").exists():
             await asyncio.sleep(0.01)
         assert not (tmp_path / "started").exists()

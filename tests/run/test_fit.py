@@ -11,8 +11,8 @@ from midflight.cli import main
 from midflight.config import load_config
 from midflight.errors import ConfigError
 from midflight.run.places import fit
+from midflight.run.places.cluster import Machine
 from midflight.run.places.fit import Hardware, hardware_of, memory_note, memory_words, misfits
-from midflight.run.places.seated import Machine
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
 SMALL = Hardware("this machine", cores=2, memory_bytes=8 * 2**30, most_cores=2)

@@ -13,16 +13,16 @@ import pytest
 
 from midflight.config import Config, load_config
 from midflight.errors import ConfigError
-from midflight.run.launcher import holding as holders
+from midflight.run.launcher import folder_lock as holders
 from midflight.run.launcher.folder import clear, kept, prepare
-from midflight.run.launcher.holding import held
-from midflight.run.launcher.starting import check_kept
+from midflight.run.launcher.folder_checks import check_run_folder
+from midflight.run.launcher.folder_lock import hold_folder
 
 HOLDING = """
 import sys, time
 from pathlib import Path
-from midflight.run.launcher.holding import held
-with held(Path(sys.argv[1]), print) as lock:
+from midflight.run.launcher.folder_lock import hold_folder
+with hold_folder(Path(sys.argv[1]), print) as lock:
     print("held", flush=True)
     if len(sys.argv) > 2:
         import subprocess
@@ -55,19 +55,19 @@ def finished(folder: Path) -> None:
 
 def test_a_run_that_has_finished_or_can_go_on_is_kept_unless_one_of_two_words_is_said(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    check_kept(config, resume=False, overwrite=False)
+    check_run_folder(config, resume=False, overwrite=False)
     finished(tmp_path)
     with pytest.raises(ConfigError, match=r"a finished run.*--resume.*--overwrite.*--folder"):
-        check_kept(config, resume=False, overwrite=False)
-    check_kept(config, resume=True, overwrite=False)
+        check_run_folder(config, resume=False, overwrite=False)
+    check_run_folder(config, resume=True, overwrite=False)
     with pytest.raises(ConfigError, match=r"it began with 1 gateways, and gateway\.shards is 2; set it to 1"):
-        check_kept(config_of(tmp_path, "gateway.shards=2"), resume=True, overwrite=False)
-    check_kept(config, resume=False, overwrite=True)
+        check_run_folder(config_of(tmp_path, "gateway.shards=2"), resume=True, overwrite=False)
+    check_run_folder(config, resume=False, overwrite=True)
     (tmp_path / "model" / "config.json").unlink()
     (tmp_path / "model").rmdir()
     assert kept(tmp_path) == "a run that can go on"
     with pytest.raises(ConfigError, match="give one of them"):
-        check_kept(config, resume=True, overwrite=True)
+        check_run_folder(config, resume=True, overwrite=True)
 
 
 def test_what_is_worth_nothing_is_not_kept_and_a_run_without_checkpoints_cannot_go_on(tmp_path: Path) -> None:
@@ -76,17 +76,17 @@ def test_what_is_worth_nothing_is_not_kept_and_a_run_without_checkpoints_cannot_
     (tmp_path / "summary.json").write_text("{}")
     assert kept(tmp_path) is None
     with pytest.raises(ConfigError, match="no checkpoint in it"):
-        check_kept(config_of(tmp_path), resume=True, overwrite=False)
+        check_run_folder(config_of(tmp_path), resume=True, overwrite=False)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError) as refused:
-        check_kept(config_of(tmp_path), resume=False, overwrite=False, trains=False)
+        check_run_folder(config_of(tmp_path), resume=False, overwrite=False, trains=False)
     assert "--overwrite" in str(refused.value) and "--resume" not in str(refused.value)
 
 
 def test_a_model_in_the_folder_is_not_deleted_by_the_run_that_begins_with_it(tmp_path: Path) -> None:
     finished(tmp_path)
     with pytest.raises(ConfigError, match=r"model\.path.*would delete, with --overwrite or without"):
-        check_kept(config_of(tmp_path, f"model.path={tmp_path / 'model'}"), resume=False, overwrite=True)
+        check_run_folder(config_of(tmp_path, f"model.path={tmp_path / 'model'}"), resume=False, overwrite=True)
 
 
 def test_a_new_run_removes_what_an_earlier_one_made_and_keeps_its_whole_configuration(tmp_path: Path) -> None:
@@ -108,7 +108,10 @@ def test_a_folder_is_held_by_one_process_which_is_named_with_its_start(tmp_path:
     folder = tmp_path / "run"
     with holding(folder) as other:
         try:
-            for look in (lambda: check_kept(config_of(folder), resume=False, overwrite=True), lambda: held(folder, unheard).__enter__()):
+            for look in (
+                lambda: check_run_folder(config_of(folder), resume=False, overwrite=True),
+                lambda: hold_folder(folder, unheard).__enter__(),
+            ):
                 with pytest.raises(ConfigError, match=rf"is in use by process {other.pid} \(midflight .*\), since \d{{4}}-"):
                     look()
         finally:
@@ -124,11 +127,11 @@ def test_what_a_killed_process_held_is_taken_over_with_a_word(tmp_path: Path, wa
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
         if waited_for:
             other.wait()
-        with held(tmp_path, said.append):
+        with hold_folder(tmp_path, said.append):
             assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
     assert len(said) == 1 and f"taken over from process {other.pid}" in said[0]
     assert not (tmp_path / "lock").exists()
-    with held(tmp_path, unheard):
+    with hold_folder(tmp_path, unheard):
         pass
 
 
@@ -136,7 +139,7 @@ def test_a_later_process_of_the_same_number_is_not_the_holder(tmp_path: Path) ->
     old = {"pid": os.getppid(), "started": "1", "since": "long ago", "command": "midflight train"}
     (tmp_path / "lock").write_text(json.dumps(old))
     said: list[str] = []
-    with held(tmp_path, said.append):
+    with hold_folder(tmp_path, said.append):
         pass
     assert said
 
@@ -147,20 +150,23 @@ def test_a_part_that_outlives_its_launcher_still_holds_the_folder(tmp_path: Path
         assert other.stdout is not None
         part = int(other.stdout.readline())
         other.kill()
-    with pytest.raises(ConfigError, match=rf"process {other.pid} .*left behind when it ended: process {part}"), held(tmp_path, unheard):
+    with (
+        pytest.raises(ConfigError, match=rf"process {other.pid} .*left behind when it ended: process {part}"),
+        hold_folder(tmp_path, unheard),
+    ):
         pass
     monkeypatch.setattr(holders, "ENDING_SECONDS", 5.0)
     os.kill(part, signal.SIGKILL)
-    with held(tmp_path, lambda _: None):
+    with hold_folder(tmp_path, lambda _: None):
         pass
 
 
 def test_a_folder_that_was_made_for_nothing_is_removed_again(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), held(tmp_path / "new", unheard):
+    with pytest.raises(ZeroDivisionError), hold_folder(tmp_path / "new", unheard):
         raise ZeroDivisionError
     assert not (tmp_path / "new").exists()
     (tmp_path / "old").mkdir()
-    with held(tmp_path / "old", unheard):
+    with hold_folder(tmp_path / "old", unheard):
         pass
     assert (tmp_path / "old").exists()
 

@@ -15,7 +15,7 @@ from midflight.config.sections import ModelSection
 from midflight.errors import ConfigError
 from midflight.run.launcher import measure
 from midflight.run.launcher.measure import Measurement
-from midflight.run.launcher.measured import WIDTHS, Measured
+from midflight.run.launcher.measurements import WIDTHS, ModelMeasurements
 from midflight.run.launcher.trial import TrialReport
 from midflight.run.trainer.trainer_process import first_model
 
@@ -68,8 +68,8 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(tmp_path: Path, t
 
 
 def test_answers_that_nearly_all_ended_say_how_much_room_they_need() -> None:
-    def of(ended: tuple[int, ...], num_cut: int) -> Measured:
-        return Measured(1, 9, 9, ended, num_cut, 64, 0, "number_match", True, "", "", ((1, 1.0),), 1.0)
+    def of(ended: tuple[int, ...], num_cut: int) -> ModelMeasurements:
+        return ModelMeasurements(1, 9, 9, ended, num_cut, 64, 0, "number_match", True, "", "", ((1, 1.0),), 1.0)
 
     assert of((3, 5, 9), 0).answer_room == 9 and of((9,) * 9, 1).answer_room == 9
     assert of((9,) * 8, 2).answer_room is None

@@ -74,7 +74,7 @@ signal.pause()
 
 TRIAL = """
 import sys
-from midflight.cli.checked import preflight
+from midflight.cli.configurations import preflight
 from midflight.config.load import load_config
 preflight(load_config(None, ["environment.entry=hangs:solve"]))
 """

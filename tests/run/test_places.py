@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 
 from midflight.errors import ConfigError, RunFailed
-from midflight.run.parts import Message, ProcessKind, Words, WorkerSpec
-from midflight.run.places import process, seated
+from midflight.run.parts import Message, Notice, ProcessKind, WorkerSpec
+from midflight.run.places import cluster as cluster_places
+from midflight.run.places import process
+from midflight.run.places.actor import ActorChild, PlaceActor
+from midflight.run.places.cluster import Machine, RayPlaces
 from midflight.run.places.local import LocalPlaces
 from midflight.run.places.port import Child, PartFailed, Place, Places, Wants, stop_all
-from midflight.run.places.ray import RaySeat
-from midflight.run.places.seat import BelowSeat, SeatActor
-from midflight.run.places.seated import Machine, RayPlaces
+from midflight.run.places.ray import RayActor
 
 from .fake_cluster import ActorDiedError, ActorUnavailableError, FakeCluster, OutOfMemoryError
 
@@ -85,7 +86,7 @@ async def words(child: Child) -> list[str]:
 
 
 def text_of(message: Message) -> str:
-    assert isinstance(message, Words)
+    assert isinstance(message, Notice)
     return message.text
 
 
@@ -228,7 +229,7 @@ def test_ports_are_free_and_a_place_where_somebody_listens_is_refused_by_name(ki
 def test_a_seat_that_cannot_be_reached_for_a_while_is_asked_again_and_nothing_is_lost_or_heard_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seated, "AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr(cluster_places, "AGAIN_SECONDS", 0.001)
     cluster, failures = FakeCluster(), 0
 
     async def fail(method: str) -> None:
@@ -250,7 +251,7 @@ def test_a_seat_that_cannot_be_reached_for_a_while_is_asked_again_and_nothing_is
 
 
 def test_an_answer_that_was_lost_on_its_way_starts_no_second_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seated, "AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr(cluster_places, "AGAIN_SECONDS", 0.001)
 
     class Losing(FakeCluster):
         def call(self, seat: Any, method: str, *given: object) -> asyncio.Future[Any]:
@@ -352,7 +353,7 @@ def test_a_seat_is_not_asked_again_when_its_machine_is_no_longer_listed(monkeypa
 
 
 def test_a_seat_is_waited_for_and_that_is_said_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seated, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(cluster_places, "PATIENCE_SECONDS", 0.01)
     cluster, said = FakeCluster(), list[str]()
     cluster.room.clear()
 
@@ -409,7 +410,7 @@ def test_a_process_that_nobody_hears_any_more_ends_because_its_run_may_go_on_els
     async def main() -> None:
         child = process.LocalChild(ProcessKind.WORKER, "worker0", log=tmp_path / "log", environ={})
         await child.start()
-        told = BelowSeat(child, "life", alone_seconds=0.2)
+        told = ActorChild(child, "life", alone_seconds=0.2)
         await told.follow()
         assert await child.ended() == -signal.SIGKILL
         assert (await told.hear(0)).closed
@@ -464,12 +465,12 @@ def test_a_seat_without_an_engine_ends_when_it_is_told_to(tmp_path: Path) -> Non
     run(main)
 
 
-def seat_of(place: Any) -> SeatActor:
+def seat_of(place: Any) -> PlaceActor:
     return place._seat
 
 
 def test_all_places_of_a_machine_that_is_to_be_taken_away_are_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seated, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(cluster_places, "LOOK_SECONDS", 0.01)
     cluster = FakeCluster()
 
     async def main() -> None:
@@ -489,7 +490,7 @@ def test_rays_worker_hears_the_signal_and_gives_the_second_one_to_ray() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
-        leaves, seat = iter([True, False]), RaySeat()
+        leaves, seat = iter([True, False]), RayActor()
         seat.recall = lambda: next(leaves)  # type: ignore[method-assign]
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard == []

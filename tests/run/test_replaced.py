@@ -20,10 +20,10 @@ from midflight.errors import ConfigError
 from midflight.observe.atomic_write import write_whole
 from midflight.observe.lines import StepLine
 from midflight.observe.status import Totals
-from midflight.run.launcher import aside, holding
+from midflight.run.launcher import folder_lock, replaced_files
 from midflight.run.launcher.folder import put_back, set_aside
-from midflight.run.launcher.replacing import ReplacedRun
-from midflight.run.launcher.starting import check_kept
+from midflight.run.launcher.folder_checks import check_run_folder
+from midflight.run.launcher.replaced_run import ReplacedRun
 from midflight.trajectories.pairs import store_path
 
 Crash = type("Crash", (BaseException,), {})
@@ -125,7 +125,7 @@ def new_run(folder: Path, config: Config) -> None:
 
 def of_run(*folders: Path) -> dict[str, object]:
     """Everything but what is allowed to be there beside the run."""
-    beside = ("lock", "failed-logs", aside.GONE)
+    beside = ("lock", "failed-logs", replaced_files.GONE)
     return {
         f"{number}/{name}": found
         for number, folder in enumerate(folders)
@@ -145,7 +145,7 @@ def test_a_kill_at_any_step_and_another_at_any_step_of_the_return_leave_the_old_
     config = config_of(folder, *([f"run.store_folder={disk}"] if elsewhere else []))
 
     def start() -> None:
-        with holding.held(folder, lambda _: None):
+        with folder_lock.hold_folder(folder, lambda _: None):
             set_aside(folder, config)
             new_run(folder, config)
             raise Crash
@@ -163,11 +163,11 @@ def test_a_kill_at_any_step_and_another_at_any_step_of_the_return_leave_the_old_
                 start()
             whole = STEPS.num > num_kills
             with STEPS.crash_after(again):
-                holding.restore(folder, lambda _: None)
+                folder_lock.restore(folder, lambda _: None)
             whole_return = STEPS.num > again
-            holding.restore(folder, lambda _: None)
+            folder_lock.restore(folder, lambda _: None)
             assert of_run(folder, disk) == before, (num_kills, again)
-            assert not aside.is_left(folder)
+            assert not replaced_files.is_left(folder)
             again += 1 if num_kills % 20 == 0 else 17  # of every twentieth each, of the others a few
         num_kills += 1
     assert num_kills > 40
@@ -187,10 +187,10 @@ def test_once_the_first_step_is_made_a_kill_at_any_step_leaves_the_new_run_and_n
         (folder / "metrics.jsonl").write_bytes(step_line())
         new = {name: found for name, found in of_run(folder, disk).items() if ".overwritten" not in name}
         with STEPS.crash_after(after):
-            aside.let_go(folder)
-            aside.delete_gone(folder)
+            replaced_files.let_go(folder)
+            replaced_files.delete_gone(folder)
         whole = STEPS.num > after
-        with holding.held(folder, lambda _: None):
+        with folder_lock.hold_folder(folder, lambda _: None):
             pass
         assert tree_of(folder).keys() == {name.removeprefix("0/") for name in new if name.startswith("0/")}
         assert of_run(folder, disk) == new
@@ -219,7 +219,7 @@ def test_where_something_cannot_be_moved_nothing_has_changed_and_it_is_said(memo
 def test_what_ends_before_the_first_step_gives_the_folder_back_and_keeps_its_own_logs(tmp_path: Path) -> None:
     old_run(tmp_path)
     said, before, config = list[str](), of_run(tmp_path), config_of(tmp_path)
-    with pytest.raises(ZeroDivisionError), holding.held(tmp_path, said.append):
+    with pytest.raises(ZeroDivisionError), folder_lock.hold_folder(tmp_path, said.append):
         set_aside(tmp_path, config)
         assert (tmp_path / "notes.txt").exists() and not (tmp_path / "model").exists()
         new_run(tmp_path, config)
@@ -234,14 +234,14 @@ def test_the_old_run_goes_when_a_step_of_the_new_one_is_in_its_journal(tmp_path:
     old_run(tmp_path)
     said, config = list[str](), config_of(tmp_path)
     replaced = ReplacedRun(tmp_path, said.append)
-    with holding.held(tmp_path, unheard):
+    with folder_lock.hold_folder(tmp_path, unheard):
         set_aside(tmp_path, config)
         new_run(tmp_path, config)
         replaced.look()
-        assert said == [] and aside.is_aside(tmp_path)
+        assert said == [] and replaced_files.is_aside(tmp_path)
         (tmp_path / "metrics.jsonl").write_bytes(step_line()[:-9])  # which a kill has cut short
         replaced.look()
-        assert said == [] and aside.is_aside(tmp_path)
+        assert said == [] and replaced_files.is_aside(tmp_path)
         (tmp_path / "metrics.jsonl").write_bytes(step_line())
         replaced.look()
         replaced.look()
@@ -257,7 +257,7 @@ def test_a_run_that_was_killed_after_its_first_step_stays_and_the_old_one_goes_a
     set_aside(tmp_path, config)
     new_run(tmp_path, config)
     (tmp_path / "metrics.jsonl").write_bytes(step_line())
-    with holding.held(tmp_path, unheard):
+    with folder_lock.hold_folder(tmp_path, unheard):
         assert (tmp_path / "checkpoints" / "latest").read_text() == "new checkpoints/latest"
         assert not [name for name in tree_of(tmp_path) if name.startswith(".overwritten")]
 
@@ -269,7 +269,7 @@ def test_leftovers_of_several_starts_are_all_cleared(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
     set_aside(tmp_path, config)
     new_run(tmp_path, config)
-    with holding.held(tmp_path, lambda _: None):
+    with folder_lock.hold_folder(tmp_path, lambda _: None):
         assert of_run(tmp_path) == before
         assert not [name for name in tree_of(tmp_path) if name.startswith(".overwritten")]
 
@@ -279,7 +279,7 @@ def test_a_second_launcher_is_refused_and_leaves_what_is_aside_where_it_is(tmp_p
     config = config_of(tmp_path)
     reading, writing = os.pipe()
     if (other := os.fork()) == 0:
-        with holding.held(tmp_path, lambda _: None):
+        with folder_lock.hold_folder(tmp_path, lambda _: None):
             set_aside(tmp_path, config)
             new_run(tmp_path, config)
             os.write(writing, b"begun")
@@ -287,14 +287,14 @@ def test_a_second_launcher_is_refused_and_leaves_what_is_aside_where_it_is(tmp_p
         os._exit(0)
     try:
         assert os.read(reading, 5) == b"begun"
-        assert holding.restore(tmp_path, unheard) is False
-        with pytest.raises(ConfigError, match=f"in use by process {other}"), holding.held(tmp_path, unheard):
+        assert folder_lock.restore(tmp_path, unheard) is False
+        with pytest.raises(ConfigError, match=f"in use by process {other}"), folder_lock.hold_folder(tmp_path, unheard):
             pass
-        assert aside.is_aside(tmp_path)
+        assert replaced_files.is_aside(tmp_path)
     finally:
         os.kill(other, signal.SIGKILL)
         os.waitpid(other, 0)
-    assert holding.restore(tmp_path, lambda _: None) is True
+    assert folder_lock.restore(tmp_path, lambda _: None) is True
     assert (tmp_path / "model" / "config.json").read_text() == "old model/config.json" and not (tmp_path / "lock").exists()
 
 
@@ -309,8 +309,8 @@ def test_the_folder_may_be_a_link_or_the_current_one(tmp_path: Path, monkeypatch
         monkeypatch.chdir(real)
         folder = Path()
     config = config_of(folder)
-    check_kept(config, resume=False, overwrite=True)
-    with suppress(ZeroDivisionError), holding.held(folder, lambda _: None):
+    check_run_folder(config, resume=False, overwrite=True)
+    with suppress(ZeroDivisionError), folder_lock.hold_folder(folder, lambda _: None):
         set_aside(folder, config)
         new_run(folder, config)
         raise ZeroDivisionError
@@ -323,7 +323,7 @@ def test_a_folder_that_was_moved_while_a_run_was_aside_gives_it_back_all_the_sam
     set_aside(tmp_path / "before", config)
     new_run(tmp_path / "before", config)
     (tmp_path / "before").rename(tmp_path / "after")
-    assert holding.restore(tmp_path / "after", lambda _: None)
+    assert folder_lock.restore(tmp_path / "after", lambda _: None)
     assert of_run(tmp_path / "after") == before
 
 
@@ -333,7 +333,7 @@ def test_a_linked_folder_in_the_run_is_refused_before_anything_is_touched(tmp_pa
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "large")
     before = tree_of(tmp_path)
     with pytest.raises(ConfigError, match=r"checkpoints is a link to the folder .*large.*remove the link"):
-        check_kept(config_of(tmp_path / "run"), resume=False, overwrite=True)
+        check_run_folder(config_of(tmp_path / "run"), resume=False, overwrite=True)
     assert tree_of(tmp_path) == before
 
 
@@ -342,7 +342,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_touche
     old_run(tmp_path)
     (tmp_path / "model").chmod(0o555)
     with pytest.raises(ConfigError, match=r"model cannot be written to; make it writable"):
-        check_kept(config_of(tmp_path), resume=False, overwrite=True)
+        check_run_folder(config_of(tmp_path), resume=False, overwrite=True)
 
 
 def test_what_the_run_reads_is_not_what_it_replaces(tmp_path: Path) -> None:
@@ -350,19 +350,19 @@ def test_what_the_run_reads_is_not_what_it_replaces(tmp_path: Path) -> None:
     rows = f"environment.sources=[{{path='{tmp_path / 'data.jsonl'}'}}]"
     for key, option in (("model.path", f"model.path={tmp_path / 'checkpoints'}"), (r"environment\.sources\.0\.path", rows)):
         with pytest.raises(ConfigError, match=rf"{key} is .*would delete"):
-            check_kept(config_of(tmp_path, option), resume=False, overwrite=True)
-    check_kept(config_of(tmp_path, rows), resume=False, overwrite=True, gives_rows=True)
+            check_run_folder(config_of(tmp_path, option), resume=False, overwrite=True)
+    check_run_folder(config_of(tmp_path, rows), resume=False, overwrite=True, gives_rows=True)
 
 
 def test_a_first_run_does_not_delete_the_data_that_it_reads(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("{}")
     config = config_of(tmp_path, f"environment.sources=[{{path='{tmp_path / 'data.jsonl'}'}}]")
     with pytest.raises(ConfigError, match=r"sources\.0\.path is .*data\.jsonl.*move it out of there"):
-        check_kept(config, resume=False, overwrite=False)
+        check_run_folder(config, resume=False, overwrite=False)
 
 
 def test_room_for_both_is_asked_for_with_numbers(tmp_path: Path) -> None:
     old_run(tmp_path)
     huge = [f"model.{name}=65536" for name in ("hidden_size", "intermediate_size")] + ["model.num_layers=1000"]
     with pytest.raises(ConfigError, match=r"a finished run of \d.*until the first step.*takes [\d,.]+ [GT]B more.*are free.*--folder"):
-        check_kept(config_of(tmp_path, *huge), resume=False, overwrite=True)
+        check_run_folder(config_of(tmp_path, *huge), resume=False, overwrite=True)

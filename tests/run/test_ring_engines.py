@@ -14,10 +14,10 @@ import pytest
 from midflight.config.load import load_config
 from midflight.errors import RunFailed
 from midflight.run.launcher.access import Access
-from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.engines import EnginePart, Engines
-from midflight.run.launcher.killed import MAX_KILLED
-from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, ProcessKind, Restarted, Spec, Words
+from midflight.run.launcher.killed_starts import MAX_KILLED
+from midflight.run.launcher.restarts import RestartBudgets
+from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, Notice, ProcessKind, Restarted, Spec
 from midflight.run.places.port import PartFailed, Wants
 from midflight.testing.virtual_time import run_virtual
 
@@ -79,7 +79,7 @@ class Site:
         self.serving = set[str]()
         self.loading = set[str]()
         """Engines that do not come up."""
-        self.budgets = Budgets(1)
+        self.budgets = RestartBudgets(1)
         config = load_config(None, ["cluster.kind=ray", *options])
         site = self
 
@@ -381,7 +381,7 @@ def test_the_run_goes_on_while_an_engine_that_may_come_up_is_being_started_and_e
         assert "Its restarts are spent; engine1 is being started, and requests wait for that." in site.said[-1].error  # type: ignore[union-attr]
         await asyncio.sleep(40)
         waits = "no engine has served for 30 s: requests wait for engine0, which is being started. Its log is logs/engine0.log in "
-        assert not any(task.done() for task in tasks) and any(isinstance(one, Words) and waits in one.text for one in site.said)
+        assert not any(task.done() for task in tasks) and any(isinstance(one, Notice) and waits in one.text for one in site.said)
         site.newest("engine1").die()
         with pytest.raises(PartFailed, match="engine1 died"):
             await tasks[1]
@@ -477,10 +477,10 @@ def test_what_serves_holds_its_requests_however_often_an_engine_is_killed_as_it_
         assert [said.seconds for said in restarts] == [0.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 6]
         told = [number for number, said in enumerate(restarts, start=1) if "There are 2.0 GB" in said.error]
         assert told == [2, 4, 8] and "engine0 was killed 4 times in a row while it started" in restarts[3].error
-        waits = [said.text.partition(":")[0] for said in site.said if isinstance(said, Words)]
+        waits = [said.text.partition(":")[0] for said in site.said if isinstance(said, Notice)]
         assert waits == [f"no engine has served for {since}" for since in ("30 s", "1 min 30 s", "3 min 30 s")]
         await asyncio.sleep(1000)
-        assert len([said for said in site.said if isinstance(said, Words)]) == len(waits), "it serves, and nothing waits for it"
+        assert len([said for said in site.said if isinstance(said, Notice)]) == len(waits), "it serves, and nothing waits for it"
         task.cancel()
         await asyncio.wait([task])
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from midflight.run.launcher import trial
-from midflight.run.launcher.trial import Patience, TrialFailed, answer_of
+from midflight.run.launcher.trial import TrialFailed, TrialWait, answer_of
 
 STALL = 1.0
 PRELUDE = "from midflight.run.launcher.trial import trying\nimport os, sys, time\n"
@@ -25,9 +25,9 @@ def script(folder: Path, body: str) -> Sequence[str]:
     return [sys.executable, str(path)]
 
 
-def patience(said: list[str] | None = None) -> Patience:
+def patience(said: list[str] | None = None) -> TrialWait:
     heard = list[str]() if said is None else said
-    return Patience("trying it", STALL, say=heard.append)
+    return TrialWait("trying it", STALL, say=heard.append)
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +118,7 @@ def test_an_interrupt_ends_both_at_once(tmp_path: Path) -> None:
     body = f"with trying() as trial:\n    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n    time.sleep(1e9)"
     words = script(tmp_path, body)
     waits = (
-        "import sys\nfrom midflight.run.launcher.trial import Patience, answer_of\nanswer_of(sys.argv[1:], Patience('trying it', 1e6))\n"
+        "import sys\nfrom midflight.run.launcher.trial import TrialWait, answer_of\nanswer_of(sys.argv[1:], TrialWait('trying it', 1e6))\n"
     )
     with subprocess.Popen([sys.executable, "-c", waits, *words], stderr=subprocess.PIPE) as command:
         pid = _appears(tmp_path / "pid")

@@ -20,7 +20,7 @@ from midflight.models.load import load_model, save_model
 from midflight.models.names import named_tensors
 from midflight.run.parts import WarmStart
 from midflight.run.trainer.conversations import Conversations
-from midflight.run.trainer.warm_start import SCREENED, Accuracy, Lessons, lessons_of, warm_start
+from midflight.run.trainer.warm_start import SCREENED, Accuracy, WarmStartData, warm_start, warm_start_data
 from midflight.text.byte_tokenizer import END, write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.supervised import SupervisedTrainer
@@ -110,7 +110,7 @@ def test_a_model_learns_the_form_of_a_conversation_until_the_accuracy_is_reached
     save_model(make_model(vocab_size=262, seed=0, dtype="float32", **sizes), tmp_path / "model")
     overrides = ["data=" + str(data), "target_accuracy=0.9", "evaluate_every=10", "max_steps=200", "learning_rate=0.01"]
     config = load_config(None, [*(f"warm_start.{text}" for text in overrides), "model.max_context=64", "engine.max_running=8"])
-    lessons = lessons_of(config, tokenizer)
+    lessons = warm_start_data(config, tokenizer)
     assert len(lessons.heldout) == 8 and not set(lessons.heldout) & set(islice(lessons.examples, 56))
     told: list[WarmStart] = []
     asyncio.run(warm_start(load_model(tmp_path / "model", dtype="float32", device="cpu"), lessons, config, told.append))
@@ -122,7 +122,7 @@ def test_a_step_learns_from_as_many_answers_as_the_option_says(tmp_path: Path, t
     model = make_model(vocab_size=262, seed=0, dtype="float32", **sizes)
     config = load_config(None, ["warm_start.data=c.jsonl", "warm_start.max_steps=3", "warm_start.examples_per_step=5"])
     examples = iter([((i,), (i + 1,)) for i in range(100)])
-    asyncio.run(warm_start(model, Lessons(tokenizer, examples, []), config, lambda told: None))
+    asyncio.run(warm_start(model, WarmStartData(tokenizer, examples, []), config, lambda told: None))
     assert next(examples) == ((15,), (16,)), "three steps of five"
 
 
@@ -136,7 +136,9 @@ def test_where_the_first_examples_are_far_below_the_target_the_others_are_not_tr
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_context": 16}
     examples = [((65, 66 + number % 20), (67, 68, END)) for number in range(100)]
     config = load_config(None, [f"warm_start.target_accuracy={target}", "environment.max_tokens=3", "model.max_context=16"])
-    accuracy = Accuracy(make_model(vocab_size=262, seed=0, dtype="float32", **sizes), Lessons(tokenizer, iter(examples), examples), config)
+    accuracy = Accuracy(
+        make_model(vocab_size=262, seed=0, dtype="float32", **sizes), WarmStartData(tokenizer, iter(examples), examples), config
+    )
     accuracy.take()
     assert accuracy.measure(seed=1) == 0 and sum(tried) == asked
 
@@ -166,7 +168,7 @@ def test_the_model_that_comes_out_is_the_one_that_was_measured_although_steps_we
     monkeypatch.setattr(Accuracy, "measure", measured)
     config = load_config(None, ["warm_start.target_accuracy=0.5", "warm_start.evaluate_every=2", "environment.max_tokens=3"])
     told: list[WarmStart] = []
-    asyncio.run(warm_start(model, Lessons(tokenizer, cycle(examples), examples), config, told.append))
+    asyncio.run(warm_start(model, WarmStartData(tokenizer, cycle(examples), examples), config, told.append))
     assert told[-1].accuracy == 0.6
     assert all(tensor.equal(weights[3][name]) for name, tensor in named_tensors(model).items()), "of step 4, the second that was measured"
     assert len(weights) >= 6 and not all(tensor.equal(weights[3][name]) for name, tensor in weights[-1].items())

@@ -8,9 +8,9 @@ import time
 
 import msgspec
 
-from midflight.run.heart import ENDLESS, Absence, Beat, Doing, Heart, Situation
-from midflight.run.launcher.budgets import REPLENISH_SECONDS, Budget, Budgets
-from midflight.run.launcher.watchdog import Hung, Vitals, Watchdog, vitals_of
+from midflight.run.heart import ENDLESS, Absence, Beat, Doing, Heartbeat, LoopReport
+from midflight.run.launcher.restarts import REPLENISH_SECONDS, RestartBudget, RestartBudgets
+from midflight.run.launcher.watchdog import HungProcess, Vitals, Watchdog, vitals_of
 from midflight.run.parts import decode_message, encode
 
 STALL = 10.0
@@ -39,9 +39,9 @@ class Ring:
     def does(self, part: str, *doing: Doing, absences: tuple[Absence, ...] = ()) -> None:
         self.beats[part] = Beat(self.now, doing, absences)
 
-    def pass_time(self, seconds: int) -> list[Hung]:
+    def pass_time(self, seconds: int) -> list[HungProcess]:
         """What is found by then; nothing is ended."""
-        found: list[Hung] = []
+        found: list[HungProcess] = []
         for _ in range(seconds):
             self.now += 1
             for name, beat in self.beats.items():
@@ -214,7 +214,7 @@ def test_a_launcher_that_looks_late_all_the_time_still_finds_who_is_stopped() ->
     ring = Ring("trainer", "worker0")
     ring.silent.add("worker0")
     ring.states["worker0"] = "T"
-    found: list[Hung] = []
+    found: list[HungProcess] = []
     while not found and ring.now < 1100:
         ring.now += 3
         ring.dog.hear("trainer", Beat(ring.now))
@@ -314,16 +314,16 @@ def test_a_launcher_that_stood_itself_blames_nobody_for_it() -> None:
 
 
 def test_a_restart_that_was_spent_comes_back_and_each_in_a_row_waits_longer() -> None:
-    budget = Budget(3)
+    budget = RestartBudget(3)
     assert [budget.spend(0.0), budget.spend(1.0), budget.spend(2.0), budget.spend(3.0)] == [0.0, 2.0, 4.0, None]
     assert budget.seconds_to_next(3.0) == REPLENISH_SECONDS - 3
     assert budget.left(REPLENISH_SECONDS) == 1 and budget.spend(REPLENISH_SECONDS) == 4.0
     assert budget.left(10 * REPLENISH_SECONDS) == 3 and budget.spend(10 * REPLENISH_SECONDS) == 0.0
-    assert Budget(0).spend(5.0) is None
+    assert RestartBudget(0).spend(5.0) is None
 
 
 def test_a_part_that_has_worked_since_its_last_start_has_all_its_restarts_again_and_waits_no_less() -> None:
-    budget = Budget(1)
+    budget = RestartBudget(1)
     waits: list[float | None] = []
     for second in range(8):
         waits.append(budget.spend(float(second)))
@@ -333,22 +333,22 @@ def test_a_part_that_has_worked_since_its_last_start_has_all_its_restarts_again_
 
 
 def test_a_death_that_does_not_count_takes_no_restart_and_has_the_next_one_wait_longer() -> None:
-    budget = Budget(1)
+    budget = RestartBudget(1)
     assert [budget.spend(float(second), counts=False) for second in range(3)] == [0.0, 2.0, 4.0]
     assert budget.left(3.0) == 1
     assert [budget.spend(3.0), budget.spend(4.0)] == [8.0, None]
     assert budget.spend(5.0, counts=False) == 16.0
-    assert Budget(0).spend(0.0, counts=False) is None, "nothing is to be started again"
+    assert RestartBudget(0).spend(0.0, counts=False) is None, "nothing is to be started again"
 
 
 def test_a_step_is_work_where_the_run_has_never_come_so_far() -> None:
     """It fails at step 4 again and again, and goes on from step 2 each time."""
-    budgets = Budgets(2)
+    budgets = RestartBudgets(2)
     assert [budgets.is_further(step) for step in (0, 1, 2, 3, 3, 2, 3, 2, 3, 4)] == [False, True, True, True, *[False] * 5, True]
 
 
 def test_parts_do_not_spend_each_others_restarts() -> None:
-    budgets = Budgets(1)
+    budgets = RestartBudgets(1)
     assert budgets.of("engine0").spend(0.0) == 0.0 and budgets.of("engine0").spend(0.0) is None
     assert budgets.of("engine1").spend(0.0) == 0.0
 
@@ -357,7 +357,7 @@ def test_a_part_on_a_machine_whose_clock_began_days_later_is_judged_by_ours() ->
     """It is at 5 s when we are at 1000 s. Its loop stands from its second 10 on, and what it does began at its second 5."""
     ring = Ring()
     ring.dog.begin("engine0", None)
-    found: list[Hung] = []
+    found: list[HungProcess] = []
     for second in range(1, 31):
         ring.now = 1000.0 + second
         its = 5.0 + second
@@ -373,7 +373,7 @@ def test_the_processor_time_of_a_part_elsewhere_is_what_its_beats_say() -> None:
     for computes in (True, False):
         ring = Ring()
         ring.dog.begin("trainer", None)
-        found: list[Hung] = []
+        found: list[HungProcess] = []
         for second in range(1, 41):
             ring.now = 1000.0 + second
             ring.dog.hear("trainer", Beat(5.0 + second, (doing(since=5.0, computes=True),), at=5.0 + second, cpu_seconds=second * computes))
@@ -382,7 +382,7 @@ def test_the_processor_time_of_a_part_elsewhere_is_what_its_beats_say() -> None:
 
 
 def test_a_heart_says_what_is_done_and_when_the_loop_last_turned() -> None:
-    heart = Heart()
+    heart = Heartbeat()
     silent = heart.beat()
     assert (silent.turned, silent.doing, silent.absences, silent.counters, silent.memory_bytes) == (None, (), (), "", 0)
     with heart.doing("makes version 3", computes=True):
@@ -390,7 +390,7 @@ def test_a_heart_says_what_is_done_and_when_the_loop_last_turned() -> None:
         assert (said.what, said.computes) == ("makes version 3", True) and time.monotonic() - said.since < 1
 
     async def main() -> Beat:
-        heart.ask = lambda: Situation((doing("runs rollout 0.1"),), counters="1 rollout runs")
+        heart.ask = lambda: LoopReport((doing("runs rollout 0.1"),), counters="1 rollout runs")
         heart.turn()
         return heart.beat()
 

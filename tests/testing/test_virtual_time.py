@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from midflight.testing.virtual_time import Hang, LeakedTasks, NotVirtual, VirtualTimeLoop, run_virtual
+from midflight.testing.virtual_time import DeadlockError, LeakedTasks, NotVirtual, VirtualTimeLoop, run_virtual
 
 
 def now() -> float:
@@ -86,7 +86,7 @@ def test_a_hang_fails_at_once_and_says_where_each_task_waits():
         async with asyncio.TaskGroup() as group:
             group.create_task(wait_for_a_reply(), name="the agent")
 
-    with pytest.raises(Hang) as caught:
+    with pytest.raises(DeadlockError) as caught:
         run_virtual(main)
     message = str(caught.value)
     assert "2 tasks pending" in message
@@ -103,7 +103,7 @@ def test_a_hung_run_still_cleans_up():
         finally:
             cleaned.append("main")
 
-    with pytest.raises(Hang):
+    with pytest.raises(DeadlockError):
         run_virtual(main)
     assert cleaned == ["main"]
 
@@ -117,7 +117,7 @@ def test_a_deadlock_kept_alive_by_a_heartbeat_is_a_hang_too():
         async with asyncio.TaskGroup() as group:
             group.create_task(beat())
 
-    with pytest.raises(Hang, match="1000 virtual seconds"):
+    with pytest.raises(DeadlockError, match="1000 virtual seconds"):
         run_virtual(main, max_seconds=1000)
 
 
@@ -353,7 +353,7 @@ def test_time_stands_while_a_thread_computes_and_passes_while_one_waits():
 def test_a_run_that_waits_for_a_thread_that_waits_is_a_hang():
     held = threading.Event()
     try:
-        with pytest.raises(Hang):
+        with pytest.raises(DeadlockError):
             run_virtual(lambda: in_own_thread(held.wait))
     finally:
         held.set()

@@ -15,7 +15,7 @@ from tests.archive.test_trace import AFTER_A_TOOL, TURN
 from tests.trackers.journals import configure
 
 from midflight.config.load import load_config
-from midflight.observe.timeline import Began, CommitTimed, RolloutTimed, Timed
+from midflight.observe.timeline import CommitTimed, RolloutTimed, RunStarted, Timed
 from midflight.run.launcher.tracking import Tracking
 from midflight.trackers.spans import RolloutSpans
 from midflight.trackers.tracker import made
@@ -70,7 +70,7 @@ def said(attributes: Any) -> dict[str, Any]:
 
 def test_a_rollout_is_a_span_with_its_parts_in_seconds_since_1970() -> None:
     spans = RolloutSpans()
-    (found,) = spans.of(encoded(Began(0.5, WALL), CommitTimed("engine0", 4, 2.2, 0.5, 0.1), GOOD))
+    (found,) = spans.of(encoded(RunStarted(0.5, WALL), CommitTimed("engine0", 4, 2.2, 0.5, 0.1), GOOD))
     epoch = WALL - 0.5
     assert (found.began - epoch, found.ended - epoch, found.failure) == (1.0, 5.0, None)
     assert found.attributes == {
@@ -85,10 +85,10 @@ def test_a_rollout_is_a_span_with_its_parts_in_seconds_since_1970() -> None:
 
 
 def test_a_run_that_goes_on_tells_no_rollout_twice_and_takes_the_time_of_each_start() -> None:
-    first = [Began(0.0, WALL), GOOD]
+    first = [RunStarted(0.0, WALL), GOOD]
     assert len(list(RolloutSpans().of(encoded(*first)))) == 1
     again = RolloutSpans(told=2)
-    (found,) = again.of([*encoded(*first), b"not a line", *encoded(Began(5.5, WALL + 1000.0), FAILED)])
+    (found,) = again.of([*encoded(*first), b"not a line", *encoded(RunStarted(5.5, WALL + 1000.0), FAILED)])
     assert found.failure == "KeyError" and found.began == pytest.approx(WALL + 1000.5) and again.num_read == 5
 
 
@@ -96,7 +96,7 @@ def test_traces_reach_a_receiver_by_the_official_sdk_and_each_rollout_once(tmp_p
     """Two starts of the process beside a run; the receiver is asked at its own address only."""
     configure(tmp_path, "otel")
     (tmp_path / "metrics.jsonl").touch()
-    append(tmp_path, Began(0.0, WALL), GOOD)
+    append(tmp_path, RunStarted(0.0, WALL), GOOD)
     with receiver() as (address, got):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
         for line in (None, FAILED):
@@ -120,14 +120,14 @@ def test_traces_reach_a_receiver_by_the_official_sdk_and_each_rollout_once(tmp_p
 
 
 def test_a_receiver_that_refuses_is_an_error_of_the_tracker_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from midflight.trackers.telling import tracked
+    from midflight.trackers.delivery import tracked
 
     configure(tmp_path, "otel")
     with receiver(status=400) as (address, _):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
         tracker = made("otel")
         tracker.open(tracked(load_config(tmp_path / "config.toml"), tmp_path))
-        rollouts = list(RolloutSpans().of(encoded(Began(0.0, WALL), GOOD)))
+        rollouts = list(RolloutSpans().of(encoded(RunStarted(0.0, WALL), GOOD)))
         with pytest.raises(ConnectionError, match="9 spans could not be sent to http"):
             tracker.spans(rollouts)
         tracker.flush()  # what could not be sent is lost, and not tried for ever

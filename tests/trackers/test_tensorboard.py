@@ -12,8 +12,8 @@ from tests.trackers.journals import evaluation, resumed, samples, step
 
 from midflight.config.load import load_config
 from midflight.observe.lines import Line
-from midflight.trackers.known import TensorBoard
-from midflight.trackers.telling import Told, tell, tracked
+from midflight.trackers.delivery import DeliveryLog, tell, tracked
+from midflight.trackers.services import TensorBoard
 
 
 def png(width: int, height: int) -> bytes:
@@ -29,7 +29,7 @@ def png(width: int, height: int) -> bytes:
 
 def follow(folder: Path, *lines: Line) -> None:
     """One start of a run."""
-    told, tracker = Told(folder / "trackers" / "tensorboard.told"), TensorBoard()
+    told, tracker = DeliveryLog(folder / "trackers" / "tensorboard.told"), TensorBoard()
     config = load_config(None, ["run.name=tried", "rollout.max_staleness=3"])
     tracker.open(tracked(config, folder, id=None if told.is_new else ""))
     for line in lines:

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from midflight.trainer.formulas import diagnostics
-from midflight.trainer.formulas.diagnostics import Observed
+from midflight.trainer.formulas.diagnostics import TokenReadings
 
 from .tensors import of
 
 
-def observed(log_rho: Tensor, *, weight: Tensor | None = None, sequence: list[int] | None = None, **masked: list[bool]) -> Observed:
+def observed(log_rho: Tensor, *, weight: Tensor | None = None, sequence: list[int] | None = None, **masked: list[bool]) -> TokenReadings:
     """Tokens of one rollout each unless said, the first clipped below and the last above."""
     count = len(log_rho)
     ends = torch.arange(count)
-    return Observed(
+    return TokenReadings(
         log_rho,
         log_rho.exp() if weight is None else weight,
         torch.tensor(sequence or list(range(count))),

@@ -12,15 +12,15 @@ from midflight.config.formulas import OBJECTIVES
 from midflight.config.loss import CorrectionSection, ObjectiveSection
 from midflight.errors import ConfigError
 from midflight.trainer.formulas.advantages import grpo_advantages
-from midflight.trainer.objective import Known, Objective, count_tokens
+from midflight.trainer.objective import Objective, TokenValues, count_tokens
 
 from . import oracles
 from .oracles import ABSOLUTE
 
 
-def known(policy: Tensor, behaviour: Tensor, advantage: Tensor, *, proximal: Tensor | None = None, age: int = 0) -> Known:
+def known(policy: Tensor, behaviour: Tensor, advantage: Tensor, *, proximal: Tensor | None = None, age: int = 0) -> TokenValues:
     now = policy.detach()
-    return Known(
+    return TokenValues(
         now=now,
         proximal=now if proximal is None else proximal,
         behaviour=behaviour,
@@ -35,7 +35,7 @@ def of(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def losses(objective: Objective, policy: Tensor, given: Known) -> Tensor:
+def losses(objective: Objective, policy: Tensor, given: TokenValues) -> Tensor:
     return objective.token_losses(policy, given, objective.factors(given)).loss
 
 
@@ -182,7 +182,7 @@ def test_what_is_configured_gives_what_public_implementations_give(
     data = oracles.inputs()
     ours = Objective.of(ObjectiveSection.model_validate(objective), CorrectionSection.model_validate(correction))
     advantage = grpo_advantages(torch.tensor(oracles.REWARDS), torch.tensor(oracles.GROUPS))[data.rollout]
-    given = Known(
+    given = TokenValues(
         now=data.logp.detach(),
         proximal=data.old,
         behaviour=data.old if ours.loss.is_bypass else data.roll,

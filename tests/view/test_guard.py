@@ -10,7 +10,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from midflight.view.guard import COOKIE, OnlyWithToken
+from midflight.view.guard import COOKIE, TokenGuard
 
 
 async def _page(request: Request) -> PlainTextResponse:
@@ -25,7 +25,7 @@ async def _socket(socket: WebSocket) -> None:
 @pytest.fixture
 def client() -> TestClient:
     app = Starlette(routes=[WebSocketRoute("/socket", _socket), Route("/{path:path}", _page)])
-    return TestClient(OnlyWithToken(app, token="secret"), follow_redirects=False)
+    return TestClient(TokenGuard(app, token="secret"), follow_redirects=False)
 
 
 def test_without_the_token_nothing_is_shown(client: TestClient) -> None:

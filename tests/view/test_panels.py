@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from midflight.observe.history import PastLines
+from midflight.observe.history import JournalHistory
 from midflight.observe.learning import Histogram, histogram
 from midflight.observe.lines import StepLine
 from midflight.observe.status import Totals
@@ -17,7 +17,7 @@ def step(number: int, **histograms: Histogram) -> StepLine:
 
 
 def panel(name: str, *steps: StepLine) -> Panel:
-    return next(panel for panel in of_run(PastLines.of(steps)) if panel.title == name)
+    return next(panel for panel in of_run(JournalHistory.of(steps)) if panel.title == name)
 
 
 def test_lengths_generated_trained_and_cut_short_stand_beside_each_other_in_the_same_bins() -> None:

@@ -29,10 +29,10 @@ SERVE = """
 import socket, sys
 from pathlib import Path
 from midflight.view.app import build, serve
-from midflight.view.visit import Shelf
+from midflight.view.visit import RunFolders
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
-serve(build(Shelf([Path(folder) for folder in sys.argv[1:]]), host="127.0.0.1"), listener)
+serve(build(RunFolders([Path(folder) for folder in sys.argv[1:]]), host="127.0.0.1"), listener)
 """
 CALL = '<think>which?</think><tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call><|end|>'
 WHY = "KeyError: 'unit' is not in the answer of the weather service"

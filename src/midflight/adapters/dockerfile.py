@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from midflight.environments.sandboxes.port import Furnished
+from midflight.environments.sandboxes.port import BoxSetup
 from midflight.errors import ConfigError
 
 SYSTEM = (
@@ -33,15 +33,15 @@ REMEDY = 'play it with sandbox = { kind = "docker" } in the source\'s options, o
 
 def furnished_by(
     context: Path, said: str, *, image: str, kind: str, beside: Sequence[str]
-) -> Furnished:
+) -> BoxSetup:
     """Finds what a box of this kind begins with, for an environment of that folder or of an image.
     `beside` are further folders that are written to. `ConfigError` for an environment that would
     have to be built where nothing can build it, or for files that are put where nothing can be put.
     """
     if kind == "docker" and (image or (context / "Dockerfile").exists()):
-        return Furnished(image=image, build=None if image else context)
+        return BoxSetup(image=image, build=None if image else context)
     if image and kind in ("daytona", "modal"):
-        return Furnished(image=image)
+        return BoxSetup(image=image)
     read = copied_by(context)
     line = f"docker_image = {image}" if image else read.beyond
     if line:
@@ -55,7 +55,7 @@ def furnished_by(
         raise ConfigError(
             f"{said} puts files into /{taken[0]}, which is the system's here: {REMEDY}"
         )
-    return Furnished(folders=[f"/{name}" for name in folders], start=read.start, files=read.files)
+    return BoxSetup(folders=[f"/{name}" for name in folders], start=read.start, files=read.files)
 
 
 @dataclass(slots=True)

@@ -57,7 +57,7 @@ class GameBound:
         return cls(int(told["max_turns"]), None if unfinished is None else float(unfinished))
 
 
-async def played(task: Task, client: Any, game: Game, *, bound: GameBound) -> Result:
+async def play_game(task: Task, client: Any, game: Game, *, bound: GameBound) -> Result:
     """Plays one game. Each answer earns what its move earns. Waits for answers and moves, or until
     its caller cancels it.
     """
@@ -69,7 +69,7 @@ async def played(task: Task, client: Any, game: Game, *, bound: GameBound) -> Re
     metrics = dict[str, float]()
     num_invalid = 0
     for _ in range(bound.max_turns):
-        answer = await answered(client, messages)
+        answer = await ask_model(client, messages)
         if answer is None:
             break
         move = await game.move(str(answer.get("content") or ""))
@@ -117,7 +117,7 @@ def _result(
     )
 
 
-async def answered(client: Any, messages: list[dict[str, Json]]) -> dict[str, Json] | None:
+async def ask_model(client: Any, messages: list[dict[str, Json]]) -> dict[str, Json] | None:
     """The model's message. None where the conversation has filled its context."""
     try:
         said = await client.chat.completions.create(model="policy", messages=messages)

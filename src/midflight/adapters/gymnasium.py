@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from midflight.adapters.games import GameBound, Move, played, settings
+from midflight.adapters.games import GameBound, Move, play_game, settings
 from midflight.entries import load_entry, package
 from midflight.environments.agents import in_thread
 from midflight.errors import ConfigError
@@ -57,7 +57,7 @@ async def play(task: Task, client: Any) -> Result:
     told = settings(task, NAME)
     game = GymnasiumGame(told, seed=cast(int, task.data["seed"]))
     try:
-        return await played(task, client, game, bound=GameBound.of(told))
+        return await play_game(task, client, game, bound=GameBound.of(told))
     finally:
         game.close()
 

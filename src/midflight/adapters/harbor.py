@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from midflight.adapters.dockerfile import files_in, furnished_by
-from midflight.adapters.games import answered, settings
+from midflight.adapters.games import ask_model, settings
 from midflight.entries import load_entry
 from midflight.environments.sandboxes.choice import sandbox
-from midflight.environments.sandboxes.port import Box, Furnished
+from midflight.environments.sandboxes.port import Box, BoxSetup
 from midflight.environments.scoring import number_in
 from midflight.errors import ConfigError, EnvironmentFailed
 from midflight.types import Json, Result, Task
@@ -41,7 +41,7 @@ class HarborTask:
 
     folder: Path
     instruction: str
-    furnished: Furnished
+    furnished: BoxSetup
     memory_mb: int
     verifier_seconds: float
     variables: dict[str, str]
@@ -152,7 +152,7 @@ async def chat(task: Task, client: Any, box: Box) -> None:
     told = settings(task, NAME)
     messages = list[dict[str, Json]](task.messages)
     for _ in range(int(told["turns"])):
-        said = await answered(client, messages) or {}
+        said = await ask_model(client, messages) or {}
         script = re.search(r"```(?:bash|sh)?\n(.*?)```", str(said.get("content")), re.DOTALL)
         if script is None:
             return

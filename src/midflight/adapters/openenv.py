@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any, cast
 from urllib.request import ProxyHandler, build_opener
 
-from midflight.adapters.games import GameBound, Move, played, settings
+from midflight.adapters.games import GameBound, Move, play_game, settings
 from midflight.adapters.gymnasium import named_function
 from midflight.entries import package
 from midflight.errors import ConfigError, EnvironmentFailed
@@ -92,7 +92,7 @@ async def play(task: Task, client: Any) -> Result:
                 f"slow, raise options.connect_seconds = {told['connect_seconds']:g}."
             ) from error
         game = OpenEnvGame(told, server, seed=cast(int, task.data["seed"]))
-        return await played(task, client, game, bound=GameBound.of(told))
+        return await play_game(task, client, game, bound=GameBound.of(told))
 
 
 class OpenEnvGame:

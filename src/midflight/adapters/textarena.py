@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from midflight.adapters.games import GameBound, Move, played, settings
+from midflight.adapters.games import GameBound, Move, play_game, settings
 from midflight.entries import load_entry, package
 from midflight.errors import ConfigError, EnvironmentFailed
 from midflight.types import Json, Result, Task
@@ -56,7 +56,7 @@ async def play(task: Task, client: Any) -> Result:
     """Plays a rollout. Waits for answers, or until its caller cancels it."""
     told = settings(task, NAME)
     game = TextArenaGame(told, seed=cast(int, task.data["seed"]))
-    return await played(task, client, game, bound=GameBound.of(told))
+    return await play_game(task, client, game, bound=GameBound.of(told))
 
 
 class TextArenaGame:

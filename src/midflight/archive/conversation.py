@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midflight.archive.credit import Credit, credit_of
-from midflight.archive.groups import GroupFilter, GroupSeen, RolloutBrief, page_of
-from midflight.archive.messages import MessageReader, MessageSaid, as_chat
-from midflight.archive.stored import StoreReading, reading
+from midflight.archive.groups import GroupFilter, GroupView, RolloutBrief, page_of
+from midflight.archive.messages import MessageReader, RecordedMessage, as_chat
+from midflight.archive.stored import StoreReader, reading
 from midflight.config import Config, load_config
 from midflight.errors import MidflightError, NoRun
 from midflight.trajectories.database import State, decode_rows, decode_scored, decode_turn
@@ -47,7 +47,7 @@ class TokenUse(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BranchSeen:
+class BranchView:
     """One way through the token tree, from its root to a leaf. Arrays and lists have one entry for
     each token.
     """
@@ -64,20 +64,20 @@ class BranchSeen:
     """NaN where it is not known, or the token is not to be trained."""
     entropies: Float32
     """An estimate, in nats: see `ENTROPY_WINDOW`. NaN where the token was read."""
-    messages: tuple[MessageSaid, ...]
+    messages: tuple[RecordedMessage, ...]
     shared: int
     """Tokens at its beginning that an earlier branch has too."""
 
 
 @dataclass(frozen=True, slots=True)
-class ConversationSeen:
+class ConversationView:
     """A rollout, with the group in which it was compared."""
 
-    group: GroupSeen
+    group: GroupView
     rollout: RolloutBrief | None
     """None where it goes on."""
     key: RolloutKey
-    branches: tuple[BranchSeen, ...]
+    branches: tuple[BranchView, ...]
     """Empty where nothing of the rollout can be trained on: such tokens are not kept."""
     fields: Mapping[str, Json]
     turn_rewards: tuple[float, ...]
@@ -85,7 +85,7 @@ class ConversationSeen:
     """A remark on the advantages."""
 
     @property
-    def longest(self) -> BranchSeen | None:
+    def longest(self) -> BranchView | None:
         return max(self.branches, key=lambda branch: len(branch.pieces), default=None)
 
     def chat(self) -> list[dict[str, Json]]:
@@ -95,7 +95,7 @@ class ConversationSeen:
 
 def conversation_of(
     folder: Path, key: RolloutKey, *, with_advantages: bool = True
-) -> ConversationSeen:
+) -> ConversationView:
     """`NoRun` where the run has no such rollout. Without advantages torch is not imported."""
     held_out = key.kind is Kind.EVALUATION
     page = page_of(folder, GroupFilter(kind=key.kind, key=key.group), number=1)
@@ -123,7 +123,7 @@ def conversation_of(
         begun = group.version - 1
     reader = reader_of(folder, config)
     branches = tuple(_branches(rows, group, rollout, credit, begun, reader, key))
-    return ConversationSeen(group, rollout, key, branches, fields, turn_rewards, credit.note)
+    return ConversationView(group, rollout, key, branches, fields, turn_rewards, credit.note)
 
 
 @lru_cache(maxsize=8)
@@ -146,7 +146,7 @@ def config_of(folder: Path) -> Config:
 
 
 def _rows(
-    store: StoreReading, key: RolloutKey
+    store: StoreReader, key: RolloutKey
 ) -> tuple[tuple[Row, ...], Mapping[str, Json], tuple[float, ...]]:
     ((rows, blob),) = store.ask(
         "SELECT rows, scored FROM rollouts WHERE (epoch, position, attempt, sample) = (?, ?, ?, ?)",
@@ -160,7 +160,7 @@ def _columns(key: RolloutKey) -> tuple[int, int, int, int]:
     return key.group.epoch, key.group.index, key.group.attempt, key.sample
 
 
-def _running(store: StoreReading, key: RolloutKey) -> tuple[Row, ...]:
+def _running(store: StoreReader, key: RolloutKey) -> tuple[Row, ...]:
     """Reads the rows of a rollout that goes on: its last turn, with the earlier ones that this turn
     continues.
     """
@@ -213,13 +213,13 @@ def _write(row: Row, turn: Turn, number: int) -> None:
 
 def _branches(
     rows: Sequence[Row],
-    group: GroupSeen,
+    group: GroupView,
     rollout: RolloutBrief | None,
     credit: Credit,
     begun: int,
     reader: MessageReader,
     key: RolloutKey,
-) -> Iterator[BranchSeen]:
+) -> Iterator[BranchView]:
     floor = _floor(rows, _num_stale(rollout))
     outcome = _outcome(group, rollout)
     untrained = _why_masked(rollout)
@@ -227,7 +227,7 @@ def _branches(
         pieces = reader.pieces(row.token_ids)
         shared = max((_common(row, other) for other in rows[:at]), default=0)
         elsewhere = _trained_elsewhere(row, rows)
-        yield BranchSeen(
+        yield BranchView(
             pieces=pieces,
             row=row,
             uses=tuple(_uses(row, elsewhere, floor, outcome, untrained)),
@@ -257,7 +257,7 @@ def _why_masked(rollout: RolloutBrief | None) -> str:
     return reasons[0].value if len(reasons) == 1 else "masked"
 
 
-def _outcome(group: GroupSeen, rollout: RolloutBrief | None) -> str:
+def _outcome(group: GroupView, rollout: RolloutBrief | None) -> str:
     """Names the use of those tokens that could be trained on, or the reason why there is none."""
     if rollout is None:
         return TokenUse.RUNNING
@@ -345,7 +345,7 @@ def _windowed(values: NDArray[np.float64]) -> NDArray[np.float64]:
 # --- To take along --------------------------------------------------------------------------------
 
 
-def as_json(seen: ConversationSeen) -> dict[str, Json]:
+def as_json(seen: ConversationView) -> dict[str, Json]:
     """All that is known about a rollout."""
     rollout = seen.rollout
     return {
@@ -361,7 +361,7 @@ def as_json(seen: ConversationSeen) -> dict[str, Json]:
     }
 
 
-def _tokens(branch: BranchSeen) -> dict[str, Json]:
+def _tokens(branch: BranchView) -> dict[str, Json]:
     row = branch.row
     versions: list[Json] = []
     logprobs: list[Json] = []
@@ -387,7 +387,7 @@ def _tokens(branch: BranchSeen) -> dict[str, Json]:
 
 
 def as_curl(
-    seen: ConversationSeen, *, until: int | None = None, url: str = "http://127.0.0.1:8000"
+    seen: ConversationView, *, until: int | None = None, url: str = "http://127.0.0.1:8000"
 ) -> str:
     """A command that asks a server for the message before which the conversation is cut. Without
     `until` that is the last message that the model wrote.
@@ -405,7 +405,7 @@ def as_curl(
     )
 
 
-def as_shell(seen: ConversationSeen, folder: Path) -> str:
+def as_shell(seen: ConversationView, folder: Path) -> str:
     """Commands that serve the weights of the run, and ask again for each message that the model
     wrote.
     """
@@ -420,6 +420,6 @@ def as_shell(seen: ConversationSeen, folder: Path) -> str:
     return "\n".join(commands)
 
 
-def _written(branch: BranchSeen) -> list[int]:
+def _written(branch: BranchView) -> list[int]:
     """The places of the messages that the model wrote."""
     return [at for at, said in enumerate(branch.messages) if said.written]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from midflight.archive.stored import StoreReading, group_key
+from midflight.archive.stored import StoreReader, group_key
 from midflight.config import Config
 from midflight.errors import MidflightError
 from midflight.trajectories.database import decode_scored
@@ -28,9 +28,7 @@ class Credit:
     """Advantages by rollout and role."""
 
 
-def credit_of(
-    store: StoreReading, key: GroupKey, version: Version | None, config: Config
-) -> Credit:
+def credit_of(store: StoreReader, key: GroupKey, version: Version | None, config: Config) -> Credit:
     """The advantages of a group's rollouts in the step that made `version`. Without a version they
     are computed as if the group were a batch of its own.
     """
@@ -63,7 +61,7 @@ def credit_of(
     return Credit("; ".join(notes), dict(zip(rollouts, found, strict=True)))
 
 
-def _of_step(store: StoreReading, version: Version) -> Sequence[Group]:
+def _of_step(store: StoreReader, version: Version) -> Sequence[Group]:
     """The groups of a step, in the order of the batch."""
     keys = store.ask(
         "SELECT epoch, position, attempt FROM groups WHERE version = ? OR lease IN (SELECT lease "
@@ -74,7 +72,7 @@ def _of_step(store: StoreReading, version: Version) -> Sequence[Group]:
     return [_group(store, group_key(key)) for key in keys]
 
 
-def _group(store: StoreReading, key: GroupKey) -> Group:
+def _group(store: StoreReader, key: GroupKey) -> Group:
     """A group without its tokens: advantages are computed from rewards alone."""
     columns = (key.epoch, key.index, key.attempt)
     (blob,) = store.ask(

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from midflight.archive.conversation import reader_of
-from midflight.archive.messages import MessageReader, MessageSaid, as_chat
-from midflight.archive.stored import StoreReading, reading
+from midflight.archive.messages import MessageReader, RecordedMessage, as_chat
+from midflight.archive.stored import StoreReader, reading
 from midflight.errors import ConfigError
 from midflight.trajectories.database import decode_rows, decode_scored
 from midflight.types import GroupKey, Json, Kind, RolloutKey, Row, Task, Version
@@ -48,7 +48,7 @@ class ExportChoice:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Exported:
+class _ExportedRollout:
     """A rollout as it is exported."""
 
     key: RolloutKey
@@ -57,7 +57,7 @@ class _Exported:
     version: Version | None
     rows: tuple[Row, ...]
     components: dict[str, float]
-    messages: tuple[MessageSaid, ...]
+    messages: tuple[RecordedMessage, ...]
     """The messages of its longest branch."""
 
 
@@ -84,7 +84,7 @@ def write_export(folder: Path, out: Path, form: ExportFormat, choice: ExportChoi
 
 
 def _lines(
-    store: StoreReading, reader: MessageReader, form: ExportFormat, choice: ExportChoice
+    store: StoreReader, reader: MessageReader, form: ExportFormat, choice: ExportChoice
 ) -> Iterator[dict[str, Any]]:
     kept = _kept(store, reader, choice)
     if form is ExportFormat.DPO:
@@ -102,7 +102,9 @@ def _lines(
             yield line
 
 
-def _kept(store: StoreReading, reader: MessageReader, choice: ExportChoice) -> Iterator[_Exported]:
+def _kept(
+    store: StoreReader, reader: MessageReader, choice: ExportChoice
+) -> Iterator[_ExportedRollout]:
     """The chosen rollouts in the order of the run's tasks, one group after the other. One at a time
     is in memory.
     """
@@ -141,10 +143,10 @@ def _kept(store: StoreReading, reader: MessageReader, choice: ExportChoice) -> I
             if role:
                 earned = of.roles[role].reward or 0.0
                 components = {}
-            yield _Exported(key, asked, earned, version, rows_of, components, said)
+            yield _ExportedRollout(key, asked, earned, version, rows_of, components, said)
 
 
-def _said(one: _Exported) -> dict[str, Json]:
+def _said(one: _ExportedRollout) -> dict[str, Json]:
     said: dict[str, Json] = {
         "rollout": str(one.key),
         "task": one.task.id,
@@ -158,7 +160,7 @@ def _said(one: _Exported) -> dict[str, Json]:
     return said
 
 
-def _pair(group: Sequence[_Exported], choice: ExportChoice) -> Iterator[dict[str, Any]]:
+def _pair(group: Sequence[_ExportedRollout], choice: ExportChoice) -> Iterator[dict[str, Any]]:
     """The best and the worst answer of a group, where they answer the same and one is better."""
     best = max(group, key=lambda one: one.reward)
     worst = min(group, key=lambda one: one.reward)
@@ -183,7 +185,7 @@ def _pair(group: Sequence[_Exported], choice: ExportChoice) -> Iterator[dict[str
     }
 
 
-def _answer(one: _Exported) -> tuple[list[dict[str, Json]], list[dict[str, Json]]]:
+def _answer(one: _ExportedRollout) -> tuple[list[dict[str, Json]], list[dict[str, Json]]]:
     """The messages of the prompt, and those from the first that the model wrote."""
     first = next(
         (at for at, message in enumerate(one.messages) if message.written), len(one.messages)

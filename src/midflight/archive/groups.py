@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from midflight.archive.search import WordIndex
-from midflight.archive.stored import StoreReading, reading
+from midflight.archive.stored import StoreReader, reading
 from midflight.errors import NoRun
 from midflight.observe.failures import failure_class
 from midflight.observe.history import read_journal
@@ -107,7 +107,7 @@ class EpochScore:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupSeen:
+class GroupView:
     """One group, and what became of it."""
 
     key: GroupKey
@@ -161,7 +161,7 @@ class GroupSeen:
 class GroupPage:
     """Some of the groups that a filter lets through; `total` is how many there are."""
 
-    groups: tuple[GroupSeen, ...]
+    groups: tuple[GroupView, ...]
     total: int
     sources: tuple[str, ...]
     failures: Mapping[str, int]
@@ -273,7 +273,7 @@ def versions_of(
 
 
 def _groups(
-    store: StoreReading,
+    store: StoreReader,
     where: str,
     values: Sequence[Value],
     order: GroupOrder,
@@ -315,14 +315,14 @@ def _sorted_by(order: GroupOrder) -> str:
 
 
 def _seen(
-    store: StoreReading,
+    store: StoreReader,
     columns: Columns,
     scores: Mapping[bytes, tuple[EpochScore, ...]],
     found: frozenset[RolloutKey],
-) -> GroupSeen:
+) -> GroupView:
     key, blob, state, reason, version, train_version, done = columns
     of = GroupKey(*key)
-    return GroupSeen(
+    return GroupView(
         key=of,
         task=store.task(blob),
         state=State(state),
@@ -335,7 +335,7 @@ def _seen(
 
 
 def briefs(
-    store: StoreReading, key: GroupKey, found: frozenset[RolloutKey] = frozenset()
+    store: StoreReader, key: GroupKey, found: frozenset[RolloutKey] = frozenset()
 ) -> tuple[RolloutBrief, ...]:
     """The rollouts of one group that have ended, in the order of their samples."""
     of = f"WHERE ({_KEY}) = (?, ?, ?)"
@@ -369,7 +369,7 @@ def briefs(
     return tuple(made)
 
 
-def _found(store: StoreReading, words: str, groups: Sequence[Columns]) -> frozenset[RolloutKey]:
+def _found(store: StoreReader, words: str, groups: Sequence[Columns]) -> frozenset[RolloutKey]:
     """The rollouts of these groups that hold the words."""
     marks = ", ".join(["(?, ?, ?)"] * len(groups))
     keys = list(chain.from_iterable(columns[0] for columns in groups))
@@ -382,7 +382,7 @@ def _found(store: StoreReading, words: str, groups: Sequence[Columns]) -> frozen
 
 
 def _epochs(
-    store: StoreReading, tasks: Sequence[bytes], passed: float
+    store: StoreReader, tasks: Sequence[bytes], passed: float
 ) -> Mapping[bytes, tuple[EpochScore, ...]]:
     """How each task went each time that it was drawn."""
     distinct = set(tasks)
@@ -399,12 +399,12 @@ def _epochs(
     return {task: tuple(found) for task, found in scores.items()}
 
 
-def _sources(store: StoreReading) -> tuple[str, ...]:
+def _sources(store: StoreReader) -> tuple[str, ...]:
     rows = store.ask("SELECT DISTINCT source_of(task) FROM groups")
     return tuple(sorted(source for (source,) in rows))
 
 
-def _failures(store: StoreReading) -> Mapping[str, int]:
+def _failures(store: StoreReader) -> Mapping[str, int]:
     rows = store.ask(
         "SELECT failure_of(error), COUNT(*) FROM rollouts WHERE reward IS NULL GROUP BY 1 ORDER BY "
         "2 DESC, 1"
@@ -412,7 +412,7 @@ def _failures(store: StoreReading) -> Mapping[str, int]:
     return dict(rows)
 
 
-def _fates(store: StoreReading) -> Mapping[str, int]:
+def _fates(store: StoreReader) -> Mapping[str, int]:
     counts: dict[str, int] = {}
     for state, reason, number in store.ask(
         "SELECT state, reason, COUNT(*) FROM groups GROUP BY 1, 2 ORDER BY 1, 2"

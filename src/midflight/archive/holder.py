@@ -11,7 +11,7 @@ import msgspec
 LOCK = "lock"
 
 
-class Holder(msgspec.Struct, frozen=True):
+class LockHolder(msgspec.Struct, frozen=True):
     """A process. The instant of its start tells it from a later process of the same number."""
 
     pid: int
@@ -28,12 +28,12 @@ class Holder(msgspec.Struct, frozen=True):
         return f"process {self.pid} ({self.command}), since {self.since}"
 
 
-def holder_of(folder: Path) -> Holder | None:
+def holder_of(folder: Path) -> LockHolder | None:
     """The process that the lock names, even where it has died without giving the folder back. None
     without a lock that can be read.
     """
     with suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode((folder / LOCK).read_bytes(), type=Holder)
+        return msgspec.json.decode((folder / LOCK).read_bytes(), type=LockHolder)
     return None
 
 

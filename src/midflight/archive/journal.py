@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from midflight.errors import RunGone
-from midflight.observe.history import PastLines
+from midflight.observe.history import JournalHistory
 from midflight.observe.lines import EvaluationLine, Line, StepLine, decode_line
 from midflight.observe.named import named
 
@@ -71,7 +71,7 @@ class Tail:
         return anew, [line for line in whole.split(b"\n") if line.strip()]
 
 
-class Readings:
+class JournalReader:
     """The lines of a run's journal so far. Lines that a later version of Midflight wrote, and that
     this one cannot read, are only counted.
     """
@@ -80,7 +80,7 @@ class Readings:
         self._folder = folder
         self._tail = Tail(folder / JOURNAL)
         self._lines: list[Line] = []
-        self._past: PastLines | None = None
+        self._past: JournalHistory | None = None
         self.num_unread = 0
 
     def refresh(self) -> bool:
@@ -108,9 +108,9 @@ class Readings:
         return anew or bool(lines)
 
     @property
-    def past(self) -> PastLines:
+    def past(self) -> JournalHistory:
         """The lines by kind, each kind in the order of time."""
-        self._past = self._past or PastLines.of(self._lines)
+        self._past = self._past or JournalHistory.of(self._lines)
         return self._past
 
     def points(self, name: str) -> list[tuple[int, float]]:
@@ -135,8 +135,8 @@ class Readings:
         return chain(self.past.steps, self.past.evaluations)
 
 
-def read_folder(folder: Path) -> Readings:
+def read_folder(folder: Path) -> JournalReader:
     """Everything that the journal of a run holds now."""
-    readings = Readings(folder)
+    readings = JournalReader(folder)
     readings.refresh()
     return readings

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from midflight.archive.stored import StoreReading, reading
+from midflight.archive.stored import StoreReader, reading
 from midflight.trajectories.database import State, decode_turn
 from midflight.types import Accounts, Fate, Reason
 
@@ -73,7 +73,7 @@ def ledger_of(folder: Path) -> Ledger:
         return Ledger(accounts, sources, in_flight, tuple(_mistakes(store, accounts)))
 
 
-def _sources(store: StoreReading) -> tuple[LedgerLine, ...]:
+def _sources(store: StoreReader) -> tuple[LedgerLine, ...]:
     found = defaultdict[str, Counter[tuple[Fate, Reason | None]]](Counter)
     of_groups = (
         f"SELECT {_KEY}, fate, reason, SUM(num_tokens) AS total FROM fates GROUP BY "
@@ -88,7 +88,7 @@ def _sources(store: StoreReading) -> tuple[LedgerLine, ...]:
     return tuple(LedgerLine(source, dict(counts)) for source, counts in sorted(found.items()))
 
 
-def _accounts(store: StoreReading, total: Mapping[tuple[Fate, Reason | None], int]) -> Accounts:
+def _accounts(store: StoreReader, total: Mapping[tuple[Fate, Reason | None], int]) -> Accounts:
     """The accounts of the run. A group whose step was made counts as trained, in a checkpoint or
     not. A group that is to be run again counts with its next try.
     """
@@ -120,7 +120,7 @@ def _accounts(store: StoreReading, total: Mapping[tuple[Fate, Reason | None], in
     )
 
 
-def _mistakes(store: StoreReading, accounts: Accounts) -> list[str]:
+def _mistakes(store: StoreReader, accounts: Accounts) -> list[str]:
     """Lists the counts that do not add up. A store that only facts have written has no mistakes."""
     found: list[str] = []
     ((open_, early),) = store.ask(

@@ -29,7 +29,7 @@ _CALL: Json = {"id": "call_0", "type": "function", "function": {"name": "f", "ar
 
 
 @dataclass(frozen=True, slots=True)
-class MessageSaid:
+class RecordedMessage:
     """One message of a conversation, and the tokens [begin, end) in which it and its marks are
     written.
     """
@@ -85,7 +85,7 @@ class MessageReader:
 
     def messages(
         self, token_ids: Int32, generated: Bool, pieces: Sequence[str]
-    ) -> tuple[MessageSaid, ...]:
+    ) -> tuple[RecordedMessage, ...]:
         """The messages of a record; the arguments are [T] each. Without a chat template, what the
         model read is a message of the user, and what it wrote one of the assistant.
         """
@@ -99,11 +99,11 @@ class MessageReader:
         if not openings:
             return self._unmarked(token_ids, spans(generated))
         ends = [match.start() for match in openings[1:]] + [len(text)]
-        said: list[MessageSaid] = []
+        said: list[RecordedMessage] = []
         begin = openings[0].start()
         first = _token_at(starts, begin)
         if self._plain(token_ids[:first]).strip():
-            said.append(MessageSaid("system", 0, first, text[:begin]))
+            said.append(RecordedMessage("system", 0, first, text[:begin]))
         for match, end in zip(openings, ends, strict=True):
             mark = self._by_opening[match[0]]
             message = self._message(token_ids, generated, starts, text, match.end(), mark, end)
@@ -119,7 +119,7 @@ class MessageReader:
         opened: int,
         mark: _Mark,
         end: int,
-    ) -> MessageSaid:
+    ) -> RecordedMessage:
         """The message of letters [opened, end), which follow its opening."""
         begin = _token_at(starts, opened - len(mark.opening))
         first = _token_at(starts, opened)
@@ -130,17 +130,17 @@ class MessageReader:
         content = letters.removesuffix(mark.ending)
         if content == letters:
             content = letters.removesuffix(mark.ending.rstrip())
-        return MessageSaid(mark.role, begin, last, content)
+        return RecordedMessage(mark.role, begin, last, content)
 
     def _assistant(
         self, token_ids: Int32, generated: Bool, begin: int, first: int, last: int, before: str
-    ) -> MessageSaid:
+    ) -> RecordedMessage:
         written = np.flatnonzero(generated[first:last])
         at = first + int(written[0]) if len(written) else first
         end = first + int(written[-1]) + 1 if len(written) else last
         prompt = before + self.tokenizer.decode(token_ids[first:at].tolist())
         read = self.format.parse(self._plain(token_ids[at:end]), prompt, calls=True)
-        return MessageSaid(
+        return RecordedMessage(
             "assistant",
             begin,
             last,
@@ -152,12 +152,12 @@ class MessageReader:
 
     def _unmarked(
         self, token_ids: Int32, parts: Sequence[tuple[int, int, bool]]
-    ) -> tuple[MessageSaid, ...]:
-        said: list[MessageSaid] = []
+    ) -> tuple[RecordedMessage, ...]:
+        said: list[RecordedMessage] = []
         for begin, end, wrote in parts:
             role = "assistant" if wrote else "user"
             text = self._plain(token_ids[begin:end])
-            said.append(MessageSaid(role, begin, end, text, written=wrote))
+            said.append(RecordedMessage(role, begin, end, text, written=wrote))
         return tuple(said)
 
     def _plain(self, token_ids: Int32) -> str:
@@ -242,7 +242,7 @@ def _token_at(starts: Sequence[int], letter: int) -> int:
     return int(np.searchsorted(np.asarray(starts[:-1]), letter, side="left"))
 
 
-def as_chat(messages: Sequence[MessageSaid]) -> list[dict[str, Json]]:
+def as_chat(messages: Sequence[RecordedMessage]) -> list[dict[str, Json]]:
     """The messages in the form that chat APIs and `datasets` take: calls have ids, and each answer
     of a tool names the call that it answers.
     """

@@ -19,7 +19,7 @@ from midflight.config import derived, load_config
 from midflight.config.cores import CoreUse, core_use
 from midflight.errors import MidflightError
 from midflight.observe import timeline
-from midflight.observe.bottleneck import judge
+from midflight.observe.bottleneck import find_bottleneck
 from midflight.observe.machine import processors_of
 from midflight.observe.readable import busy_words
 from midflight.observe.status import Bound
@@ -95,7 +95,7 @@ def phases_of(folder: Path, *, seconds: float | None = None) -> list[RunPhase]:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class RunCapacity:
     """The slots and cores that the run had."""
 
     slots: int | None = None
@@ -105,21 +105,24 @@ class Room:
     cores: CoreUse = field(default_factory=CoreUse)
 
 
-def room_of(folder: Path) -> Room:
+def room_of(folder: Path) -> RunCapacity:
     """Reads the room from the configuration of the run in this folder. Where that cannot be read,
     nothing is known.
     """
     try:
         config = load_config(folder / "config.toml")
     except MidflightError:
-        return Room()
+        return RunCapacity()
     cores = processors_of(folder)
     slots = min(derived.engine_slots(config), derived.in_flight(config))
-    return Room(slots, CoreUse() if cores is None else core_use(config, cores))
+    return RunCapacity(slots, CoreUse() if cores is None else core_use(config, cores))
 
 
 def _stretches(
-    lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float, room: Room
+    lines: Sequence[timeline.Timed],
+    steps: Sequence[timeline.StepTimed],
+    began: float,
+    room: RunCapacity,
 ) -> Iterator[RunPhase]:
     """Judges the training as a whole, and its stretches where there are enough steps."""
     yield _judged("training", lines, steps, began, room)
@@ -139,7 +142,7 @@ def _judged(
     lines: Sequence[timeline.Timed],
     steps: Sequence[timeline.StepTimed],
     began: float,
-    room: Room,
+    room: RunCapacity,
 ) -> RunPhase:
     ended = steps[-1].ended
     turns: list[TurnTimes] = []
@@ -154,7 +157,7 @@ def _judged(
             seconds = max(0.0, min(line.ended, ended) - max(line.began, began))
             waits[f"{line.who} for {line.for_whom}"] += seconds
     used = slots_used(turns, began, ended, slots=room.slots)
-    bound, advice = judge(
+    bound, advice = find_bottleneck(
         engine_busy=engine, trainer_busy=trainer, slots_used=used, cores=room.cores
     )
     longest = sorted((item for item in waits.items() if item[1] > 0), key=lambda item: -item[1])

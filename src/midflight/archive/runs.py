@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from midflight.archive.holder import holder_of
-from midflight.archive.journal import JOURNAL, Readings, read_folder
+from midflight.archive.journal import JOURNAL, JournalReader, read_folder
 from midflight.errors import NoRun, RunGone
 from midflight.trajectories.pairs import STORE
 from midflight.types import Json
@@ -72,11 +72,11 @@ class ArchivedRun:
     slug: str
 
     @cached_property
-    def readings(self) -> Readings:
+    def readings(self) -> JournalReader:
         """The reader of the run's journal. It is kept, so that each look reads only what is new."""
         return read_folder(self.folder)
 
-    def journal(self) -> Readings:
+    def journal(self) -> JournalReader:
         """The journal with what was appended until now. `RunGone` where the run was deleted."""
         self.readings.refresh()
         return self.readings

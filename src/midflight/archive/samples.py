@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from midflight.archive.conversation import ConversationSeen
+from midflight.archive.conversation import ConversationView
 from midflight.archive.groups import GroupFilter, conditions
 from midflight.archive.ledger import MEANINGS, Ledger
-from midflight.archive.messages import MessageSaid
+from midflight.archive.messages import RecordedMessage
 from midflight.archive.stored import reading
 from midflight.errors import NoRun
 from midflight.observe.completions import cut, indented
@@ -61,7 +61,7 @@ def chosen(folder: Path, choice: SampleChoice) -> list[RolloutKey]:
     return [RolloutKey(GroupKey(*key), sample, choice.kind) for *key, sample in found]
 
 
-def in_words(seen: ConversationSeen, *, whole: bool = False) -> str:
+def in_words(seen: ConversationView, *, whole: bool = False) -> str:
     """The messages of a rollout in order. `>` marks what the model read, `<` what it wrote. Long
     messages are cut unless `whole`.
     """
@@ -77,7 +77,7 @@ def in_words(seen: ConversationSeen, *, whole: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _head(seen: ConversationSeen) -> list[str]:
+def _head(seen: ConversationView) -> list[str]:
     task = seen.group.task
     rollout = seen.rollout
     head = f"{seen.key}: {task.source}, task {task.id}"
@@ -93,7 +93,7 @@ def _head(seen: ConversationSeen) -> list[str]:
     return lines
 
 
-def _message(said: MessageSaid, whole: bool) -> str:
+def _message(said: RecordedMessage, whole: bool) -> str:
     mark = f"  {_MARKS.get(said.role, '?')} "
     show = str if whole else cut
     parts: list[str] = []

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from midflight.archive.stored import StoreReading, file_of, reading
+from midflight.archive.stored import StoreReader, file_of, reading
 from midflight.errors import MidflightError
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.database import decode_rows, decode_scored, naming
@@ -30,7 +30,7 @@ SHAPE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Indexed:
+class IndexProgress:
     """How far the index is: how many of the rollouts in the store can be found."""
 
     done: int
@@ -70,7 +70,7 @@ class WordIndex:
                 terms.append(f'"{without_quotes}"*')
         return " ".join(terms)
 
-    def grow(self, seconds: float) -> Indexed:
+    def grow(self, seconds: float) -> IndexProgress:
         """Adds what the store has and the index has not. It takes at most about `seconds`."""
         end = time.monotonic() + seconds
         tokenizer = Tokenizer.load(self._folder / "start")
@@ -81,9 +81,9 @@ class WordIndex:
                 done = self._add(index, store, tokenizer)
                 if time.monotonic() >= end:
                     break
-        return Indexed(min(done, last), last)
+        return IndexProgress(min(done, last), last)
 
-    def _add(self, index: sqlite3.Connection, store: StoreReading, tokenizer: Tokenizer) -> int:
+    def _add(self, index: sqlite3.Connection, store: StoreReader, tokenizer: Tokenizer) -> int:
         """Adds the next rollouts in one transaction, so that two viewers don't add the same."""
         with _transaction(index, self.path):
             after = _number(index)

@@ -22,7 +22,7 @@ from midflight.types import GroupKey, Kind, RolloutKey, Task
 Decoded = TypeVar("Decoded")
 
 
-class StoreReading:
+class StoreReader:
     """One look at a store. It is a transaction of its own, so that all its answers belong to one
     moment.
     """
@@ -78,7 +78,7 @@ def file_of(folder: Path, kind: Kind) -> Path:
 
 
 @contextmanager
-def reading(folder: Path, kind: Kind = Kind.TRAINING) -> Generator[StoreReading]:
+def reading(folder: Path, kind: Kind = Kind.TRAINING) -> Generator[StoreReader]:
     """Opens the store of the run in a folder, or its newest copy where only a copy is here. `NoRun`
     where the run has none yet, `RunGone` where the folder vanished.
     """
@@ -93,7 +93,7 @@ def reading(folder: Path, kind: Kind = Kind.TRAINING) -> Generator[StoreReading]
                 if kind is Kind.TRAINING:
                     _join_shards(connection, folder)
                 connection.execute("BEGIN")
-            yield StoreReading(path, connection, kind)
+            yield StoreReader(path, connection, kind)
         finally:
             connection.close()
     except MidflightError as error:

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import msgspec
 
 from midflight.archive.journal import Tail
-from midflight.observe.recent import Spans, common_length
+from midflight.observe.rolling import Spans, common_length
 from midflight.observe.timeline import (
     TIMELINE,
     CommitTimed,
@@ -243,7 +243,7 @@ def engine_spans(rollouts: Iterable[RolloutTimed], *, gap: float = 0.0) -> dict[
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class BusyShares:
     """Shares of the time from the beginning of the first step to the end of the last. They are None
     where that is no time.
     """
@@ -256,15 +256,15 @@ class Shares:
     """The mean share of the slots that decoded a request."""
 
 
-def busy_shares(times: Times, *, slots: int | None = None) -> Shares:
+def busy_shares(times: Times, *, slots: int | None = None) -> BusyShares:
     """`slots` is how many requests all engines may decode together."""
     if not times.steps:
-        return Shares()
+        return BusyShares()
     begin = times.steps[0].began
     end = max(step.ended for step in times.steps)
     seconds = end - begin
     if seconds <= 0:
-        return Shares()
+        return BusyShares()
     engines = Spans()
     trainer = Spans()
     for spans in engine_spans(times.rollouts).values():
@@ -277,7 +277,7 @@ def busy_shares(times: Times, *, slots: int | None = None) -> Shares:
     for rollout in chain(times.rollouts, times.evaluated):
         turns += rollout.turns
     used = slots_used(turns, begin, end, slots=slots)
-    return Shares(engines.length() / seconds, trainer.length() / seconds, both, used)
+    return BusyShares(engines.length() / seconds, trainer.length() / seconds, both, used)
 
 
 def slots_used(
@@ -295,7 +295,7 @@ def slots_used(
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class RolloutTimeSplit:
     """The mean seconds that a rollout spent on each kind of work or wait."""
 
     generating: float
@@ -308,7 +308,7 @@ class Split:
     """The rest: the agent itself, its tools, its reward."""
 
 
-def split(rollouts: Sequence[RolloutTimed]) -> Split | None:
+def split(rollouts: Sequence[RolloutTimed]) -> RolloutTimeSplit | None:
     """The split of these rollouts; None where it is not known when answers were given."""
     known = [rollout for rollout in rollouts if rollout.turns]
     if not known:
@@ -324,7 +324,7 @@ def split(rollouts: Sequence[RolloutTimed]) -> Split | None:
             waiting += first - turn.began
             inside += turn.ended - turn.began
         rest += max(0.0, rollout.ended - rollout.began - inside)
-    return Split(generating / len(known), waiting / len(known), rest / len(known))
+    return RolloutTimeSplit(generating / len(known), waiting / len(known), rest / len(known))
 
 
 def failures(rollouts: Iterable[RolloutTimed]) -> Counter[tuple[str, str]]:

@@ -19,7 +19,7 @@ from midflight.archive.runs import open_run
 from midflight.errors import ConfigError
 from midflight.observe import timeline
 from midflight.observe.atomic_write import write_whole
-from midflight.observe.history import PastLines
+from midflight.observe.history import JournalHistory
 from midflight.observe.lines import AlarmLine
 from midflight.types import Json, Kind, TurnTimes
 
@@ -81,7 +81,7 @@ def trace_of(folder: Path) -> RunTrace:
             "are drawn from its journal alone"
         )
     events = list(_of_journal(past, with_steps=not lines))
-    events += Drawing(lines).events()
+    events += TraceBuilder(lines).events()
     shown = {event.pid for event in events}
     titles: list[TraceEvent] = []
     for pid in TITLES:
@@ -116,7 +116,7 @@ def _titled(pid: int) -> Iterator[TraceEvent]:
     yield TraceEvent("process_sort_index", "M", pid, args={"sort_index": pid})
 
 
-def _of_journal(past: PastLines, *, with_steps: bool) -> Iterator[TraceEvent]:
+def _of_journal(past: JournalHistory, *, with_steps: bool) -> Iterator[TraceEvent]:
     """Draws counters, alarms and checkpoints, and the steps where no timeline has them."""
     for line in past.steps:
         counters = {
@@ -153,7 +153,7 @@ class _GroupEnd:
     dropped: timeline.DropTimed | None = None
 
 
-class Drawing:
+class TraceBuilder:
     """Draws the lines of a timeline."""
 
     def __init__(self, lines: Sequence[timeline.Timed]) -> None:

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from midflight.buffer.groups import (
-    Finished,
-    Learnt,
     Limits,
     OpenLease,
     Share,
     Tokens,
-    Trimmed,
+    TrainedGroup,
+    TrimmedGroup,
     Wait,
+    WaitingGroup,
 )
 from midflight.buffer.staleness import Lineage, ages, credit, overfull, surplus
 from midflight.errors import OutOfTurn, UnknownLease
@@ -62,9 +62,9 @@ class Books:
         """Trainable tokens of ended rollouts whose group has not ended."""
         self._bytes: dict[GroupKey, int] = {}
         """Bytes of ended rollouts whose group is neither trained nor dropped."""
-        self._waiting: dict[GroupKey, Finished] = {}
+        self._waiting: dict[GroupKey, WaitingGroup] = {}
         self._leases: dict[int, OpenLease] = {}
-        self._learnt: dict[GroupKey, Learnt] = {}
+        self._learnt: dict[GroupKey, TrainedGroup] = {}
         self._served = start_version
         self._next = start_version
         """The version of the next step that has no batch."""
@@ -274,11 +274,11 @@ class Books:
         oldest = self._aged(train_version)[: self._limits.groups_per_step]
         return [(order, trimmed.group) for _, order, trimmed in oldest if order > beyond]
 
-    def _aged(self, train_version: Version) -> list[tuple[Version, int, Trimmed]]:
+    def _aged(self, train_version: Version) -> list[tuple[Version, int, TrimmedGroup]]:
         """The groups that wait, as that step would train on them, each with its oldest version and
         its order of finishing. They are sorted by these two.
         """
-        aged: list[tuple[Version, int, Trimmed]] = []
+        aged: list[tuple[Version, int, TrimmedGroup]] = []
         for finished in self._waiting.values():
             trimmed = finished.at(train_version - self._limits.max_staleness, self._limits.policy)
             oldest: Version | None = finished.oldest
@@ -288,7 +288,7 @@ class Books:
                 aged.append((oldest, finished.order, trimmed))
         return sorted(aged, key=lambda entry: entry[:2])
 
-    def _leased(self, train_version: Version, chosen: list[Trimmed]) -> facts.Leased:
+    def _leased(self, train_version: Version, chosen: list[TrimmedGroup]) -> facts.Leased:
         batch = Batch(
             self._num_leases + 1, train_version, tuple(trimmed.group for trimmed in chosen)
         )
@@ -368,7 +368,7 @@ class Books:
                 return
             case facts.GroupFinished(group=group, order=order):
                 del self._running[group.key]
-                finished = Finished.of(group, order, self._lineage)
+                finished = WaitingGroup.of(group, order, self._lineage)
                 self._waiting[group.key] = finished
                 self._num_finished = order
                 assert self._kept.pop(group.key, 0) == finished.num_tokens, (
@@ -459,7 +459,7 @@ class Books:
         lease = self._open(number)
         version = lease.batch.train_version + 1
         for key, share in lease.shares.items():
-            self._learnt[key] = Learnt(version, lease.finished[key].order, share)
+            self._learnt[key] = TrainedGroup(version, lease.finished[key].order, share)
             self.tokens.trained += share.num_trained
             self._bytes.pop(key, None)
         self.trained += len(lease.shares)
@@ -480,14 +480,15 @@ class Books:
             self._take_back(number)
         self._lineage = self._lineage.forked(back.checkpoint, back.version)
         self._waiting = {
-            key: Finished.of(f.recorded, f.order, self._lineage) for key, f in self._waiting.items()
+            key: WaitingGroup.of(f.recorded, f.order, self._lineage)
+            for key, f in self._waiting.items()
         }
         for group in back.groups:
             learnt = self._learnt.pop(group.key)
             self._untrim(learnt.share)
             self.trained -= 1
             self.tokens.trained -= learnt.share.num_trained
-            self._waiting[group.key] = Finished.of(group, learnt.order, self._lineage)
+            self._waiting[group.key] = WaitingGroup.of(group, learnt.order, self._lineage)
             self._bytes[group.key] = sum(t.num_bytes for t in group.trajectories)
         assert not self._learnt, (
             f"I8: {sorted(self._learnt)} were trained after the checkpoint and do not wait again"

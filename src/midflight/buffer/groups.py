@@ -58,7 +58,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Trimmed:
+class TrimmedGroup:
     """A group without its over-age tokens, and how many trainable tokens of each rollout left."""
 
     group: Group
@@ -68,7 +68,7 @@ class Trimmed:
     """They left with their row."""
 
 
-def trim(policy: StalePolicy, group: Group, floor: Version) -> Trimmed:
+def trim(policy: StalePolicy, group: Group, floor: Version) -> TrimmedGroup:
     """What the policy leaves of a group at the step; `wait` and `requeue` train whole groups or
     none.
     """
@@ -78,10 +78,10 @@ def trim(policy: StalePolicy, group: Group, floor: Version) -> Trimmed:
         case StalePolicy.MASK:
             return with_stale_tokens_masked(group, floor)
         case StalePolicy.WAIT | StalePolicy.REQUEUE:
-            return Trimmed(group, {}, {})
+            return TrimmedGroup(group, {}, {})
 
 
-def without_stale_trajectories(group: Group, floor: Version) -> Trimmed:
+def without_stale_trajectories(group: Group, floor: Version) -> TrimmedGroup:
     """`drop`: a trajectory with an over-age token loses its rows; its reward stays in the group's
     baseline.
     """
@@ -90,10 +90,10 @@ def without_stale_trajectories(group: Group, floor: Version) -> Trimmed:
     for trajectory in group.trajectories:
         is_stale = trajectory.key in stale
         kept.append(replace(trajectory, rows=()) if is_stale else trajectory)
-    return Trimmed(replace(group, trajectories=tuple(kept)), masked={}, dropped=stale)
+    return TrimmedGroup(replace(group, trajectories=tuple(kept)), masked={}, dropped=stale)
 
 
-def with_stale_tokens_masked(group: Group, floor: Version) -> Trimmed:
+def with_stale_tokens_masked(group: Group, floor: Version) -> TrimmedGroup:
     """`mask`: an over-age token stays as context without a gradient; a row without any trainable
     token left is dropped.
     """
@@ -111,7 +111,7 @@ def with_stale_tokens_masked(group: Group, floor: Version) -> Trimmed:
             else:
                 num_dropped[trajectory.key] += row.num_trainable
         kept.append(replace(trajectory, rows=tuple(rows)))
-    return Trimmed(replace(group, trajectories=tuple(kept)), num_masked, num_dropped)
+    return TrimmedGroup(replace(group, trajectories=tuple(kept)), num_masked, num_dropped)
 
 
 def _is_stale(trajectory: Trajectory, floor: Version) -> bool:
@@ -124,7 +124,7 @@ def _mask_stale(row: Row, floor: Version) -> Row:
 
 
 @dataclass(slots=True)
-class Finished:
+class WaitingGroup:
     """A group that waits. `trimmed` is what the stale policy leaves of it at `floor`, the oldest
     version that may be trained.
 
@@ -138,10 +138,10 @@ class Finished:
     order: int
     num_tokens: int
     floor: Version
-    trimmed: Trimmed
+    trimmed: TrimmedGroup
 
     @classmethod
-    def of(cls, recorded: Group, order: int, lineage: Lineage) -> Finished:
+    def of(cls, recorded: Group, order: int, lineage: Lineage) -> WaitingGroup:
         group = lineage.group(recorded)
         oldest = group.oldest_version
         assert oldest is not None, f"{group.key} waits without a token to train on"
@@ -152,13 +152,13 @@ class Finished:
             order=order,
             num_tokens=group.num_trainable,
             floor=oldest,
-            trimmed=Trimmed(group, {}, {}),
+            trimmed=TrimmedGroup(group, {}, {}),
         )
 
-    def at(self, floor: Version, policy: StalePolicy) -> Trimmed:
+    def at(self, floor: Version, policy: StalePolicy) -> TrimmedGroup:
         """What the policy leaves of the group at this floor. The last answer is kept."""
         if self.oldest >= floor:
-            return Trimmed(self.group, {}, {})
+            return TrimmedGroup(self.group, {}, {})
         if self.floor != floor:
             self.trimmed = trim(policy, self.group, floor)
             self.floor = floor
@@ -177,12 +177,12 @@ class Share:
 @dataclass(slots=True)
 class OpenLease:
     batch: Batch
-    finished: dict[GroupKey, Finished]
+    finished: dict[GroupKey, WaitingGroup]
     shares: dict[GroupKey, Share]
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
+class TrainedGroup:
     """A group that the step which made `version` trained on, and that no checkpoint has yet."""
 
     version: Version

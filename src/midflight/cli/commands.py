@@ -16,14 +16,14 @@ import typer
 from typer.main import get_command
 
 from midflight.cli import (
-    archived,
     completion,
     doctor,
     fetch,
     front,
     joining,
-    runs_there,
-    shown,
+    runs,
+    store,
+    trace_and_report,
     view,
 )
 from midflight.cli.options import (
@@ -88,24 +88,24 @@ def train(
     debug: Debug = False,
 ) -> int:
     """Trains a model: engines generate while the trainer takes steps."""
-    from midflight.cli import checked
-    from midflight.cli.returned import put_back_at
+    from midflight.cli import configurations
+    from midflight.cli.put_back import put_back_at
 
     put_back_at(config, resume=resume)
-    checked_config = checked.config_of_run(
+    checked_config = configurations.config_of_run(
         config, [*(overrides or []), *_observed(log_format, samples=samples)], folder
     )
-    checked.check_engine(checked_config)
-    checked.check_sizes(checked_config)
+    configurations.check_engine(checked_config)
+    configurations.check_sizes(checked_config)
     if dry_run and not overwrite:
         put_back_at(Path(checked_config.run.folder))
     else:
-        checked.check_folder(checked_config, resume=resume, overwrite=overwrite)
+        configurations.check_folder(checked_config, resume=resume, overwrite=overwrite)
     if dry_run:
         _dry_run(checked_config)
         return 0
-    findings = checked.preflight(checked_config, meanwhile=lambda: _begin(checked_config))
-    checked.check_places(checked_config)
+    findings = configurations.preflight(checked_config, meanwhile=lambda: _begin(checked_config))
+    configurations.check_places(checked_config)
     from midflight.observe.logs import json_line
 
     for note in findings.notes:
@@ -121,16 +121,16 @@ def train(
 
 
 def _dry_run(config: "Config") -> None:
-    from midflight.cli import checked
+    from midflight.cli import configurations
 
-    findings = checked.preflight(config)
-    checked.check_places(config)
+    findings = configurations.preflight(config)
+    configurations.check_places(config)
     from midflight.cli.dry_run import print_report
 
     path = config.model.path
     proofs: list[tuple[bool, str]] = []
     if path is not None:
-        proofs = checked.proofs(
+        proofs = configurations.proofs(
             path, config.model.max_context, stall_seconds=config.run.stall_seconds
         )
     print_report(config, findings, proofs=proofs)
@@ -149,18 +149,18 @@ def rollouts(
     """Runs engines and rollouts for a trainer of your own, which draws batches and publishes
     weights over HTTP.
     """
-    from midflight.cli import checked
-    from midflight.cli.returned import put_back_at
+    from midflight.cli import configurations
+    from midflight.cli.put_back import put_back_at
 
     put_back_at(config)
-    checked_config = checked.config_of_run(
+    checked_config = configurations.config_of_run(
         config, [*(overrides or []), *_observed(log_format)], folder
     )
-    checked.check_engine(checked_config)
-    checked.check_sizes(checked_config, trains=False)
-    checked.check_folder(checked_config, overwrite=overwrite, trains=False)
-    checked.preflight(checked_config, meanwhile=lambda: _begin(checked_config))
-    checked.check_places(checked_config)
+    configurations.check_engine(checked_config)
+    configurations.check_sizes(checked_config, trains=False)
+    configurations.check_folder(checked_config, overwrite=overwrite, trains=False)
+    configurations.preflight(checked_config, meanwhile=lambda: _begin(checked_config))
+    configurations.check_places(checked_config)
     from midflight.run.launcher import launch
 
     return launch.rollouts(checked_config, overwrite=overwrite, token=control_token)
@@ -186,7 +186,7 @@ def serve(
     """Serves a model over the OpenAI API: engines, ours or vLLM or SGLang servers, and gateway, no
     trainer.
     """
-    from midflight.cli import checked
+    from midflight.cli import configurations
 
     given = _given(max_running, max_context, device, name, engine, engine_urls or [])
     folder = f"runs/serve-{port or os.getpid()}"
@@ -201,10 +201,12 @@ def serve(
         "gateway.host": host,
         **given,
     }
-    config = checked.config_of_model(model, given, [*(overrides or []), *_observed(log_format)])
-    checked.check_engine(config)
-    checked.check_sizes(config, trains=False)
-    checked.check_places(config)
+    config = configurations.config_of_model(
+        model, given, [*(overrides or []), *_observed(log_format)]
+    )
+    configurations.check_engine(config)
+    configurations.check_sizes(config, trains=False)
+    configurations.check_places(config)
     from midflight.run.launcher import launch
 
     return launch.serve(config, token=control_token)
@@ -226,13 +228,13 @@ def engine(
     debug: Debug = False,
 ) -> int:
     """Serves a model with one engine alone: native generation and its control plane."""
-    from midflight.cli import checked
+    from midflight.cli import configurations
 
     urls = [] if engine_url is None else [engine_url]
     given = _given(max_running, max_context, device, name, kind, urls)
-    config = checked.config_of_model(model, given, overrides or [])
-    checked.check_engine(config)
-    checked.check_sizes(config, trains=False)
+    config = configurations.config_of_model(model, given, overrides or [])
+    configurations.check_engine(config)
+    configurations.check_sizes(config, trains=False)
     from midflight.run.launcher import launch
 
     return launch.engine(config, host=host, port=port, token=control_token)
@@ -289,14 +291,14 @@ def evaluate(
     debug: Debug = False,
 ) -> int:
     """Scores a model folder on the held-out tasks of a configuration."""
-    from midflight.cli import checked
+    from midflight.cli import configurations
     from midflight.models.gguf_folders import model_folder
 
     model = model_folder(model)
-    checked_config = checked.config_of_evaluation(config, overrides or [], folder, model)
-    checked.check_engine(checked_config)
-    checked.check_sizes(checked_config, trains=False)
-    checked.check_places(checked_config)
+    checked_config = configurations.config_of_evaluation(config, overrides or [], folder, model)
+    configurations.check_engine(checked_config)
+    configurations.check_sizes(checked_config, trains=False)
+    configurations.check_places(checked_config)
     from midflight.run.launcher import launch
 
     return launch.evaluate(checked_config, model)
@@ -314,9 +316,9 @@ def rollback(
     debug: Debug = False,
 ) -> int:
     """Goes back to an older checkpoint: what was trained since then waits to be trained again."""
-    from midflight.cli import checked
+    from midflight.cli import configurations
 
-    config = checked.config_of_folder(folder)
+    config = configurations.config_of_folder(folder)
     from midflight.run.launcher import launch
 
     return launch.rollback(config, to=to)
@@ -331,11 +333,11 @@ def new_model(
     """Makes a small model with random weights and a byte tokenizer, to try the other commands
     with.
     """
-    from midflight.cli import checked
+    from midflight.cli import configurations
 
-    config = checked.config_of_file(None, overrides or [], None)
-    checked.check_sizes(config, trains=False)
-    checked.check_new(folder)
+    config = configurations.config_of_file(None, overrides or [], None)
+    configurations.check_sizes(config, trains=False)
+    configurations.check_new(folder)
     from midflight.run.launcher import launch
 
     status = launch.new_model(config, folder)
@@ -357,9 +359,9 @@ def check_model(
     """Says whether trainer, embedded engine and export compute what the model computes: right,
     right but slower, or refused and why.
     """
-    from midflight.cli import checked
+    from midflight.cli import configurations
 
-    found = checked.proofs(folder, max_context)
+    found = configurations.proofs(folder, max_context)
     for _, line in found:
         typer.echo(line)
     are_right = all(right for right, _ in found)
@@ -411,11 +413,11 @@ def init(
     """Makes a project to start one's own from: data, rewards, an environment, a test, and a
     configuration that trains as it is.
     """
-    from midflight.cli import checked
-    from midflight.cli.own_model import Request, write_fitted
+    from midflight.cli import configurations
+    from midflight.cli.fitted_project import Request, write_fitted
     from midflight.cli.project import write_project
 
-    checked.check_new(folder, making="a project")
+    configurations.check_new(folder, making="a project")
     if model is not None:
         files = write_fitted(Request(folder, model, tasks, prompt, answer, lora), say=typer.echo)
         typer.echo(
@@ -437,15 +439,15 @@ def init(
 
 app.command("fetch-model")(fetch.fetch_model)
 app.command("join")(joining.join)
-app.command("runs")(runs_there.runs)
-app.command("compare")(runs_there.compare)
+app.command("runs")(runs.runs)
+app.command("compare")(runs.compare)
 app.command("view")(view.view)
 app.command("front")(front.front)
-for command in (archived.samples, archived.ledger, archived.export):
+for command in (store.samples, store.ledger, store.export):
     app.command()(command)
 app.command("doctor")(doctor.doctor)
-app.command("trace")(shown.trace)
-app.command("report")(shown.report)
+app.command("trace")(trace_and_report.trace)
+app.command("report")(trace_and_report.report)
 app.command("completion", help=completion.HOW)(completion.completion)
 
 

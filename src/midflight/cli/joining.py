@@ -91,10 +91,10 @@ def join(
     """
     import asyncio
 
-    from midflight.cli import checked
+    from midflight.cli import configurations
     from midflight.run.launcher import joining
 
-    door = joining.Door(url, token)
+    door = joining.GatewayAccess(url, token)
     called = name or joining.default_name()
     needs = asyncio.run(joining.asked(door, name=called, patience_seconds=patience))
     given = {
@@ -103,11 +103,11 @@ def join(
         "engine.kind": kind,
         "engine.urls": None if engine_url is None else [engine_url],
     }
-    own = {} if config is None else checked.engine_options(config)
+    own = {} if config is None else configurations.engine_options(config)
     options = {**own, **needs.settings, **given}
-    made = checked.config_of_model(_model(model, needs.model_path), options, overrides or [])
-    checked.check_engine(made)
-    checked.check_sizes(made, trains=False)
+    made = configurations.config_of_model(_model(model, needs.model_path), options, overrides or [])
+    configurations.check_engine(made)
+    configurations.check_sizes(made, trains=False)
     return joining.run(
         made,
         door,

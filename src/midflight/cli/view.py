@@ -33,20 +33,20 @@ def view(
     """
     import secrets
 
-    from midflight.cli.returned import put_back_below
+    from midflight.cli.put_back import put_back_below
     from midflight.errors import ConfigError
     from midflight.wire.hosts import is_loopback
     from midflight.wire.server import listen
 
     try:
         from midflight.view import app as viewer
-        from midflight.view.visit import Shelf
+        from midflight.view.visit import RunFolders
     except ImportError as error:
         raise ConfigError(
             f"the viewer is not installed ({error}): pip install 'midflight[view]'"
         ) from None
     put_back_below(*(folders or [Path("runs")]))
-    shelf = Shelf(folders or [Path("runs")])
+    shelf = RunFolders(folders or [Path("runs")])
     token = os.environ.get(TOKEN_VARIABLE)
     if not token:
         token = None if is_loopback(host) else secrets.token_urlsafe(24)

@@ -16,6 +16,7 @@ from typing import cast
 from pydantic import BaseModel, ValidationError
 
 from midflight.config.checks import contradictions
+from midflight.config.model_defaults import with_derived
 from midflight.config.options import (
     KeyPath,
     Option,
@@ -25,9 +26,8 @@ from midflight.config.options import (
     options,
     tables,
 )
-from midflight.config.seats import placed
+from midflight.config.seats import with_placement
 from midflight.config.sections import Config
-from midflight.config.unset import with_derived
 from midflight.errors import ConfigError, nearest
 from midflight.models.gguf_folders import model_folder
 from midflight.types import Json
@@ -160,7 +160,7 @@ def load_config(
     origin = _Origin("" if path is None else str(path), overridden)
     _refuse(list(_unknown(whole, (), origin)))
     config = _with_folders(_validate(whole, origin))
-    config = placed(with_derived(config))
+    config = with_placement(with_derived(config))
     prefix = f"{origin.file}: " if origin.file else ""
     _refuse([f"{prefix}{problem}" for problem in contradictions(config)])
     return config

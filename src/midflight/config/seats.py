@@ -16,7 +16,7 @@ Resources = Mapping[str, float]
 _TENSOR_PARALLEL = re.compile(r"(?:--tensor-parallel-size|-tp|--tp-size|--tp)[= ](\d+)")
 
 
-def placed(config: Config) -> Config:
+def with_placement(config: Config) -> Config:
     """The configuration with the options that follow from a run's place and size: the number of a
     cluster's engines, and the transport of weights where none is named.
     """
@@ -121,7 +121,7 @@ def lent_engine(engine: EngineSection) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class DeviceAssignment:
     """The place of a process that computes on GPUs. `devices` are empty where a cluster chooses
     them.
     """
@@ -138,7 +138,7 @@ ANY_MACHINE = "any with room"
 
 def device_map(
     config: Config, *, number: int | None = None, ranks: bool = True, teacher: bool = True
-) -> Sequence[Laid]:
+) -> Sequence[DeviceAssignment]:
     """The processes that compute on GPUs, with their devices: ranks, then engines, then the
     teacher. Parts that compute on CPUs, or are not there, are left out. `number` counts this
     machine's GPUs.
@@ -150,13 +150,16 @@ def device_map(
         hosts = {
             f"engine{index}": server.host for index, server in enumerate(config.engine.servers)
         }
-        return [Laid(one.who, hosts.get(one.who) or ANY_MACHINE, one.number) for one in requests]
+        return [
+            DeviceAssignment(one.who, hosts.get(one.who) or ANY_MACHINE, one.number)
+            for one in requests
+        ]
     given = dict(DevicePool(number, shared=config.engine.share_devices).give_all(requests))
     lent = lent_engine(config.engine)
     if lent is not None and config.engine.device != "cpu" and "trainer" in given:
         requests.append(DeviceRequest(lent, 1, "engine.lend"))
         given[lent] = given["trainer"]
-    return [Laid(one.who, THIS_MACHINE, one.number, given[one.who]) for one in requests]
+    return [DeviceAssignment(one.who, THIS_MACHINE, one.number, given[one.who]) for one in requests]
 
 
 def _requests(config: Config, *, ranks: bool, teacher: bool) -> Iterator[DeviceRequest]:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
 from midflight.engines import wire
-from midflight.engines.relay import ServedEngine, unheard
+from midflight.engines.relay import ServedEngine, ignore_work
 from midflight.errors import NotSupported, RequestRejected
 from midflight.ports import PromptScorer, Scorer
 from midflight.types import EngineHealth, Feature, PauseMode, Version, WeightManifest
@@ -52,7 +52,7 @@ def build_app(
     token: str | None,
     scorer: Scorer | None = None,
     beside: Sequence[BaseRoute] = (),
-    worked: Callable[[], None] = unheard,
+    worked: Callable[[], None] = ignore_work,
 ) -> ASGIApp:
     """The application of an engine process. With a token, everything but `/health` needs it as
     bearer. See `EngineRoutes`.
@@ -82,7 +82,7 @@ class EngineRoutes(Generic[E]):
         *,
         scorer: Scorer | None = None,
         committed: Callable[[Version], None] = lambda version: None,
-        worked: Callable[[], None] = unheard,
+        worked: Callable[[], None] = ignore_work,
     ) -> None:
         """`serve` is the engine's end of the wire to one client, until the client leaves; `relay`
         works with any engine. `scorer` is the engine again, where it can score. `committed` is

@@ -61,12 +61,12 @@ class SteppedEngine(ServedEngine, Protocol):
     def abort_handles(self, handles: frozenset[int]) -> None: ...
 
 
-def unheard() -> None:
+def ignore_work() -> None:
     """Does nothing: no caller wants to hear that an engine works."""
 
 
 async def relay(
-    engine: ServedEngine, socket: WebSocket, *, worked: Callable[[], None] = unheard
+    engine: ServedEngine, socket: WebSocket, *, worked: Callable[[], None] = ignore_work
 ) -> None:
     """Serves one client of any engine, until the client leaves or lags too far behind. Then the
     streams of its requests are closed. `worked` is called before tokens are sent.
@@ -75,7 +75,7 @@ async def relay(
 
 
 async def relay_steps(
-    engine: SteppedEngine, socket: WebSocket, *, worked: Callable[[], None] = unheard
+    engine: SteppedEngine, socket: WebSocket, *, worked: Callable[[], None] = ignore_work
 ) -> None:
     """The same for an engine of whole steps. Each step is one frame. It also ends when the engine
     does.

@@ -51,7 +51,7 @@ class RemoteEngine:
         self._record = record
         self._http = HttpClient(url, lost=self._unavailable, token=token)
         self._capabilities: types.Capabilities | None = None
-        self._outbox: _Unsent | None = None
+        self._outbox: _SendQueue | None = None
         self._attached = asyncio.Event()
         self._streams = ChunkStreams()
         self._counter = itertools.count(1)
@@ -194,7 +194,7 @@ class RemoteEngine:
         Losses end the task group without an error: an error in it could hide a cancellation that
         comes at the same time.
         """
-        outbox = _Unsent()
+        outbox = _SendQueue()
         self._outbox = outbox
         self._clock = SenderClock()  # this life of the engine may be on another machine
         error = self._unavailable("was cut off")
@@ -267,7 +267,7 @@ class RemoteEngine:
         )
 
 
-class _Unsent:
+class _SendQueue:
     """Frames that wait to be sent. All of them go in one message."""
 
     def __init__(self) -> None:
@@ -293,7 +293,7 @@ class _Unsent:
         return frames
 
 
-async def _send_all(outbox: _Unsent, socket: aiohttp.ClientWebSocketResponse) -> None:
+async def _send_all(outbox: _SendQueue, socket: aiohttp.ClientWebSocketResponse) -> None:
     """Waits for frames to send until `_receive_all` has ended, which also notices a lost
     connection.
     """

@@ -135,7 +135,7 @@ class Outlet(Protocol):
         """Says that the engine died, so that nothing more will come."""
 
 
-class _Gathered(msgspec.Struct):
+class _PendingTokens(msgspec.Struct):
     """Tokens of one version that wait for the caller."""
 
     version: Version
@@ -168,7 +168,7 @@ class ChunkStream:
         """`on_open` is called when the stream is first read, `on_close` once, when it is read no
         more.
         """
-        self._gathered: deque[_Gathered] = deque()
+        self._gathered: deque[_PendingTokens] = deque()
         self._error: Exception | None = None
         self._is_ready = False
         """Whether tokens or an error wait for the caller."""
@@ -197,13 +197,13 @@ class ChunkStream:
         kv_version: Version,
         top: Top = None,
         kept: bytes | None = None,
-    ) -> _Gathered:
+    ) -> _PendingTokens:
         """Gathers a token and returns the chunk-to-be that it is in, to which further tokens of the
         same message may be added.
         """
         part = self._gathered[-1] if self._gathered else None
         if part is None or part.version != version or part.kv_version != kv_version:
-            part = _Gathered(version, kv_version)
+            part = _PendingTokens(version, kv_version)
             self._gathered.append(part)
         part.token_ids.append(token_id)
         part.logprobs.append(logprob)
@@ -228,7 +228,7 @@ class ChunkStream:
     ) -> None:
         """Marks the request as finished. The finish goes with the last tokens that still wait."""
         if not self._gathered:
-            self._gathered.append(_Gathered(version, version))
+            self._gathered.append(_PendingTokens(version, version))
         last = self._gathered[-1]
         last.finish = finish
         last.attested = attested

@@ -116,13 +116,13 @@ decode_engine_frame = msgspec.msgpack.Decoder(EngineFrame).decode
 _decode_client_frame = msgspec.msgpack.Decoder(ClientFrame).decode
 
 
-class _OfRequest(msgspec.Struct, frozen=True):
+class _RequestFrame(msgspec.Struct, frozen=True):
     """What every frame of a client has."""
 
     handle: int
 
 
-_decode_handle = msgspec.msgpack.Decoder(_OfRequest).decode
+_decode_handle = msgspec.msgpack.Decoder(_RequestFrame).decode
 
 
 def pack_client_frame(frame: ClientFrame) -> msgspec.Raw:

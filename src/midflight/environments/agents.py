@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from httpx2 import AsyncBaseTransport as Transport
     from openai import AsyncOpenAI, OpenAI
 
-    from midflight.environments.clients import Beside, Client, PlainClient
+    from midflight.environments.clients import Client, PlainClient, RolloutClientState
 
 
 class Environment(Protocol):
@@ -97,7 +97,7 @@ class AgentsHere:
             client = self._plain_client_for(session)
             found = await in_thread(functools.partial(self._environment, own, client))
         # A client that was not made here has no such attribute.
-        beside: Beside | None = getattr(client, "beside", None)
+        beside: RolloutClientState | None = getattr(client, "beside", None)
         if beside is not None and beside.trouble:
             raise UntrackedUnavailable(
                 f"the agent went on without what it had asked: {beside.trouble}"
@@ -179,7 +179,7 @@ def without_secrets(text: str) -> str:
     return _SECRET.sub(r"\1...", text)
 
 
-class HideSecrets(logging.Filter):
+class SecretFilter(logging.Filter):
     """Hides secrets in the records of a log."""
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -191,7 +191,7 @@ class HideSecrets(logging.Filter):
         return True
 
 
-_hide = HideSecrets()
+_hide = SecretFilter()
 
 
 def hide_secrets() -> None:
@@ -235,7 +235,7 @@ class SharedClients:
         if self._client.is_closed():
             self._client = self._sdk.client(self._transport)
         client = self._client.with_options(base_url=session.base_url, api_key=session.api_key)
-        client.beside = self._sdk.clients.Beside(
+        client.beside = self._sdk.clients.RolloutClientState(
             self._untracked, lambda: self._beyond(is_async=True), public_url=self._public_url
         )
         return client
@@ -247,7 +247,7 @@ class SharedClients:
         if self._plain is None or self._plain.is_closed():
             self._plain = self._sdk.plain_client()
         client = self._plain.with_options(base_url=session.base_url, api_key=session.api_key)
-        client.beside = self._sdk.clients.Beside(
+        client.beside = self._sdk.clients.RolloutClientState(
             self._untracked, lambda: self._beyond(is_async=False), public_url=self._public_url
         )
         return client

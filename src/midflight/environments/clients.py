@@ -1,7 +1,7 @@
 """The clients that agents get: OpenAI's, bound to one session, with the other parts of the rollout
 that an agent may ask. Importing this imports `openai`, which takes a second.
 
-`Client` and `PlainClient` are the same except for waiting. `PartsOfRollout` defines what they have
+`Client` and `PlainClient` are the same except for waiting. `RolloutClientMixin` defines what they have
 beyond the SDK's clients.
 """
 
@@ -38,7 +38,7 @@ def key_of(section: UntrackedSection) -> str:
 
 
 @dataclass(slots=True)
-class Beside:
+class RolloutClientState:
     """What all clients of one rollout share."""
 
     section: UntrackedSection
@@ -50,10 +50,10 @@ class Beside:
     """The error with which the last untracked request ended; empty after an answer."""
 
 
-class PartsOfRollout:
+class RolloutClientMixin:
     """The parts of a client beyond those of the SDK's."""
 
-    beside: Beside | None = None
+    beside: RolloutClientState | None = None
     is_untracked = False
     api_key: str
     with_options: Any
@@ -140,7 +140,7 @@ class PartsOfRollout:
         return found
 
 
-class Client(PartsOfRollout, AsyncOpenAI):
+class Client(RolloutClientMixin, AsyncOpenAI):
     """`openai.AsyncOpenAI`, for one session of a rollout."""
 
     def copy(self, **options: Any) -> Self:
@@ -161,7 +161,7 @@ class Client(PartsOfRollout, AsyncOpenAI):
         return answer
 
 
-class PlainClient(PartsOfRollout, OpenAI):
+class PlainClient(RolloutClientMixin, OpenAI):
     """`openai.OpenAI`, for one session of a rollout whose agent has a thread of its own."""
 
     def copy(self, **options: Any) -> Self:

@@ -41,7 +41,7 @@ it.
 """
 
 
-async def asked(post: Post, session: SessionHandle, body: bytes) -> Answered:
+async def ask_with_retries(post: Post, session: SessionHandle, body: bytes) -> Answered:
     """The answer to a chat. Waits for it, and a little before each further try, or until its caller
     cancels it.
     """
@@ -248,7 +248,7 @@ class BuiltInLoop:
         if self._wants_ids:
             body["return_token_ids"] = True
         assert self._post is not None
-        answered = await asked(self._post, session, msgspec.json.encode(body))
+        answered = await ask_with_retries(self._post, session, msgspec.json.encode(body))
         if answered.status == 400 and may_end and b"context_length_exceeded" in answered.content:
             return None
         if answered.status != 200:
@@ -269,14 +269,14 @@ class BuiltInLoop:
                 "completion": attempt.completion,
             }
             components |= _named("environment", await episode.reward(values, attempt.task))
-        return await completed(self.rewards, attempt, components)
+        return await complete_result(self.rewards, attempt, components)
 
     async def judge(self, task: Task, attempts: Sequence[Unjudged], *, name: str) -> list[Result]:
         """The results of a group's attempts, from the reward functions of whole groups."""
         return await judged(self.rewards, task, attempts)
 
 
-async def completed(
+async def complete_result(
     rewards: Rewards, attempt: Dialogue, components: Mapping[str, float | None]
 ) -> Result | Unjudged:
     """The result, or the attempt that is still to be judged beside the others of its group. It is

@@ -38,10 +38,10 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import NamedTuple, Protocol, cast
 
-from midflight.delays import Lateness, delay_of
 from midflight.environments.scoring import Unjudged
 from midflight.environments.tool_time import ToolTime
 from midflight.errors import AgentFailed, AgentLost, EnvironmentFailed
+from midflight.lateness import Lateness, delay_of
 from midflight.ports import SessionHandle
 from midflight.types import Result, Task
 
@@ -122,7 +122,7 @@ class Whereabouts(NamedTuple):
 HERE = Whereabouts("")
 
 
-class ToWorker(Protocol):
+class WorkerOutlet(Protocol):
     """Sends to one worker. It is synchronous. What is sent to a worker that has gone is lost, like
     everything that was there.
     """
@@ -136,7 +136,7 @@ class Seat:
     """One worker, for as long as it is connected."""
 
     name: str
-    outlet: ToWorker
+    outlet: WorkerOutlet
     heard: float
     words: Lateness
     jobs: dict[str, Assignment] = field(default_factory=dict[str, Assignment])
@@ -280,7 +280,7 @@ class Crew:
 
     # --- What workers say -------------------------------------------------------------------------
 
-    def join(self, name: str, outlet: ToWorker) -> Seat:
+    def join(self, name: str, outlet: WorkerOutlet) -> Seat:
         words = Lateness(BEAT_SECONDS, memory_seconds=MEMORY * self._stall_seconds)
         seat = Seat(name, outlet, self._now(), words)
         self._seats[name] = seat

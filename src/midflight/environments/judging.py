@@ -28,27 +28,27 @@ class ScoresGroups(Protocol):
 
 
 @dataclass(slots=True)
-class _OfGroup:
+class _WaitingAttempt:
     """One attempt that waits. The `turn` of the first attempt is set when all are there: that
     attempt then has all of them scored.
     """
 
     sample: int
     attempt: Unjudged
-    turn: asyncio.Future[list[_OfGroup]]
+    turn: asyncio.Future[list[_WaitingAttempt]]
     result: asyncio.Future[Result]
 
 
 @dataclass(slots=True)
-class _Awaited:
+class _OpenGroup:
     """A group whose rollouts have not all ended."""
 
     num_running: int = 0
     """Rollouts of the group that have not ended."""
-    waiting: list[_OfGroup] = field(default_factory=list[_OfGroup])
+    waiting: list[_WaitingAttempt] = field(default_factory=list[_WaitingAttempt])
 
 
-class Judging:
+class GroupJudge:
     """Gathers the attempts of the rollouts that one runner runs. A rollout that is tried again
     joins anew without a wait between, so that the others wait for it.
     """
@@ -62,7 +62,7 @@ class Judging:
         """
         self._host = host
         self._seconds = seconds
-        self._of: defaultdict[GroupKey, _Awaited] = defaultdict(_Awaited)
+        self._of: defaultdict[GroupKey, _OpenGroup] = defaultdict(_OpenGroup)
 
     def joined(self, key: GroupKey) -> None:
         """A rollout begins. It must be `settled`, or `left`."""
@@ -81,7 +81,7 @@ class Judging:
         scores. It is ended by those, or by `seconds`.
         """
         loop = asyncio.get_running_loop()
-        place = _OfGroup(key.sample, attempt, loop.create_future(), loop.create_future())
+        place = _WaitingAttempt(key.sample, attempt, loop.create_future(), loop.create_future())
         gathering = self._of[key.group]
         gathering.waiting.append(place)
         self.left(key.group)
@@ -104,7 +104,7 @@ class Judging:
             gathering.waiting.clear()
             there[0].turn.set_result(there)
 
-    async def _judge(self, task: Task, places: list[_OfGroup]) -> None:
+    async def _judge(self, task: Task, places: list[_WaitingAttempt]) -> None:
         """Waits for the scores. Whatever happens, every place gets a result or an error."""
         error: BaseException = EnvironmentFailed(
             "scoring the group ended with the rollout that had it done; it is tried again"

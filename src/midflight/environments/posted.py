@@ -11,7 +11,7 @@ import msgspec
 
 from midflight.config.sources import SourceSection
 from midflight.environments.reasoning_gym import rank_of
-from midflight.environments.row_tasks import RowBroken, TaskMaker
+from midflight.environments.row_tasks import InvalidRow, TaskMaker
 from midflight.environments.rows import Columns
 from midflight.environments.sources import Source
 from midflight.errors import Overloaded, RequestRejected
@@ -90,7 +90,7 @@ class PostedTasks:
     def _check(self, number: int, row: Columns) -> None:
         try:
             self._maker.task(row, default_id=str(len(self) + number))
-        except RowBroken as broken:
+        except InvalidRow as broken:
             raise RequestRejected(f"task {number}: {broken}", param="tasks") from None
         if not self._held:
             return

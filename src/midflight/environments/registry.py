@@ -23,7 +23,7 @@ from midflight.environments.agents import (
     SharedClients,
     is_async,
 )
-from midflight.environments.conversation import BuiltInLoop, Post, completed, judged
+from midflight.environments.conversation import BuiltInLoop, Post, complete_result, judged
 from midflight.environments.reward_functions import Dialogue, Rewards
 from midflight.environments.scoring import Unjudged, result_of
 from midflight.environments.stateful import is_stateful
@@ -195,7 +195,7 @@ class ScoredAgents:
         if not components and said.reward is not None:
             components["environment"] = said.reward
         components.update(await self._rewards.score(attempt))
-        scored = await completed(self._rewards, attempt, components)
+        scored = await complete_result(self._rewards, attempt, components)
         return replace(scored, turns=tuple(said.turns), roles=dict(said.roles))
 
     async def judge(

@@ -243,7 +243,7 @@ def _as_list(found: object) -> list[object] | None:
     return list(cast("Sequence[object]", listed))
 
 
-async def together(running: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_or_cancel(running: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Waits for all of them, or until the first error, which cancels the others and is raised as it
     is.
     """
@@ -315,7 +315,7 @@ class Rewards:
         if functions is None:
             functions = self.of_one
         began = asyncio.get_running_loop().time()
-        found = await together([function.score(attempt) for function in functions])
+        found = await gather_or_cancel([function.score(attempt) for function in functions])
         if found:
             attempt.metrics["rewards/seconds"] = asyncio.get_running_loop().time() - began
         every: dict[str, float | None] = {}

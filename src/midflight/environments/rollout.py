@@ -11,14 +11,14 @@ from typing import Protocol
 from midflight.allowance import Allowance, Expired
 from midflight.config.bounds import RolloutBound
 from midflight.environments.agents import AgentHost, without_secrets
-from midflight.environments.judging import Judging
+from midflight.environments.judging import GroupJudge
 from midflight.environments.rollout_time import RolloutTime, unbounded
 from midflight.environments.scoring import (
     UNSCORED,
     Unjudged,
     result_of,
     scored_roles,
-    shown,
+    shown_metrics,
     unscored_role,
 )
 from midflight.errors import (
@@ -135,7 +135,7 @@ class RolloutRunner:
         self._outage_seconds = outage_seconds
         self._delayed_seconds = delayed_seconds
         self._trouble = trouble
-        self._judging = Judging(agents, seconds=rollout_seconds)
+        self._judging = GroupJudge(agents, seconds=rollout_seconds)
         self._abandoned = set[asyncio.Task[Outcome]]()
         self.running: dict[str, tuple[RolloutKey, float]] = {}
         """The key and the beginning, in the loop's time, of each rollout under way, by its session.
@@ -333,7 +333,7 @@ class RolloutRunner:
             error=outcome.error,
             seconds=asyncio.get_running_loop().time() - started,
             components=components,
-            metrics=shown(result),
+            metrics=shown_metrics(result),
             turn_rewards=tuple(result.turns),
             fields=result.fields,
             roles=roles,

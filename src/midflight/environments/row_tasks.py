@@ -26,14 +26,14 @@ Ranks = NDArray[np.uint64]
 """The hash of the content of each row."""
 
 
-class RowBroken(Exception):
+class InvalidRow(Exception):
     """Says why no task can be made of a row. The code that knows where the row is adds its
     place.
     """
 
 
 class TaskMaker:
-    """Makes tasks of rows. `RowBroken` names column and option where a task cannot be made."""
+    """Makes tasks of rows. `InvalidRow` names column and option where a task cannot be made."""
 
     def __init__(self, section: SourceSection, *, name: str, option: str) -> None:
         """`option` is the source's own key, such as `environment.sources.0`."""
@@ -69,7 +69,7 @@ class TaskMaker:
     def _column(self, row: Columns, name: str, option: str) -> Json:
         if name not in row:
             near = nearest(name, row)
-            raise RowBroken(
+            raise InvalidRow(
                 f"there is no column {name!r}, which {self._option}.{option} names; there are "
                 f"{', '.join(row) or 'none'}.{near if 'mean' in near else ''}"
             )
@@ -86,7 +86,7 @@ class TaskMaker:
         try:
             return prompt.format(**values)
         except (ValueError, LookupError, TypeError) as error:
-            raise RowBroken(
+            raise InvalidRow(
                 f"{self._option}.prompt {prompt!r} cannot be filled in: {error}; write a literal "
                 "brace twice."
             ) from error
@@ -94,7 +94,7 @@ class TaskMaker:
     def _printed(self, row: Columns, name: str) -> str | float:
         value = self._column(row, name, "prompt")
         if value is None or isinstance(value, list | dict):
-            raise RowBroken(
+            raise InvalidRow(
                 f"column {name!r} holds {_short(value)}, which {self._option}.prompt "
                 f"{self._section.prompt!r} cannot print; give it a text or a number, or remove the "
                 "row."
@@ -105,15 +105,15 @@ class TaskMaker:
         column = f"column {self._section.prompt!r}"
         wanted = "expected a text, or a list of messages that ends with a user's or a tool's"
         if not isinstance(value, list) or not value:
-            raise RowBroken(f"{column} holds {_short(value)}; {wanted}.")
+            raise InvalidRow(f"{column} holds {_short(value)}; {wanted}.")
         for number, message in enumerate(value):
             if not _is_message(message):
-                raise RowBroken(
+                raise InvalidRow(
                     f"{column}: message {number} is {_short(message)}; give it a role and a "
                     "content."
                 )
         if _role(value[-1]) == "assistant":
-            raise RowBroken(
+            raise InvalidRow(
                 f"{column} ends with an assistant's message, so there is nothing to answer; "
                 f"{wanted}."
             )
@@ -127,7 +127,7 @@ class TaskMaker:
         if not self._section.system:
             return messages
         if _role(messages[0]) == "system":
-            raise RowBroken(
+            raise InvalidRow(
                 f"the conversation has a system message of its own beside {self._option}.system; "
                 "remove one of them."
             )
@@ -140,7 +140,7 @@ class TaskMaker:
             return value
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return json.dumps(value)
-        raise RowBroken(
+        raise InvalidRow(
             f"column {self._section.answer!r} holds {_short(value)}, and {self._option}.answer "
             "takes a text or a number; correct the row, or leave the option out and let a "
             "reward read the column."
@@ -148,7 +148,7 @@ class TaskMaker:
 
     def _id(self, value: Json) -> str:
         if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-            raise RowBroken(
+            raise InvalidRow(
                 f"column {self._section.id!r} holds {_short(value)}, and {self._option}.id takes a "
                 "text or a whole number; correct the row."
             )
@@ -238,7 +238,7 @@ class RowTasks(Sequence[Task]):
     def _task(self, number: int, row: Columns) -> Task:
         try:
             return self._maker.task(row, default_id=f"{self._prefix}{number}")
-        except RowBroken as broken:
+        except InvalidRow as broken:
             raise ConfigError(f"{self.rows.place(number)}: {broken}") from None
 
 
@@ -316,7 +316,7 @@ class RowSource:
         for number, row in enumerate(rows):
             try:
                 content = self._maker.content(row)
-            except RowBroken as broken:
+            except InvalidRow as broken:
                 raise ConfigError(f"{rows.place(number)}: {broken}") from None
             ranks[number] = rank_of(content, seed=self._seed)
             if wanted is not None and self._pattern is not None:

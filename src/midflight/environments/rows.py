@@ -354,7 +354,7 @@ def _library(said: str) -> Any:
 # --- What a function returns ----------------------------------------------------------------------
 
 
-class GivenRows:
+class SequenceRows:
     """A list, or another object that has a length and gives rows by number, such as a torch
     `Dataset`.
     """
@@ -402,7 +402,7 @@ def _given(found: Any, entry: str, option: str) -> SourceRows:
         return DatasetRows(found, entry)
     is_text_or_dict = isinstance(found, str | bytes | Mapping)
     if _has(found, "__len__", "__getitem__") and not is_text_or_dict:
-        return GivenRows(found, entry)
+        return SequenceRows(found, entry)
     if not isinstance(found, Iterable) or is_text_or_dict:
         raise ConfigError(
             f"{option}: {entry} returned {type(found).__name__}, expected an iterable of dicts, or "
@@ -415,7 +415,7 @@ def _given(found: Any, entry: str, option: str) -> SourceRows:
             "would be kept in memory; write them to a file and name it as path, or return "
             "something with a length that gives rows by number."
         )
-    return GivenRows(kept, entry)
+    return SequenceRows(kept, entry)
 
 
 def _has(found: object, *names: str) -> bool:

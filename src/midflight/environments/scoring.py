@@ -118,7 +118,7 @@ def number_in(value: object, said: str) -> float:
     )
 
 
-def shown(result: Result) -> Mapping[str, float]:
+def shown_metrics(result: Result) -> Mapping[str, float]:
     """The metrics, the rewards of roles, and the fields that are numbers."""
     if not (result.fields or result.roles):
         return result.metrics

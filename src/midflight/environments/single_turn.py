@@ -47,7 +47,7 @@ async def answer(task: Task, client: AsyncOpenAI) -> float:
 # --- Without an SDK -------------------------------------------------------------------------------
 
 
-class AnswersHere:
+class LocalAnswers:
     """Implements `AgentHost` for `answer`, in the gateway's own process."""
 
     def __init__(self, chats: Chats) -> None:

@@ -70,23 +70,23 @@ class Episode:
         """Waits for the object's `reset`. What that returns is shown to the model after the
         prompt.
         """
-        found = await called(self.instance.reset, {**task.data, "task": task}, task)
+        found = await call_with_named(self.instance.reset, {**task.data, "task": task}, task)
         return None if found is None else str(found)
 
     async def reward(self, values: Mapping[str, object], task: Task) -> object:
         """Waits for the object's `reward`; None where the class has none."""
         if not self._of.scores:
             return None
-        return await called(self.instance.reward, values, task)
+        return await call_with_named(self.instance.reward, values, task)
 
     async def close(self) -> None:
         """Waits for the object's `close`, if it has one."""
         close = getattr(self.instance, "close", None)
         if callable(close):
-            await called(close, {}, None)
+            await call_with_named(close, {}, None)
 
 
-async def called(
+async def call_with_named(
     function: Callable[..., object], values: Mapping[str, object], task: Task | None
 ) -> object:
     """Calls a function with those of the values that its parameters name. Waits for it, in a thread

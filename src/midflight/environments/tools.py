@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 
 from midflight.entries import load_entry
 from midflight.environments.agents import in_thread
-from midflight.environments.reward_functions import place_of, together
+from midflight.environments.reward_functions import gather_or_cancel, place_of
 from midflight.errors import ConfigError, EnvironmentFailed, nearest
 from midflight.types import Json
 
@@ -301,7 +301,7 @@ class Toolbox:
         """
         if self._one_by_one:
             return [await self._answer(call) for call in calls]
-        return await together([self._answer(call) for call in calls])
+        return await gather_or_cancel([self._answer(call) for call in calls])
 
     def metrics(self) -> dict[str, float]:
         total = Tally()

@@ -36,7 +36,7 @@ from transformers import (
 )
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from midflight.config.folders import check_tokenizer
+from midflight.config.model_checks import check_tokenizer
 from midflight.errors import MidflightError, ModelNotFound, disk_full
 from midflight.models.atomic import check_room
 from midflight.models.gguf_folders import GgufContents

@@ -8,9 +8,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from midflight.observe.failures import Failures, most_common, own_frames, shortened
+from midflight.observe.learning_alarms import LearningAlarms, LearningOptions
 from midflight.observe.readable import number
 from midflight.observe.status import is_incomplete
-from midflight.observe.teaching import LearningOptions, TeachingAlarms
 from midflight.types import Kind, Reason, facts
 
 REPEAT_SECONDS = 600.0
@@ -92,7 +92,7 @@ class Alarms:
         self._reward: float | None = None
         self._num_equal = 0
         self._lost: set[str] = set()
-        self._teaching = None if learning is None else TeachingAlarms(self._say, learning)
+        self._teaching = None if learning is None else LearningAlarms(self._say, learning)
 
     def apply(self, fact: facts.Fact) -> None:
         if self._teaching is not None:

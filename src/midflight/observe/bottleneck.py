@@ -11,7 +11,7 @@ FREE = 0.5
 """With this share of the slots free, more slots do not help."""
 
 
-def judge(
+def find_bottleneck(
     *,
     engine_busy: float | None,
     trainer_busy: float | None,

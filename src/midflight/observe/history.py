@@ -30,7 +30,7 @@ SURVIVING = ("trained_tokens", "max_token_staleness")
 
 
 @dataclass(frozen=True, slots=True)
-class PastLines:
+class JournalHistory:
     """What a journal holds, in order."""
 
     steps: tuple[StepLine, ...] = ()
@@ -50,7 +50,7 @@ class PastLines:
         return dict(found)
 
     @classmethod
-    def of(cls, lines: Iterable[Line]) -> PastLines:
+    def of(cls, lines: Iterable[Line]) -> JournalHistory:
         kept = tuple(lines)
         return cls(
             steps=tuple(line for line in kept if isinstance(line, StepLine)),
@@ -71,7 +71,7 @@ class PastLines:
                 latest = max(latest, line.seconds)
         return latest
 
-    def restore(self, state: RunState, everything: PastLines) -> None:
+    def restore(self, state: RunState, everything: JournalHistory) -> None:
         """Lets the state go on from these lines, which survive: from their steps and evaluations.
         `everything` also holds the lines that were lost.
         """
@@ -118,14 +118,14 @@ def _as_fact(line: EvaluationLine) -> facts.Evaluated:
     )
 
 
-def read_journal(path: Path, *, until: Version | None = None) -> PastLines:
+def read_journal(path: Path, *, until: Version | None = None) -> JournalHistory:
     """The lines of a journal, up to a version. A last line that a crash cut short is left out; a
     missing file is empty.
     """
     found = _lines_of(path)
     if until is not None:
         found = [line for line in found if line.version <= until]
-    return PastLines.of(found)
+    return JournalHistory.of(found)
 
 
 def _lines_of(path: Path) -> Sequence[Line]:

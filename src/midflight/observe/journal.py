@@ -14,7 +14,7 @@ import msgspec
 
 from midflight.observe.atomic_write import write_whole
 from midflight.observe.failures import Failures
-from midflight.observe.history import PastLines, read_journal
+from midflight.observe.history import JournalHistory, read_journal
 from midflight.observe.learning import LEARNED_FROM, Histogram, Learning
 from midflight.observe.lines import (
     AlarmLine,
@@ -44,7 +44,7 @@ class Journal:
         """
         self._state = state
         self._path = path
-        history = PastLines()
+        history = JournalHistory()
         if resume_at is not None:
             history = read_journal(path, until=resume_at)
             history.restore(state, read_journal(path))
@@ -52,7 +52,7 @@ class Journal:
         self._begin(history)
         self._timeline = Timeline(path.with_name(TIMELINE), state, goes_on=resume_at is not None)
 
-    def _resumed(self, history: PastLines, at: Version) -> PastLines:
+    def _resumed(self, history: JournalHistory, at: Version) -> JournalHistory:
         resumed = ResumeLine(
             version=at,
             step=self._state.step,
@@ -61,7 +61,7 @@ class Journal:
         )
         return replace(history, resumes=(*history.resumes, resumed))
 
-    def _begin(self, history: PastLines) -> None:
+    def _begin(self, history: JournalHistory) -> None:
         self._steps = {line.version for line in history.steps}
         self._evaluations = {(line.version, line.source) for line in history.evaluations}
         self._groups: dict[Version, tuple[int, dict[int, int], Learning]] = {}
@@ -268,7 +268,7 @@ def _largest_age(ages: Mapping[int, int]) -> int | None:
     return max((age for age, count in ages.items() if count), default=None)
 
 
-def _rewrite(path: Path, history: PastLines) -> None:
+def _rewrite(path: Path, history: JournalHistory) -> None:
     """Replaces the file by the lines kept, in their order of time."""
     kept: list[Line] = []
     kept += history.steps

@@ -92,7 +92,7 @@ class PrintedLines(io.TextIOBase):
         return 2
 
 
-def as_asked() -> None:
+def use_json_logs() -> None:
     """Makes the log of this process JSON from now on, if the launcher asked for that. A child calls
     it at its start.
     """

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midflight.errors import ConfigError
+from midflight.observe.activity import ProcessActivity
 from midflight.observe.atomic_write import write_whole
-from midflight.observe.history import PastLines, read_journal
+from midflight.observe.history import JournalHistory, read_journal
 from midflight.observe.lines import EvaluationLine, StepLine
-from midflight.observe.motion import Motion
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,14 +36,14 @@ def draw_plot(journal: Path, picture: Path, *, title: str) -> None:
     draw_history(read_journal(journal), picture, title=title)
 
 
-def draw_history(history: PastLines, picture: Path, *, title: str) -> None:
+def draw_history(history: JournalHistory, picture: Path, *, title: str) -> None:
     """Does what `draw_plot` does, from lines that were read before."""
     with _figure(picture, title=title) as (top, bottom):
         _draw_reward(top, history)
         _draw_staleness(bottom, history.steps)
 
 
-def draw_comparison(runs: Mapping[str, PastLines], picture: Path, *, title: str) -> None:
+def draw_comparison(runs: Mapping[str, JournalHistory], picture: Path, *, title: str) -> None:
     """Compares several runs, given by their labels: the reward over all sources, held-out marks of
     each run's first source, and the mean age of trained tokens. It raises what `draw_plot` raises.
     """
@@ -77,7 +77,7 @@ def _of_first_source(evaluations: Sequence[EvaluationLine]) -> list[EvaluationLi
     return [line for line in evaluations if line.source == first]
 
 
-def draw_work(runs: Mapping[str, PastLines], picture: Path, *, title: str) -> None:
+def draw_work(runs: Mapping[str, JournalHistory], picture: Path, *, title: str) -> None:
     """Draws the tokens that each run generated and trained per second, and below them the length of
     its rollouts. It raises what `draw_plot` raises.
     """
@@ -143,7 +143,7 @@ def _figure(picture: Path, *, title: str) -> Generator[tuple[Axes, Axes]]:
         pyplot.close(figure)
 
 
-def drawn_by_itself(
+def draw_in_process(
     folder: Path, *, title: str, seconds: float, patient: bool = False
 ) -> str | None:
     """Draws a run's `plot.png` in a process of its own, because matplotlib may take long to be
@@ -154,7 +154,7 @@ def drawn_by_itself(
     """
     command = [sys.executable, "-m", "midflight.observe.plot", str(folder), title]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as drawing:
-        motion = Motion(drawing.pid)
+        motion = ProcessActivity(drawing.pid)
         try:
             while drawing.poll() is None:
                 waited = motion.look() if patient else motion.seconds
@@ -186,7 +186,7 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def _draw_reward(axes: Axes, history: PastLines) -> None:
+def _draw_reward(axes: Axes, history: JournalHistory) -> None:
     sources = _sources(history)
     for color, source in zip(_cycle(len(sources)), sources, strict=True):
         steps: list[int] = []
@@ -219,7 +219,7 @@ def _draw_reward(axes: Axes, history: PastLines) -> None:
         )
 
 
-def _sources(history: PastLines) -> list[str]:
+def _sources(history: JournalHistory) -> list[str]:
     """The sources of a run, in the order in which they are first seen."""
     found: dict[str, None] = {}
     for line in history.steps:

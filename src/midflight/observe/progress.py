@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 
 from midflight.config.cores import CoreUse
-from midflight.observe.bottleneck import judge
+from midflight.observe.bottleneck import find_bottleneck
 from midflight.observe.failures import Failures
 from midflight.observe.learning import LEARNED_FROM, Learning
-from midflight.observe.recent import Mean, Overlap, Rate
+from midflight.observe.rolling import Mean, Overlap, Rate
 from midflight.observe.status import (
     TRAINER_KEYS,
     IdleTime,
@@ -279,7 +279,7 @@ class RunState:
         now = self._clock()
         shares = self._shares(now)
         used = self._used(now)
-        bound, advice = judge(
+        bound, advice = find_bottleneck(
             engine_busy=shares[ENGINE],
             trainer_busy=shares[TRAINER],
             slots_used=used,

@@ -241,7 +241,7 @@ class Status:
     """The last rollout that ended with tokens to train on, where rollouts are shown."""
 
 
-def together(first: Status, others: Sequence[Status]) -> Status:
+def merge_statuses(first: Status, others: Sequence[Status]) -> Status:
     """The status of several rollout processes as one: counts and rates are summed, and the rest is
     that of the first, which runs its part of the rollouts.
     """

@@ -28,7 +28,7 @@ class SourceSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class StartNotes:
     """What the run said at its start."""
 
     loss: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ def summarise(
     seconds: float,
     peak_memory_mb: float,
     before: float = 0.0,
-    said: Said = Said(),
+    said: StartNotes = StartNotes(),
 ) -> Summary:
     """The summary of a run whose last status this is. `primary` is the source whose held-out score
     counts; `before` is how long the starts before this one ran, in seconds.

@@ -27,7 +27,7 @@ thousands.
 """
 
 
-class Began(msgspec.Struct, frozen=True, tag="start", tag_field="kind"):
+class RunStarted(msgspec.Struct, frozen=True, tag="start", tag_field="kind"):
     """The processes of the run started, or started again, at `at`, which was `wall` in seconds
     since 1970.
     """
@@ -124,7 +124,7 @@ class EngineTimed(msgspec.Struct, frozen=True, tag="engine", tag_field="kind"):
 
 
 Timed = (
-    Began
+    RunStarted
     | RolloutTimed
     | BatchTimed
     | StepTimed
@@ -166,7 +166,7 @@ class Timeline:
         self._shift = state.seconds - time.monotonic()
         self._file = path.open("ab" if goes_on else "wb")
         self._flushed = 0.0
-        self._write(Began(self._now(), round(time.time(), 3)))
+        self._write(RunStarted(self._now(), round(time.time(), 3)))
 
     def close(self) -> None:
         self._file.close()

@@ -9,7 +9,7 @@ from midflight.config import Config
 from midflight.observe.journal import Line
 from midflight.observe.status import Status
 from midflight.observe.summary import Summary
-from midflight.python.looking import Lines
+from midflight.python.run_folder import JournalLines
 from midflight.run.launcher import launch
 from midflight.run.launcher.ending import LOOK_SECONDS
 from midflight.run.launcher.program import Program
@@ -40,7 +40,7 @@ class BackgroundRun:
         self._program = program
         program.hear = self._hear
         self._journal = Path(config.run.folder) / "metrics.jsonl"
-        before = Lines(self._journal)
+        before = JournalLines(self._journal)
         before.new()
         self.before = frozenset[int]() if resume else frozenset(before.read)
         """Hashes of lines that another run wrote."""
@@ -64,11 +64,11 @@ class BackgroundRun:
         """Asks the run to end in order; asked again, to end at once. It does not wait."""
         self._program.stop.ask(number)
 
-    def lines(self, *, since_start: bool = False) -> Lines:
+    def lines(self, *, since_start: bool = False) -> JournalLines:
         """The journal, for `wait`: the lines of all starts of this run, or of this start alone."""
-        return Lines(self._journal, read=self._first if since_start else self.before)
+        return JournalLines(self._journal, read=self._first if since_start else self.before)
 
-    def wait(self, lines: Lines) -> list[Line]:
+    def wait(self, lines: JournalLines) -> list[Line]:
         """Waits for new lines, at most `LOOK_SECONDS`. There may be none then, or when the run is
         over.
         """

@@ -27,18 +27,18 @@ from typing import Any
 
 from rich.console import Console
 
-from midflight.cli import checked
-from midflight.cli.returned import put_back_at
+from midflight.cli import configurations
+from midflight.cli.put_back import put_back_at
 from midflight.errors import ConfigError
 from midflight.models.gguf_folders import model_folder
 from midflight.observe.lines import CheckpointLine, EvaluationLine, Line, StepLine
 from midflight.observe.named import named
 from midflight.observe.status import Status
 from midflight.observe.summary import Summary
-from midflight.python.asked import Arguments, Tables, Weighted
+from midflight.python.arguments import Arguments, Tables, Weighted
 from midflight.python.background import BackgroundRun
 from midflight.python.callbacks import Callbacks
-from midflight.python.looking import Lines, RolloutSeen, rollouts_of
+from midflight.python.run_folder import JournalLines, RolloutRecord, rollouts_of
 from midflight.run.launcher import launch
 from midflight.run.launcher.ending import LOOK_SECONDS
 from midflight.run.launcher.program import Program
@@ -105,7 +105,7 @@ class Trainer:
         self._progress = progress
         self._callbacks = Callbacks(on_step, on_evaluation, on_checkpoint, on_end)
         self._under_way: BackgroundRun | None = None
-        self._lines = Lines(self.folder / "metrics.jsonl")
+        self._lines = JournalLines(self.folder / "metrics.jsonl")
         self._listener: threading.Thread | None = None
         self._failure: BaseException | None = None
         """The error of a callback, if one has raised."""
@@ -170,22 +170,22 @@ class Trainer:
             )
         resume = self._resume if resume is None else resume
         overwrite = self._overwrite if overwrite is None else overwrite
-        checked.check_engine(self.config)
-        checked.check_sizes(self.config)
+        configurations.check_engine(self.config)
+        configurations.check_sizes(self.config)
         with _in_words_of_python():
-            checked.check_folder(
+            configurations.check_folder(
                 self.config,
                 resume=resume,
                 overwrite=overwrite,
                 gives_rows=self._asked.rows is not None,
             )
         shown = console(shown=self._progress)
-        found = checked.preflight(
+        found = configurations.preflight(
             self._asked.tried,
             objects=self._asked.objects,
             meanwhile=lambda: launch.begin(self.config, shown),
         )
-        checked.check_places(self.config)
+        configurations.check_places(self.config)
         for note in found.notes:
             shown.print(f"note: {note}", highlight=False, markup=False)
         rows = self._asked.rows
@@ -261,7 +261,7 @@ class Trainer:
         """
         if self._under_way is None:
             put_back_at(self.folder)
-            yield from _steps(Lines(self.folder / "metrics.jsonl").new())
+            yield from _steps(JournalLines(self.folder / "metrics.jsonl").new())
             return
         under_way = self._under_way
         lines = under_way.lines()
@@ -285,11 +285,11 @@ class Trainer:
         read = frozenset[int]() if self._under_way is None else self._under_way.before
         rows = [
             {"step": line.step, "version": line.version, "seconds": line.seconds, **named(line)}
-            for line in _steps(Lines(self.folder / "metrics.jsonl", read=read).new())
+            for line in _steps(JournalLines(self.folder / "metrics.jsonl", read=read).new())
         ]
         return pandas.DataFrame(rows).set_index("step") if rows else pandas.DataFrame()
 
-    def rollouts(self) -> Iterator[RolloutSeen]:
+    def rollouts(self) -> Iterator[RolloutRecord]:
         """Every rollout that has ended, in the order of the tasks, with its conversation and what
         it was worth.
         """

@@ -21,7 +21,7 @@ from midflight.archive.samples import SampleChoice, chosen, in_words
 from midflight.errors import ConfigError, MidflightError
 from midflight.observe import plot
 from midflight.observe.atomic_write import write_whole
-from midflight.observe.history import PastLines
+from midflight.observe.history import JournalHistory
 from midflight.observe.machine import MACHINE
 from midflight.observe.readable import UNKNOWN, busy_words, duration, number
 from midflight.types import Fate, Json, Reason
@@ -52,7 +52,7 @@ _NUMBERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class SampleShown:
+class ReportSample:
     """A rollout as text, and why it is shown."""
 
     why: str
@@ -72,7 +72,7 @@ class RunReport:
     phases: tuple[RunPhase, ...]
     heldout: tuple[tuple[str, ...], ...]
     alarms: tuple[tuple[str, str], ...]
-    samples: tuple[SampleShown, ...]
+    samples: tuple[ReportSample, ...]
     ledger: tuple[tuple[str, str, str], ...]
     balance: str
     options: Mapping[str, Json]
@@ -210,7 +210,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _numbers(summary: Mapping[str, Any], past: PastLines) -> Iterator[tuple[str, str]]:
+def _numbers(summary: Mapping[str, Any], past: JournalHistory) -> Iterator[tuple[str, str]]:
     last = past.steps[-1]
     known: dict[str, Any] = {"steps": last.step, "seconds": past.seconds}
     known.update(msgspec.to_builtins(last.totals))
@@ -229,7 +229,7 @@ def _numbers(summary: Mapping[str, Any], past: PastLines) -> Iterator[tuple[str,
         yield "reward, last step", number(last.reward)
 
 
-def _heldout(past: PastLines) -> Iterator[tuple[str, ...]]:
+def _heldout(past: JournalHistory) -> Iterator[tuple[str, ...]]:
     for line in past.evaluations:
         mark = " (do not compare)" if line.incomplete else ""
         yield (
@@ -241,7 +241,7 @@ def _heldout(past: PastLines) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _samples(folder: Path, missing: _Missing) -> Iterator[SampleShown]:
+def _samples(folder: Path, missing: _Missing) -> Iterator[ReportSample]:
     for kind, why in SHOWN.items():
         choice = SampleChoice(
             number=MAX_SAMPLES, best=kind == "best", worst=kind == "worst", failed=kind == "failed"
@@ -257,7 +257,7 @@ def _samples(folder: Path, missing: _Missing) -> Iterator[SampleShown]:
                 None,
             )
             if seen is not None:
-                yield SampleShown(why, in_words(seen))
+                yield ReportSample(why, in_words(seen))
 
 
 def _ledger(ledger: Ledger) -> Iterator[tuple[str, str, str]]:
@@ -276,7 +276,7 @@ def _ledger(ledger: Ledger) -> Iterator[tuple[str, str, str]]:
     yield "in flight", f"{ledger.in_flight:,}", "completed turns of rollouts that go on"
 
 
-def _pictures(pasts: Mapping[str, PastLines]) -> dict[str, bytes]:
+def _pictures(pasts: Mapping[str, JournalHistory]) -> dict[str, bytes]:
     """The plots as PNGs, by name."""
     title = " and ".join(pasts)
     with tempfile.TemporaryDirectory(prefix="midflight-") as place:

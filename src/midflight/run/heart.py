@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from midflight.observe.motion import num_bytes_of
+from midflight.observe.activity import num_bytes_of
 
 BEAT_SECONDS = 1.0
 """The time between two beats: a small part of any `run.stall_seconds`, and too seldom to cost
@@ -90,7 +90,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
         return replaced(self, turned=turned, doing=doing, absences=absences)
 
 
-class Situation(msgspec.Struct, frozen=True):
+class LoopReport(msgspec.Struct, frozen=True):
     """The things that a part can say of itself only on its event loop."""
 
     doing: tuple[Doing, ...] = ()
@@ -102,7 +102,7 @@ def _own_work() -> tuple[float, int]:
     return time.process_time(), num_bytes_of("self")
 
 
-class Heart:
+class Heartbeat:
     """Beats, once it is started. Work and waits are entered by `doing`, from any thread, or read by
     `ask` on the event loop.
     """
@@ -112,8 +112,8 @@ class Heart:
         self._doing: dict[int, Doing] = {}
         self._numbers = iter(range(2**62))
         self._turned: float | None = None
-        self._standing = Situation()
-        self.ask: Callable[[], Situation] = Situation
+        self._standing = LoopReport()
+        self.ask: Callable[[], LoopReport] = LoopReport
         """Called on the event loop every second; must not wait."""
         self.beside: Callable[[], tuple[Doing, ...]] = tuple
         """Called before each beat, beside the loop: returns what is known of the loop while that is

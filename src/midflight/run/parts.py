@@ -15,7 +15,7 @@ import msgspec
 
 from midflight.errors import MidflightError
 from midflight.observe.progress import Status
-from midflight.run.heart import Beat, Heart
+from midflight.run.heart import Beat, Heartbeat
 
 T = TypeVar("T")
 
@@ -159,7 +159,7 @@ class ModelReady(msgspec.Struct, frozen=True, tag="model_ready"):
     """The trainer's alarms until now. The journal lacks them, which the rollout process writes."""
 
 
-class Worked(msgspec.Struct, frozen=True, tag="worked"):
+class FirstTokenMade(msgspec.Struct, frozen=True, tag="worked"):
     """An engine has made its first token, or scored its first rows, since it was started. The
     message is sent before the token or the scores.
     """
@@ -218,7 +218,7 @@ class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
     seconds: float = 0.0
 
 
-class Condemned(msgspec.Struct, frozen=True, tag="condemned"):
+class RestartWorker(msgspec.Struct, frozen=True, tag="condemned"):
     """The rollout process asks the launcher to end a worker and to start it again."""
 
     part: str
@@ -233,7 +233,7 @@ class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
     report: str
 
 
-class Words(msgspec.Struct, frozen=True, tag="words"):
+class Notice(msgspec.Struct, frozen=True, tag="words"):
     """Something for people to read, such as what the model wrote."""
 
     text: str
@@ -248,14 +248,14 @@ class Alarm(msgspec.Struct, frozen=True, tag="alarm"):
 Message = (
     Ready
     | ModelReady
-    | Worked
+    | FirstTokenMade
     | Progress
     | WarmStart
     | Failed
     | Restarted
-    | Condemned
+    | RestartWorker
     | Stalled
-    | Words
+    | Notice
     | Alarm
     | Beat
 )
@@ -265,7 +265,7 @@ decode_message = msgspec.json.Decoder(Message).decode
 decode_spec = msgspec.json.Decoder(Spec).decode
 
 
-class Launcher:
+class LauncherPipe:
     """The child's end of the pipe to the launcher. It takes standard output for messages; prints go
     to the log instead.
     """
@@ -274,7 +274,7 @@ class Launcher:
         self._file = os.fdopen(os.dup(1), "wb", buffering=0)
         os.dup2(2, 1)
         self._lock = threading.Lock()
-        self.heart = Heart(self.tell)
+        self.heart = Heartbeat(self.tell)
 
     def tell(self, message: Message) -> None:
         """Sends a message. A launcher that is gone is no error here: this process ends with it."""
@@ -288,14 +288,14 @@ class Launcher:
 class FirstWork:
     """Tells the launcher once that an engine works."""
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: LauncherPipe) -> None:
         self._launcher = launcher
         self._is_told = False
 
     def __call__(self) -> None:
         if not self._is_told:
             self._is_told = True
-            self._launcher.tell(Worked())
+            self._launcher.tell(FirstTokenMade())
 
 
 # --- Ends -----------------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def play(
 
 
 @dataclass(frozen=True, slots=True)
-class Saying:
+class ReplyState:
     """A reply, how many tokens have come since the prompt, and the hash of all of them."""
 
     reply: tuple[int, ...]
@@ -228,15 +228,15 @@ class Replies:
     end_id: int = END
     """The token after the reply. Before `min_tokens` a blank takes its place."""
 
-    def start(self, request: GenerateRequest) -> Saying:
+    def start(self, request: GenerateRequest) -> ReplyState:
         prompt = request.input_ids[: request.num_prompt_tokens]
         reply = self.tokenizer.encode(self._reply(self.tokenizer.decode(prompt)))
-        return Saying(reply, request.num_output_tokens, Script().start(request))
+        return ReplyState(reply, request.num_output_tokens, Script().start(request))
 
-    def extend(self, state: Saying, token_id: int) -> Saying:
-        return Saying(state.reply, state.num_said + 1, Script().extend(state.hash, token_id))
+    def extend(self, state: ReplyState, token_id: int) -> ReplyState:
+        return ReplyState(state.reply, state.num_said + 1, Script().extend(state.hash, token_id))
 
-    def choose(self, state: Saying, version: Version, *, may_end: bool) -> tuple[int, float]:
+    def choose(self, state: ReplyState, version: Version, *, may_end: bool) -> tuple[int, float]:
         """The next token is the same under every version."""
         _, logprob = Script().choose(state.hash, version, may_end=may_end)
         if state.num_said < len(state.reply):

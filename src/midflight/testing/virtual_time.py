@@ -2,7 +2,7 @@
 end fails at once.
 
 Whenever no callback is ready the clock jumps to the next timer. If there is no timer either,
-nothing can ever happen again, so the run ends with `Hang`, which says where each task waits. There
+nothing can ever happen again, so the run ends with `DeadlockError`, which says where each task waits. There
 is no real input or output, and `to_thread` runs inline. A thread that the code starts itself is
 heard before time passes: as long as it computes, the clock stands still. Two runs of the same code
 make the same steps. With a seed the ready callbacks of one instant run in a shuffled order, which
@@ -38,7 +38,7 @@ THREAD_LOOK_SECONDS = 0.002
 """Real seconds between two looks at threads that may still have something to say."""
 
 
-class Hang(AssertionError):
+class DeadlockError(AssertionError):
     """Nothing can happen any more (or time passes with no end), and the main coroutine has not
     finished.
     """
@@ -204,7 +204,7 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
         self._rounds_now += 1
         if self._rounds_now > MAX_ROUNDS_PER_INSTANT:
             what = f"{MAX_ROUNDS_PER_INSTANT} rounds without any passing of time: something spins"
-            raise Hang(self._report(what))
+            raise DeadlockError(self._report(what))
         for handle in self._take():
             if not handle.cancelled():
                 handle._run()  # pyright: ignore[reportPrivateUsage]
@@ -234,12 +234,14 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
             heapq.heappop(self._timers)
         if not self._timers:
             what = "Nothing is ready, no timer is set: nothing can happen any more"
-            raise Hang(self._report(what))
+            raise DeadlockError(self._report(what))
         if self._timers[0][0] > self._now:
             self._now = self._timers[0][0]
             self._rounds_now = 0
         if self._now > self._max_seconds:
-            raise Hang(self._report(f"More than {self._max_seconds:g} virtual seconds have passed"))
+            raise DeadlockError(
+                self._report(f"More than {self._max_seconds:g} virtual seconds have passed")
+            )
 
     def _take(self) -> list[asyncio.Handle]:
         """The callbacks of this round: all that are ready, or with a seed a random part of them in
@@ -298,7 +300,7 @@ def run_virtual(
     """Runs a coroutine (or an async function without arguments) to its end on a fresh virtual clock
     that starts at 0.
 
-    Raises what the coroutine raises, `Hang` if it cannot end, `LeakedTasks` if it left tasks
+    Raises what the coroutine raises, `DeadlockError` if it cannot end, `LeakedTasks` if it left tasks
     behind, which are cancelled first, and whatever a callback or an unobserved task raised. With a
     seed, every failure carries a note with that seed.
     """
@@ -338,7 +340,7 @@ def _end_leftovers(loop: VirtualTimeLoop) -> None:
     try:
         loop.run_until_complete(_settle(leftovers))
         loop.run_until_complete(loop.shutdown_asyncgens())
-    except Hang:
+    except DeadlockError:
         loop.failures.clear()
 
 
@@ -403,4 +405,11 @@ def _record_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) ->
 def _nothing() -> None: ...
 
 
-__all__ = ["Hang", "LeakedTasks", "NotVirtual", "VirtualTimeLoop", "describe", "run_virtual"]
+__all__ = [
+    "DeadlockError",
+    "LeakedTasks",
+    "NotVirtual",
+    "VirtualTimeLoop",
+    "describe",
+    "run_virtual",
+]

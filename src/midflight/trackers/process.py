@@ -21,10 +21,10 @@ from midflight.archive.journal import JOURNAL, Tail
 from midflight.config.load import load_config
 from midflight.config.sections import Config
 from midflight.observe.lines import decode_line
-from midflight.observe.logs import as_asked, log_failure
+from midflight.observe.logs import log_failure, use_json_logs
 from midflight.observe.timeline import TIMELINE
+from midflight.trackers.delivery import DeliveryLog, flat_summary, tell, tracked
 from midflight.trackers.spans import RolloutSpans
-from midflight.trackers.telling import Told, flat_summary, tell, tracked
 from midflight.trackers.tracker import Tracker, made
 
 LOOK_SECONDS = 0.5
@@ -37,14 +37,14 @@ it ends this process.
 """
 
 
-class TrackerSaid(msgspec.Struct, frozen=True):
+class TrackerMessage(msgspec.Struct, frozen=True):
     """A message to the launcher: a tracker has failed, or has ended where there is no `error`."""
 
     tracker: str
     error: str | None = None
 
 
-class Teller(threading.Thread):
+class TrackerThread(threading.Thread):
     """Tells one tracker what the journal says, until `ending` is set and everything is told."""
 
     def __init__(self, name: str, config: Config, folder: Path, ending: threading.Event) -> None:
@@ -52,7 +52,7 @@ class Teller(threading.Thread):
         self._config = config
         self._folder = folder
         self._ending = ending
-        self._told = Told(folder / "trackers" / f"{name.replace(':', '-')}.told")
+        self._told = DeliveryLog(folder / "trackers" / f"{name.replace(':', '-')}.told")
         self._tail = Tail(folder / JOURNAL)
         self._timeline = Tail(folder / TIMELINE)
         self._rollouts = RolloutSpans(told=self._told.timeline)
@@ -63,14 +63,14 @@ class Teller(threading.Thread):
             tracker = self._opened()
         except BaseException as error:
             self._say(error, "could not be opened")
-            say(TrackerSaid(self.name))
+            say(TrackerMessage(self.name))
             return
         ending = False
         while not ending:
             ending = self._ending.wait(LOOK_SECONDS)
             self._tell(tracker)
         self._attempt(lambda: self._end(tracker), "failed at its end")
-        say(TrackerSaid(self.name))
+        say(TrackerMessage(self.name))
 
     def _opened(self) -> Tracker:
         tracker = made(self.name)
@@ -82,7 +82,7 @@ class Teller(threading.Thread):
         return tracker
 
     def _tell(self, tracker: Tracker) -> None:
-        """Tells what is new. A file that was written anew is read from its beginning: `Told` knows
+        """Tells what is new. A file that was written anew is read from its beginning: `DeliveryLog` knows
         which of its lines were told.
         """
         _, lines = self._tail.new()
@@ -125,13 +125,13 @@ class Teller(threading.Thread):
         if not self._failed:
             self._failed = True
             reason = str(error).strip().partition("\n")[0]
-            say(TrackerSaid(self.name, f"{what}: {type(error).__name__}: {reason}"))
+            say(TrackerMessage(self.name, f"{what}: {type(error).__name__}: {reason}"))
 
 
 _out = threading.Lock()
 
 
-def say(said: TrackerSaid) -> None:
+def say(said: TrackerMessage) -> None:
     """Tells the launcher. If the launcher is gone, this process goes on with what is left."""
     with _out, suppress(OSError):
         os.write(1, msgspec.json.encode(said) + b"\n")
@@ -142,9 +142,9 @@ def main() -> None:
     folder = Path(sys.argv[1])
     config = load_config(folder / "config.toml", [f"run.folder={folder}"])
     sys.stdout = sys.stderr  # prints of trackers are no messages
-    as_asked()
+    use_json_logs()
     ending = threading.Event()
-    tellers = [Teller(name, config, folder, ending) for name in config.observe.trackers]
+    tellers = [TrackerThread(name, config, folder, ending) for name in config.observe.trackers]
     for teller in tellers:
         teller.start()
     sys.stdin.buffer.read()

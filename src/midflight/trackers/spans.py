@@ -9,8 +9,8 @@ from typing import cast
 
 import msgspec
 
-from midflight.archive.trace import Drawing
-from midflight.observe.timeline import Began, CommitTimed, RolloutTimed, Timed
+from midflight.archive.trace import TraceBuilder
+from midflight.observe.timeline import CommitTimed, RolloutTimed, RunStarted, Timed
 from midflight.types import Json
 
 COMMITS = 64
@@ -61,7 +61,7 @@ class RolloutSpans:
                 read = _decode(line)
             except msgspec.DecodeError:
                 continue
-            if isinstance(read, Began):
+            if isinstance(read, RunStarted):
                 self._epoch = read.wall - read.at
             elif isinstance(read, CommitTimed):
                 self._commits.append(read)
@@ -70,7 +70,7 @@ class RolloutSpans:
 
     def _span(self, rollout: RolloutTimed) -> RolloutSpan:
         parts: list[RolloutSpan] = []
-        for event in Drawing(list(self._commits)).turns(rollout):
+        for event in TraceBuilder(list(self._commits)).turns(rollout):
             if event.ts is not None and event.dur is not None:
                 began = self._epoch + event.ts / 1e6
                 ended = self._epoch + (event.ts + event.dur) / 1e6

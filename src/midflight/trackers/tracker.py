@@ -99,7 +99,7 @@ KNOWN = {
     "trackio": "Trackio",
     "otel": "OpenTelemetry",
 }
-"""The trackers of `known`: the class of each by its name."""
+"""The trackers of `services`: the class of each by its name."""
 
 
 def made(name: str) -> Tracker:
@@ -107,8 +107,8 @@ def made(name: str) -> Tracker:
     with the remedy where there is none.
     """
     if name in KNOWN:
-        known = import_module("midflight.trackers.known")
-        return cast("type[Tracker]", getattr(known, KNOWN[name]))()
+        services = import_module("midflight.trackers.services")
+        return cast("type[Tracker]", getattr(services, KNOWN[name]))()
     found = load_entry(name, option="observe.trackers", such_as="my_tracker:MyTracker")
     if not (isinstance(found, type) and issubclass(found, Tracker)):
         raise ConfigError(

@@ -76,7 +76,7 @@ def value_model_of(model: PreTrainedModel, layout: Layout = Layout.PACKED) -> Va
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Judged:
+class ValuedTokens:
     """A step's tokens with advantages, and what the critic learns from: the values that it gave
     when the step began, and the returns. [K]
     """
@@ -103,7 +103,7 @@ class Critic:
         self._ranks = ranks
         self._max_grad_norm = adam.max_grad_norm
 
-    def judge(self, tokens: LossTokens) -> Judged:
+    def judge(self, tokens: LossTokens) -> ValuedTokens:
         """Replaces the reward, which each token carries in place of an advantage, by advantages of
         mean 0 and deviation 1 over the batch.
         """
@@ -119,10 +119,10 @@ class Critic:
         )
         normalised = batch_normalised(advantages).to(tokens.advantage.dtype)
         judged = replace(tokens, advantage=normalised)
-        return Judged(judged, values, returns.to(values.dtype))
+        return ValuedTokens(judged, values, returns.to(values.dtype))
 
     def learn(
-        self, judged: Judged, chosen_of_update: Sequence[Index], *, rate_factor: float
+        self, judged: ValuedTokens, chosen_of_update: Sequence[Index], *, rate_factor: float
     ) -> dict[str, float]:
         """Makes one update for each of the policy's, on the same tokens. Returns measurements by
         name.
@@ -136,7 +136,9 @@ class Critic:
             **_explained(judged.values.double(), judged.returns.double()),
         }
 
-    def _update(self, judged: Judged, chosen: Index, rate_factor: float) -> tuple[float, float]:
+    def _update(
+        self, judged: ValuedTokens, chosen: Index, rate_factor: float
+    ) -> tuple[float, float]:
         """Makes an update. Returns the loss and the norm of the gradient; if either is not finite
         nothing is changed.
         """

@@ -41,7 +41,7 @@ OVER_THE_BATCH: frozenset[Advantage] = frozenset({"reinforce_pp", "gae"})
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class EarlyOptions:
     """What can be done early."""
 
     gradient: bool
@@ -49,7 +49,9 @@ class Ahead:
     reference: bool
 
     @classmethod
-    def of(cls, objective: Objective, scoring: Scoring, *, updates: int, ranks: int) -> Ahead:
+    def of(
+        cls, objective: Objective, scoring: Scoring, *, updates: int, ranks: int
+    ) -> EarlyOptions:
         """What can be done for steps of so many `updates`, by so many `ranks`."""
         if ranks > 1 or scoring.teacher_weight:
             return cls(False, False, False)
@@ -63,7 +65,7 @@ class Ahead:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class EarlyPart:
     """Some groups, and what was done for them."""
 
     tokens: LossTokens
@@ -80,7 +82,7 @@ class Part:
 class EarlyWork:
     """What was done for some tokens of a batch."""
 
-    parts: tuple[tuple[Part, Index, Index], ...] = ()
+    parts: tuple[tuple[EarlyPart, Index, Index], ...] = ()
     """Each part with the indices of its tokens, and where these are in the batch."""
     gradient: bool = False
     """Whether the gradient of these tokens is in the model."""
@@ -126,7 +128,9 @@ class EarlyWork:
         return found
 
 
-def found_in(tokens: LossTokens, parts: Sequence[Part], ahead: Ahead) -> EarlyWork:
+def match_early_work(
+    tokens: LossTokens, parts: Sequence[EarlyPart], ahead: EarlyOptions
+) -> EarlyWork:
     """The parts as they lie in a batch; nothing if one of their groups is not in it exactly as it
     was. `tokens` are those of the batch.
     """
@@ -135,7 +139,7 @@ def found_in(tokens: LossTokens, parts: Sequence[Part], ahead: Ahead) -> EarlyWo
     there = defaultdict[bytes, list[Index]](list)
     for mark, at in _groups(tokens, with_advantage=ahead.gradient):
         there[mark].append(at)
-    found = list[tuple[Part, Index, Index]]()
+    found = list[tuple[EarlyPart, Index, Index]]()
     for part in parts:
         own = list[Index]()
         places = list[Index]()

@@ -80,7 +80,7 @@ class Denominators:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
+class TokenValues:
     """What is known of tokens, without gradient: of a whole (mini-)batch, or of a part of it where
     nothing looks beyond a token. [T]
     """
@@ -206,7 +206,7 @@ class Objective:
     # --- Without gradient -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def factors(self, known: Known, *, progress: float = 0.0) -> Factors:
+    def factors(self, known: TokenValues, *, progress: float = 0.0) -> Factors:
         """`progress`: how far the step is, from 0 to below 1; only the interpolated proximal policy
         depends on it.
         """
@@ -228,7 +228,7 @@ class Objective:
         }
         return Factors(proximal, weight, factor, masked, whole)
 
-    def _proximal(self, known: Known, progress: float) -> Float[Tensor, " T"]:
+    def _proximal(self, known: TokenValues, progress: float) -> Float[Tensor, " T"]:
         if not self.is_interpolated:
             return known.proximal
         age = known.age.to(known.now.dtype)
@@ -242,7 +242,7 @@ class Objective:
             return corrections.self_normalised(weight, mean=weight.mean())
         return weight
 
-    def _all_values(self, known: Known, proximal: Float[Tensor, " T"]) -> Values:
+    def _all_values(self, known: TokenValues, proximal: Float[Tensor, " T"]) -> Values:
         log_rho = log_ratio(proximal, known.behaviour)
         return {
             **self._values(known.now, known, proximal),
@@ -259,7 +259,7 @@ class Objective:
     def token_losses(
         self,
         policy: Float[Tensor, " T"],
-        known: Known,
+        known: TokenValues,
         factors: Factors,
         *,
         entropy: Float[Tensor, " T"] | None = None,
@@ -280,12 +280,12 @@ class Objective:
             loss = loss - self.entropy_coefficient * entropy
         return TokenLosses(loss, *self._clipped(values, known))
 
-    def values(self, policy: Float[Tensor, " T"], known: Known, factors: Factors) -> Values:
+    def values(self, policy: Float[Tensor, " T"], known: TokenValues, factors: Factors) -> Values:
         """What a loss may look at, by name."""
         return {**self._values(policy, known, factors.proximal), **factors.whole}
 
     def _values(
-        self, policy: Float[Tensor, " T"], known: Known, proximal: Float[Tensor, " T"]
+        self, policy: Float[Tensor, " T"], known: TokenValues, proximal: Float[Tensor, " T"]
     ) -> Values:
         log_r = log_ratio(policy, known.behaviour if self.loss.is_bypass else proximal)
         return {
@@ -300,7 +300,7 @@ class Objective:
         }
 
     @torch.no_grad()
-    def _clipped(self, values: Values, known: Known) -> losses.Clipped:
+    def _clipped(self, values: Values, known: TokenValues) -> losses.Clipped:
         """Nowhere, if the objective has no clip that takes a gradient away."""
         if self.loss.formula.clip is None:
             nowhere = torch.zeros_like(known.advantage, dtype=torch.bool)

@@ -14,7 +14,7 @@ from midflight.config.formulas import OBJECTIVE_OPTIONS, OBJECTIVES
 from midflight.config.sections import Config
 from midflight.entries import load_entry
 from midflight.errors import ConfigError, nearest
-from midflight.trainer.objective import PER_TOKEN, WHOLE, Known, Objective, call, parameters
+from midflight.trainer.objective import PER_TOKEN, WHOLE, Objective, TokenValues, call, parameters
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -110,11 +110,11 @@ def _check_names(kind: str, taken: Mapping[str, inspect.Parameter]) -> None:
             )
 
 
-def _made_up() -> Known:
+def _made_up() -> TokenValues:
     """Two rollouts of three tokens, of three versions; one went well and one badly."""
     behaviour = torch.tensor([-0.7, -1.6, -0.2, -2.3, -0.9, -1.2])
     proximal = behaviour + torch.tensor([0.1, -0.2, 0.0, 0.3, -0.1, 0.05])
-    return Known(
+    return TokenValues(
         now=proximal + torch.tensor([0.05, 0.1, -0.02, -0.1, 0.2, 0.0]),
         proximal=proximal,
         behaviour=behaviour,
@@ -167,7 +167,9 @@ def _try_out(kind: str, objective: Objective) -> None:
         )
 
 
-def _called(kind: str, objective: Objective, policy: Tensor, known: Known, part: slice) -> Tensor:
+def _called(
+    kind: str, objective: Objective, policy: Tensor, known: TokenValues, part: slice
+) -> Tensor:
     """The loss of a part of the tokens, as a micro-batch has it."""
     where = torch.arange(len(policy))[part]
     own = replace(

@@ -15,9 +15,9 @@ from torch import Tensor
 from midflight.trainer.credit import components_of
 from midflight.trainer.formulas import diagnostics
 from midflight.trainer.formulas.corrections import log_ratio
-from midflight.trainer.formulas.diagnostics import Observed
+from midflight.trainer.formulas.diagnostics import TokenReadings
 from midflight.trainer.model.ranks import Ranks
-from midflight.trainer.objective import Factors, Known, Objective, TokenLosses
+from midflight.trainer.objective import Factors, Objective, TokenLosses, TokenValues
 from midflight.trainer.tokens import LossTokens
 from midflight.types import PackedBatch, Reason, Version
 
@@ -96,7 +96,7 @@ class StepRecord:
         at: Int[Tensor, " k"],
         factors: Factors,
         found: TokenLosses,
-        known: Known,
+        known: TokenValues,
         objective: Objective,
     ) -> None:
         """Records the readings of a micro-batch. A bypass objective's weight is the ratio
@@ -140,12 +140,14 @@ class StepRecord:
         made = [none_was_made or math.isfinite(norm) for norm in self.norms]
         return float(np.mean(np.compress(made, values)))
 
-    def observed(self, tokens: LossTokens, where: Int[Tensor, " k"]) -> Observed:
+    def observed(self, tokens: LossTokens, where: Int[Tensor, " k"]) -> TokenReadings:
         """The readings of these tokens, as diagnostics take them."""
         proximal, _, weight, below, above, *gone = self.readings[:, where]
         log_rho = log_ratio(proximal, tokens.behaviour[where].double())
         masked = {name: line.bool() for name, line in zip(self.masks, gone, strict=True)}
-        return Observed(log_rho, weight, tokens.rollout[where], below.bool(), above.bool(), masked)
+        return TokenReadings(
+            log_rho, weight, tokens.rollout[where], below.bool(), above.bool(), masked
+        )
 
 
 # --- The report -----------------------------------------------------------------------------------

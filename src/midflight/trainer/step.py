@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 
 from midflight.errors import RunFailed
 from midflight.trainer.critic import Critic
-from midflight.trainer.early import Ahead, EarlyWork, Part, found_in
+from midflight.trainer.early import EarlyOptions, EarlyPart, EarlyWork, match_early_work
 from midflight.trainer.formulas import diagnostics
 from midflight.trainer.model.microbatch import Index, MicroBatch
 from midflight.trainer.model.passes import Passes
 from midflight.trainer.model.ranks import Ranks
-from midflight.trainer.objective import Denominators, Factors, Known, Objective, count_tokens
+from midflight.trainer.objective import Denominators, Factors, Objective, TokenValues, count_tokens
 from midflight.trainer.optimizer import Adam, clear_gradients, clipped_step, scale_gradients
 from midflight.trainer.report import StepRecord, StepReport, report_of, token_metrics
 from midflight.trainer.schedule import Schedule
@@ -71,10 +71,10 @@ class Update:
         """The places of the tokens `at` among the chosen ones."""
         return torch.searchsorted(self.where, at)
 
-    def known(self, now: Tensor, proximal: Tensor, at: Tensor) -> Known:
+    def known(self, now: Tensor, proximal: Tensor, at: Tensor) -> TokenValues:
         """What is known of the tokens `at`; `now` and `proximal` are theirs already."""
         t = self.tokens
-        return Known(
+        return TokenValues(
             now=now,
             proximal=proximal,
             behaviour=t.behaviour[at],
@@ -100,7 +100,7 @@ class Stepper:
         optimizer: AdamW,
         adam: Adam,
         schedule: Schedule,
-        ahead: Ahead,
+        ahead: EarlyOptions,
         rules: StepRules,
         ranks: Ranks,
     ) -> None:
@@ -118,7 +118,7 @@ class Stepper:
         self._ahead = ahead
         self._rules = rules
         self._ranks = ranks
-        self._begun: list[Part] = []
+        self._begun: list[EarlyPart] = []
 
     def learning_rate(self, number: int) -> float:
         """The learning rate of step 0, 1, 2, ..."""
@@ -149,7 +149,7 @@ class Stepper:
             counts = count_tokens(tokens.rollout, num_rollouts=tokens.num_rollouts)
             ones = replace(counts, num_tokens=1, num_rollouts=1)
             loss = float(self._add(update, everything, None, record, over=ones))
-        self._begun.append(Part(tokens, record, loss, proximal, reference))
+        self._begun.append(EarlyPart(tokens, record, loss, proximal, reference))
 
     def take(
         self, batch: PackedBatch, tokens: LossTokens, *, number: int, version: Version
@@ -188,7 +188,7 @@ class Stepper:
     ) -> StepRecord:
         num_updates = self._rules.updates_per_step
         record = self._new_record(tokens)
-        begun = found_in(tokens, self._begun, self._ahead)
+        begun = match_early_work(tokens, self._begun, self._ahead)
         self._begun = []
         begun.note(record)
         proximal = None

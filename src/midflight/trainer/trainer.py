@@ -15,7 +15,7 @@ from midflight.config.sections import Config
 from midflight.errors import RunFailed
 from midflight.trainer.credit import Scoring, scoring_of
 from midflight.trainer.critic import Critic, Valuation, value_model_of
-from midflight.trainer.early import Ahead
+from midflight.trainer.early import EarlyOptions
 from midflight.trainer.model.layers import compile_layers, recompute_activations
 from midflight.trainer.model.microbatch import Layout
 from midflight.trainer.model.passes import Passes
@@ -144,7 +144,7 @@ class PolicyTrainer:
             optimizer=self.optimizer,
             adam=adam,
             schedule=schedule,
-            ahead=Ahead.of(
+            ahead=EarlyOptions.of(
                 objective, scoring, updates=rules.updates_per_step, ranks=self.ranks.size
             ),
             rules=rules,

@@ -322,7 +322,7 @@ class _StoredRow(msgspec.Struct, array_like=True, frozen=True):
     role: str = ""
 
 
-class Scored(msgspec.Struct, array_like=True, frozen=True):
+class RewardParts(msgspec.Struct, array_like=True, frozen=True):
     """The parts of a trajectory's reward, and the values that were given beside it."""
 
     components: dict[str, float]
@@ -341,7 +341,7 @@ class _StoredTask(msgspec.Struct, frozen=True, omit_defaults=True):
 
 _ROWS = msgspec.msgpack.Decoder(tuple[_StoredRow, ...])
 _TURN = msgspec.msgpack.Decoder(Turn)
-_SCORED = msgspec.msgpack.Decoder(Scored)
+_SCORED = msgspec.msgpack.Decoder(RewardParts)
 _TASK = msgspec.msgpack.Decoder(_StoredTask)
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -371,13 +371,13 @@ def columns(of: Trajectory) -> tuple[Value, ...]:
 
 def encode_scored(of: Trajectory) -> bytes:
     return _encode(
-        Scored(
+        RewardParts(
             dict(of.components), dict(of.metrics), of.turn_rewards, dict(of.fields), dict(of.roles)
         )
     )
 
 
-def decode_scored(blob: bytes) -> Scored:
+def decode_scored(blob: bytes) -> RewardParts:
     return _SCORED.decode(blob)
 
 

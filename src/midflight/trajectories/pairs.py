@@ -305,7 +305,7 @@ def remove_left(disk: Path, *, but: Path) -> Sequence[Path]:
     return gone
 
 
-class _Made(msgspec.Struct, frozen=True):
+class _StepCount(msgspec.Struct, frozen=True):
     num_steps: int = 0
 
 
@@ -314,7 +314,7 @@ def _num_steps(folder: Path) -> int:
     with suppress(OSError, UnicodeDecodeError, msgspec.DecodeError):
         checkpoint = root / (root / "latest").read_text().strip()
         state = (checkpoint / "state.json").read_bytes()
-        return msgspec.json.decode(state, type=_Made).num_steps
+        return msgspec.json.decode(state, type=_StepCount).num_steps
     return 0
 
 

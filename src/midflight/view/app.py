@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from midflight.archive.runs import ArchivedRun
 from midflight.errors import MidflightError
-from midflight.view import looks
-from midflight.view.guard import OnlyWithToken
+from midflight.view import widgets
+from midflight.view.guard import TokenGuard
 from midflight.view.pages import conversation, groups, ledger, overview, run, time
-from midflight.view.visit import Shelf, Visit
+from midflight.view.visit import PageRequest, RunFolders
 from midflight.wire.hosts import guarded, is_loopback
 
 LOOKS = {"auto": None, "light": False, "dark": True}
@@ -43,7 +43,7 @@ class Page:
 
     name: str
     title: str
-    draw: Callable[[Visit], Awaitable[None] | None]
+    draw: Callable[[PageRequest], Awaitable[None] | None]
     in_menu: bool = True
 
 
@@ -57,7 +57,7 @@ PAGES = (
 
 
 def build(
-    shelf: Shelf, *, host: str, names: Collection[str] = (), token: str | None = None
+    shelf: RunFolders, *, host: str, names: Collection[str] = (), token: str | None = None
 ) -> FastAPI:
     """The application. With a token it shows nothing to requests that do not bring it. On loopback
     it answers to the names of loopback and `names`.
@@ -72,7 +72,7 @@ def build(
         async def draw() -> None:
             runs = shelf.runs()
             if len(runs) == 1:
-                visit = Visit(runs[0], runs, dict(request.query_params))
+                visit = PageRequest(runs[0], runs, dict(request.query_params))
                 await _page(pages["run"], visit, request)
             else:
                 with _frame(None, runs, "Runs", request):
@@ -86,7 +86,7 @@ def build(
             chosen = shelf.run(slug)
             if page not in pages:
                 raise MidflightError(f"there is no page {page!r}; there are {', '.join(pages)}.")
-            visit = Visit(chosen, shelf.runs(), dict(request.query_params))
+            visit = PageRequest(chosen, shelf.runs(), dict(request.query_params))
             await _page(pages[page], visit, request)
 
         await _told(draw, request)
@@ -104,7 +104,7 @@ def build(
         gzip_middleware_factory=compressing,
     )
     if token is not None:
-        app.add_middleware(OnlyWithToken, token=token)
+        app.add_middleware(TokenGuard, token=token)
     app.add_middleware(_Hosts, host=host, names=names)
     return app
 
@@ -156,7 +156,7 @@ async def _told(draw: Callable[[], Awaitable[None]], request: Request) -> None:
             "not touched.",
             request,
         )
-    ui.add_body_html(looks.at_first(ui.context.client.content, look=_look(request)))
+    ui.add_body_html(widgets.at_first(ui.context.client.content, look=_look(request)))
 
 
 def _look(request: Request) -> str:
@@ -164,7 +164,7 @@ def _look(request: Request) -> str:
     return look if look in LOOKS else "auto"
 
 
-async def _page(page: Page, visit: Visit, request: Request) -> None:
+async def _page(page: Page, visit: PageRequest, request: Request) -> None:
     visit.run.journal()  # so that a run that is gone gives the same error on every page
     with _frame(visit, visit.runs, page.title, request):
         drawn = page.draw(visit)
@@ -181,12 +181,12 @@ def _problem(title: str, text: str, request: Request) -> None:
 
 
 def _frame(
-    visit: Visit | None, runs: tuple[ArchivedRun, ...], title: str, request: Request
+    visit: PageRequest | None, runs: tuple[ArchivedRun, ...], title: str, request: Request
 ) -> ui.element:
     """Draws head and menu. The page is drawn inside the element that it returns."""
     look = _look(request)
     ui.dark_mode(LOOKS[look])
-    ui.add_head_html(f"<style>{looks.STYLE}</style>")
+    ui.add_head_html(f"<style>{widgets.STYLE}</style>")
     ui.page_title(f"{title} · {visit.run.slug} · Midflight" if visit else f"{title} · Midflight")
     here = request.url.path
     if request.url.query:
@@ -213,7 +213,7 @@ def _frame(
     return main
 
 
-def _choice(visit: Visit, title: str) -> None:
+def _choice(visit: PageRequest, title: str) -> None:
     """Links to the same page of the other runs."""
     page = next(page.name for page in PAGES if page.title == title)
     others = [other for other in visit.runs if other.slug != visit.run.slug]

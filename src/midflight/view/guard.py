@@ -19,7 +19,7 @@ _ASKS = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="view
 <form><label>Token <input name="token" type="password" autofocus></label> <button>Look</button></form></html>"""
 
 
-class OnlyWithToken:
+class TokenGuard:
     """Passes on requests that bring the token as `?token=`, which a cookie then replaces, as a
     cookie, or as a bearer. Any other request gets a form.
     """

@@ -7,7 +7,7 @@ from itertools import chain, pairwise
 from typing import Any, TypeAlias
 
 from midflight.archive.runs import ArchivedRun, differences
-from midflight.observe.history import PastLines
+from midflight.observe.history import JournalHistory
 from midflight.observe.lines import StepLine
 from midflight.observe.named import named
 from midflight.observe.plot import MOVING_STEPS, moving_average
@@ -140,7 +140,7 @@ def thinned(points: Points) -> Points:
 # --- One run --------------------------------------------------------------------------------------
 
 
-def of_run(past: PastLines) -> list[Panel]:
+def of_run(past: JournalHistory) -> list[Panel]:
     """The charts in the order of the page. What was never measured has no chart."""
     steps = past.steps
     found = [
@@ -179,7 +179,7 @@ def of_run(past: PastLines) -> list[Panel]:
     return [panel for panel in found if panel is not None]
 
 
-def _reward(past: PastLines) -> Panel | None:
+def _reward(past: JournalHistory) -> Panel | None:
     lines = Chart()
     rewards = _by_key(past.steps, lambda step: step.reward_by_source)
     scores: defaultdict[str, Points] = defaultdict(list)
@@ -291,7 +291,7 @@ def _in_bars(counts: Mapping[int, int], lows: range) -> list[int]:
     return numbers
 
 
-def idle_shares(past: PastLines) -> dict[str, Points]:
+def idle_shares(past: JournalHistory) -> dict[str, Points]:
     """The share of the time since the step before in which one was idle because of the other, by
     `who for whom`.
     """
@@ -308,7 +308,7 @@ def idle_shares(past: PastLines) -> dict[str, Points]:
     return dict(found)
 
 
-def _idle(past: PastLines) -> Panel | None:
+def _idle(past: JournalHistory) -> Panel | None:
     shares = idle_shares(past)
     recent: dict[str, float] = {}
     for name, points in shares.items():

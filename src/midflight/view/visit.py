@@ -11,7 +11,7 @@ from midflight.archive.runs import ArchivedRun, is_run, open_runs, runs_under
 from midflight.errors import NoRun, nearest
 
 
-class Shelf:
+class RunFolders:
     """The runs that a viewer shows: the folders that were given, and the runs that appear below
     those that are no runs themselves.
     """
@@ -54,7 +54,7 @@ class Shelf:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class PageRequest:
     """One page that somebody looks at. All its filters are in its address, so that links and
     reloads keep them.
     """

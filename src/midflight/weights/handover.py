@@ -16,7 +16,7 @@ from midflight.errors import EngineError, EngineUnavailable, WeightsCorrupt
 from midflight.ports import BY_COST, Engine, EngineFleet, pause_mode, verified_pause
 from midflight.types import Attestation, Capabilities, PauseMode, Version, WeightManifest
 from midflight.types.facts import Record, WeightsCommitted
-from midflight.weights.turns import Barrier, Turnstile
+from midflight.weights.turnstile import Barrier, Turnstile
 
 OWNER = "handover"
 """The owner's name of the handover's holds."""

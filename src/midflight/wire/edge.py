@@ -180,7 +180,7 @@ class RequireToken:
 # --- Bodies ---------------------------------------------------------------------------------------
 
 
-class _Incoming:
+class _BodyBytes:
     """The bytes of all bodies that are not whole yet."""
 
     num_bytes = 0
@@ -204,7 +204,7 @@ async def read_body(receive: Receive, *, declared: bytes | None = None) -> bytes
                 raise ClientGone
             part = message.get("body", b"")
             size += len(part)
-            _Incoming.num_bytes += len(part)
+            _BodyBytes.num_bytes += len(part)
             _check_room(size)
             is_last = not message.get("more_body", False)
             if is_last and not parts:
@@ -213,7 +213,7 @@ async def read_body(receive: Receive, *, declared: bytes | None = None) -> bytes
             if is_last:
                 return b"".join(parts)
     finally:
-        _Incoming.num_bytes -= size
+        _BodyBytes.num_bytes -= size
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
@@ -243,7 +243,7 @@ def _num_bytes(declared: bytes) -> int:
 def _check_room(size: int) -> None:
     if size > MAX_BODY_BYTES:
         raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes: send less at once.")
-    if _Incoming.num_bytes > MAX_INCOMING_BYTES:
+    if _BodyBytes.num_bytes > MAX_INCOMING_BYTES:
         raise Overloaded(
             f"more than {MAX_INCOMING_BYTES} bytes of bodies are on their way, the most allowed: "
             "send yours again later."

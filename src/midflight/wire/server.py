@@ -59,7 +59,7 @@ async def serve_app(
     process.
     """
     config = uvicorn.Config(
-        _Answered(app),
+        _CancelSafeApp(app),
         lifespan="off",
         log_config=None,
         http=_ClientConnection,
@@ -95,7 +95,7 @@ def _failed(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
-class _Answered:
+class _CancelSafeApp:
     """The application, with an answer for requests that are cancelled before theirs has begun."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -105,7 +105,7 @@ class _Answered:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        sending = _Sending(send)
+        sending = _TrackedSend(send)
         try:
             await self._app(scope, receive, sending)
         except asyncio.CancelledError:
@@ -115,7 +115,7 @@ class _Answered:
             raise
 
 
-class _Sending:
+class _TrackedSend:
     """The server's `send`, which also sends more of an answer from outside the task that
     answers.
     """

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from midflight.config.sections import EngineSection
-from midflight.engines.servers.command import INSIDE, Command, Served, server_command
+from midflight.engines.servers.command import INSIDE, Command, ServedModel, server_command
 
 PYTHON = Path("/venv/bin/python")
-MODEL = Served(Path("/models/small"), "policy", "float32", max_context=2048, kv_bytes_per_token=65536, version=3)
+MODEL = ServedModel(Path("/models/small"), "policy", "float32", max_context=2048, kv_bytes_per_token=65536, version=3)
 ALWAYS = {"PYTHONPATH": str(INSIDE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 

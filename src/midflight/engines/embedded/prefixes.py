@@ -33,7 +33,7 @@ class PrefixRoom(NamedTuple):
     """
 
 
-class Computed(Protocol):
+class SpanState(Protocol):
     """What a runner keeps of a span of tokens, outside its slots."""
 
     @property
@@ -45,7 +45,7 @@ class Computed(Protocol):
         """
         ...
 
-    def cut(self, start: int, end: int) -> "Computed":
+    def cut(self, start: int, end: int) -> "SpanState":
         """The same for tokens [start, end) of the span, in memory of its own."""
         ...
 
@@ -55,7 +55,7 @@ class KeepsSpans(Protocol):
 
     @property
     def keeps_states(self) -> bool: ...
-    def take(self, slot: int, *, start: int, end: int, at_end: bool) -> Computed:
+    def take(self, slot: int, *, start: int, end: int, at_end: bool) -> SpanState:
         """Copies what is stored for tokens [start, end) of the sequence in the slot. `at_end`: the
         sequence has no more tokens now, so that its state is the state behind them.
         """
@@ -71,7 +71,7 @@ class KeepsSpans(Protocol):
 @dataclass(slots=True, eq=False)
 class _Span:
     tokens: Ints
-    computed: Computed
+    computed: SpanState
     version: Version
     """The oldest weights that any of its keys was made under."""
     experts: UInt8 | None
@@ -195,7 +195,7 @@ class Prefixes:
         return first
 
     def _grow(
-        self, parent: _Span | None, tokens: Ints, computed: Computed, version: Version
+        self, parent: _Span | None, tokens: Ints, computed: SpanState, version: Version
     ) -> _Span:
         span = _Span(tokens, computed, version, None, parent)
         self._siblings(span)[int(tokens[0])] = span

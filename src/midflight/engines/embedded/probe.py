@@ -2,7 +2,7 @@
 loaded, and the model is served in the first way that is right.
 
 Plain families go without their modules (`PlainRunner`). Sequences share steps and slots where that
-is right (`Runner`), else each goes alone (`LoneRunner`). Where nothing that the model keeps can be
+is right (`Runner`), else each goes alone (`SequentialRunner`). Where nothing that the model keeps can be
 used, the whole sequence is computed for each token (`WholeRunner`). A model for which nothing is
 right is refused by name. The trial covers prefill at once and in parts, a prefix copied to another
 slot, decodes of several slots with a free one between them, a slot that is used again, and scores
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from midflight.engines.embedded.lone import LoneRunner
 from midflight.engines.embedded.plain import PlainRunner
 from midflight.engines.embedded.prefixes import KeepsSpans
 from midflight.engines.embedded.runner import Runner, StepBatch
 from midflight.engines.embedded.scoring import token_logprobs
+from midflight.engines.embedded.sequential import SequentialRunner
 from midflight.engines.embedded.whole import AnyRunner, WholeRunner
 from midflight.errors import ConfigError
 from midflight.models.plain import is_plain
@@ -215,7 +215,7 @@ def _runner(
     if manner.whole:
         return WholeRunner(model)
     if manner.lone:
-        return LoneRunner(model, serial=manner.serial)
+        return SequentialRunner(model, serial=manner.serial)
     if manner.plain:
         return PlainRunner(model, max_running=max_running, max_context=max_context, packs=packs)
     return Runner(model, max_running=max_running, max_context=max_context, serial=manner.serial)

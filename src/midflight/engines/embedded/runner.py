@@ -225,7 +225,7 @@ class Runner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpanOfSlot:
-    """Implements `Computed`."""
+    """Implements `SpanState`."""
 
     stretch: Stretch
     states: Mapping[Key, Tensor] | None

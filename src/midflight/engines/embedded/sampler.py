@@ -217,7 +217,7 @@ class SamplingBatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sampled:
+class SampledIds:
     """What was chosen for R rows, and the likeliest ids of each: at most W, likeliest first (ties:
     lower id), filled up with id -1.
     """
@@ -234,12 +234,12 @@ class Sampled:
     do not ask; empty where none does.
     """
 
-    def of(self, rows: NDArray[np.bool_]) -> Sampled:
+    def of(self, rows: NDArray[np.bool_]) -> SampledIds:
         """The same for the rows [R] that are true."""
         if rows.all():
             return self
         kept = tuple(itertools.compress(self.kept, rows.tolist()))
-        return Sampled(
+        return SampledIds(
             self.token_ids[rows],
             self.logprobs[rows],
             self.top_ids[rows],
@@ -248,7 +248,7 @@ class Sampled:
         )
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
+def sample(logits: Tensor, batch: SamplingBatch) -> SampledIds:
     """Samples from logits [R, V]. All log-probabilities are of the distribution sampled: after
     adjustments, temperature and truncation, renormalised.
 
@@ -258,7 +258,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     num, vocab_size = logits.shape
     rows = max(1, _AT_ONCE // vocab_size) if logits.device.type == "cpu" else num
     if num > rows:
-        parts: list[Sampled] = []
+        parts: list[SampledIds] = []
         for start in range(0, num, rows):
             stop = start + rows
             parts.append(sample(logits[start:stop], batch.part(start, stop)))
@@ -286,7 +286,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
         top_ids = np.empty((len(log_p), 0), np.int64)
         top_logprobs = np.empty((len(log_p), 0))
     kept = _kept(log_p, batch.wants_kept) if batch.wants_kept is not None else ()
-    return Sampled(token_ids.cpu().numpy(), logprobs, top_ids, top_logprobs, kept)
+    return SampledIds(token_ids.cpu().numpy(), logprobs, top_ids, top_logprobs, kept)
 
 
 _AT_ONCE = 2**17
@@ -295,8 +295,8 @@ megabytes.
 """
 
 
-def _together(parts: list[Sampled]) -> Sampled:
-    """One `Sampled` of several, the columns of the likeliest ids padded to the widest."""
+def _together(parts: list[SampledIds]) -> SampledIds:
+    """One `SampledIds` of several, the columns of the likeliest ids padded to the widest."""
     width = max(part.top_ids.shape[1] for part in parts)
     top_ids: list[Ints] = []
     top_logprobs: list[NDArray[np.float64]] = []
@@ -304,7 +304,7 @@ def _together(parts: list[Sampled]) -> Sampled:
         padding = ((0, 0), (0, width - part.top_ids.shape[1]))
         top_ids.append(np.pad(part.top_ids, padding, constant_values=-1))
         top_logprobs.append(np.pad(part.top_logprobs, padding))
-    return Sampled(
+    return SampledIds(
         np.concatenate([part.token_ids for part in parts]),
         np.concatenate([part.logprobs for part in parts]),
         np.concatenate(top_ids),

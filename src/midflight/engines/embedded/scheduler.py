@@ -15,7 +15,7 @@ from midflight.engines.embedded.experts import ExpertRecords
 from midflight.engines.embedded.guesses import guess
 from midflight.engines.embedded.prefixes import Prefixes, PrefixRoom
 from midflight.engines.embedded.runner import StepBatch
-from midflight.engines.embedded.sampler import Masks, Sampled, sample
+from midflight.engines.embedded.sampler import Masks, SampledIds, sample
 from midflight.engines.embedded.table import SlotTable, Submission
 from midflight.engines.embedded.threads import StepThreads
 from midflight.engines.embedded.whole import AnyRunner
@@ -499,7 +499,7 @@ class Scheduler:
         )
 
 
-def _nothing_sampled() -> Sampled:
+def _nothing_sampled() -> SampledIds:
     no_ids = np.empty(0, dtype=np.int64)
     no_logprobs = np.empty(0)
-    return Sampled(no_ids, no_logprobs, no_ids.reshape(0, 0), no_logprobs.reshape(0, 0))
+    return SampledIds(no_ids, no_logprobs, no_ids.reshape(0, 0), no_logprobs.reshape(0, 0))

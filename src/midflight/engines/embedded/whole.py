@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from midflight.engines.embedded.lone import LoneRunner, WholeCache
 from midflight.engines.embedded.runner import Runner, StepBatch
+from midflight.engines.embedded.sequential import SequentialRunner, WholeCache
 
 
 class WholeRunner:
@@ -74,4 +74,4 @@ class WholeRunner:
         return min(runs)
 
 
-AnyRunner: TypeAlias = Runner | LoneRunner | WholeRunner
+AnyRunner: TypeAlias = Runner | SequentialRunner | WholeRunner

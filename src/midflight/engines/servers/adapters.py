@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 from midflight import types
 from midflight.engines.servers.engine import ServerEngine
-from midflight.engines.servers.server import Found, Server, ServerClient, part
+from midflight.engines.servers.server import Server, ServerClient, ServerDescription, part
 from midflight.engines.servers.staged import ADAPTER_PREFIX, adapter_version
 
 
@@ -108,7 +108,7 @@ class AdapterEngine(ServerEngine):
                     await self._attach()
         return self.reading()
 
-    async def _give_live_weights(self, found: Found) -> None:
+    async def _give_live_weights(self, found: ServerDescription) -> None:
         """Drops all that an earlier companion left at the server, because its requests are gone,
         and loads the live version.
         """

@@ -40,7 +40,7 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """The model as the server is to serve it. `dtype` is torch's name. `kv_bytes_per_token` counts
     all layers.
     """
@@ -64,7 +64,12 @@ class Served:
 
 
 def server_command(
-    engine: EngineSection, model: Served, *, python: Path, port: int, inherited: Mapping[str, str]
+    engine: EngineSection,
+    model: ServedModel,
+    *,
+    python: Path,
+    port: int,
+    inherited: Mapping[str, str],
 ) -> Command:
     """The command of a server on this machine at `HOST`: the first of `engine.servers`, where there
     are any. It starts from the environment `inherited`.
@@ -102,7 +107,7 @@ def _parallel(kind: str, server: ServerSection) -> Sequence[str]:
 
 
 def _vllm(
-    engine: EngineSection, model: Served, port: int
+    engine: EngineSection, model: ServedModel, port: int
 ) -> tuple[Sequence[str], Mapping[str, str]]:
     words = ["vllm.entrypoints.openai.api_server"]
     words += ["--model", str(model.folder), "--served-model-name", model.name]
@@ -160,7 +165,7 @@ def _vllm(
 
 
 def _sglang(
-    engine: EngineSection, model: Served, port: int
+    engine: EngineSection, model: ServedModel, port: int
 ) -> tuple[Sequence[str], Mapping[str, str]]:
     words = ["sglang.launch_server"]
     words += ["--model-path", str(model.folder), "--served-model-name", model.name]

@@ -20,9 +20,9 @@ from midflight.engines.requests import check_features, check_request
 from midflight.engines.servers.direct import DirectWay
 from midflight.engines.servers.server import (
     Attempt,
-    Found,
     Server,
     ServerClient,
+    ServerDescription,
     ServerRequest,
     Works,
     check_same_model,
@@ -94,7 +94,7 @@ class ServerEngine:
         self._first = self._area.begin(version)
         self._live = self._first
         self._next: StagedFolder | None = None
-        self._found: Found | None = None
+        self._found: ServerDescription | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._running: dict[ServerRequest, None] = {}
         self._control = asyncio.Lock()
@@ -532,7 +532,7 @@ class ServerEngine:
         else:
             await self._server.pause(self._client, mode_at_server(self._paused))
 
-    async def _give_live_weights(self, found: Found) -> None:
+    async def _give_live_weights(self, found: ServerDescription) -> None:
         """Gives the server the live weights, in a pause. It gives only a label if the server has
         just started from our model's folder and these weights are still live.
         """

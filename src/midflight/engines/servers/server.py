@@ -260,7 +260,7 @@ class EventReader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ServerDescription:
     """What a server said about itself when it was attached."""
 
     capabilities: Capabilities
@@ -304,7 +304,7 @@ class Server(Protocol):
         """
         ...
 
-    async def attach(self, client: ServerClient) -> Found:
+    async def attach(self, client: ServerClient) -> ServerDescription:
         """Ends a pause that was left, and asks the server what it is and can. `EngineError` names
         what is wrong with the server: it is of another kind, too old, or started without what we
         need.

@@ -17,8 +17,8 @@ import msgspec
 from midflight.engines.servers.releases import Releases
 from midflight.engines.servers.server import (
     EventTokens,
-    Found,
     ServerClient,
+    ServerDescription,
     ServerRequest,
     number,
     part,
@@ -268,7 +268,7 @@ class SglangServer:
         """Those of the step that is under way, which it does not count by itself."""
         return 0 if self._counts_steps else self.steps_under_way
 
-    async def attach(self, client: ServerClient) -> Found:
+    async def attach(self, client: ServerClient) -> ServerDescription:
         paths = await client.paths()
         if "/server_info" not in paths:
             raise EngineError(
@@ -293,7 +293,7 @@ class SglangServer:
             running = _number_of(info, "max_running_requests")
         features = self._features(settings)
         self._room = min(_number_of(info, "max_req_input_len"), self._max_context)
-        return Found(
+        return ServerDescription(
             num_workers=_workers(settings),
             caution=caution,
             capabilities=Capabilities(

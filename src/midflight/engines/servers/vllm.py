@@ -20,8 +20,8 @@ from midflight.engines.servers.command import INSIDE
 from midflight.engines.servers.releases import Releases
 from midflight.engines.servers.server import (
     EventTokens,
-    Found,
     ServerClient,
+    ServerDescription,
     ServerRequest,
     number,
     part,
@@ -209,7 +209,7 @@ class VllmServer:
         self._seeds = False
         """Whether noise is a function of seed and position, so that it survives a resume."""
 
-    async def attach(self, client: ServerClient) -> Found:
+    async def attach(self, client: ServerClient) -> ServerDescription:
         paths = await client.paths()
         if "/version" not in paths:
             raise EngineError(
@@ -237,7 +237,7 @@ class VllmServer:
         features = set(_FEATURES)
         if await _says_yes(client, "midflight_grammars"):
             features.add(types.Feature.GRAMMARS)
-        return Found(
+        return ServerDescription(
             num_workers=num_workers,
             caution=caution,
             capabilities=types.Capabilities(

@@ -23,9 +23,9 @@ from midflight.config.agents import SandboxSection
 from midflight.environments.sandboxes.port import (
     PYTHON,
     Box,
-    Furnished,
-    Limited,
-    Ran,
+    BoxSetup,
+    LimitedProcess,
+    ProgramResult,
     checked,
     packed,
 )
@@ -92,12 +92,12 @@ class Bubblewrap:
 
     async def python(
         self, code: str, *, files: Mapping[str, str | bytes] = {}, stdin: str = ""
-    ) -> Ran:
+    ) -> ProgramResult:
         return await self.run(PYTHON, files={**files, "main.py": code}, stdin=stdin)
 
     async def run(
         self, command: Sequence[str], *, files: Mapping[str, str | bytes] = {}, stdin: str = ""
-    ) -> Ran:
+    ) -> ProgramResult:
         with ExitStack() as stack:
             passed: list[BinaryIO] = []
             given: list[tuple[str, int]] = []
@@ -110,15 +110,17 @@ class Bubblewrap:
             return await self.ended(words, stdin, passed=passed)
 
     @asynccontextmanager
-    async def opened(self, furnished: Furnished) -> AsyncGenerator[Box]:
+    async def opened(self, furnished: BoxSetup) -> AsyncGenerator[Box]:
         yield LocalBox(self._limits, furnished)
 
     def within(self, folders: Sequence[str]) -> list[str]:
         """Everything before the words of a program that writes to these folders too."""
         return self._words([], folders)
 
-    async def ended(self, words: Sequence[str], stdin: str, *, passed: Sequence[BinaryIO]) -> Ran:
-        """Waits for the end of a process that gets these files open. It ends as `Limited` says."""
+    async def ended(
+        self, words: Sequence[str], stdin: str, *, passed: Sequence[BinaryIO]
+    ) -> ProgramResult:
+        """Waits for the end of a process that gets these files open. It ends as `LimitedProcess` says."""
         process = await asyncio.create_subprocess_exec(
             *words,
             stdin=asyncio.subprocess.PIPE,
@@ -127,7 +129,7 @@ class Bubblewrap:
             pass_fds=[file.fileno() for file in passed],
             env={},
         )
-        limited = Limited(
+        limited = LimitedProcess(
             process, self._limits, held=lambda: resident(process.pid), kill=lambda: kill(process)
         )
         return await limited.ended(stdin)
@@ -201,7 +203,7 @@ class LocalBox:
     ended leaves nothing.
     """
 
-    def __init__(self, limits: SandboxSection, furnished: Furnished) -> None:
+    def __init__(self, limits: SandboxSection, furnished: BoxSetup) -> None:
         self._limits = limits
         self._folders = furnished.folders
         self._start = furnished.start
@@ -214,7 +216,7 @@ class LocalBox:
         files: Mapping[str, str | bytes] = {},
         stdin: str = "",
         seconds: float | None = None,
-    ) -> Ran:
+    ) -> ProgramResult:
         limits = self._limits.model_copy(update={"seconds": seconds or self._limits.seconds})
         sandbox = Bubblewrap(limits)
         if files:

@@ -16,7 +16,7 @@ from uuid import uuid4
 from midflight.config.agents import SandboxSection
 from midflight.entries import package
 from midflight.environments.agents import in_thread
-from midflight.environments.sandboxes.port import Furnished
+from midflight.environments.sandboxes.port import BoxSetup
 from midflight.errors import SandboxUnavailable
 
 IMAGE = "python:3.12-slim"
@@ -35,7 +35,7 @@ class Maker:
     package: str
     keys: tuple[str, ...]
     """The environment variables that its client needs."""
-    box: Callable[[SandboxSection, Furnished], AbstractAsyncContextManager[Shell]]
+    box: Callable[[SandboxSection, BoxSetup], AbstractAsyncContextManager[Shell]]
     remedy: str
 
     def client(self, extra: str) -> Any:
@@ -53,7 +53,7 @@ class Maker:
 
 
 @asynccontextmanager
-async def docker_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerator[Shell]:
+async def docker_box(section: SandboxSection, furnished: BoxSetup) -> AsyncGenerator[Shell]:
     """A container. Where it is furnished it runs as its image's user, and otherwise as nobody, who
     may write only to its `/tmp`.
     """
@@ -109,7 +109,7 @@ async def docker_box(section: SandboxSection, furnished: Furnished) -> AsyncGene
 
 
 @asynccontextmanager
-async def e2b_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerator[Shell]:
+async def e2b_box(section: SandboxSection, furnished: BoxSetup) -> AsyncGenerator[Shell]:
     """A machine of its own. Its processors and its memory are those of the template."""
     e2b = package("e2b", extra="e2b")
     template = furnished.image or section.image or None
@@ -132,7 +132,7 @@ async def e2b_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerat
 
 
 @asynccontextmanager
-async def daytona_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerator[Shell]:
+async def daytona_box(section: SandboxSection, furnished: BoxSetup) -> AsyncGenerator[Shell]:
     """A container of an image, with whole GiB of memory and disk. A box that is stopped is
     deleted.
     """
@@ -162,7 +162,7 @@ async def daytona_box(section: SandboxSection, furnished: Furnished) -> AsyncGen
 
 
 @asynccontextmanager
-async def modal_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerator[Shell]:
+async def modal_box(section: SandboxSection, furnished: BoxSetup) -> AsyncGenerator[Shell]:
     """A container of an image, in the app `midflight`."""
     modal = package("modal", extra="modal")
     app = await modal.App.lookup.aio("midflight", create_if_missing=True)

@@ -19,7 +19,7 @@ Ended = Literal["time", "memory", "output"]
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class ProgramResult:
     """How a program ended, and what it wrote."""
 
     status: int | None
@@ -45,7 +45,7 @@ class Sandbox(Protocol):
 
     async def run(
         self, command: Sequence[str], *, files: Mapping[str, str | bytes] = ..., stdin: str = ""
-    ) -> Ran:
+    ) -> ProgramResult:
         """Runs a program, and waits for its end. A limit or cancellation ends it too, after which
         nothing of it runs any more.
 
@@ -57,7 +57,7 @@ class Sandbox(Protocol):
 
     async def python(
         self, code: str, *, files: Mapping[str, str | bytes] = ..., stdin: str = ""
-    ) -> Ran:
+    ) -> ProgramResult:
         """Runs a Python program in the same way, with this interpreter's packages where the sandbox
         has them.
         """
@@ -76,7 +76,7 @@ class Box(Protocol):
         files: Mapping[str, str | bytes] = ...,
         stdin: str = "",
         seconds: float | None = None,
-    ) -> Ran:
+    ) -> ProgramResult:
         """Runs a program as a sandbox does. `files` are put there before, by absolute path.
         `seconds` takes the place of the section's limit.
         """
@@ -84,7 +84,7 @@ class Box(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Furnished:
+class BoxSetup:
     """What a box begins with."""
 
     folders: Sequence[str] = ()
@@ -105,7 +105,7 @@ class Furnished:
 class LastingSandbox(Sandbox, Protocol):
     """A sandbox that has boxes too."""
 
-    def opened(self, furnished: Furnished) -> AbstractAsyncContextManager[Box]:
+    def opened(self, furnished: BoxSetup) -> AbstractAsyncContextManager[Box]:
         """Gives a box, which is there within the context. `SandboxLost` if none can be had."""
         ...
 
@@ -135,7 +135,7 @@ def checked(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
     return {name: text.encode() if isinstance(text, str) else text for name, text in files.items()}
 
 
-class Limited:
+class LimitedProcess:
     """A process with three pipes that was just started, under its limits."""
 
     def __init__(
@@ -155,7 +155,7 @@ class Limited:
         self._kill = kill
         self._why: Ended | None = None
 
-    async def ended(self, stdin: str) -> Ran:
+    async def ended(self, stdin: str) -> ProgramResult:
         """Waits for the end of the process. A limit or cancellation ends it too. After that nothing
         of it runs any more.
         """
@@ -179,7 +179,7 @@ class Limited:
             self._kill()
             await self._process.wait()  # returns at once
         status = None if self._why else self._process.returncode
-        return Ran(status, out.result(), err.result(), loop.time() - began, self._why)
+        return ProgramResult(status, out.result(), err.result(), loop.time() - began, self._why)
 
     def _end(self, why: Ended) -> None:
         self._why = self._why or why

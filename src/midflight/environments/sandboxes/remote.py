@@ -14,7 +14,14 @@ from dataclasses import replace
 
 from midflight.config.agents import SandboxSection
 from midflight.environments.sandboxes.makers import MAKERS, Shell
-from midflight.environments.sandboxes.port import Box, Ended, Furnished, Ran, checked, packed
+from midflight.environments.sandboxes.port import (
+    Box,
+    BoxSetup,
+    Ended,
+    ProgramResult,
+    checked,
+    packed,
+)
 from midflight.errors import MidflightError, SandboxLost, SandboxUnavailable
 
 HERE = "/tmp/.midflight"
@@ -59,21 +66,21 @@ class Remote:
 
     async def python(
         self, code: str, *, files: Mapping[str, str | bytes] = {}, stdin: str = ""
-    ) -> Ran:
+    ) -> ProgramResult:
         return await self.run(
             ["python3", "-I", "-B", "main.py"], files={**files, "main.py": code}, stdin=stdin
         )
 
     async def run(
         self, command: Sequence[str], *, files: Mapping[str, str | bytes] = {}, stdin: str = ""
-    ) -> Ran:
+    ) -> ProgramResult:
         given = {f"{WORK}/{name}": data for name, data in checked(files).items()}
         life = self._limits.seconds + 2 * self._limits.start_seconds
-        async with self._opened(Furnished(start=WORK, seconds=life)) as box:
+        async with self._opened(BoxSetup(start=WORK, seconds=life)) as box:
             return await box.run(command, files=given, stdin=stdin)
 
     @asynccontextmanager
-    async def opened(self, furnished: Furnished) -> AsyncGenerator[Box]:
+    async def opened(self, furnished: BoxSetup) -> AsyncGenerator[Box]:
         life = furnished.seconds + self._limits.start_seconds
         async with self._opened(replace(furnished, seconds=life)) as box:
             if furnished.folders or furnished.files:
@@ -81,7 +88,7 @@ class Remote:
             yield box
 
     @asynccontextmanager
-    async def _opened(self, furnished: Furnished) -> AsyncGenerator["RemoteBox"]:
+    async def _opened(self, furnished: BoxSetup) -> AsyncGenerator["RemoteBox"]:
         stack = AsyncExitStack()
         making = asyncio.create_task(
             stack.enter_async_context(self._maker.box(self._limits, furnished))
@@ -116,7 +123,7 @@ class RemoteBox:
         files: Mapping[str, str | bytes] = {},
         stdin: str = "",
         seconds: float | None = None,
-    ) -> Ran:
+    ) -> ProgramResult:
         limit = math.ceil(seconds or self._limits.seconds)
         await self._put({**files, f"{HERE}/in": stdin})
         loop = asyncio.get_running_loop()
@@ -139,7 +146,7 @@ class RemoteBox:
             ended = "time"
         elif status == KILLED and await self._ran_out():
             ended = "memory"
-        return Ran(
+        return ProgramResult(
             None if ended else _signed(status),
             out[:most].decode(errors="replace"),
             err[:most].decode(errors="replace"),

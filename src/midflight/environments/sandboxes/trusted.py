@@ -13,7 +13,7 @@ from pathlib import Path
 
 from midflight.config.agents import SandboxSection
 from midflight.environments.sandboxes.bubblewrap import resident
-from midflight.environments.sandboxes.port import PYTHON, Limited, Ran, checked
+from midflight.environments.sandboxes.port import PYTHON, LimitedProcess, ProgramResult, checked
 
 
 class Trusted:
@@ -27,12 +27,12 @@ class Trusted:
 
     async def python(
         self, code: str, *, files: Mapping[str, str | bytes] = {}, stdin: str = ""
-    ) -> Ran:
+    ) -> ProgramResult:
         return await self.run(PYTHON, files={**files, "main.py": code}, stdin=stdin)
 
     async def run(
         self, command: Sequence[str], *, files: Mapping[str, str | bytes] = {}, stdin: str = ""
-    ) -> Ran:
+    ) -> ProgramResult:
         most = self._limits.memory_mb * 2**20
         words = [
             "prlimit",
@@ -57,7 +57,7 @@ class Trusted:
                 stderr=asyncio.subprocess.PIPE,
                 preexec_fn=os.setpgrp,  # uvloop has no `process_group`
             )
-            limited = Limited(
+            limited = LimitedProcess(
                 process,
                 self._limits,
                 held=lambda: resident(process.pid),

@@ -22,14 +22,14 @@ from midflight.errors import (
 )
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.generation import Generator
-from midflight.gateway.answers.pace import Pace
 from midflight.gateway.answers.plan import EngineLimits, Job, Planner
 from midflight.gateway.answers.readers import Ongoing, Requests
+from midflight.gateway.answers.speed import AnswerSpeed
 from midflight.gateway.sessions.history import RecordedTurns
-from midflight.gateway.sessions.kept import KeptResponses
 from midflight.gateway.sessions.registry import OpenSession, SessionRegistry
 from midflight.gateway.sessions.request import CompletionCall, Messages, Source, Text
 from midflight.gateway.sessions.request_clock import RequestClock
+from midflight.gateway.sessions.responses import KeptResponses
 from midflight.gateway.sessions.session import Session
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
@@ -63,7 +63,7 @@ recorded tokens may differ from those of its text.
 """
 
 
-class PassedOver(Protocol):
+class UnreadFieldsReport(Protocol):
     """The fields of a request that have no effect."""
 
     @property
@@ -120,7 +120,7 @@ class Gateway:
         """Called with each completed turn of a tracked session, before the agent sees it."""
         self.num_running = 0
         """Answers under way."""
-        self.pace = Pace()
+        self.pace = AnswerSpeed()
         """The speed of the answers that are trained or evaluated."""
         self._recorded: dict[RolloutKey, RecordedTurns] = {}
         self._generator = generator
@@ -258,7 +258,7 @@ class Gateway:
             self._anonymous_kept.popitem(last=False)
         return kept
 
-    def pass_over(self, unread: PassedOver, *, path: str) -> None:
+    def pass_over(self, unread: UnreadFieldsReport, *, path: str) -> None:
         """Counts the fields of a request that have no effect. A strict gateway raises an error for
         them.
         """

@@ -52,7 +52,7 @@ class OwnedRecord:
 
 
 @dataclass(slots=True, eq=False)
-class _Owned:
+class _OwnedSession:
     key: RolloutKey
     handle: OpenSession = field(repr=False)
     keeps_rows: bool
@@ -83,8 +83,8 @@ class OwnedSessions:
         self._gateway = gateway
         self._seconds = session_seconds
         self._max_ended = max_ended
-        self._live: OrderedDict[str, _Owned] = OrderedDict()
-        self._ended: OrderedDict[str, _Owned] = OrderedDict()
+        self._live: OrderedDict[str, _OwnedSession] = OrderedDict()
+        self._ended: OrderedDict[str, _OwnedSession] = OrderedDict()
         self.changed = asyncio.Event()
         """Set when the earliest due may have come nearer."""
 
@@ -120,7 +120,7 @@ class OwnedSessions:
         )
         if not (self._live or self._ended):
             self.changed.set()
-        self._live[handle.session_id] = _Owned(
+        self._live[handle.session_id] = _OwnedSession(
             key, handle, keeps_rows, task, due=self._now() + self._seconds
         )
         return handle
@@ -177,7 +177,7 @@ class OwnedSessions:
         earliest = [next(iter(kept.values())).due for kept in (self._live, self._ended) if kept]
         return min(earliest, default=None)
 
-    def _look(self, owned: _Owned, now: float) -> None:
+    def _look(self, owned: _OwnedSession, now: float) -> None:
         session_id = owned.handle.session_id
         session = self._gateway.registry.get(session_id)
         if not session.num_running and session.num_requests == owned.num_seen:
@@ -206,7 +206,7 @@ class OwnedSessions:
                 )
         return owned.record
 
-    def _find(self, session_id: str) -> _Owned:
+    def _find(self, session_id: str) -> _OwnedSession:
         found = self._live.get(session_id) or self._ended.get(session_id)
         if found is None:
             raise UnknownSession(

@@ -235,7 +235,7 @@ class Job(msgspec.Struct, frozen=True, eq=False):
     """
 
 
-class _Planned(msgspec.Struct, frozen=True, eq=False):
+class _PlannedSampling(msgspec.Struct, frozen=True, eq=False):
     """The sampling of a prompt's answers, together with the values that it was made from."""
 
     prompt: Prompt
@@ -269,7 +269,7 @@ class Planner:
         self._strict = strict
         self._prefix = secrets.token_hex(4)
         self._serial = 0
-        self._last: _Planned | None = None
+        self._last: _PlannedSampling | None = None
 
     def plan(self, session: Session, call: CompletionCall) -> Job:
         """Checks a call and plans its tokens. Raises `RequestRejected` and kin before anything is
@@ -328,7 +328,7 @@ class Planner:
 
     def _planned(
         self, call: CompletionCall, prompt: Prompt, own: SamplingParams | None
-    ) -> _Planned:
+    ) -> _PlannedSampling:
         """The sampling of a prompt's answers. The last result is reused, because the rollouts of a
         group send the same request for the prompt that they share, mostly one after the other.
         """
@@ -340,7 +340,7 @@ class Planner:
             call, len(prompt.ids), defaults=own, limits=self._limits, strict=self._strict
         )
         policy_sampled = samples_the_policy(sampling, own, limits=self._limits)
-        self._last = _Planned(prompt, own, asked, sampling, policy_sampled)
+        self._last = _PlannedSampling(prompt, own, asked, sampling, policy_sampled)
         return self._last
 
     def _strict_calls_lack(self, session: Session) -> bool:
@@ -396,7 +396,12 @@ class Planner:
         return replace(call, asked=call.asked.constrained(grammar))
 
     def _answer(
-        self, session: Session, call: CompletionCall, index: int, planned: _Planned, number: int
+        self,
+        session: Session,
+        call: CompletionCall,
+        index: int,
+        planned: _PlannedSampling,
+        number: int,
     ) -> Answer:
         prompt = planned.prompt
         sampling = planned.sampling

@@ -17,8 +17,8 @@ from midflight.gateway.dialects.chat_messages import (
     tool_result,
 )
 from midflight.gateway.dialects.fields import PromptTop, Tokens, TopLogprobs, filled, parse
-from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.dialects.sampling_body import SamplingBody
+from midflight.gateway.dialects.unread_fields import UnreadFields
 from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.text import Ending, Message, Tokenizer
 from midflight.text.formats import (
@@ -89,7 +89,7 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: dict[str, JsonValue] | None = None
 
 
-def chat_call(body: ChatBody, unread: Unread) -> CompletionCall:
+def chat_call(body: ChatBody, unread: UnreadFields) -> CompletionCall:
     """The call that a chat asks for. Raises `RequestRejected` if its fields contradict each other."""
     if body.top_logprobs and not body.logprobs:
         raise RequestRejected(
@@ -120,7 +120,7 @@ def chat_call(body: ChatBody, unread: Unread) -> CompletionCall:
     )
 
 
-def _options(body: ChatBody, unread: Unread) -> dict[str, Json]:
+def _options(body: ChatBody, unread: UnreadFields) -> dict[str, Json]:
     if options.FIELDS.isdisjoint(body.model_fields_set):
         return {}
     effort, enabled = options.reasoning(body.reasoning, unread)
@@ -153,7 +153,7 @@ def _max_tokens(body: ChatBody) -> int | None:
     return old if new is None else new
 
 
-def conversation(messages: Sequence[JsonObject], unread: Unread) -> tuple[Message, ...]:
+def conversation(messages: Sequence[JsonObject], unread: UnreadFields) -> tuple[Message, ...]:
     """Checks every message. A refusal names the place, such as
     `messages.2.tool_calls.0.function.name`.
     """
@@ -178,7 +178,7 @@ def _plain(message: JsonObject) -> Message | None:
     return {"role": ROLES[role], "content": content}
 
 
-def _read_message(message: JsonObject, param: str, unread: Unread) -> Message:
+def _read_message(message: JsonObject, param: str, unread: UnreadFields) -> Message:
     """Reads one message. Fields without a value are dropped; unknown fields are left to the
     template.
     """
@@ -235,7 +235,7 @@ def _check_fields(message: JsonObject, role: str, param: str) -> None:
         )
 
 
-def _read_content(message: JsonObject, role: str, param: str, unread: Unread) -> str:
+def _read_content(message: JsonObject, role: str, param: str, unread: UnreadFields) -> str:
     """The text of a message. Only an assistant's text may be missing; then its refusal is the
     text.
     """
@@ -259,7 +259,7 @@ def _read_content(message: JsonObject, role: str, param: str, unread: Unread) ->
     )
 
 
-def _read_part(part: JsonValue, param: str, unread: Unread) -> str:
+def _read_part(part: JsonValue, param: str, unread: UnreadFields) -> str:
     text: JsonValue = None
     if isinstance(part, dict) and part.get("type") in ("text", "refusal"):
         text = part.get(str(part["type"]))
@@ -327,7 +327,7 @@ class ChatExchange:
     """One chat request."""
 
     def __init__(self, body: bytes) -> None:
-        self.unread = Unread()
+        self.unread = UnreadFields()
         parsed = parse(ChatBody, body, unread=self.unread)
         self.call = chat_call(parsed, self.unread)
         self._custom = tool_bodies.custom_names(parsed.tools) if parsed.tools else frozenset[str]()

@@ -19,8 +19,8 @@ from midflight.gateway.dialects.exchange import (
     weight_versions,
 )
 from midflight.gateway.dialects.fields import PromptTop, TopLogprobs, parse
-from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.dialects.sampling_body import SamplingBody
+from midflight.gateway.dialects.unread_fields import UnreadFields
 from midflight.gateway.sessions.request import CompletionCall, Source, Text, TokenIds
 from midflight.text import Tokenizer
 from midflight.types import Json
@@ -62,7 +62,7 @@ class CompletionExchange:
     """One request: a text, a list of texts, token ids, or a list of token ids."""
 
     def __init__(self, body: bytes) -> None:
-        self.unread = Unread()
+        self.unread = UnreadFields()
         parsed = parse(CompletionBody, body, unread=self.unread)
         _check(parsed)
         self._logprobs = parsed.logprobs is not None

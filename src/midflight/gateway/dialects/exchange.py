@@ -12,9 +12,9 @@ import msgspec
 
 from midflight.gateway.answers.answer import Answer, Event
 from midflight.gateway.answers.plan import Job
-from midflight.gateway.dialects.policy import Unread
-from midflight.gateway.sessions.kept import KeptResponses
+from midflight.gateway.dialects.unread_fields import UnreadFields
 from midflight.gateway.sessions.request import CompletionCall
+from midflight.gateway.sessions.responses import KeptResponses
 from midflight.text import Tokenizer
 from midflight.types import Json, Likely, Turn
 from midflight.wire.edge import Fault, fault_of
@@ -42,7 +42,7 @@ class Exchange(Protocol):
     @property
     def call(self) -> CompletionCall: ...
     @property
-    def unread(self) -> Unread:
+    def unread(self) -> UnreadFields:
         """The fields of the body that have no effect."""
         ...
 
@@ -63,15 +63,15 @@ class Exchange(Protocol):
         ...
 
 
-class Repeatable(Protocol):
+class ReusableExchange(Protocol):
     """An exchange whose shallow copy can serve another request, if the copy gets its own
     `unread`.
     """
 
-    unread: Unread
+    unread: UnreadFields
 
 
-E = TypeVar("E", bound=Repeatable)
+E = TypeVar("E", bound=ReusableExchange)
 _MAX_KEPT = 256
 _MAX_KEPT_BYTES = 16_384
 """The most bodies that are kept, and the most bytes of each. They suffice for some batches of
@@ -79,7 +79,7 @@ groups and take 40 MB at most, together with the parsed requests.
 """
 
 
-class Recent(Generic[E]):
+class ParsedBodyCache(Generic[E]):
     """Reads bodies as `read` does, and remembers recent ones. The rollouts of a group begin with
     the same body, so it is parsed and checked once for all of them.
     """
@@ -100,7 +100,7 @@ class Recent(Generic[E]):
             self._kept.popitem(last=False)
         exchange: E = object.__new__(type(kept))
         exchange.__dict__.update(kept.__dict__)
-        exchange.unread = Unread(dict(kept.unread.fields))
+        exchange.unread = UnreadFields(dict(kept.unread.fields))
         return exchange
 
 

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from pydantic_core import from_json, to_json
 
 from midflight.errors import RequestRejected
-from midflight.gateway.dialects import policy
-from midflight.gateway.dialects.policy import Unread
+from midflight.gateway.dialects import unread_fields
+from midflight.gateway.dialects.unread_fields import UnreadFields
 from midflight.types.generation import (
     MAX_TOP_LOGPROBS,
 )
@@ -36,7 +36,7 @@ PromptTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 class Body(BaseModel):
     """A request body, or an object inside one. Its fields are honoured. The class variables say
-    what happens to other fields, and `policy` says it for the rest.
+    what happens to other fields, and `unread_fields` says it for the rest.
     """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
@@ -62,10 +62,10 @@ class Body(BaseModel):
 class RequestBody(Body):
     """The whole body of a request."""
 
-    harmless = policy.HARMLESS
-    ignored = policy.IGNORED
-    refused = policy.REFUSED
-    neutral = policy.NEUTRAL
+    harmless = unread_fields.HARMLESS
+    ignored = unread_fields.IGNORED
+    refused = unread_fields.REFUSED
+    neutral = unread_fields.NEUTRAL
     samples = True
 
 
@@ -78,7 +78,7 @@ that a key is at fault.
 """
 
 
-def parse(kind: type[B], body: bytes, *, unread: Unread) -> B:
+def parse(kind: type[B], body: bytes, *, unread: UnreadFields) -> B:
     """Parses and checks a body. Raises `RequestRejected` that names the field, the value and the
     remedy. Fields that are not read are noted in `unread`.
     """
@@ -91,7 +91,9 @@ def parse(kind: type[B], body: bytes, *, unread: Unread) -> B:
     return parsed
 
 
-def _with_whole_numbers(kind: type[B], body: bytes, error: ValidationError, *, unread: Unread) -> B:
+def _with_whole_numbers(
+    kind: type[B], body: bytes, error: ValidationError, *, unread: UnreadFields
+) -> B:
     """Parses a body again, with whole numbers that are written as `20.0` read as integers. Raises
     for the fault that is left.
     """
@@ -162,10 +164,10 @@ def _check_values(body: bytes) -> None:
         )
 
 
-def _look(body: Body, prefix: str, unread: Unread) -> None:
+def _look(body: Body, prefix: str, unread: UnreadFields) -> None:
     """Judges the fields that the body does not read, then looks at the bodies inside it."""
     for name, value in (body.model_extra or {}).items():
-        if value is not None and not policy.is_neutral(value, body.neutral.get(name, ())):
+        if value is not None and not unread_fields.is_neutral(value, body.neutral.get(name, ())):
             _judge(type(body), prefix + name, name, unread=unread)
     held: dict[str, Body | list[object]] = {}
     for name in body.model_fields_set:
@@ -184,13 +186,13 @@ def _look(body: Body, prefix: str, unread: Unread) -> None:
                 unread.note(
                     f"{place}.{fault}",
                     f"{place} is not supported here: leave it out",
-                    known=fault in policy.TOOLS,
+                    known=fault in unread_fields.TOOLS,
                 )
 
 
-def _judge(body: type[Body], param: str, name: str, *, unread: Unread) -> None:
+def _judge(body: type[Body], param: str, name: str, *, unread: UnreadFields) -> None:
     """Notes a field that is not read, or refuses it by name."""
-    shown = param[: policy.MAX_NAME]
+    shown = param[: unread_fields.MAX_NAME]
     remedy = body.refused.get(name)
     if remedy is not None:
         neutral = " or ".join(repr(value) for value in body.neutral.get(name, ()))
@@ -204,7 +206,7 @@ def _judge(body: type[Body], param: str, name: str, *, unread: Unread) -> None:
     if why is not None:
         unread.note(param, f"{shown} is not supported here ({why}): leave it out")
         return
-    meant = policy.misspelt(name) if body.samples else None
+    meant = unread_fields.misspelt(name) if body.samples else None
     if meant is None:
         unread.unknown(param)
         return

@@ -13,7 +13,7 @@ from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.dialects.exchange import Reply, call_id, weight_versions
 from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.messages_input import MessagesBody, messages_call
-from midflight.gateway.dialects.policy import Unread
+from midflight.gateway.dialects.unread_fields import UnreadFields
 from midflight.text.formats import ArgumentsPiece, CallPiece, ContentPiece, Piece, ReasoningPiece
 from midflight.types import FinishReason, Json
 from midflight.wire.edge import Fault, retry_headers
@@ -23,7 +23,7 @@ class MessagesExchange:
     """One request."""
 
     def __init__(self, body: bytes) -> None:
-        self.unread = Unread()
+        self.unread = UnreadFields()
         parsed = parse(MessagesBody, body, unread=self.unread)
         self._token_ids = bool(parsed.return_token_ids)
         self._stream: BlockStream | None = None

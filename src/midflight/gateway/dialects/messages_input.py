@@ -11,9 +11,8 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import Field, JsonValue
 
 from midflight.errors import RequestRejected
-from midflight.gateway.dialects import chat_messages, fields, policy
+from midflight.gateway.dialects import chat_messages, fields, unread_fields
 from midflight.gateway.dialects.constraints import schema_grammar
-from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.dialects.sampling_fields import SamplingFields
 from midflight.gateway.dialects.schemas import check_schema
 from midflight.gateway.dialects.tool_bodies import (
@@ -23,6 +22,7 @@ from midflight.gateway.dialects.tool_bodies import (
     placed,
     tools_of,
 )
+from midflight.gateway.dialects.unread_fields import UnreadFields
 from midflight.gateway.sessions.request import Asked, CompletionCall, Messages, ToolChoice
 from midflight.text import Message
 from midflight.text.formats import Tool
@@ -63,7 +63,7 @@ _OF_MESSAGE = frozenset({"role", "content"})
 class BlockReader:
     """Reads one conversation, and notes its fields that have no effect."""
 
-    def __init__(self, unread: Unread) -> None:
+    def __init__(self, unread: UnreadFields) -> None:
         self._unread = unread
 
     def conversation(self, system: JsonValue, messages: Sequence[Block]) -> tuple[Message, ...]:
@@ -230,7 +230,7 @@ class ClientTool(fields.Body):
 
     ignored: ClassVar[Mapping[str, str]] = {
         "allowed_callers": "the model calls tools itself",
-        "cache_control": policy.IGNORED["cache_control"],
+        "cache_control": unread_fields.IGNORED["cache_control"],
         "defer_loading": "all tools are in the prompt",
         "eager_input_streaming": "every call is streamed as it comes",
         "input_examples": "templates have no place for them: write them into the description",
@@ -259,7 +259,7 @@ class ClientTool(fields.Body):
         return Tool(self.name, self.description or "", schema, strict=bool(self.strict))
 
 
-class Choosing(fields.Body):
+class MessagesToolChoice(fields.Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -295,19 +295,19 @@ class OutputConfig(fields.Body):
 class PromptBody(fields.RequestBody):
     """The fields that the prompt is made from. They are the whole body of `count_tokens`."""
 
-    harmless = policy.HARMLESS_MESSAGES
-    refused = policy.REFUSED_MESSAGES
+    harmless = unread_fields.HARMLESS_MESSAGES
+    refused = unread_fields.REFUSED_MESSAGES
 
     model: str
     messages: Annotated[list[dict[str, JsonValue]], Field(min_length=1)]
     system: JsonValue = None
     tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Choosing | None = None
+    tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
 
-    def prompt(self, unread: Unread) -> Messages:
+    def prompt(self, unread: UnreadFields) -> Messages:
         """The prompt. Raises `RequestRejected` that names the field at fault."""
         tools = tools_of(placed(self.tools)) if self.tools else ()
         messages = BlockReader(unread).conversation(self.system, self.messages)
@@ -381,7 +381,7 @@ class MessagesBody(_ANTHROPIC.on(PromptBody)):
         return schema_grammar(form.json_schema, f"{param}.schema")
 
 
-def messages_call(body: MessagesBody, unread: Unread) -> CompletionCall:
+def messages_call(body: MessagesBody, unread: UnreadFields) -> CompletionCall:
     """The call that a body asks for. Raises `RequestRejected` if its fields contradict each other."""
     if body.thread is not None:
         raise ThreadRefused(

@@ -17,8 +17,8 @@ from midflight.gateway.dialects.exchange import (
     weight_versions,
 )
 from midflight.gateway.dialects.fields import RequestBody, TopLogprobs, parse
-from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.dialects.sampling_fields import SamplingFields
+from midflight.gateway.dialects.unread_fields import UnreadFields
 from midflight.gateway.sessions.request import Asked, CompletionCall
 from midflight.text import Tokenizer
 from midflight.types import Finish, FinishReason, Json, Likely
@@ -69,7 +69,7 @@ def _single(value: object) -> object:
     return value
 
 
-class Wording:
+class NativeText:
     """Writes output tokens as text, as the sampling parameters demand. By default the text is the
     same as for every other client of the gateway: without special tokens and without the stop
     string that ended the answer.
@@ -142,7 +142,7 @@ class NativeExchange:
     """
 
     def __init__(self, body: bytes) -> None:
-        self.unread = Unread()
+        self.unread = UnreadFields()
         parsed = parse(NativeBody, body, unread=self.unread)
         sampling = parsed.sampling_params or NativeSampling()
         _check(parsed)
@@ -152,7 +152,7 @@ class NativeExchange:
         self._texts = bool(parsed.return_text_in_logprobs)
         self._top_logprobs = bool(parsed.top_logprobs_num)
         start = parsed.logprob_start_len
-        self._wording = Wording(sampling)
+        self._wording = NativeText(sampling)
         self._scored_from = start if self._logprobs and start is not None and start >= 0 else None
         self._listed = (sampling.n or 1) > 1 or _is_batch(prompt)
         asked, names = sampling.call_parts(top_logprobs=parsed.top_logprobs_num)

@@ -7,7 +7,7 @@ from pydantic import JsonValue
 
 from midflight.errors import RequestRejected
 from midflight.gateway.dialects.fields import typed
-from midflight.gateway.dialects.policy import Unread
+from midflight.gateway.dialects.unread_fields import UnreadFields
 from midflight.types import Json
 
 _RESERVED = frozenset(
@@ -58,7 +58,9 @@ def template_options(
 
 
 def thinks(
-    enable_thinking: bool | None, thinking: bool | Mapping[str, JsonValue] | None, unread: Unread
+    enable_thinking: bool | None,
+    thinking: bool | Mapping[str, JsonValue] | None,
+    unread: UnreadFields,
 ) -> bool | None:
     """Whether the model shall think, from the fields of several vendors. `None` leaves it to the
     template.
@@ -79,7 +81,7 @@ def thinks(
 
 
 def reasoning(
-    given: Mapping[str, JsonValue] | None, unread: Unread
+    given: Mapping[str, JsonValue] | None, unread: UnreadFields
 ) -> tuple[str | None, bool | None]:
     """The effort, and whether the model shall think, from an object that routers to several vendors
     accept.

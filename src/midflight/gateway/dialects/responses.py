@@ -1,5 +1,5 @@
 """The answers of OpenAI's responses, `POST /v1/responses`, whole or as events. A session keeps them
-(`sessions.kept`).
+(`sessions.responses`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from midflight.gateway.dialects.exchange import (
     weight_versions,
 )
 from midflight.gateway.dialects.fields import parse
-from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.dialects.responses_input import FormatBody, ResponsesBody, responses_call
 from midflight.gateway.dialects.tool_bodies import (
     CUSTOM,
     NAMESPACE,
     FunctionTool,
-    Offered,
+    OfferedTool,
     custom_input,
 )
-from midflight.gateway.sessions.kept import KeptResponses
+from midflight.gateway.dialects.unread_fields import UnreadFields
 from midflight.gateway.sessions.request import ToolChoice
+from midflight.gateway.sessions.responses import KeptResponses
 from midflight.text import Message, Tokenizer
 from midflight.text.formats import ArgumentsPiece, CallPiece, ContentPiece, Piece, ReasoningPiece
 from midflight.types import FinishReason, Json
@@ -40,7 +40,7 @@ class ResponsesExchange:
 
     def __init__(self, body: bytes, kept: KeptResponses | None = None) -> None:
         """`kept`: the earlier responses of the session."""
-        self.unread = Unread()
+        self.unread = UnreadFields()
         self._body = parse(ResponsesBody, body, unread=self.unread)
         self._kept = KeptResponses() if kept is None else kept
         self.call, self._said = responses_call(self._body, self.unread, self._kept)
@@ -259,7 +259,7 @@ def _usage(input_tokens: int, output_tokens: int) -> Json:
     }
 
 
-_NO_TOOLS: Mapping[str, Offered] = {}
+_NO_TOOLS: Mapping[str, OfferedTool] = {}
 OPENING_EVENTS = 2
 """`response.created` and `response.in_progress` come before all events of items."""
 
@@ -267,7 +267,7 @@ OPENING_EVENTS = 2
 class OutputItems:
     """The items of one answer. Each event has the next sequence number."""
 
-    def __init__(self, request_id: str, *, tools: Mapping[str, Offered] = _NO_TOOLS) -> None:
+    def __init__(self, request_id: str, *, tools: Mapping[str, OfferedTool] = _NO_TOOLS) -> None:
         """`tools`: the tools by the model's names for them. Calls are sent under the client's
         names.
         """

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias, cast
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
-from midflight.gateway.dialects import fields, policy, tool_bodies
+from midflight.gateway.dialects import fields, tool_bodies, unread_fields
 from midflight.gateway.dialects.chat_messages import (
     arguments_text,
     assistant,
@@ -22,10 +22,10 @@ from midflight.gateway.dialects.chat_messages import (
 from midflight.gateway.dialects.constraints import ANY_OBJECT, schema_grammar
 from midflight.gateway.dialects.fields import Body, Tokens, TopLogprobs, filled, text_of
 from midflight.gateway.dialects.options import ReasoningEffort, template_options
-from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.dialects.sampling_body import SamplingBody
-from midflight.gateway.sessions.kept import KeptResponses
+from midflight.gateway.dialects.unread_fields import UnreadFields
 from midflight.gateway.sessions.request import CompletionCall, Messages
+from midflight.gateway.sessions.responses import KeptResponses
 from midflight.text import Message
 from midflight.types import Grammar, Json
 
@@ -54,7 +54,7 @@ FIELDS: Mapping[str, frozenset[str]] = {
 
 
 def conversation(
-    given: JsonValue, *, before: Sequence[Message], unread: Unread, kept: KeptResponses
+    given: JsonValue, *, before: Sequence[Message], unread: UnreadFields, kept: KeptResponses
 ) -> tuple[Message, ...]:
     """The whole conversation, with the messages `before` first. Raises `RequestRejected` that names
     the item.
@@ -84,7 +84,7 @@ class _ItemReader:
     to the next turn. After a call it does not, because the next turn needs the call's output first.
     """
 
-    def __init__(self, unread: Unread, kept: KeptResponses) -> None:
+    def __init__(self, unread: UnreadFields, kept: KeptResponses) -> None:
         self._unread = unread
         self._kept = kept
         self.messages: list[Message] = []
@@ -231,7 +231,7 @@ def input_items(response: Mapping[str, Json], messages: Sequence[Message]) -> li
 
 
 def _items_of(
-    message: Message, tools: Mapping[str, tool_bodies.Offered], calls: dict[Json, str]
+    message: Message, tools: Mapping[str, tool_bodies.OfferedTool], calls: dict[Json, str]
 ) -> Iterator[dict[str, Json]]:
     """The items of one message. `calls` holds the kinds of the calls so far, by their ids; this
     function adds to it.
@@ -322,7 +322,7 @@ class ConversationBody(Body):
 
 
 class ResponsesBody(SamplingBody):
-    refused = policy.REFUSED_RESPONSES
+    refused = unread_fields.REFUSED_RESPONSES
 
     input: _Input
     instructions: str | None = None
@@ -354,7 +354,7 @@ class ResponsesBody(SamplingBody):
     enable_thinking: bool | None = None
 
     @cached_property
-    def offered(self) -> list[tool_bodies.Offered]:
+    def offered(self) -> list[tool_bodies.OfferedTool]:
         return tool_bodies.offered(self.tools)
 
     @property
@@ -387,7 +387,7 @@ class ResponsesBody(SamplingBody):
 
 
 def responses_call(
-    body: ResponsesBody, unread: Unread, kept: KeptResponses
+    body: ResponsesBody, unread: UnreadFields, kept: KeptResponses
 ) -> tuple[CompletionCall, tuple[Message, ...]]:
     """The call that a request asks for, and its conversation without the instructions, which hold
     for one response only. Raises `RequestRejected` if its fields contradict each other or have
@@ -460,7 +460,7 @@ def _refuse_unkept(body: ResponsesBody) -> None:
         )
 
 
-def _note(body: ResponsesBody, unread: Unread) -> None:
+def _note(body: ResponsesBody, unread: UnreadFields) -> None:
     """Notes values without effect in fields that are read. They could not change the text."""
     if body.truncation == "auto":
         unread.note(

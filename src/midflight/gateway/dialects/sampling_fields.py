@@ -60,7 +60,7 @@ def _biases(named: Mapping[str, float], param: str) -> tuple[tuple[int, float], 
     return tuple(sorted((int(token_id), bias) for token_id, bias in named.items()))
 
 
-class _Forms(BaseModel):
+class _ParameterForms(BaseModel):
     """The JSON form of parameters that clients write in another form than `PARAMETERS`."""
 
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -123,7 +123,7 @@ def _definition(of: Parameter) -> tuple[object, object]:
     """Type and default, as pydantic takes them. A number is bounded by its range; a switch has
     none.
     """
-    form = _Forms.model_fields.get(of.name)
+    form = _ParameterForms.model_fields.get(of.name)
     if form is not None:
         return form.annotation, form
     if of.range is None:

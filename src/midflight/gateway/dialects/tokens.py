@@ -20,9 +20,9 @@ from midflight.gateway.dialects.exchange import (
     weight_versions,
 )
 from midflight.gateway.dialects.fields import PromptTop, RequestBody, TopLogprobs, parse
-from midflight.gateway.dialects.policy import HARMLESS, Unread
 from midflight.gateway.dialects.sampling_body import StreamOptions
 from midflight.gateway.dialects.sampling_fields import SamplingFields
+from midflight.gateway.dialects.unread_fields import HARMLESS, UnreadFields
 from midflight.gateway.sessions.request import CompletionCall
 from midflight.types import Json
 from midflight.types.generation import Api
@@ -67,7 +67,7 @@ class TokensExchange:
     """One request. In log-probabilities a token is named `token_id:` and its number."""
 
     def __init__(self, body: bytes) -> None:
-        self.unread = Unread()
+        self.unread = UnreadFields()
         parsed = parse(TokensBody, body, unread=self.unread)
         sampling = parsed.sampling_params
         self._logprobs = sampling.logprobs is not None

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, NamedTuple, Protocol, TypeVar
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
-from midflight.gateway.dialects import policy
+from midflight.gateway.dialects import unread_fields
 from midflight.gateway.dialects.chat_messages import tool_call
 from midflight.gateway.dialects.fields import Body, filled, text_of, typed
 from midflight.gateway.dialects.schemas import check_schema
@@ -36,14 +36,14 @@ ToolChoiceBody = Annotated[
 """OpenAI's `tool_choice`."""
 
 
-class Describes(Protocol):
+class ToolBodyLike(Protocol):
     """The body of a tool."""
 
     def passed_over(self) -> str | None: ...
     def tool(self, place: str) -> Tool: ...
 
 
-D = TypeVar("D", bound=Describes)
+D = TypeVar("D", bound=ToolBodyLike)
 
 FUNCTION = "function"
 CUSTOM = "custom"
@@ -70,7 +70,7 @@ def left_out(kind: str, read: Sequence[str]) -> str | None:
 class FunctionBody(Body):
     ignored: ClassVar[Mapping[str, str]] = {
         "defer_loading": "all tools are in the prompt",
-        "cache_control": policy.IGNORED["cache_control"],
+        "cache_control": unread_fields.IGNORED["cache_control"],
     }
 
     name: ToolName
@@ -235,7 +235,7 @@ class FunctionTool(Body):
         return self.name
 
 
-class Offered(NamedTuple):
+class OfferedTool(NamedTuple):
     """A tool of a responses request as the model sees it."""
 
     place: str
@@ -253,16 +253,16 @@ class Offered(NamedTuple):
         return {"name": self.name, "namespace": self.namespace}
 
 
-def offered(bodies: Sequence[FunctionTool] | None) -> list[Offered]:
+def offered(bodies: Sequence[FunctionTool] | None) -> list[OfferedTool]:
     """The tools in order, those of namespaces one by one. The description of a namespace stands
     before that of its first function.
     """
-    found: list[Offered] = []
+    found: list[OfferedTool] = []
     for place, body in placed(bodies):
         if body.type == NAMESPACE:
             found += _within(body, place)
         else:
-            found.append(Offered(place, body))
+            found.append(OfferedTool(place, body))
         if len(found) > MAX_TOOLS:
             raise RequestRejected(
                 f"tools hold more than {MAX_TOOLS} functions: send {MAX_TOOLS} at most.",
@@ -271,7 +271,7 @@ def offered(bodies: Sequence[FunctionTool] | None) -> list[Offered]:
     return found
 
 
-def _within(body: FunctionTool, place: str) -> Iterator[Offered]:
+def _within(body: FunctionTool, place: str) -> Iterator[OfferedTool]:
     namespace = body.called(place)
     words = body.description
     for number, inner in enumerate(body.tools or ()):
@@ -288,10 +288,10 @@ def _within(body: FunctionTool, place: str) -> Iterator[Offered]:
             renamed = inner.model_copy(
                 update={"name": full_name(namespace, name), "description": told}
             )
-            yield Offered(where, renamed, namespace, name)
+            yield OfferedTool(where, renamed, namespace, name)
 
 
-def tools_of(bodies: Iterable[tuple[str, Describes]]) -> tuple[Tool, ...]:
+def tools_of(bodies: Iterable[tuple[str, ToolBodyLike]]) -> tuple[Tool, ...]:
     """The tools in order, without those that no local model can call. Each body comes with its
     place in the request. Two tools of one name are refused.
     """
@@ -319,7 +319,7 @@ def custom_names(bodies: Sequence[ToolBody]) -> frozenset[str]:
     )
 
 
-class Chosen(NamedTuple):
+class ToolSelection(NamedTuple):
     """The meaning of a `tool_choice`."""
 
     choice: ToolChoice
@@ -329,19 +329,19 @@ class Chosen(NamedTuple):
     """The one tool that must be called."""
 
 
-NONE = Chosen(ToolChoice.NONE, ())
+NONE = ToolSelection(ToolChoice.NONE, ())
 
 
-def choice_of(value: JsonValue, tools: tuple[Tool, ...]) -> Chosen:
+def choice_of(value: JsonValue, tools: tuple[Tool, ...]) -> ToolSelection:
     """Reads OpenAI's `tool_choice`, in the form of chats or of responses."""
     if value is None:
-        return Chosen(ToolChoice.AUTO if tools else ToolChoice.NONE, tools)
+        return ToolSelection(ToolChoice.AUTO if tools else ToolChoice.NONE, tools)
     if isinstance(value, dict):
         if value.get("type") == "allowed_tools":
             return _allowed(value, tools)
         name, param = _named(value, "tool_choice")
         check_known(name, tools, param=param)
-        return Chosen(ToolChoice.REQUIRED, tools, name)
+        return ToolSelection(ToolChoice.REQUIRED, tools, name)
     if value not in [choice.value for choice in ToolChoice]:
         raise RequestRejected(
             f"tool_choice is {value!r:.80}: send none, auto, required or a function.",
@@ -353,10 +353,10 @@ def choice_of(value: JsonValue, tools: tuple[Tool, ...]) -> Chosen:
             "tool_choice is 'required' without tools: send tools, or leave it out.",
             param="tool_choice",
         )
-    return Chosen(choice if tools else ToolChoice.NONE, tools)
+    return ToolSelection(choice if tools else ToolChoice.NONE, tools)
 
 
-def _allowed(value: Mapping[str, JsonValue], tools: tuple[Tool, ...]) -> Chosen:
+def _allowed(value: Mapping[str, JsonValue], tools: tuple[Tool, ...]) -> ToolSelection:
     """Reads a choice of some of the tools, of which the model may or must call one. Tools that no
     local model can call do not count.
     """

@@ -43,7 +43,7 @@ class WholeAnswer:
             self._reader.told_all()
 
 
-class Silence:
+class KeepAlive:
     """Wakes a reader after every `KEEP_ALIVE_SECONDS` in which nothing was sent. Its timer is only
     reset when it fires.
     """
@@ -100,7 +100,7 @@ class AnswerStream:
         """
         reader = self._reader
         ongoing = self._reader.ongoing
-        silence = Silence(reader)
+        silence = KeepAlive(reader)
         try:
             while not reader.gone:
                 await reader.news()
@@ -130,7 +130,7 @@ class AnswerStream:
             return
         reader.told_all()
 
-    def _at_once(self, send: Send, silence: Silence) -> Callable[[], None] | None:
+    def _at_once(self, send: Send, silence: KeepAlive) -> Callable[[], None] | None:
         """A function that sends news while `tell` waits for them, until the client does not keep
         up. `None` if the server cannot send this way.
         """

@@ -5,14 +5,14 @@ from typing import Any, cast
 
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.dialects.chat import conversation
-from midflight.gateway.dialects.policy import Unread
+from midflight.gateway.dialects.unread_fields import UnreadFields
 from midflight.gateway.http.http import DIALECTS
 from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.text import Message
 from midflight.wire import edge
 
 
-class ChatsHere:
+class InProcessChats:
     """Implements `ports.Chats`. It does the same as `CompletionEndpoint` with a chat, but reads and
     writes no JSON.
     """
@@ -24,7 +24,7 @@ class ChatsHere:
         """Waits for the whole answer. The caller's cancellation ends the wait."""
         gateway = self._gateway
         session = None
-        unread = Unread()
+        unread = UnreadFields()
         try:
             session = gateway.session_for(path_token=token, api_key=None)
             read = conversation(cast(Any, messages), unread)

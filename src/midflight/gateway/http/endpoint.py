@@ -124,7 +124,7 @@ class CompletionEndpoint:
             telling = WholeAnswer(reader, exchange, reply)
         try:
             async with asyncio.TaskGroup() as tasks:
-                with Watch(tasks, receive, reader) as watch:
+                with DisconnectWatch(tasks, receive, reader) as watch:
                     told: asyncio.Task[None] | None = None
                     if generates and streams:
                         told = tasks.create_task(telling.tell(send), name="tell")
@@ -152,7 +152,7 @@ class CompletionEndpoint:
         )
 
 
-class Watch:
+class DisconnectWatch:
     """Tells a reader when its client disconnects. A context manager. Most answers come before its
     task begins, so they cost no task.
     """

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.completions import CompletionExchange
-from midflight.gateway.dialects.exchange import Dialect, Recent
+from midflight.gateway.dialects.exchange import Dialect, ParsedBodyCache
 from midflight.gateway.dialects.messages import MessagesExchange, messages_fault
 from midflight.gateway.dialects.native import NativeExchange
 from midflight.gateway.dialects.responses import ResponsesExchange, broken
@@ -23,12 +23,12 @@ from midflight.gateway.http.control import Control
 from midflight.gateway.http.control_routes import ControlRoutes
 from midflight.gateway.http.endpoint import CompletionEndpoint
 from midflight.gateway.http.lookups import Lookups
-from midflight.gateway.http.servers import ServerRoutes
+from midflight.gateway.http.server_routes import ServerRoutes
 from midflight.wire import edge
 from midflight.wire.routes import fault_answer, json_answer, metrics_route, route
 
 DIALECTS = (
-    Dialect("/v1/chat/completions", Recent(ChatExchange)),
+    Dialect("/v1/chat/completions", ParsedBodyCache(ChatExchange)),
     Dialect("/v1/completions", CompletionExchange),
     Dialect("/v1/messages", MessagesExchange, fault=messages_fault, named_events=True),
     Dialect(
@@ -75,12 +75,12 @@ def build_app(
     routes += servers.not_here()
     if metrics is not None:
         routes.append(metrics_route(metrics, token=metrics_token))
-    return Direct(
+    return AgentRouter(
         endpoints, Starlette(routes=routes, exception_handlers={HTTPException: _http_exception})
     )
 
 
-class Direct:
+class AgentRouter:
     """Finds the routes that agents call in one step. Every other request goes to `rest`, which
     knows these routes too.
     """

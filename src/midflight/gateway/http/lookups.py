@@ -16,11 +16,11 @@ from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.dialects.fields import Body, parse
 from midflight.gateway.dialects.messages import messages_fault
 from midflight.gateway.dialects.messages_input import PromptBody
-from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.dialects.responses_input import conversation, input_items
+from midflight.gateway.dialects.unread_fields import UnreadFields
 from midflight.gateway.http.openapi import openapi_document
-from midflight.gateway.sessions.kept import Conversation, KeptResponses
 from midflight.gateway.sessions.request import CompletionCall
+from midflight.gateway.sessions.responses import Conversation, KeptResponses
 from midflight.gateway.sessions.session import Session
 from midflight.text import Message
 from midflight.types import Json
@@ -75,7 +75,7 @@ class Lookups:
         """Counts the tokens that `/v1/messages` would send. Waits for the body."""
         session = self._session(request)
         sent = await read_body(request.receive)
-        unread = Unread()
+        unread = UnreadFields()
         body = parse(PromptBody, sent, unread=unread)
         self._check_model(body.model)
         prompt = body.prompt(unread)
@@ -146,7 +146,7 @@ class Lookups:
     async def _begin(self, request: Request) -> Response:
         """Begins a conversation. Waits for the body."""
         kept = self._kept(request)
-        unread = Unread()
+        unread = UnreadFields()
         body = parse(BeginBody, await read_body(request.receive), unread=unread)
         self._gateway.pass_over(unread, path="/v1/conversations")
         messages: tuple[Message, ...] = ()

@@ -21,7 +21,7 @@ _Object = dict[str, Json]
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class RouteDescription:
     """A route that takes a body."""
 
     body: type[BaseModel]
@@ -31,22 +31,24 @@ class Described:
     streams: bool = True
 
 
-DESCRIBED: Mapping[str, Described] = {
-    "/v1/chat/completions": Described(ChatBody, "Chat, as OpenAI's SDK speaks it"),
-    "/v1/completions": Described(CompletionBody, "Text completion, as OpenAI's SDK speaks it"),
-    "/v1/responses": Described(
+DESCRIBED: Mapping[str, RouteDescription] = {
+    "/v1/chat/completions": RouteDescription(ChatBody, "Chat, as OpenAI's SDK speaks it"),
+    "/v1/completions": RouteDescription(
+        CompletionBody, "Text completion, as OpenAI's SDK speaks it"
+    ),
+    "/v1/responses": RouteDescription(
         ResponsesBody, "A response, as OpenAI's SDK speaks it; its session keeps it"
     ),
-    "/v1/messages": Described(
+    "/v1/messages": RouteDescription(
         MessagesBody, "A message, as Anthropic's SDK speaks it", fault="NamedFault"
     ),
-    "/v1/messages/count_tokens": Described(
+    "/v1/messages/count_tokens": RouteDescription(
         PromptBody, "How long a prompt is", fault="NamedFault", streams=False
     ),
-    "/generate": Described(
+    "/generate": RouteDescription(
         NativeBody, "Generation from text or token ids, as SGLang's clients speak it"
     ),
-    "/inference/v1/generate": Described(
+    "/inference/v1/generate": RouteDescription(
         TokensBody, "Generation from token ids, as vLLM's clients speak it"
     ),
 }
@@ -156,7 +158,7 @@ def _bodies(model: str) -> _Object:
     return cast(_Object, schemas)
 
 
-def _post(path: str, described: Described) -> Json:
+def _post(path: str, described: RouteDescription) -> Json:
     # A batch of the native dialect is answered by a list.
     kinds: Json = ["object", "array"] if path == "/generate" else "object"
     answers: _Object = {

@@ -16,13 +16,13 @@ import msgspec
 
 from midflight.errors import RequestRejected
 from midflight.gateway.sessions.history import Prompt, RecordedTurns, packed
-from midflight.gateway.sessions.kept import KeptResponses
 
 # The tests of the invariants import these two from here.
 from midflight.gateway.sessions.request import Asked as Asked
 from midflight.gateway.sessions.request import CompletionCall as CompletionCall
 from midflight.gateway.sessions.request import Messages, Source, Text, TokenIds
 from midflight.gateway.sessions.request_clock import RequestClock
+from midflight.gateway.sessions.responses import KeptResponses
 from midflight.gateway.sessions.tree import Matcher, TokenTree, counted, harvest
 from midflight.text import Tokenizer
 from midflight.text.formats import AssistantMessage
@@ -43,7 +43,7 @@ from midflight.types.rollouts import RoleRecord
 SEED_SPACE = 2**64
 
 
-class UnderWay(Protocol):
+class AnswerInProgress(Protocol):
     """An answer that is being generated, as its session sees it."""
 
     @property
@@ -124,7 +124,7 @@ class Session:
         self.times: list[TurnTimes] = []
         self.clock = RequestClock()
         """The clock of the rollout. All parts of the session share it."""
-        self._open: set[UnderWay] = set()
+        self._open: set[AnswerInProgress] = set()
         self._versions: set[Version] = set()
         """The versions of the tokens of all turns that are over, abandoned turns included."""
         self._asked: dict[bytes, int] = {}
@@ -293,12 +293,12 @@ class Session:
             role=self.role_name,
         )
 
-    def begin(self, answer: UnderWay) -> None:
+    def begin(self, answer: AnswerInProgress) -> None:
         """The answer's tokens count from now on. `finished` or `abandoned` must follow."""
         self._open.add(answer)
 
     def finished(
-        self, answer: UnderWay, turn: Turn, *, reply: str, message: AssistantMessage
+        self, answer: AnswerInProgress, turn: Turn, *, reply: str, message: AssistantMessage
     ) -> bool:
         """Records the answer as a turn; says whether it did. An answer is no turn if `begin_again`
         has abandoned it, or if the client wanted no token.
@@ -317,7 +317,7 @@ class Session:
             )
         return True
 
-    def abandoned(self, answer: UnderWay) -> None:
+    def abandoned(self, answer: AnswerInProgress) -> None:
         """The request was cancelled or failed: its tokens are dropped(abandoned), once (I3). After
         `finished` this does nothing.
         """
@@ -364,7 +364,7 @@ class Session:
     def _drop(self, reason: Reason, number: int) -> None:
         self._dropped[reason] = self._dropped.get(reason, 0) + number
 
-    def _end(self, answer: UnderWay) -> None:
+    def _end(self, answer: AnswerInProgress) -> None:
         self._open.discard(answer)
         self._versions |= answer.versions
 

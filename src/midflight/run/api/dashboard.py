@@ -18,7 +18,7 @@ _NONE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Midflight
 <pre>midflight view RUN</pre></html>"""
 
 
-class Viewing(msgspec.Struct, frozen=True):
+class ViewerAddress(msgspec.Struct, frozen=True):
     """The address of a viewer."""
 
     url: str
@@ -31,7 +31,7 @@ def dashboard_route(folder: Path) -> BaseRoute:
 
     async def dashboard(request: Request) -> Response:
         try:
-            there = msgspec.json.decode((folder / VIEWER).read_bytes(), type=Viewing).url
+            there = msgspec.json.decode((folder / VIEWER).read_bytes(), type=ViewerAddress).url
         except (OSError, msgspec.DecodeError):
             return HTMLResponse(_NONE, status_code=404)
         token = request.query_params.get("token") or _bearer(request)

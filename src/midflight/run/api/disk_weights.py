@@ -21,7 +21,7 @@ from midflight.wire.routes import body_of, json_answer, route
 _FILE = "model.safetensors"
 
 
-class FromDisk(msgspec.Struct, frozen=True):
+class DiskWeightsBody(msgspec.Struct, frozen=True):
     """The fields of the request that we use. SGLang's other fields say how its own server loads the
     weights; they are ignored.
     """
@@ -49,7 +49,7 @@ class DiskWeights:
         """Waits for the engines. The file must stay until the next one comes: an engine that is
         started again reads it.
         """
-        body = await body_of(request, FromDisk)
+        body = await body_of(request, DiskWeightsBody)
         async with self._one_at_a_time:
             version = self._next(body.weight_version)
             manifest = await asyncio.to_thread(self._manifest, Path(body.model_path), version)

@@ -55,7 +55,7 @@ class MemberState(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why it is in quarantine."""
 
 
-class Left(msgspec.Struct, frozen=True):
+class EngineLeftAnswer(msgspec.Struct, frozen=True):
     name: str
     resumed: int
     """Requests that had not ended when it was let go, and go on elsewhere."""
@@ -76,7 +76,7 @@ class Membership(msgspec.Struct, frozen=True):
     run: EngineNeeds
 
 
-class Membered(Protocol):
+class EngineMembership(Protocol):
     """Admits engines and lets them go."""
 
     def members(self) -> Membership: ...
@@ -88,7 +88,7 @@ class Membered(Protocol):
 
     async def leave(
         self, name: str, *, force: bool, drain_seconds: float | None, for_good: bool = False
-    ) -> Left:
+    ) -> EngineLeftAnswer:
         """Waits for its requests, `drain_seconds` at most; without a number, as configured. With
         `force` it leaves though no other engine serves. With `for_good` a request that only it
         could answer fails at once, and waits for no other engine.
@@ -96,7 +96,7 @@ class Membered(Protocol):
         ...
 
 
-def member_routes(run: Membered, *, token: str) -> Sequence[BaseRoute]:
+def member_routes(run: EngineMembership, *, token: str) -> Sequence[BaseRoute]:
     """All behind the control token."""
 
     async def listed(request: Request) -> Response:

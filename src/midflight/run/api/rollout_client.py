@@ -8,7 +8,7 @@ from typing import Self
 
 import msgspec
 
-from midflight.run.api.service import LIFE, PREFIX, Copied, WentOn
+from midflight.run.api.service import LIFE, PREFIX, CopyAnswer, WentOn
 from midflight.run.parts import PartLost
 from midflight.trajectories.packing import from_bytes
 from midflight.types import PackedBatch, Version, WeightManifest
@@ -66,9 +66,9 @@ class RolloutClient:
         answer = await self._post("restart", {"version": checkpoint, "least": least})
         return msgspec.json.decode(answer, type=WentOn)
 
-    async def copy_store(self, version: Version) -> Copied:
+    async def copy_store(self, version: Version) -> CopyAnswer:
         answer = await self._post("store", {"version": version})
-        return msgspec.json.decode(answer, type=Copied)
+        return msgspec.json.decode(answer, type=CopyAnswer)
 
     async def _post(self, verb: str, body: object) -> bytes:
         path = f"{PREFIX}/{verb}"

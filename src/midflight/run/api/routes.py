@@ -38,20 +38,20 @@ class Take(StrictBody, frozen=True):
     """
 
 
-class OfLease(StrictBody, frozen=True):
+class LeaseBody(StrictBody, frozen=True):
     lease: int
 
 
-class AtVersion(StrictBody, frozen=True):
+class VersionBody(StrictBody, frozen=True):
     version: Annotated[Version, Meta(ge=0)]
 
 
-class RestartBody(AtVersion, frozen=True):
+class RestartBody(VersionBody, frozen=True):
     least: Annotated[Version, Meta(ge=0)] = 0
     """The number under which the weights go on is not below this one."""
 
 
-class AheadBody(AtVersion, frozen=True):
+class AheadBody(VersionBody, frozen=True):
     tokens: Annotated[int, Meta(ge=1)]
 
 
@@ -163,7 +163,7 @@ class TrainerRoutes:
         return json_answer({"version": body.version})
 
     async def _take_back(self, request: Request) -> Response:
-        body = await body_of(request, OfLease)
+        body = await body_of(request, LeaseBody)
         self._book.check_open(body.lease)
         await self._service.take_back(body.lease)
         self._book.taken_back(body.lease)
@@ -191,7 +191,7 @@ class TrainerRoutes:
         return json_answer({"version": manifest.version, "served_version": self._served()})
 
     async def _checkpointed(self, request: Request) -> Response:
-        body = await body_of(request, AtVersion)
+        body = await body_of(request, VersionBody)
         self._book.check_saved(body.version)
         await self._service.checkpointed(body.version)
         self._book.saved(body.version)
@@ -201,12 +201,12 @@ class TrainerRoutes:
         """Copies the store for the checkpoint of a version that was made. Groups that are trained
         later wait again where a run goes on from the copy.
         """
-        body = await body_of(request, AtVersion)
+        body = await body_of(request, VersionBody)
         self._book.check_saved(body.version)
         return json_answer(await self._service.copy_store(body.version))
 
     async def _finish(self, request: Request) -> Response:
-        body = await body_of(request, AtVersion)
+        body = await body_of(request, VersionBody)
         await self._service.finish(body.version)
         answer = json_answer({"version": body.version})
         answer.background = BackgroundTask(self._end)

@@ -54,7 +54,7 @@ class RolloutService(Protocol):
         ...
 
 
-class Copied(msgspec.Struct, frozen=True, omit_defaults=True):
+class CopyAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """The answer to `store`. `error` says why there is no copy, if there is none."""
 
     error: str = ""
@@ -85,7 +85,7 @@ class TrainerService(RolloutService, Protocol):
         """
         ...
 
-    async def copy_store(self, version: Version) -> Copied:
+    async def copy_store(self, version: Version) -> CopyAnswer:
         """Copies the store into the run's folder, for the checkpoint of this version. Returns when
         the copy is on disk, or could not be made.
         """

@@ -109,7 +109,7 @@ class ClaimBody(StrictBody, frozen=True):
     wait_seconds: WaitSeconds = 0.0
 
 
-class Opened(msgspec.Struct, frozen=True):
+class OpenedSession(msgspec.Struct, frozen=True):
     session_id: str
     base_url: str
     api_key: str
@@ -122,7 +122,7 @@ class ClaimedTask(msgspec.Struct, frozen=True):
     data: Mapping[str, object]
 
 
-class Claim(Opened, frozen=True):
+class Claim(OpenedSession, frozen=True):
     task: ClaimedTask
 
 
@@ -233,9 +233,11 @@ class SessionRoutes:
         task = ClaimedTask(offer.task.id, offer.task.source, offer.task.data)
         return Claim(opened.session_id, opened.base_url, opened.api_key, opened.owner_token, task)
 
-    def _opened(self, request: Request, session_id: str, api_key: str, owner_token: str) -> Opened:
+    def _opened(
+        self, request: Request, session_id: str, api_key: str, owner_token: str
+    ) -> OpenedSession:
         address = self._public_url or local_address(request)
-        return Opened(session_id, f"{address}/s/{api_key}/v1", api_key, owner_token)
+        return OpenedSession(session_id, f"{address}/s/{api_key}/v1", api_key, owner_token)
 
     def _checked(self, request: Request) -> str:
         """The session that the request may score and end."""

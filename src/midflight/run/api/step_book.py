@@ -23,7 +23,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e10)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _OpenBatch:
     train_version: Version
     at: float
     num_tokens: int
@@ -38,7 +38,7 @@ class StepBook:
         self._made = start_version
         self._newest_taken = start_version
         self._saved = start_version
-        self._open: dict[int, _Taken] = {}
+        self._open: dict[int, _OpenBatch] = {}
         self._last_said: DoneBody | None = None
         self._life = 0
         self._published: tuple[Version, str] | None = None
@@ -57,7 +57,7 @@ class StepBook:
             tokens = 0
             for group in batch.groups:
                 tokens += sum(trajectory.num_trainable for trajectory in group.trajectories)
-            self._open[batch.lease] = _Taken(batch.train_version, now, tokens)
+            self._open[batch.lease] = _OpenBatch(batch.train_version, now, tokens)
 
     def check_life(self, life: int) -> None:
         """`OutOfTurn` for a trainer in whose place another goes on."""
@@ -81,7 +81,7 @@ class StepBook:
     def taken(self, batch: PackedBatch, *, now: float) -> None:
         """A lease that is asked for again keeps the time at which it was first given."""
         self._newest_taken = max(self._newest_taken, batch.train_version)
-        taken = _Taken(batch.train_version, now, int(batch.loss_mask.sum()))
+        taken = _OpenBatch(batch.train_version, now, int(batch.loss_mask.sum()))
         self._open.setdefault(batch.lease, taken)
 
     def report(self, said: DoneBody, *, now: float) -> Stepped:

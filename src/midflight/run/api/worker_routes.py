@@ -100,7 +100,7 @@ def _error(ended: wire.AgentEnded) -> Exception | None:
 
 
 class _Line:
-    """Implements the crew's `ToWorker`: the messages on their way to one worker. It is bounded by
+    """Implements the crew's `WorkerOutlet`: the messages on their way to one worker. It is bounded by
     the rollouts in flight, which admission limits.
     """
 

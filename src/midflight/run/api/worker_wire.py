@@ -43,7 +43,7 @@ class Joined(msgspec.Struct, tag="joined", frozen=True):
     name: str
 
 
-class BeatOfLoop(msgspec.Struct, tag="beat", frozen=True):
+class LoopTurned(msgspec.Struct, tag="beat", frozen=True):
     """The worker's event loop turns."""
 
 
@@ -131,7 +131,7 @@ class WorkerSpared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 encode = msgspec.json.Encoder().encode
 decode_for_worker = msgspec.json.Decoder(RunAgent | CancelAgent).decode
-decode_from_worker = msgspec.json.Decoder(Joined | BeatOfLoop | ToolsRun | AgentEnded).decode
+decode_from_worker = msgspec.json.Decoder(Joined | LoopTurned | ToolsRun | AgentEnded).decode
 
 
 def _heard(said: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from midflight.config.sections import Config
-from midflight.engines.about import about_route
 from midflight.engines.app import build_app
+from midflight.engines.introduction import about_route
 from midflight.engines.relay import relay
 from midflight.engines.servers.adapters import AdapterEngine
 from midflight.engines.servers.direct import TRANSPORT as DIRECT
@@ -33,9 +33,9 @@ from midflight.run.heart import ENDLESS
 from midflight.run.parts import (
     EngineSpec,
     FirstWork,
-    Launcher,
+    LauncherPipe,
+    Notice,
     Ready,
-    Words,
     serve_while,
 )
 from midflight.run.scratch import remove_left, scratch_folder
@@ -47,7 +47,7 @@ from midflight.wire.server import serve_app
 _log = logging.getLogger(__name__)
 
 
-async def run_companion(spec: EngineSpec, launcher: Launcher) -> None:
+async def run_companion(spec: EngineSpec, launcher: LauncherPipe) -> None:
     """Runs until the launcher ends it, or the server that it started dies. Files that an earlier
     life of it left in memory are removed first.
     """
@@ -80,7 +80,7 @@ async def run_companion(spec: EngineSpec, launcher: Launcher) -> None:
                 url=spec.url,
                 version=spec.version,
                 staging=staging,
-                say=lambda text: launcher.tell(Words(text)),
+                say=lambda text: launcher.tell(Notice(text)),
             )
 
 

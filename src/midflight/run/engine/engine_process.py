@@ -9,14 +9,22 @@ from pathlib import Path
 
 from midflight.config.derived import served_dtype
 from midflight.config.sections import Config
-from midflight.engines.about import about_route
 from midflight.engines.app import build_app
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.prefixes import PrefixRoom
+from midflight.engines.introduction import about_route
 from midflight.engines.relay import relay_steps
 from midflight.models.load import load_model
 from midflight.run.heart import START_SECONDS
-from midflight.run.parts import TEACHER, EngineSpec, FirstWork, Launcher, Ready, Words, serve_while
+from midflight.run.parts import (
+    TEACHER,
+    EngineSpec,
+    FirstWork,
+    LauncherPipe,
+    Notice,
+    Ready,
+    serve_while,
+)
 from midflight.text.tokenizer import Tokenizer
 from midflight.types.facts import unheard
 from midflight.weights.transports.select import receiver
@@ -46,7 +54,7 @@ def make_engine(config: Config, model: Path, *, name: str, version: int) -> Embe
     )
 
 
-async def run_engine(spec: EngineSpec, launcher: Launcher) -> None:
+async def run_engine(spec: EngineSpec, launcher: LauncherPipe) -> None:
     """Decodes and serves until the launcher ends it, or the decode loop crashes."""
     config = Config.model_validate_json(spec.config)
     with launcher.heart.doing("loads its model", limit=START_SECONDS, heavy=True, computes=True):
@@ -54,7 +62,7 @@ async def run_engine(spec: EngineSpec, launcher: Launcher) -> None:
             make_engine, config, Path(spec.model), name=spec.name, version=spec.version
         )
     if engine.warning and spec.name in SPEAKERS:
-        launcher.tell(Words(f"{spec.name}: {engine.warning}"))
+        launcher.tell(Notice(f"{spec.name}: {engine.warning}"))
     about = about_route(engine, Path(spec.model))
     worked = FirstWork(launcher)
     app = build_app(

@@ -20,11 +20,11 @@ import aiohttp
 
 from midflight.config.derived import engine_python, served_dtype
 from midflight.config.sections import Config, EngineSection
-from midflight.engines.servers.command import HOST, READY, Command, Served, server_command
+from midflight.engines.servers.command import HOST, READY, Command, ServedModel, server_command
 from midflight.errors import ConfigError, RunFailed, first_error
 from midflight.models.adapters import adapter_of
 from midflight.models.sizes import num_experts_of, reads_more_than_text, sizes_of
-from midflight.observe.motion import Motion, WorkedSince
+from midflight.observe.activity import ActivityProbe, ProcessActivity
 from midflight.run.guard import guarded
 from midflight.run.parts import ServerLost, serve_while
 from midflight.run.places.port import KILLS
@@ -91,7 +91,7 @@ def command_for(
 ) -> Command:
     dtype = served_dtype(config)
     adapter = adapter_of(model)
-    served = Served(
+    served = ServedModel(
         folder=model.absolute(),
         name=config.model.name,
         dtype=dtype,
@@ -201,10 +201,10 @@ class StartedServer:
                 start_new_session=True,
             )
 
-    def works(self) -> WorkedSince:
+    def works(self) -> ActivityProbe:
         """Watches the server for one wait of `ServerClient`."""
         assert self._process is not None
-        return WorkedSince(self._process.pid)
+        return ActivityProbe(self._process.pid)
 
     async def come_up(self, path: str, *, seconds: float) -> None:
         """Waits until it answers 200 at `path`, while it and its children move. Its death is
@@ -229,7 +229,7 @@ class StartedServer:
     async def _standing_still(self, seconds: float) -> NoReturn:
         """Waits until it has done nothing for so long: `StandsStill`. Ended by cancellation."""
         assert self._process is not None
-        motion = Motion(self._process.pid)
+        motion = ProcessActivity(self._process.pid)
         while (still := motion.look()) < seconds:  # noqa: ASYNC110 (nothing tells of a process that does nothing)
             await asyncio.sleep(min(LOOK_SECONDS, seconds / 4))
         raise StandsStill(f"took no processor time, read and wrote nothing for {still:.0f} s")

@@ -60,7 +60,7 @@ SPECS = {
 
 def part_main(
     part: parts.ProcessKind, arguments: Sequence[str]
-) -> Callable[[Any, parts.Launcher], Awaitable[None]]:
+) -> Callable[[Any, parts.LauncherPipe], Awaitable[None]]:
     """Imports a part, which for trainer and embedded engine means torch. The spec need not be
     known for that, which takes seconds.
 
@@ -91,9 +91,9 @@ def part_main(
 
 
 async def run_until_asked(
-    run: Callable[[parts.Spec, parts.Launcher], Awaitable[None]],
+    run: Callable[[parts.Spec, parts.LauncherPipe], Awaitable[None]],
     spec: parts.Spec,
-    launcher: parts.Launcher,
+    launcher: parts.LauncherPipe,
 ) -> None:
     """Runs the part as the main task; SIGTERM and SIGINT cancel it. Ended by the part or by the
     launcher.
@@ -115,7 +115,7 @@ async def run_until_asked(
     end_soon(0)  # what agents left behind may refuse to end
 
 
-def report(error: BaseException, launcher: parts.Launcher) -> None:
+def report(error: BaseException, launcher: parts.LauncherPipe) -> None:
     """Tells the launcher first, because the log may be on a full disk."""
     launcher.tell(failure_of(error))
     with suppress(OSError):
@@ -169,10 +169,10 @@ def end_soon(status: int) -> None:
 
 def main() -> int:
     part = parts.ProcessKind(sys.argv[1])
-    launcher = parts.Launcher()
+    launcher = parts.LauncherPipe()
     if os.environ.get(parts.SEATED_VARIABLE):
         launcher.heart.memory = partial(tree_bytes, os.getpid())
-    logs.as_asked()
+    logs.use_json_logs()
     faulthandler.register(STACKS_SIGNAL, file=sys.stderr)
     launcher.heart.start()
     gc.set_threshold(GC_THRESHOLD)  # before the imports, of which collections would be a fifth

@@ -23,18 +23,18 @@ from midflight.config.sections import Config
 from midflight.errors import RunFailed, first_error
 from midflight.observe.readable import duration
 from midflight.run.launcher.access import Access
-from midflight.run.launcher.budgets import Budgets
-from midflight.run.launcher.killed import KilledStarts, is_told, why_ended, why_killed
+from midflight.run.launcher.killed_starts import KilledStarts, is_told, why_ended, why_killed
+from midflight.run.launcher.restarts import RestartBudgets
 from midflight.run.parts import (
     TEACHER,
     EngineSpec,
     Message,
     ModelReady,
+    Notice,
     PartLost,
     ProcessKind,
     Restarted,
     Spec,
-    Words,
     serve_while,
 )
 from midflight.run.places.port import Child, PartFailed, Place, Places, Wants
@@ -80,7 +80,7 @@ class Engines:
         places: Places,
         access: Access,
         *,
-        budgets: Budgets,
+        budgets: RestartBudgets,
         serving: set[str],
         say: Callable[[Message], None],
         start: Callable[[EnginePart], Awaitable[Child]],
@@ -90,7 +90,7 @@ class Engines:
     ) -> None:
         """`memory` says in sentences what there is, what the parts are estimated to take, and what
         helps. With `holds`, requests wait for an engine for as long as one is started, however
-        often that is killed; else the run ends when nothing comes of it, see `killed`.
+        often that is killed; else the run ends when nothing comes of it, see `killed_starts`.
         """
         self._config = config
         self._places = places
@@ -382,7 +382,7 @@ class Engines:
                     f"for {name}, which is being started"
                 )
                 self._say(
-                    Words(f"{away}. Its log is logs/{name}.log in {self._config.run.folder}.")
+                    Notice(f"{away}. Its log is logs/{name}.log in {self._config.run.folder}.")
                 )
             self._remind(name, since=since, seconds=2 * seconds)
 

@@ -18,8 +18,8 @@ from midflight.errors import ConfigError
 from midflight.observe.atomic_write import write_whole
 from midflight.observe.lines import StepLine, decode_line
 from midflight.observe.machine import MACHINE, machine
-from midflight.run.launcher import aside
-from midflight.run.launcher.aside import AsidePlace
+from midflight.run.launcher import replaced_files
+from midflight.run.launcher.replaced_files import ReplacedFiles
 from midflight.trajectories.heldout import HELDOUT
 from midflight.trajectories.pairs import BESIDE, STORE, store_path
 
@@ -120,12 +120,12 @@ def unwritable(folder: Path, error: OSError) -> ConfigError:
 # --- A run that another replaces ------------------------------------------------------------------
 
 
-def places_of(folder: Path, config: Config) -> list[AsidePlace]:
+def places_of(folder: Path, config: Config) -> list[ReplacedFiles]:
     """The places of the run that a run of this configuration would replace: the folder, and its
     store where that is elsewhere.
     """
     names = (*PRODUCTS, ROWS, POSTED, CONFIG, *DRAFTS, LOGS, *TRACKED, *MODELS)
-    own = AsidePlace(".", None, names)
+    own = ReplacedFiles(".", None, names)
     disks = {
         disk
         for disk in (store_folder_of(folder), config.run.store_folder)
@@ -135,10 +135,10 @@ def places_of(folder: Path, config: Config) -> list[AsidePlace]:
     return [own, *stores]
 
 
-def _place_of_store(store: Path) -> AsidePlace:
+def _place_of_store(store: Path) -> ReplacedFiles:
     names = (f"{store.stem}.overwritten{number or ''}" for number in count())
     free = next(name for name in names if not (store.parent / name).exists())
-    return AsidePlace(
+    return ReplacedFiles(
         str(store.parent), str(store.parent / free), tuple(store.name + beside for beside in BESIDE)
     )
 
@@ -148,9 +148,9 @@ def set_aside(folder: Path, config: Config) -> None:
     nothing has changed.
     """
     places = places_of(folder, config)
-    aside.check_movable(folder, places)
+    replaced_files.check_movable(folder, places)
     try:
-        aside.set_aside(folder, places)
+        replaced_files.set_aside(folder, places)
     except OSError as error:
         raise ConfigError(
             f"setting aside the run in {folder}: {error.strerror} ({error.filename}); everything "
@@ -182,7 +182,7 @@ def put_back(folder: Path) -> None:
     """
     logs = folder / LOGS
     failed = folder / FAILED_LOGS
-    if aside.is_aside(folder) and logs.is_dir():
+    if replaced_files.is_aside(folder) and logs.is_dir():
         shutil.rmtree(failed, ignore_errors=True)
         logs.rename(failed)
-    aside.put_back(folder)
+    replaced_files.put_back(folder)

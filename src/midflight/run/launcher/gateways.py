@@ -16,11 +16,11 @@ from midflight.config.agent import entries_of
 from midflight.config.derived import num_workers
 from midflight.config.sections import Config
 from midflight.config.shards import shard_of
-from midflight.observe.status import Status, together
+from midflight.observe.status import Status, merge_statuses
 from midflight.run.launcher.access import Access
-from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.children import Children
 from midflight.run.launcher.engines import Engines
+from midflight.run.launcher.restarts import RestartBudgets
 from midflight.run.parts import (
     TEACHER,
     Message,
@@ -88,7 +88,7 @@ class Gateways:
         engines: Engines,
         access: Access,
         worker_token: str,
-        budgets: Budgets,
+        budgets: RestartBudgets,
         purpose: Purpose,
         say: Callable[[Message], None],
     ) -> None:
@@ -175,4 +175,4 @@ class Statuses:
         """The run's status, after one rollout process has sent its own."""
         self._by_name[name] = status
         first, *others = [self._by_name[part] for part in sorted(self._by_name)]
-        return together(first, others) if others else status
+        return merge_statuses(first, others) if others else status

@@ -21,8 +21,8 @@ import msgspec
 from starlette.websockets import WebSocket
 
 from midflight.config.sections import Config
-from midflight.engines.about import about_route
 from midflight.engines.app import build_app
+from midflight.engines.introduction import about_route
 from midflight.engines.relay import ServedEngine, relay, relay_steps
 from midflight.engines.servers.engine import ServerEngine
 from midflight.errors import ConfigError, RunFailed, SentAway
@@ -48,7 +48,7 @@ anew knows of no engine that had joined.
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class GatewayAccess:
     """The address at which a run is joined, and the token for it."""
 
     url: str
@@ -62,7 +62,7 @@ class Door:
         )
 
 
-async def asked(door: Door, *, name: str, patience_seconds: float) -> EngineNeeds:
+async def asked(door: GatewayAccess, *, name: str, patience_seconds: float) -> EngineNeeds:
     """Asks what the run needs of an engine. Waits for the answer, at most `patience_seconds`.
     `ConfigError` where there is none, the token is wrong, the run has another version, or the name
     is taken.
@@ -97,7 +97,7 @@ async def asked(door: Door, *, name: str, patience_seconds: float) -> EngineNeed
     return found.run
 
 
-def _check_token(door: Door, answer: Answered) -> None:
+def _check_token(door: GatewayAccess, answer: Answered) -> None:
     if answer.status == 401:
         raise ConfigError(
             f"the gateway at {door.url} does not accept the token: give the control token that the "
@@ -133,7 +133,7 @@ class JoinedEngine:
 
     def __init__(
         self,
-        door: Door,
+        door: GatewayAccess,
         name: str,
         *,
         patience_seconds: float,
@@ -245,7 +245,7 @@ def _error_in(answer: Answered) -> tuple[str, str]:
 
 def run(
     config: Config,
-    door: Door,
+    door: GatewayAccess,
     *,
     name: str,
     host: str | None,

@@ -18,15 +18,15 @@ from midflight.observe.summary_table import summary_table
 from midflight.observe.terminal import Terminal
 from midflight.run.endpoint import ControlToken, control_token
 from midflight.run.launcher import opening
-from midflight.run.launcher.aside import is_aside
 from midflight.run.launcher.ending import main_task
 from midflight.run.launcher.folder import CONFIG, ROWS, kept, prepare, set_aside
-from midflight.run.launcher.holding import held
+from midflight.run.launcher.folder_checks import check_run_folder
+from midflight.run.launcher.folder_lock import hold_folder
 from midflight.run.launcher.program import Program
+from midflight.run.launcher.replaced_files import is_aside
 from midflight.run.launcher.ring import Ring
 from midflight.run.launcher.run import Run
 from midflight.run.launcher.sentences import sentence, where_gateway
-from midflight.run.launcher.starting import check_kept
 from midflight.run.parts import (
     Message,
     ModelReady,
@@ -50,7 +50,7 @@ def begin(config: Config, console: Console | None = None) -> None:
 
 
 def _begin_in(folder: Path, config: Config, *, resume: bool, say: Callable[[str], None]) -> None:
-    """Makes the folder ready. A run that is there, and that `check_kept` lets this one replace,
+    """Makes the folder ready. A run that is there, and that `check_run_folder` lets this one replace,
     stays aside until this one's first step.
     """
     found = None if resume else kept(folder)
@@ -82,10 +82,12 @@ def train(
     token = control_token(None)
     with (
         Terminal(program.console, as_json=as_json(config)) as terminal,
-        held(folder, terminal.say) as lock,
+        hold_folder(folder, terminal.say) as lock,
     ):
         # again: while it was not held, somebody else may have used it
-        check_kept(config, resume=resume, overwrite=overwrite, gives_rows=program.rows is not None)
+        check_run_folder(
+            config, resume=resume, overwrite=overwrite, gives_rows=program.rows is not None
+        )
         _begin_in(folder, config, resume=resume, say=terminal.say)
         if program.rows is not None:
             shutil.copyfile(program.rows, folder / ROWS)
@@ -138,8 +140,8 @@ def rollouts(config: Config, *, overwrite: bool = False, token: str | None) -> i
     )
     chosen = control_token(token)
     folder = Path(config.run.folder)
-    with Terminal(as_json=as_json(config)) as terminal, held(folder, terminal.say) as lock:
-        check_kept(config, resume=False, overwrite=overwrite, trains=False)
+    with Terminal(as_json=as_json(config)) as terminal, hold_folder(folder, terminal.say) as lock:
+        check_run_folder(config, resume=False, overwrite=overwrite, trains=False)
         _begin_in(folder, config, resume=False, say=terminal.say)
         terminal.say(opening.rolling_out(config))
         run = Run(config, terminal, chosen, lock)
@@ -182,7 +184,7 @@ def serve(config: Config, *, token: str | None) -> int:
     chosen = control_token(token)
     with (
         Terminal(as_json=as_json(config)) as terminal,
-        held(Path(config.run.folder), terminal.say) as lock,
+        hold_folder(Path(config.run.folder), terminal.say) as lock,
     ):
         terminal.say(opening.serving(config))
         warn(terminal, config, anonymous=True)
@@ -204,7 +206,7 @@ def evaluate(config: Config, model: Path, *, program: Program | None = None) -> 
     program = program or Program()
     with (
         Terminal(program.console, as_json=as_json(config)) as terminal,
-        held(Path(config.run.folder), terminal.say) as lock,
+        hold_folder(Path(config.run.folder), terminal.say) as lock,
     ):
         section = config.model.model_copy(update={"path": model})
         terminal.say(opening.evaluating(config.model_copy(update={"model": section})))
@@ -286,7 +288,7 @@ def rollback(config: Config, *, to: Version) -> int:
     from midflight.run.trainer.rollback import roll_back
 
     folder = Path(config.run.folder)
-    with Terminal() as terminal, held(folder, terminal.say):
+    with Terminal() as terminal, hold_folder(folder, terminal.say):
         groups = roll_back(folder, to, run=config.run.name, store_folder=config.run.store_folder)
         terminal.say(
             f"{folder} is back at version {to}: {groups} groups of tasks that were trained since "

@@ -3,7 +3,7 @@ engine and trainer compute here.
 
     python -m midflight.run.launcher.measure THREADS
 
-It reads a configuration from standard input, and writes `Measured` as JSON, or a text that says
+It reads a configuration from standard input, and writes `ModelMeasurements` as JSON, or a text that says
 what is wrong. It is bounded by work, not by the clock: it takes so many tokens, fewer of a larger
 model.
 """
@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from midflight.config.folders import check_tokenizer
+from midflight.config.model_checks import check_tokenizer
 from midflight.config.sections import Config
 from midflight.engines.embedded.engine import EmbeddedEngine, Generated
 from midflight.environments.sources import Source, load_sources
@@ -27,7 +27,7 @@ from midflight.models.load import load_model
 from midflight.models.sizes import sizes_of
 from midflight.rewards import exact_match, number_match
 from midflight.run.launcher.drawing import with_few
-from midflight.run.launcher.measured import ENDED_SHARE, WIDTHS, Measured
+from midflight.run.launcher.measurements import ENDED_SHARE, WIDTHS, ModelMeasurements
 from midflight.run.launcher.trial import TrialReport, trying
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.model.microbatch import Example, answer_predictions, split
@@ -83,7 +83,7 @@ class Measurement:
         self._num_parameters = sizes_of(self._folder).num_parameters
         torch.set_num_threads(threads)
 
-    def measured(self) -> Measured:
+    def measured(self) -> ModelMeasurements:
         """`MidflightError` where the model cannot be asked, or the tasks cannot be read."""
         tokenizer = check_tokenizer(self._folder)
         questions = self._questions(tokenizer)
@@ -96,7 +96,7 @@ class Measurement:
             len(answer.token_ids) for answer in answers if answer.finish.reason != "length"
         )
         reward = _reward_of(questions.tasks)
-        return Measured(
+        return ModelMeasurements(
             threads=self._threads,
             prompt_length=questions.lengths[len(questions.lengths) // 2],
             longest_prompt=questions.lengths[-1],
@@ -313,7 +313,7 @@ def main() -> None:
         config = Config.model_validate_json(sys.stdin.read())
         try:
             measurement = Measurement(config, trial, threads=int(sys.argv[1]))
-            found: Measured | str = measurement.measured()
+            found: ModelMeasurements | str = measurement.measured()
         except MidflightError as error:
             found = str(error)
         trial.answer(msgspec.json.encode(found))

@@ -26,8 +26,8 @@ from midflight import given
 from midflight.config import derived
 from midflight.config.agent import SINGLE_TURN, agent_of, entries_of
 from midflight.config.disk import disk_bytes, shared_bytes
-from midflight.config.folders import check_tokenizer
 from midflight.config.formulas import OBJECTIVES
+from midflight.config.model_checks import check_tokenizer
 from midflight.config.seats import device_map
 from midflight.config.sections import Config
 from midflight.config.sources import DATASET_SIZE, source_names

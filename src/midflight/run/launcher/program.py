@@ -12,7 +12,7 @@ from midflight.run.launcher.ending import Stop
 from midflight.run.parts import Message
 
 
-def unheard(message: Message) -> None:
+def ignore_message(message: Message) -> None:
     """Hears a message for a program that does not listen."""
     del message
 
@@ -28,7 +28,7 @@ class Program:
     console: Console | None = None
     """The console on which the run is shown. None is standard output."""
     stop: Stop = field(default_factory=Stop)
-    hear: Callable[[Message], None] = unheard
+    hear: Callable[[Message], None] = ignore_message
     """Hears everything that the parts say, in the launcher's thread. Must not raise or wait."""
     summary: Summary | None = None
     """How the run went, once it has ended."""

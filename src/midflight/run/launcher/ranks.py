@@ -24,7 +24,7 @@ and a busy machine takes seconds more.
 
 
 class TrainerRanks:
-    """Starts all ranks together, and ends them together. `Lives` starts them again."""
+    """Starts all ranks together, and ends them together. `TrainerRestarts` starts them again."""
 
     def __init__(
         self,

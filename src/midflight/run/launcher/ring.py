@@ -3,7 +3,7 @@ budget, and always stopped.
 
 | loop | keeps | in |
 |---|---|---|
-| `Lives.lead` | the trainer, in all its lives | `lives.py`, with `ranks.py` |
+| `TrainerRestarts.lead` | the trainer, with its restarts | `trainer_restarts.py`, with `ranks.py` |
 | `Gateways.keep` | a rollout process | `gateways.py` |
 | `Engines.keep` | an engine | `engines.py` |
 | `Workers.keep` | a process that runs agents | `workers.py` |
@@ -26,27 +26,27 @@ from midflight.observe.status import Phase, Status
 from midflight.run.endpoint import Endpoint, remove_endpoint, write_endpoint
 from midflight.run.heart import Beat
 from midflight.run.launcher.access import Access
-from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.children import Children
 from midflight.run.launcher.engines import EnginePart, Engines
 from midflight.run.launcher.gateways import GatewayPart, Gateways, Statuses, take_gateways
-from midflight.run.launcher.lives import Lives
 from midflight.run.launcher.ranks import TrainerRanks
+from midflight.run.launcher.restarts import RestartBudgets
+from midflight.run.launcher.trainer_restarts import TrainerRestarts
 from midflight.run.launcher.watch import ProcessWatch
 from midflight.run.launcher.watchdog import Watchdog
 from midflight.run.launcher.workers import Workers
 from midflight.run.parts import (
-    Condemned,
+    FirstTokenMade,
     Message,
     ModelReady,
+    Notice,
     PartLost,
     ProcessKind,
     Progress,
     Purpose,
     Ready,
+    RestartWorker,
     WarmStart,
-    Words,
-    Worked,
     serve_while,
 )
 from midflight.run.places.local import LocalPlaces
@@ -72,7 +72,7 @@ class Ring:
         control_token: str,
         model: ModelReady | None = None,
         lock: HasDescriptor | None = None,
-        budgets: Budgets | None = None,
+        budgets: RestartBudgets | None = None,
         objects: bytes = given.NOTHING,
         watchdog: Watchdog | None = None,
     ) -> None:
@@ -83,9 +83,11 @@ class Ring:
         self._on_message = on_message
         self._given_model = model
         self._control_token = control_token
-        self._budgets = budgets or Budgets(config.run.restarts)
+        self._budgets = budgets or RestartBudgets(config.run.restarts)
         self._watchdog = watchdog or Watchdog(stall_seconds=config.run.stall_seconds)
-        self._lives = Lives(Path(config.run.folder), self._budgets, self._watchdog, say=on_message)
+        self._lives = TrainerRestarts(
+            Path(config.run.folder), self._budgets, self._watchdog, say=on_message
+        )
         self._statuses = Statuses()
         self._places: Places
         self._gateways: Sequence[GatewayPart]
@@ -117,7 +119,7 @@ class Ring:
             return LocalPlaces()
         from midflight.run.places.ray import ray_places
 
-        return ray_places(self._config, say=lambda text: self._on_message(Words(text)))
+        return ray_places(self._config, say=lambda text: self._on_message(Notice(text)))
 
     async def _run(self, purpose: Purpose, *, resume: bool) -> None:
         trains = purpose is Purpose.TRAIN
@@ -237,7 +239,7 @@ class Ring:
                 self._watchdog.hear(name, message)
                 self.children.memory[name] = message.memory_bytes
                 return
-            case Worked():
+            case FirstTokenMade():
                 self._budgets.of(name).earn()
                 return
             case ModelReady():
@@ -251,7 +253,7 @@ class Ring:
                     self._write_endpoint(gateway, url)
                     if gateway.shard:
                         return
-            case Condemned(part, why):  # a worker that hangs
+            case RestartWorker(part, why):  # a worker that hangs
                 self._watchdog.condemn(part, why)
             case Progress(status):
                 status = self._statuses.whole(name, status)

@@ -11,10 +11,10 @@ from midflight.config.sections import Config
 from midflight.config.sources import source_names
 from midflight.errors import disk_full
 from midflight.observe.memory import PeakMemory
-from midflight.observe.plot import drawn_by_itself
+from midflight.observe.plot import draw_in_process
 from midflight.observe.status import Phase, Status, WarmStartStatus
 from midflight.observe.summary import (
-    Said,
+    StartNotes,
     Summary,
     past_seconds,
     summarise,
@@ -23,14 +23,14 @@ from midflight.observe.summary import (
 from midflight.observe.terminal import Terminal
 from midflight.run.endpoint import ControlToken
 from midflight.run.launcher import opening
-from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.folder import can_go_on, clear
 from midflight.run.launcher.program import Program
-from midflight.run.launcher.replacing import ReplacedRun
+from midflight.run.launcher.replaced_run import ReplacedRun
+from midflight.run.launcher.restarts import RestartBudgets
 from midflight.run.launcher.ring import WRITING_SECONDS, Ring
 from midflight.run.launcher.sentences import after, sentence, where_gateway
 from midflight.run.launcher.tracking import ENDING_SECONDS, Tracking
-from midflight.run.launcher.viewing import BesideRun
+from midflight.run.launcher.viewer import RunViewer
 from midflight.run.parts import (
     Message,
     ModelReady,
@@ -74,7 +74,7 @@ class Run:
         """Seconds of the run before this command."""
         self._newest: Ring | None = None
         self._memory = PeakMemory(os.getpid(), elsewhere=self._bytes_elsewhere)
-        self._viewer = BesideRun(config, token=token.value, say=terminal.say)
+        self._viewer = RunViewer(config, token=token.value, say=terminal.say)
         self._tracking = Tracking(config, terminal.say)
         self._replaced = ReplacedRun(self._folder, terminal.say)
         self.status = Status(name=config.run.name, steps=config.run.steps)
@@ -111,7 +111,7 @@ class Run:
         hear: Callable[[Message], None],
         model: ModelReady | None = None,
         *,
-        budgets: Budgets | None = None,
+        budgets: RestartBudgets | None = None,
     ) -> Ring:
         def told(message: Message) -> None:
             hear(message)
@@ -129,7 +129,7 @@ class Run:
         return self._newest
 
     async def _attempts(self, *, resume: bool) -> None:
-        budgets = Budgets(self._config.run.restarts)
+        budgets = RestartBudgets(self._config.run.restarts)
         while True:
             try:
                 ring = self._ring(self.hear, budgets=budgets)
@@ -201,7 +201,7 @@ class Run:
         """
         began = time.monotonic()
         primary = source_names(self._config.environment.sources)[0]
-        said = Said(tuple(self._loss), opening.remarks(self._config))
+        said = StartNotes(tuple(self._loss), opening.remarks(self._config))
         summary = summarise(
             self.status,
             primary=primary,
@@ -225,7 +225,7 @@ class Run:
 
     def _plot(self, *, finished: bool) -> None:
         seconds = self._config.run.stall_seconds if finished else WRITING_SECONDS
-        missing = drawn_by_itself(
+        missing = draw_in_process(
             self._folder, title=self._config.run.name, seconds=seconds, patient=finished
         )
         if missing is not None:

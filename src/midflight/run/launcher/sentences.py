@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from midflight.run.parts import Alarm, Message, Restarted, Stalled, Words
+from midflight.run.parts import Alarm, Message, Notice, Restarted, Stalled
 
 
 def sentence(message: Message) -> str | None:
@@ -17,7 +17,7 @@ def sentence(message: Message) -> str | None:
             return f"stall: {report}"
         case Alarm(text):
             return f"alarm: {text}"
-        case Words(text):
+        case Notice(text):
             return text
         case _:
             return None

@@ -18,7 +18,7 @@ from midflight.observe.logs import PROCESS_VARIABLE
 from midflight.run.endpoint import TOKEN_VARIABLE
 from midflight.run.guard import guarded
 from midflight.run.launcher.folder import LOGS
-from midflight.trackers.process import LAST_SECONDS, TrackerSaid
+from midflight.trackers.process import LAST_SECONDS, TrackerMessage
 
 ENDING_SECONDS = 60.0
 """So long trackers may take to send what is left, once a run has finished."""
@@ -41,7 +41,7 @@ class Tracking:
             {PROCESS_VARIABLE: "trackers"} if config.observe.log_format == "json" else {}
         )
         self._process: subprocess.Popen[bytes] | None = None
-        self._said: queue.SimpleQueue[TrackerSaid] = queue.SimpleQueue()
+        self._said: queue.SimpleQueue[TrackerMessage] = queue.SimpleQueue()
         self._open: set[str] = set()
 
     def start(self) -> None:
@@ -70,7 +70,7 @@ class Tracking:
 
     def _read(self, out: IO[bytes]) -> None:
         for line in out:
-            self._said.put(msgspec.json.decode(line, type=TrackerSaid))
+            self._said.put(msgspec.json.decode(line, type=TrackerMessage))
 
     def hear(self) -> None:
         """Passes on what trackers have said since the last look, or that their process died. None

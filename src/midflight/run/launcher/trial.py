@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from midflight.observe.motion import Motion
+from midflight.observe.activity import ProcessActivity
 from midflight.observe.readable import duration
 from midflight.run.guard import guarded
 from midflight.run.places.port import STACKS_SIGNAL
@@ -50,7 +50,7 @@ def to_terminal(text: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class TrialWait:
     """How a command waits for a trial. `what` says what the trial does, as a participle: `trying
     the configuration`.
     """
@@ -62,7 +62,7 @@ class Patience:
 
 def answer_of(
     command: Sequence[str],
-    patience: Patience,
+    patience: TrialWait,
     *,
     given: bytes = b"",
     environ: Mapping[str, str] | None = None,
@@ -97,9 +97,9 @@ def answer_of(
     return (out.splitlines() or [b""])[-1]
 
 
-def _followed(process: subprocess.Popen[bytes], patience: Patience) -> tuple[bytes, bytes]:
+def _followed(process: subprocess.Popen[bytes], patience: TrialWait) -> tuple[bytes, bytes]:
     """Waits for the end of the process, and looks at it now and then."""
-    motion = Motion(process.pid)
+    motion = ProcessActivity(process.pid)
     said_at = WORD_SECONDS
     while True:
         try:
@@ -125,7 +125,7 @@ def _doing(out: bytes) -> str:
         return ""
 
 
-def _word(patience: Patience, motion: Motion, *, doing: str, still: float) -> str:
+def _word(patience: TrialWait, motion: ProcessActivity, *, doing: str, still: float) -> str:
     does = motion.what
     if still > 2 * LOOK_SECONDS:
         does = (
@@ -137,7 +137,12 @@ def _word(patience: Patience, motion: Motion, *, doing: str, still: float) -> st
 
 
 def _hung(
-    process: subprocess.Popen[bytes], patience: Patience, *, doing: str, still: float, errors: bytes
+    process: subprocess.Popen[bytes],
+    patience: TrialWait,
+    *,
+    doing: str,
+    still: float,
+    errors: bytes,
 ) -> str:
     during = f" while it {doing}" if doing else ""
     what = (

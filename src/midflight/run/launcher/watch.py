@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from midflight.run.launcher.children import Children
-from midflight.run.launcher.watchdog import LOOK_SECONDS, Hung, Watchdog
+from midflight.run.launcher.watchdog import LOOK_SECONDS, HungProcess, Watchdog
 from midflight.run.parts import Message, ProcessKind, Stalled
 from midflight.run.places.port import Child
 
@@ -55,7 +55,7 @@ class ProcessWatch:
             child = self._children.newest[hung.name]
             endings.create_task(self._end(hung, child, report))
 
-    async def _end(self, hung: Hung, child: Child, report: str) -> None:
+    async def _end(self, hung: HungProcess, child: Child, report: str) -> None:
         """Waits for the stacks of a process that can still write them. Before the end of a worker
         that is stopped, waits for its gateway to hear that no agent is to blame.
         """

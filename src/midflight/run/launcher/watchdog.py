@@ -25,10 +25,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from midflight.delays import Lateness, delay_of
+from midflight.lateness import Lateness, delay_of
 from midflight.observe.readable import duration
 from midflight.run.heart import Beat, Doing
-from midflight.run.launcher.pulse import Pulse
+from midflight.run.launcher.signs_of_life import SignsOfLife
 from midflight.run.places.vitals import Vitals, vitals_of
 
 LOOK_SECONDS = 1.0
@@ -44,7 +44,7 @@ process are apart.
 
 
 @dataclass(frozen=True, slots=True)
-class Hung:
+class HungProcess:
     """A process to be ended, and why."""
 
     name: str
@@ -68,7 +68,7 @@ class Watchdog:
         self._stall_seconds = stall_seconds
         self._vitals = vitals
         self._clock = clock
-        self.pulses: dict[str, Pulse] = {}
+        self.pulses: dict[str, SignsOfLife] = {}
         self._ended: dict[str, float] = {}
         """When each part ended that has not begun again."""
         self._looks = Lateness(LOOK_SECONDS, memory_seconds=MEMORY * stall_seconds)
@@ -82,7 +82,7 @@ class Watchdog:
 
     def begin(self, name: str, pid: int | None) -> None:
         """`pid` is a number of this machine, or None where the process is on another."""
-        self.pulses[name] = Pulse(
+        self.pulses[name] = SignsOfLife(
             name, pid, now=self._clock(), memory_seconds=MEMORY * self._stall_seconds
         )
         self._ended.pop(name, None)
@@ -137,7 +137,7 @@ class Watchdog:
 
     # --- What it finds ----------------------------------------------------------------------------
 
-    def look(self) -> Sequence[Hung]:
+    def look(self) -> Sequence[HungProcess]:
         """The processes to be ended now. The caller gives each to `end`, so that none is found
         twice.
         """
@@ -170,11 +170,11 @@ class Watchdog:
         """Seconds by which all signs of life are late now."""
         return delay_of(self._looks, (pulse.lateness for pulse in self.pulses.values()), now)
 
-    def _bound(self, pulse: Pulse, now: float) -> float:
+    def _bound(self, pulse: SignsOfLife, now: float) -> float:
         """A process hangs after so many seconds without a sign of life."""
         return self._stall_seconds + max(pulse.lateness.worst(now), self._delay(now))
 
-    def _allowed(self, pulse: Pulse, now: float) -> float:
+    def _allowed(self, pulse: SignsOfLife, now: float) -> float:
         """Seconds that a process may be silent, or its loop blocked. There is no limit while what
         may hold the interpreter computes or reads.
         """
@@ -184,12 +184,14 @@ class Watchdog:
             return math.inf
         return max(bound, *(doing.limit or 0.0 for doing in heavy), 0.0)
 
-    def _condemned(self, pulse: Pulse, now: float) -> Hung | None:
+    def _condemned(self, pulse: SignsOfLife, now: float) -> HungProcess | None:
         if pulse.condemned is None:
             return None
-        return _stopped(pulse, now) if pulse.state == "T" else Hung(pulse.name, pulse.condemned)
+        return (
+            _stopped(pulse, now) if pulse.state == "T" else HungProcess(pulse.name, pulse.condemned)
+        )
 
-    def _unheard(self, pulse: Pulse, now: float) -> Hung | None:
+    def _unheard(self, pulse: SignsOfLife, now: float) -> HungProcess | None:
         if pulse.state == "t":  # a debugger holds it
             return None
         silent = now - pulse.heard
@@ -201,9 +203,9 @@ class Watchdog:
             f"{pulse.name} was not heard of for {silent:.0f} s: it holds the interpreter, or "
             "cannot run"
         )
-        return Hung(pulse.name, why)
+        return HungProcess(pulse.name, why)
 
-    def _blocked(self, pulse: Pulse, now: float) -> Hung | None:
+    def _blocked(self, pulse: SignsOfLife, now: float) -> HungProcess | None:
         turned = pulse.beat.turned
         if turned is None or pulse.heard - turned < self._allowed(pulse, now):
             return None
@@ -213,19 +215,19 @@ class Watchdog:
             f"{pulse.name}'s event loop is blocked since {now - turned:.0f} s, by a call that does "
             "not return"
         )
-        return Hung(pulse.name, why)
+        return HungProcess(pulse.name, why)
 
-    def _idle(self, pulse: Pulse, now: float) -> Hung | None:
+    def _idle(self, pulse: SignsOfLife, now: float) -> HungProcess | None:
         for doing in pulse.beat.doing:
             if not doing.computes or now - doing.since < (doing.limit or 0.0):
                 continue
             seconds = now - max(doing.since, pulse.computed)
             if seconds >= self._bound(pulse, now) + REST_SECONDS:
                 why = f"{pulse.name} {doing.what} and took no processor time for {seconds:.0f} s"
-                return Hung(pulse.name, why)
+                return HungProcess(pulse.name, why)
         return None
 
-    def _absent(self, pulse: Pulse, now: float) -> Hung | None:
+    def _absent(self, pulse: SignsOfLife, now: float) -> HungProcess | None:
         """Judges an engine by the absences that the processes that route to it report. Such a
         process knows nothing newer than the last turn of its loop.
         """
@@ -239,10 +241,10 @@ class Watchdog:
                 seconds = known - max(absence.since, pulse.ready, self._weights)
                 if seconds >= self._bound(pulse, now):
                     why = f"{pulse.name} was in quarantine for {seconds:.0f} s: {absence.error}"
-                    return Hung(pulse.name, why)
+                    return HungProcess(pulse.name, why)
         return None
 
-    def _standing(self, now: float) -> Sequence[Hung]:
+    def _standing(self, now: float) -> Sequence[HungProcess]:
         """Blames the last part in a chain of parts that wait, where nothing moves, nothing that is
         done may last longer, and nobody outside is waited for.
         """
@@ -259,7 +261,7 @@ class Watchdog:
                     return ()
         *_, culprit = self._chain(waits[0])
         why = f"nothing has moved for {duration(stood)}, and the others wait for {culprit}"
-        return [Hung(culprit, why)]
+        return [HungProcess(culprit, why)]
 
     # --- Who waits for whom -----------------------------------------------------------------------
 
@@ -315,15 +317,15 @@ class Watchdog:
         return "\n".join(lines)
 
 
-def _stopped(pulse: Pulse, now: float) -> Hung:
+def _stopped(pulse: SignsOfLife, now: float) -> HungProcess:
     why = (
         f"{pulse.name} is stopped (SIGSTOP) since {now - pulse.heard:.0f} s, so it has no stacks "
         "to show"
     )
-    return Hung(pulse.name, why, stopped=True)
+    return HungProcess(pulse.name, why, stopped=True)
 
 
-def _lines(pulse: Pulse, now: float) -> list[str]:
+def _lines(pulse: SignsOfLife, now: float) -> list[str]:
     beat = pulse.beat
     head = f"  {pulse.name}: last heard of {now - pulse.heard:.0f} s ago"
     if beat.turned is not None and pulse.heard - beat.turned > 2 * LOOK_SECONDS:

@@ -19,9 +19,9 @@ import msgspec
 from midflight.config.seats import engine_seats, engines_min, seat_resources
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
+from midflight.run.places.actor import MONITOR_VARIABLE, MachineGreeting
+from midflight.run.places.cluster import Cluster, Machine, said_of, why_lost
 from midflight.run.places.fit import hardware_of, misfits
-from midflight.run.places.seat import MONITOR_VARIABLE, Greeting
-from midflight.run.places.seated import Cluster, Machine, said_of, why_lost
 from midflight.version import __version__
 from midflight.wire.hosts import is_loopback
 
@@ -61,7 +61,7 @@ async def _problems_there(
     seconds = config.cluster.wait_seconds
     waiting = {machine.address: None for machine in machines}
 
-    async def asked(machine: Machine) -> Greeting | str:
+    async def asked(machine: Machine) -> MachineGreeting | str:
         said = await _greeting(cluster, machine, nearest, seconds=seconds)
         waiting.pop(machine.address, None)
         return said
@@ -282,7 +282,7 @@ def _transport(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
 
 async def _greeting(
     cluster: Cluster, machine: Machine, folder: Path, *, seconds: float
-) -> Greeting | str:
+) -> MachineGreeting | str:
     """The machine's greeting, or a sentence that says why there is none."""
     nonce = f".midflight-{secrets.token_hex(8)}"
     seat = cluster.seat({}, machine=machine.id)
@@ -294,7 +294,7 @@ async def _greeting(
                 f"run.folder is below {folder}, and what {WHERE} writes there is not seen here; "
                 "put it on a file system that all machines share."
             )
-        return msgspec.json.decode(said, type=Greeting)
+        return msgspec.json.decode(said, type=MachineGreeting)
     except TimeoutError:
         return (
             f"{WHERE} did not answer within {seconds:g} s; look at Ray's logs there, take it out "
@@ -325,7 +325,7 @@ def _was_written(file: Path, nonce: str) -> bool:
         return False
 
 
-def _differences(greeting: Greeting, config: Config) -> Iterator[str]:
+def _differences(greeting: MachineGreeting, config: Config) -> Iterator[str]:
     here = (__version__, platform.python_version(), metadata.version("torch"))
     there = (greeting.midflight, greeting.python, greeting.torch)
     for name, ours, theirs in zip(("midflight", "Python", "torch"), here, there, strict=True):

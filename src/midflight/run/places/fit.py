@@ -31,7 +31,7 @@ from midflight.config.sources import DATASET_HELDOUT, DATASET_SIZE
 from midflight.errors import ModelNotFound
 from midflight.models.sizes import ModelSizes
 from midflight.observe.readable import size
-from midflight.run.places.seated import Machine
+from midflight.run.places.cluster import Machine
 
 THREADS_PER_CORE = 32
 CERTAIN_SHARE = 2.0

@@ -20,8 +20,8 @@ from midflight.config.seats import run_resources, seat_resources
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.run.parts import ProcessKind
-from midflight.run.places.seat import MONITOR_VARIABLE, SeatActor
-from midflight.run.places.seated import Machine, RayPlaces
+from midflight.run.places.actor import MONITOR_VARIABLE, PlaceActor
+from midflight.run.places.cluster import Machine, RayPlaces
 
 START = "start"
 """The address that starts a cluster on this machine alone."""
@@ -171,12 +171,12 @@ def _why_none(error: BaseException) -> str:
     return f"no cluster was reached there: {first}"
 
 
-class RaySeat(SeatActor):
+class RayActor(PlaceActor):
     """The actor, in a worker of Ray. It gets the worker's SIGTERM first: then an engine leaves in
     order. A second SIGTERM ends the worker at once.
     """
 
-    def __new__(cls, address: str = "") -> "RaySeat":
+    def __new__(cls, address: str = "") -> "RayActor":
         """Sets the handler here, because no other method runs in the worker's main thread, where
         signals arrive.
         """
@@ -201,7 +201,7 @@ class RayCluster:
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
-        self._actor = ray.remote(RaySeat)
+        self._actor = ray.remote(RayActor)
 
     def machines(self) -> Sequence[Machine]:
         return [_machine(node) for node in self._ray.nodes() if node["Alive"]]

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from midflight.observe.motion import num_bytes_of
+from midflight.observe.activity import num_bytes_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from midflight.config.sections import Config
-from midflight.engines.about import NONCE, About
+from midflight.engines.introduction import NONCE, About
 from midflight.errors import (
     EngineRefused,
     EngineUnavailable,
@@ -34,7 +34,13 @@ from midflight.errors import (
 from midflight.gateway.fleet.fleet import EngineState
 from midflight.models.identity import Leaf, ModelIdentity
 from midflight.ports import Engine
-from midflight.run.api.membership import EngineAddress, EngineNeeds, Left, Membership, MemberState
+from midflight.run.api.membership import (
+    EngineAddress,
+    EngineLeftAnswer,
+    EngineNeeds,
+    Membership,
+    MemberState,
+)
 from midflight.run.parts import TEACHER
 from midflight.run.rollout.serving import Serving
 from midflight.types.facts import EngineJoined, EngineLeft, Record
@@ -94,7 +100,7 @@ class Connections:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class JoinTerms:
     """The terms on which engines join and leave the run."""
 
     model: Path
@@ -146,7 +152,7 @@ class _KnownEngine:
 
 
 class Members:
-    """Implements `Membered`. Between two waits its state is whole: what is refused or cancelled has
+    """Implements `EngineMembership`. Between two waits its state is whole: what is refused or cancelled has
     changed nothing.
     """
 
@@ -156,7 +162,7 @@ class Members:
         connections: Connections,
         first: Mapping[str, tuple[Attachable, EngineAddress]],
         *,
-        terms: Terms,
+        terms: JoinTerms,
         ask: Ask,
         connect: Callable[[str, EngineAddress], Attachable],
         record: Record,
@@ -176,7 +182,7 @@ class Members:
             name: _KnownEngine(engine, address) for name, (engine, address) in first.items()
         }
         self._joining: set[str] = set()
-        self._leaving: dict[str, asyncio.Task[Left]] = {}
+        self._leaving: dict[str, asyncio.Task[EngineLeftAnswer]] = {}
         self._sent_away: dict[str, None] = {}
         """Processes of engines that have left, in the order in which they left."""
         self._identity: ModelIdentity | None = None
@@ -276,7 +282,7 @@ class Members:
 
     async def leave(
         self, name: str, *, force: bool, drain_seconds: float | None, for_good: bool = False
-    ) -> Left:
+    ) -> EngineLeftAnswer:
         """Goes on when the caller does not wait any more. A second call waits for the same end."""
         known = self._known.get(name)
         if known is None:
@@ -292,7 +298,9 @@ class Members:
             self._leaving[name] = leaving
         return await asyncio.shield(leaving)
 
-    async def _leave(self, name: str, process: str, seconds: float, for_good: bool) -> Left:
+    async def _leave(
+        self, name: str, process: str, seconds: float, for_good: bool
+    ) -> EngineLeftAnswer:
         """Waits for its requests, which end by themselves, or for the seconds to pass."""
         fleet = self._serving.home(name)
         fleet.hold(name, LEAVING)
@@ -302,7 +310,7 @@ class Members:
                     await fleet.emptied(name)
             if process:
                 self._note_sent_away(process)
-            left = Left(name, self._let_go(name, "left"))
+            left = EngineLeftAnswer(name, self._let_go(name, "left"))
             if for_good:
                 self._serving.give_up(name)
             return left

@@ -19,30 +19,30 @@ from midflight.config import derived
 from midflight.config.agent import SINGLE_TURN, agent_of
 from midflight.config.cores import core_use, own_cores
 from midflight.config.derived import batch_rollouts
+from midflight.config.model_defaults import usual_rate
 from midflight.config.sections import Config
-from midflight.config.unset import usual_rate
-from midflight.engines.about import About, ask_about
+from midflight.engines.introduction import About, ask_about
 from midflight.engines.remote import RemoteEngine
 from midflight.environments.agents import AgentHost, SharedClients
 from midflight.environments.claimed import Board, Claimed
 from midflight.environments.crew import HERE, Crew, Whereabouts
 from midflight.environments.registry import AgentProgram
-from midflight.environments.single_turn import AnswersHere
+from midflight.environments.single_turn import LocalAnswers
 from midflight.environments.sources import Source, load_sources
 from midflight.environments.tasks import posted_tasks
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
-from midflight.gateway.http.chats import ChatsHere
+from midflight.gateway.http.chats import InProcessChats
 from midflight.gateway.http.http import build_app
 from midflight.observe.alarms import Alarms
 from midflight.observe.completions import Completions, LastRollout, in_words
 from midflight.observe.history import newest_version
 from midflight.observe.journal import Journal
+from midflight.observe.learning_alarms import LearningOptions
 from midflight.observe.memory import resident
 from midflight.observe.observers import Observers
 from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
 from midflight.observe.status import Phase, Status
-from midflight.observe.teaching import LearningOptions
 from midflight.run.api.dashboard import dashboard_route
 from midflight.run.api.disk_weights import DiskWeights
 from midflight.run.api.info import info_route
@@ -55,17 +55,17 @@ from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
 from midflight.run.parts import (
     TEACHER,
     Alarm,
-    Condemned,
-    Launcher,
+    LauncherPipe,
+    Notice,
     Progress,
     Purpose,
     Ready,
+    RestartWorker,
     RolloutSpec,
-    Words,
     serve_while,
 )
-from midflight.run.rollout.claims import ClaimWatch
-from midflight.run.rollout.members import Connections, Members, Terms, settings_of, standing
+from midflight.run.rollout.claim_watch import ClaimWatch
+from midflight.run.rollout.members import Connections, JoinTerms, Members, settings_of, standing
 from midflight.run.rollout.served import OwnerClient, ShardRole, served_route
 from midflight.run.rollout.serving import Agents, Serving
 from midflight.run.rollout.standing import RolloutStanding
@@ -75,8 +75,8 @@ from midflight.trajectories.heldout import HELDOUT, HeldoutStore
 from midflight.trajectories.pairs import check_local, claim, go_on, remove_left, shelve, store_path
 from midflight.trajectories.store import Store
 from midflight.types import Feature, SamplingParams, facts
-from midflight.wire.asked import ask
 from midflight.wire.hosts import guarded
+from midflight.wire.in_process import ask
 from midflight.wire.memory import MemoryTransport
 from midflight.wire.server import serve_app
 
@@ -84,7 +84,7 @@ REPORT_SECONDS = 0.5
 """The time between two reports to the launcher."""
 
 
-async def run_rollout(spec: RolloutSpec, launcher: Launcher) -> None:
+async def run_rollout(spec: RolloutSpec, launcher: LauncherPipe) -> None:
     """Runs for its purpose: a whole training, one evaluation, or serving without an end."""
     with socket.socket(fileno=spec.socket_fd) as listener:
         process = RolloutProcess(spec, launcher, listener)
@@ -133,7 +133,7 @@ class RolloutProcess:
     engines' connections.
     """
 
-    def __init__(self, spec: RolloutSpec, launcher: Launcher, listener: socket.socket) -> None:
+    def __init__(self, spec: RolloutSpec, launcher: LauncherPipe, listener: socket.socket) -> None:
         self._spec = spec
         self._launcher = launcher
         self._listener = listener
@@ -333,7 +333,7 @@ class RolloutProcess:
                     f"removed from {section.store_folder}, for their runs went on elsewhere: "
                     f"{len(gone)} stores"
                 )
-                self._launcher.tell(Words(words))
+                self._launcher.tell(Notice(words))
             claim(store, folder)
         if self._spec.checkpoint is None:
             if section.store_folder is not None:
@@ -410,7 +410,7 @@ class RolloutProcess:
             return
         section = self._config.environment
         if agent_of(section) == SINGLE_TURN and not section.rewards:
-            yield Hosting(AnswersHere(ChatsHere(serving.gateway)))
+            yield Hosting(LocalAnswers(InProcessChats(serving.gateway)))
             return
         app = build_app(serving.gateway, serving.control, control_token=self._spec.control_token)
         program = AgentProgram(section)
@@ -438,7 +438,7 @@ class RolloutProcess:
             say=lambda text: self._alarmed(facts.Alarmed("worker", text)),
         )
         watch = watch_workers(
-            crew, lambda hung: self._launcher.tell(Condemned(hung.name, hung.why))
+            crew, lambda hung: self._launcher.tell(RestartWorker(hung.name, hung.why))
         )
         routes = WorkerRoutes(crew, token=token, control_token=self._spec.control_token)
         return Hosting(crew, routes.routes(), services=(watch,), whereabouts=crew.whereabouts)
@@ -501,7 +501,7 @@ class RolloutProcess:
                 address.url, token=token, nonce=nonce, weights=weights, seconds=seconds
             )
 
-        terms = Terms(
+        terms = JoinTerms(
             Path(self._spec.model),
             settings_of(config),
             config.weights.transport if purpose in (Purpose.TRAIN, Purpose.ROLLOUTS) else None,
@@ -594,7 +594,7 @@ class RolloutProcess:
         return self._tokenizer.decode(ids)
 
     def _shown(self, completions: facts.CompletionsShown) -> None:
-        self._launcher.tell(Words(in_words(completions)))
+        self._launcher.tell(Notice(in_words(completions)))
         self._record(completions)
 
     def _membership(self, fact: facts.Fact) -> None:
@@ -602,10 +602,10 @@ class RolloutProcess:
         match fact:
             case facts.EngineJoined(engine=engine, url=url):
                 words = f"engine {engine} has joined from {url}; it gets the current weights first"
-                self._launcher.tell(Words(words))
+                self._launcher.tell(Notice(words))
             case facts.EngineLeft(engine=engine, why=why, num_resumed=resumed):
                 words = f"engine {engine} {why}; {resumed} of its requests go on elsewhere"
-                self._launcher.tell(Words(words))
+                self._launcher.tell(Notice(words))
             case _:
                 pass
         self._record(fact)

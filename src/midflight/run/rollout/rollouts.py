@@ -40,7 +40,7 @@ That is no bad luck: something is broken.
 """
 
 
-class Fates:
+class TokenFates:
     """Counts the tokens that are in no trajectory, by rollout and reason, until the rollout is kept
     (I3).
     """
@@ -148,7 +148,7 @@ class GroupSlots:
         self._record(SlotFreed(self._key))
 
 
-class Recorded:
+class RecordedRollouts:
     """Runs rollouts and keeps each that gets a reward. A rollout that was kept before a crash comes
     back from the store, once.
     """
@@ -156,7 +156,7 @@ class Recorded:
     def __init__(
         self,
         runner: RolloutRunner,
-        fates: Fates,
+        fates: TokenFates,
         record: Record,
         *,
         kept: Callable[[Trajectory], None],
@@ -190,9 +190,9 @@ class RolloutStream:
         books: Books,
         stream: TaskStream,
         *,
-        runner: Recorded,
+        runner: RecordedRollouts,
         ages: GroupAges,
-        fates: Fates,
+        fates: TokenFates,
         record: Record,
         room: Callable[[], Awaitable[None]],
         routable: Callable[[], bool],

@@ -18,7 +18,7 @@ from midflight.environments.agents import AgentHost
 from midflight.environments.crew import Crew
 from midflight.environments.evaluation import Evaluator, Suite
 from midflight.environments.rollout import RolloutRunner
-from midflight.environments.single_turn import AnswersHere
+from midflight.environments.single_turn import LocalAnswers
 from midflight.errors import EngineError
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
@@ -29,7 +29,7 @@ from midflight.gateway.http.control import Control
 from midflight.ports import Engine, Sessions
 from midflight.run.heart import BEAT_SECONDS
 from midflight.run.rollout.capacity import Capacity
-from midflight.run.rollout.rollouts import Fates
+from midflight.run.rollout.rollouts import TokenFates
 from midflight.run.rollout.served import Follower, ServedNews, ShardRole
 from midflight.stopwatch import LoopDelay, Stopwatch
 from midflight.text.formats import MessageFormat
@@ -293,7 +293,12 @@ class Agents:
         return self.serving.delay.seconds()
 
     def runner(
-        self, sessions: Sessions, fates: Fates, *, tracked: bool, temperature: float | None = None
+        self,
+        sessions: Sessions,
+        fates: TokenFates,
+        *,
+        tracked: bool,
+        temperature: float | None = None,
     ) -> RolloutRunner:
         """`tracked` sessions are trained on. `temperature` replaces the environment's."""
         environment = self.config.environment
@@ -308,7 +313,7 @@ class Agents:
             record=self._heard if tracked else self.record,
             fates=fates,
             tracked=tracked,
-            own=isinstance(self.host, AnswersHere),
+            own=isinstance(self.host, LocalAnswers),
             bound=self.serving.rollout_bound,
             outage_seconds=self.serving.outage.seconds,
             delayed_seconds=self._delayed_seconds,
@@ -324,13 +329,13 @@ class Agents:
 
     def evaluator(self, sessions: Sessions) -> Evaluator:
         slots = self.serving.capacity.evaluations
-        rollouts = self.runner(sessions, Fates(), tracked=False)
+        rollouts = self.runner(sessions, TokenFates(), tracked=False)
         suites: list[Suite] = []
         for section in self.config.evaluation.suites:
             temperature = section.temperature
             if temperature is None:
                 temperature = self.config.environment.temperature
-            runner = self.runner(sessions, Fates(), tracked=False, temperature=temperature)
+            runner = self.runner(sessions, TokenFates(), tracked=False, temperature=temperature)
             suites.append(Suite(section, temperature, runner))
         return Evaluator(
             rollouts=rollouts,

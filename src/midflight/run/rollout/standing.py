@@ -14,7 +14,7 @@ from midflight.environments.crew import HERE, Whereabouts
 from midflight.environments.rollout import GRACE_SECONDS
 from midflight.environments.rollout_time import RolloutTime
 from midflight.observe.readable import unclaimed_words
-from midflight.run.heart import ENDLESS, Absence, Doing, Situation
+from midflight.run.heart import ENDLESS, Absence, Doing, LoopReport
 from midflight.run.rollout.serving import Agents, Serving
 
 MAX_ROLLOUTS = 3
@@ -71,13 +71,13 @@ class RolloutStanding:
         self._whereabouts = whereabouts
         self._board = board
 
-    def now(self) -> Situation:
+    def now(self) -> LoopReport:
         shift = self._clock() - asyncio.get_running_loop().time()
         self._serving.delay.turn()
         if self._queue is not None:
             self._queue.count_waits()
         doing = self._pause(shift) + self._waits(shift) + self._rollouts(shift)
-        return Situation(tuple(doing), self._absences(), self._counters())
+        return LoopReport(tuple(doing), self._absences(), self._counters())
 
     def _pause(self, shift: float) -> list[Doing]:
         since = self._serving.control.paused_since

@@ -27,12 +27,12 @@ from midflight.environments.sources import Source
 from midflight.environments.tasks import TaskStream
 from midflight.errors import OutOfTurn, StoreFailed
 from midflight.observe.status import Phase
-from midflight.run.api.service import Copied
+from midflight.run.api.service import CopyAnswer
 from midflight.run.api.teacher import Teacher
 from midflight.run.parts import serve_while
 from midflight.run.rollout.evaluations import Evaluations, Phases
 from midflight.run.rollout.lending import Lending
-from midflight.run.rollout.rollouts import Fates, GroupAges, Recorded, RolloutStream
+from midflight.run.rollout.rollouts import GroupAges, RecordedRollouts, RolloutStream, TokenFates
 from midflight.run.rollout.serving import Agents
 from midflight.trajectories.packing import pack
 from midflight.trajectories.pairs import copy_store, drafted
@@ -181,8 +181,8 @@ class RolloutSystem:
         serving.capacity.on_changed = self.queue.wake
         serving.fleet.on_served = lambda version: self.record(facts.VersionServed(version))
         self._stream = task_stream(agents, sources, posted)
-        fates = Fates()
-        recorded = Recorded(
+        fates = TokenFates()
+        recorded = RecordedRollouts(
             agents.runner(self._ages, fates, tracked=True),
             fates,
             self.record,
@@ -208,7 +208,9 @@ class RolloutSystem:
         self._finished = asyncio.Event()
         """The last evaluation has ended, so that `finish` is answered."""
 
-    def _rolling_out(self, agents: Agents, runner: Recorded, fates: Fates) -> RolloutStream:
+    def _rolling_out(
+        self, agents: Agents, runner: RecordedRollouts, fates: TokenFates
+    ) -> RolloutStream:
         rollout = agents.config.rollout
         return RolloutStream(
             self.queue,
@@ -226,7 +228,12 @@ class RolloutSystem:
         )
 
     def _restore(
-        self, agents: Agents, store: Store, recorded: Recorded, *, checkpoint: Version | None
+        self,
+        agents: Agents,
+        store: Store,
+        recorded: RecordedRollouts,
+        *,
+        checkpoint: Version | None,
     ) -> None:
         """Goes on after a crash. With a checkpoint the whole ring has crashed: what the checkpoint
         has is final, everything else waits or runs again (I8). Without one this process alone has
@@ -372,7 +379,7 @@ class RolloutSystem:
     def over(self) -> bool:
         return self._last_step.is_set()
 
-    async def copy_store(self, version: Version) -> Copied:
+    async def copy_store(self, version: Version) -> CopyAnswer:
         """Waits until earlier facts are written, then for a thread of its own, which makes the
         copy. Meanwhile facts are written and the event loop goes on.
         """
@@ -385,8 +392,8 @@ class RolloutSystem:
         try:
             await asyncio.to_thread(copy_store, store.path, drafted(self._folder, version))
         except StoreFailed as error:
-            return Copied(str(error))
-        return Copied()
+            return CopyAnswer(str(error))
+        return CopyAnswer()
 
     async def publish(self, manifest: WeightManifest) -> None:
         async with self._evaluations.making_way():

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from midflight.models.names import named_tensors
-from midflight.run.heart import ENDLESS, Heart
+from midflight.run.heart import ENDLESS, Heartbeat
 from midflight.run.parts import PartLost
 from midflight.trainer.checkpoint import load_checkpoint, stage
 from midflight.trainer.model.ranks import PATIENCE, Ranks
@@ -216,7 +216,7 @@ async def follow(
     checkpoints: Path,
     *,
     keep: int,
-    heart: Heart,
+    heart: Heartbeat,
     publisher: Callable[..., PullPublisher] = PullPublisher,
 ) -> None:
     """Runs any rank but the first: makes its trainer, and does the deeds of the first rank until

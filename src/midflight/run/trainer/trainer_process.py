@@ -25,15 +25,15 @@ from midflight.models.export import export_model
 from midflight.models.load import load_model
 from midflight.models.lora import add_adapters, is_adapted, lora_config, save_adapters
 from midflight.models.names import assign, in_dtype, torch_dtype
-from midflight.observe.motion import WorkBelow
+from midflight.observe.activity import WorkBelow
 from midflight.run.api.rollout_client import RolloutClient
 from midflight.run.api.service import WentOn
 from midflight.run.heart import START_SECONDS
-from midflight.run.parts import Alarm, Launcher, ModelReady, TrainerSpec
+from midflight.run.parts import Alarm, LauncherPipe, ModelReady, TrainerSpec
 from midflight.run.trainer.shards import ShardedRollouts
 from midflight.run.trainer.team import Team, follow
 from midflight.run.trainer.training import TrainingLoop
-from midflight.run.trainer.warm_start import lessons_of, warm_start
+from midflight.run.trainer.warm_start import warm_start, warm_start_data
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.folders import newest_whole, version_of
@@ -108,7 +108,7 @@ def first_model(section: ModelSection, folder: Path, *, seed: int) -> Path:
     return folder
 
 
-async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
+async def run_trainer(spec: TrainerSpec, launcher: LauncherPipe) -> None:
     """Runs to the last step. Waits for batches and handovers (see `TrainingLoop`); ended by its
     steps or by the launcher.
 
@@ -141,7 +141,7 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
 async def _ready(
     config: Config,
     spec: TrainerSpec,
-    launcher: Launcher,
+    launcher: LauncherPipe,
     published: PublishedVersions,
     keep: Callable[[str], None],
 ) -> tuple[Team, Version | None, bool]:
@@ -183,7 +183,7 @@ async def _ready(
     return team, resumed, goes_on.over
 
 
-def _loading(launcher: Launcher) -> AbstractContextManager[None]:
+def _loading(launcher: LauncherPipe) -> AbstractContextManager[None]:
     """Tells the launcher of the block. A large model takes minutes of disk, and may take them while
     it is read, computed or written.
     """
@@ -201,7 +201,7 @@ def _service(spec: TrainerSpec) -> RolloutClient | ShardedRollouts:
 
 
 async def _first(
-    config: Config, launcher: Launcher, alarm: Callable[[str], None]
+    config: Config, launcher: LauncherPipe, alarm: Callable[[str], None]
 ) -> tuple[PreTrainedModel, Layout]:
     """The model that the ring starts with, proven and warmed up. Waits for the warm start, between
     whose steps it may be cancelled.
@@ -222,7 +222,7 @@ async def _first(
     adapters = _adapters(config, model)
     if config.warm_start.is_made:
         with launcher.heart.doing("draws its tasks", computes=True):
-            lessons = await asyncio.to_thread(lessons_of, config, Tokenizer.load(source))
+            lessons = await asyncio.to_thread(warm_start_data, config, Tokenizer.load(source))
         with launcher.heart.doing("makes the warm start", computes=True):
             await warm_start(model, lessons, config, launcher.tell, layout=layout)
     if adapters is not None:
@@ -234,7 +234,9 @@ async def _first(
     return model, layout
 
 
-def _pairing(config: Config, service: RolloutClient, launcher: Launcher) -> Callable[[Path], bool]:
+def _pairing(
+    config: Config, service: RolloutClient, launcher: LauncherPipe
+) -> Callable[[Path], bool]:
     """Gets a copy of the store into a checkpoint's draft, and returns whether it is there: the two
     are one pair. Called in the thread that writes the checkpoint; waits for the rollout process,
     which copies beside its work.
@@ -282,7 +284,11 @@ def _started(config: Config, *, device: str | None = None) -> PreTrainedModel:
 
 
 def _team(
-    config: Config, model: PreTrainedModel, layout: Layout, spec: TrainerSpec, launcher: Launcher
+    config: Config,
+    model: PreTrainedModel,
+    layout: Layout,
+    spec: TrainerSpec,
+    launcher: LauncherPipe,
 ) -> Team:
     checkpoints = Path(config.run.folder) / "checkpoints"
     if config.trainer.ranks > 1:
@@ -414,7 +420,7 @@ async def _train(
     team: Team,
     spec: TrainerSpec,
     published: PublishedVersions,
-    launcher: Launcher,
+    launcher: LauncherPipe,
     *,
     over: bool,
 ) -> None:

@@ -41,7 +41,7 @@ answer: the others would not bring it there.
 
 
 @dataclass(frozen=True, slots=True)
-class Lessons:
+class WarmStartData:
     """Endless examples to learn from, and those that the accuracy is measured on."""
 
     tokenizer: Tokenizer
@@ -49,7 +49,7 @@ class Lessons:
     heldout: Sequence[Example]
 
 
-def lessons_of(config: Config, tokenizer: Tokenizer) -> Lessons:
+def warm_start_data(config: Config, tokenizer: Tokenizer) -> WarmStartData:
     """Takes the conversations that the configuration names, else its tasks. Blocking; `ConfigError`
     names their faults.
     """
@@ -58,7 +58,7 @@ def lessons_of(config: Config, tokenizer: Tokenizer) -> Lessons:
     if section.data is None:
         sources = load_sources(config.environment.sources, seed=seed)
         heldout = [_answered(tokenizer, task) for task in sources[0].heldout[:EVALUATED]]
-        return Lessons(tokenizer, _examples(tokenizer, sources, seed=seed), heldout)
+        return WarmStartData(tokenizer, _examples(tokenizer, sources, seed=seed), heldout)
     conversations = Conversations(section.data, tokenizer, max_tokens=config.model.max_context)
     every = 0 if section.target_accuracy is None else 8
     learnt, apart = conversations.split(seed=seed, every=every)
@@ -66,12 +66,12 @@ def lessons_of(config: Config, tokenizer: Tokenizer) -> Lessons:
     for number in apart:
         heldout += conversations.turns(number)
     examples = _turns(conversations, learnt, random.Random(seed))
-    return Lessons(tokenizer, examples, heldout[:EVALUATED])
+    return WarmStartData(tokenizer, examples, heldout[:EVALUATED])
 
 
 async def warm_start(
     model: PreTrainedModel,
-    lessons: Lessons,
+    lessons: WarmStartData,
     config: Config,
     tell: Callable[[WarmStart], None],
     *,
@@ -170,7 +170,7 @@ class Accuracy:
     and engine each attend in their own way.
     """
 
-    def __init__(self, model: PreTrainedModel, lessons: Lessons, config: Config) -> None:
+    def __init__(self, model: PreTrainedModel, lessons: WarmStartData, config: Config) -> None:
         self._model = model
         self._tokenizer = lessons.tokenizer
         self._examples = lessons.heldout

@@ -38,8 +38,8 @@ from midflight.environments.registry import AgentProgram
 from midflight.environments.scoring import Unjudged, checked_result, result_of
 from midflight.errors import Cost, MidflightError
 from midflight.run.api import worker_wire as wire
-from midflight.run.heart import Doing, Situation
-from midflight.run.parts import Launcher, PartLost, Ready, WorkerSpec
+from midflight.run.heart import Doing, LoopReport
+from midflight.run.parts import LauncherPipe, PartLost, Ready, WorkerSpec
 from midflight.run.worker.limits import StartedProcesses, limit_memory
 from midflight.types import Task
 from midflight.wire.client import LOSSES, HttpClient
@@ -66,7 +66,7 @@ _running: ContextVar[str] = ContextVar("session_id")
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class WorkerSession:
     """Implements `SessionHandle`."""
 
     session_id: str
@@ -74,7 +74,7 @@ class Given:
     api_key: str
 
 
-async def run_worker(spec: WorkerSpec, launcher: Launcher) -> None:
+async def run_worker(spec: WorkerSpec, launcher: LauncherPipe) -> None:
     """Runs agents until the launcher ends it, or the rollout process is gone."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -128,18 +128,18 @@ class Worker:
         if isinstance(host, BuiltInLoop):
             host.on_tools = self._tools_run
         self._outbox: asyncio.Queue[
-            wire.Joined | wire.BeatOfLoop | wire.ToolsRun | wire.AgentEnded
+            wire.Joined | wire.LoopTurned | wire.ToolsRun | wire.AgentEnded
         ] = asyncio.Queue()
 
-    def situation(self) -> Situation:
+    def situation(self) -> LoopReport:
         """The agents that run. They have no limit here: each rollout has its deadline in the
         rollout process.
         """
         first = itertools.islice(self._began.items(), MAX_AGENTS)
         oldest = [Doing(f"runs the agent of {session}", since) for session, since in first]
-        return Situation(tuple(oldest), counters=f"{len(self._began)} agents run")
+        return LoopReport(tuple(oldest), counters=f"{len(self._began)} agents run")
 
-    async def run(self, launcher: Launcher) -> None:
+    async def run(self, launcher: LauncherPipe) -> None:
         """Waits for rollouts; ended by the loss of the connection."""
         try:
             async with self._http.socket(wire.PATH, heartbeat_seconds=HEARTBEAT_SECONDS) as socket:
@@ -165,7 +165,7 @@ class Worker:
     async def _beat(self) -> None:
         """Waits for the interval to pass, for ever; ended by its task group."""
         while True:
-            self._outbox.put_nowait(wire.BeatOfLoop())
+            self._outbox.put_nowait(wire.LoopTurned())
             await asyncio.sleep(BEAT_SECONDS)
 
     def _hear(self, said: wire.RunAgent | wire.CancelAgent, tasks: asyncio.TaskGroup) -> None:
@@ -196,7 +196,7 @@ class Worker:
     async def _agent(self, given: wire.RunAgent) -> None:
         """Waits for one agent. An exception of the agent ends that agent alone."""
         task = Task(given.task_id, given.source, json.loads(given.data))
-        session = Given(given.session_id, given.base_url, given.api_key)
+        session = WorkerSession(given.session_id, given.base_url, given.api_key)
         ended = wire.AgentEnded(given.session_id, error="the agent was cancelled")
         try:
             if given.attempts is None:

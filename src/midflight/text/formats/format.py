@@ -11,7 +11,7 @@ from midflight.text.formats.json_formats import ARGUMENTS, Hermes, Llama3, Mistr
 from midflight.text.formats.lark import Lark, embedded
 from midflight.text.formats.parser import FormatParser, PlainParser
 from midflight.text.formats.qwen_coder import PARAMETER, QwenCoder
-from midflight.text.formats.thinking import MISTRAL_THINK, THINK, Begun, Thinking
+from midflight.text.formats.thinking import MISTRAL_THINK, THINK, Thinking, ThinkingState
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import Grammar, GrammarKind
 
@@ -135,7 +135,9 @@ class MessageFormat:
         reads = calls and (forced or self._reads_free_calls)
         if self._thinking is None and not reads:
             return PlainParser()
-        opened = self._thinking is not None and self._thinking.begun(prompt_text) is Begun.OPENED
+        opened = (
+            self._thinking is not None and self._thinking.begun(prompt_text) is ThinkingState.OPENED
+        )
         return FormatParser(
             self._tools if reads else None,
             self._thinking,

@@ -6,7 +6,7 @@ from enum import Enum, auto
 from midflight.text.formats.lark import Lark
 
 
-class Begun(Enum):
+class ThinkingState(Enum):
     """How much of the thinking block the prompt already holds."""
 
     NOT = auto()
@@ -29,25 +29,25 @@ class Thinking:
     def markers(self) -> tuple[str, ...]:
         return (self.opening, self.closing)
 
-    def begun(self, prompt_text: str | None) -> Begun:
+    def begun(self, prompt_text: str | None) -> ThinkingState:
         """How much of the block the prompt holds. A prompt of ids (`None`) holds nothing of it."""
         end = (prompt_text or "").rstrip()
         if end.endswith(self.opening):
-            return Begun.OPENED
+            return ThinkingState.OPENED
         if end.endswith(self.closing):
-            return Begun.CLOSED
-        return Begun.NOT
+            return ThinkingState.CLOSED
+        return ThinkingState.NOT
 
     def before(self, lark: Lark, rule: str, prompt_text: str | None) -> str | None:
         """Grammar rules in which `start` is `rule` after a block. If the prompt opened the block,
         it must end first; otherwise a block is optional. `None` if no thinking can come.
         """
         match self.begun(prompt_text):
-            case Begun.OPENED:
+            case ThinkingState.OPENED:
                 start = f"start: thought GAP? {rule}"
-            case Begun.NOT:
+            case ThinkingState.NOT:
                 start = f"start: ({lark.marker(self.opening)} thought GAP?)? {rule}"
-            case Begun.CLOSED:
+            case ThinkingState.CLOSED:
                 return None
         return "\n".join([start, lark.ending("thought", self.closing), r"GAP: /\n{1,2}/"])
 

@@ -19,7 +19,7 @@ from midflight.trainer.formulas.corrections import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Observed:
+class TokenReadings:
     """What is known of each token in the loss of a (mini-)batch, once its training forward is
     done.
     """
@@ -36,10 +36,10 @@ class Observed:
     masked: Mapping[str, Bool[Tensor, " T"]]
     """True where a rejection mask took it away, by its name. One token may be under several."""
 
-    def at(self, where: Bool[Tensor, " T"]) -> Observed:
+    def at(self, where: Bool[Tensor, " T"]) -> TokenReadings:
         """Only these tokens."""
         gone = {reason: mask[where] for reason, mask in self.masked.items()}
-        return Observed(
+        return TokenReadings(
             self.log_rho[where],
             self.weight[where],
             self.sequence[where],
@@ -89,7 +89,7 @@ def sequence_log_ratios(
     return sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def batch_metrics(tokens: Observed) -> dict[str, float]:
+def batch_metrics(tokens: TokenReadings) -> dict[str, float]:
     """The table's row for at least one token: of rho its mean, extremes, deviation and divergences,
     and what clips and masks took.
     """
@@ -111,7 +111,7 @@ def batch_metrics(tokens: Observed) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def age_metrics(age: Int[Tensor, " T"], tokens: Observed) -> dict[str, float]:
+def age_metrics(age: Int[Tensor, " T"], tokens: TokenReadings) -> dict[str, float]:
     """A histogram of token age in versions, and for each age that occurs all of `batch_metrics`.
 
     `rho/mean` of age 3 is `age/3/rho_mean`, `clip/low_share` is `age/3/clip_low_share`; ESS and

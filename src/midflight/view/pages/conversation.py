@@ -15,21 +15,21 @@ import numpy as np
 from nicegui import ui
 
 from midflight.archive.conversation import (
-    BranchSeen,
-    ConversationSeen,
+    BranchView,
+    ConversationView,
     TokenUse,
     as_curl,
     as_json,
     as_shell,
     conversation_of,
 )
-from midflight.archive.messages import MessageSaid
+from midflight.archive.messages import RecordedMessage
 from midflight.errors import MidflightError
 from midflight.observe.readable import number
 from midflight.types import GroupKey, RolloutKey
-from midflight.view.looks import facts, section
 from midflight.view.pages.groups import conversation_link, kind_of
-from midflight.view.visit import Visit
+from midflight.view.visit import PageRequest
+from midflight.view.widgets import facts, section
 
 SCALE = ("68,1,84", "59,82,139", "33,144,140", "93,201,99", "253,231,37")
 """Red, green and blue of viridis from dark to light. They are even to the eye, and can be told
@@ -70,16 +70,16 @@ STYLE = """
 
 
 @dataclass(frozen=True, slots=True)
-class Tint:
+class TokenColouring:
     """A property that tokens can be coloured by. `of` gives the tint of each token, or None where
     the property says nothing about it, and the meanings of the tints.
     """
 
     title: str
-    of: Callable[[BranchSeen], tuple[list[str | None], list[tuple[str, str]]]]
+    of: Callable[[BranchView], tuple[list[str | None], list[tuple[str, str]]]]
 
 
-async def draw(visit: Visit) -> None:
+async def draw(visit: PageRequest) -> None:
     key, tint = _asked(visit)
     ui.add_head_html(f"<style>{STYLE}</style>")
     waits = ui.label("reading the conversation").classes("note").props("aria-live=polite")
@@ -102,7 +102,7 @@ async def draw(visit: Visit) -> None:
     ui.timer(0.0, load, once=True)
 
 
-def _asked(visit: Visit) -> tuple[RolloutKey, str]:
+def _asked(visit: PageRequest) -> tuple[RolloutKey, str]:
     try:
         group = GroupKey(
             int(visit.query["epoch"]), int(visit.query["position"]), int(visit.query["attempt"])
@@ -121,7 +121,7 @@ def _asked(visit: Visit) -> tuple[RolloutKey, str]:
     return RolloutKey(group, sample, kind_of(visit)), tint
 
 
-def _show(visit: Visit, seen: ConversationSeen, tint: str) -> None:
+def _show(visit: PageRequest, seen: ConversationView, tint: str) -> None:
     task = seen.group.task
     rollout = seen.rollout
     facts(
@@ -167,7 +167,7 @@ def _show(visit: Visit, seen: ConversationSeen, tint: str) -> None:
     _take(seen, visit.run.folder)
 
 
-def _advantage(seen: ConversationSeen) -> str:
+def _advantage(seen: ConversationView) -> str:
     """The advantage of the rollout, or the least and the most of its answers."""
     known = [branch.advantages[~np.isnan(branch.advantages)] for branch in seen.branches]
     found = np.concatenate([np.zeros(0), *known])
@@ -178,7 +178,7 @@ def _advantage(seen: ConversationSeen) -> str:
     return number(least) if least == most else f"{number(least)} to {number(most)}"
 
 
-def _links(visit: Visit, seen: ConversationSeen) -> str:
+def _links(visit: PageRequest, seen: ConversationView) -> str:
     task = seen.group.task
     kind = visit.query.get("kind")
     of_task = visit.link("groups", task=task.id, source=task.source, kind=kind)
@@ -202,14 +202,14 @@ def _links(visit: Visit, seen: ConversationSeen) -> str:
 # --- Tokens ---------------------------------------------------------------------------------------
 
 
-def _branch(branch: BranchSeen, tint: str) -> str:
+def _branch(branch: BranchView, tint: str) -> str:
     colours, _ = TINTS[tint].of(branch)
     return "".join(
         _message(branch, said, colours) for said in branch.messages if said.begin < MAX_TOKENS
     )
 
 
-def _message(branch: BranchSeen, said: MessageSaid, colours: Sequence[str | None]) -> str:
+def _message(branch: BranchView, said: RecordedMessage, colours: Sequence[str | None]) -> str:
     parts: list[str] = []
     if said.reasoning:
         thinks = escape(said.reasoning)
@@ -237,7 +237,7 @@ def _pretty(arguments: str) -> str:
         return arguments
 
 
-def _token(branch: BranchSeen, at: int, colour: str | None) -> str:
+def _token(branch: BranchView, at: int, colour: str | None) -> str:
     text = branch.pieces[at]
     shown = escape(text).replace("\n", "⏎\n") if text else "·"
     if not branch.row.generated[at]:
@@ -250,7 +250,7 @@ def _token(branch: BranchSeen, at: int, colour: str | None) -> str:
     return f'<span{kind}{style} tabindex="0" data-tip="{escape(_tip(branch, at))}">{shown}</span>'
 
 
-def _tip(branch: BranchSeen, at: int) -> str:
+def _tip(branch: BranchView, at: int) -> str:
     row = branch.row
     logprob = float(row.logprobs[at])
     advantage = float(branch.advantages[at])
@@ -296,27 +296,27 @@ def _named(values: Sequence[str | None]) -> tuple[list[str | None], list[tuple[s
     return tints, list(tint_of.items())
 
 
-def _version(branch: BranchSeen) -> tuple[list[str | None], list[tuple[str, str]]]:
+def _version(branch: BranchView) -> tuple[list[str | None], list[tuple[str, str]]]:
     pairs = zip(branch.row.versions.tolist(), branch.row.generated.tolist(), strict=True)
     names = [f"version {version}" if generated else None for version, generated in pairs]
     return _named(names)
 
 
-def _logprob(branch: BranchSeen) -> tuple[list[str | None], list[tuple[str, str]]]:
+def _logprob(branch: BranchView) -> tuple[list[str | None], list[tuple[str, str]]]:
     logprobs = np.where(branch.row.generated, branch.row.logprobs, np.nan)
     return _graded(logprobs, "log p", bounds=(-5, -2, -0.7, -0.1))
 
 
-def _entropy(branch: BranchSeen) -> tuple[list[str | None], list[tuple[str, str]]]:
+def _entropy(branch: BranchView) -> tuple[list[str | None], list[tuple[str, str]]]:
     return _graded(branch.entropies, "nats", bounds=(0.1, 0.3, 0.8, 1.5))
 
 
-def _age(branch: BranchSeen) -> tuple[list[str | None], list[tuple[str, str]]]:
+def _age(branch: BranchView) -> tuple[list[str | None], list[tuple[str, str]]]:
     ages = np.where(branch.ages >= 0, branch.ages, np.nan).astype(float)
     return _graded(ages, "age", bounds=(0.5, 1.5, 3.5, 7.5))
 
 
-def _gain(branch: BranchSeen) -> tuple[list[str | None], list[tuple[str, str]]]:
+def _gain(branch: BranchView) -> tuple[list[str | None], list[tuple[str, str]]]:
     tints = [_gain_tint(advantage) for advantage in branch.advantages.tolist()]
     meanings = [
         ("made likelier (above 0)", f"{GAIN}, .5"),
@@ -332,21 +332,21 @@ def _gain_tint(advantage: float) -> str | None:
     return f"{colour}, {min(0.15 + abs(advantage) / 3, 0.7):.2f}"
 
 
-def _use(branch: BranchSeen) -> tuple[list[str | None], list[tuple[str, str]]]:
+def _use(branch: BranchView) -> tuple[list[str | None], list[tuple[str, str]]]:
     return _named([None if use == TokenUse.READ else str(use) for use in branch.uses])
 
 
 TINTS = {
-    "use": Tint("mask and why", _use),
-    "version": Tint("version", _version),
-    "logprob": Tint("log-probability", _logprob),
-    "advantage": Tint("advantage", _gain),
-    "entropy": Tint("entropy (estimated)", _entropy),
-    "age": Tint("age", _age),
+    "use": TokenColouring("mask and why", _use),
+    "version": TokenColouring("version", _version),
+    "logprob": TokenColouring("log-probability", _logprob),
+    "advantage": TokenColouring("advantage", _gain),
+    "entropy": TokenColouring("entropy (estimated)", _entropy),
+    "age": TokenColouring("age", _age),
 }
 
 
-def _tints(visit: Visit, chosen: str, branches: Sequence[BranchSeen]) -> str:
+def _tints(visit: PageRequest, chosen: str, branches: Sequence[BranchView]) -> str:
     links = "".join(
         _tint_link(visit, name, tint, chosen=name == chosen) for name, tint in TINTS.items()
     )
@@ -364,7 +364,7 @@ def _tints(visit: Visit, chosen: str, branches: Sequence[BranchSeen]) -> str:
     )
 
 
-def _tint_link(visit: Visit, name: str, tint: Tint, *, chosen: bool) -> str:
+def _tint_link(visit: PageRequest, name: str, tint: TokenColouring, *, chosen: bool) -> str:
     to = f"?{escape(urlencode({**visit.query, 'color': name}))}"
     here = ' aria-current="true"' if chosen else ""
     return f'<a href="{to}" data-test="color {name}"{here}>{tint.title}</a>'
@@ -373,7 +373,7 @@ def _tint_link(visit: Visit, name: str, tint: Tint, *, chosen: bool) -> str:
 # --- What differs, and what can be taken along ----------------------------------------------------
 
 
-def _difference(seen: ConversationSeen) -> None:
+def _difference(seen: ConversationView) -> None:
     """Shows the difference between what the agent got and what is trained."""
     section("Seen and trained")
     uses = Counter[str]()
@@ -393,7 +393,7 @@ def _difference(seen: ConversationSeen) -> None:
                 ui.label(line)
 
 
-def _take(seen: ConversationSeen, folder: Path) -> None:
+def _take(seen: ConversationView, folder: Path) -> None:
     section("Take it along")
     texts = {
         "JSON": json.dumps(as_json(seen), ensure_ascii=False),

@@ -13,7 +13,7 @@ from midflight.archive.groups import (
     GroupFilter,
     GroupOrder,
     GroupPage,
-    GroupSeen,
+    GroupView,
     RolloutBrief,
     page_of,
     versions_of,
@@ -24,7 +24,7 @@ from midflight.observe.failures import shortened
 from midflight.observe.readable import number
 from midflight.trajectories.database import State
 from midflight.types import Json, Kind, Reason, RolloutKey
-from midflight.view.visit import Visit
+from midflight.view.visit import PageRequest
 
 ON_A_PAGE = 25
 REFRESH_SECONDS = 5.0
@@ -61,7 +61,7 @@ FATES = {state.value: state.value.replace("_", " ") for state in State} | {
 }
 
 
-async def draw(visit: Visit) -> None:
+async def draw(visit: PageRequest) -> None:
     wanted, order, first = asked(visit)
     words = WordIndex(visit.run.folder, wanted.kind) if wanted.words else None
 
@@ -106,7 +106,7 @@ async def draw(visit: Visit) -> None:
     timer = ui.timer(wait, refresh, immediate=False)
 
 
-def asked(visit: Visit) -> tuple[GroupFilter, GroupOrder, int]:
+def asked(visit: PageRequest) -> tuple[GroupFilter, GroupOrder, int]:
     """The groups that the address asks for. `MidflightError` where it cannot be understood."""
     query = visit.query
     kind = kind_of(visit)
@@ -137,7 +137,7 @@ def asked(visit: Visit) -> tuple[GroupFilter, GroupOrder, int]:
     return wanted, GroupOrder(order), (int(page) - 1) * ON_A_PAGE
 
 
-def kind_of(visit: Visit) -> Kind:
+def kind_of(visit: PageRequest) -> Kind:
     """The kind of rollouts that the address asks for. `MidflightError` where there is no such
     kind.
     """
@@ -150,7 +150,7 @@ def kind_of(visit: Visit) -> Kind:
     return Kind(asked)
 
 
-def conversation_link(visit: Visit, key: RolloutKey) -> str:
+def conversation_link(visit: PageRequest, key: RolloutKey) -> str:
     of = key.group
     kind = None if key.kind is Kind.TRAINING else key.kind.value
     return visit.link(
@@ -166,7 +166,7 @@ def conversation_link(visit: Visit, key: RolloutKey) -> str:
 # --- Filters --------------------------------------------------------------------------------------
 
 
-def _form(visit: Visit, page: GroupPage) -> str:
+def _form(visit: PageRequest, page: GroupPage) -> str:
     """A plain form, whose choices become the address."""
     query = visit.query
     sources = {source: source for source in page.sources}
@@ -224,7 +224,7 @@ def _counted(page: GroupPage, first: int) -> str:
     return f"groups {first + 1:,} to {first + len(page.groups):,} of {page.total:,}"
 
 
-def _pager(visit: Visit, page: GroupPage, first: int) -> str:
+def _pager(visit: PageRequest, page: GroupPage, first: int) -> str:
     here = first // ON_A_PAGE + 1
     last = max(1, -(-page.total // ON_A_PAGE))
     places = {"first": 1, "previous": here - 1, "next": here + 1, "last": last}
@@ -242,7 +242,7 @@ def _pager(visit: Visit, page: GroupPage, first: int) -> str:
 _COLUMNS = ("task", "source", "rewards of its rollouts", "mean", "spread", "made of")
 
 
-def _table(visit: Visit, page: GroupPage) -> str:
+def _table(visit: PageRequest, page: GroupPage) -> str:
     """The table of the groups. It is one element however many rollouts there are, so that a page is
     drawn in milliseconds.
     """
@@ -255,7 +255,7 @@ def _table(visit: Visit, page: GroupPage) -> str:
     return f'<div class="scroll">{begin}<tr>{head}</tr>{rows}</table></div>'
 
 
-def _row(visit: Visit, group: GroupSeen, steps: Mapping[int, int]) -> str:
+def _row(visit: PageRequest, group: GroupView, steps: Mapping[int, int]) -> str:
     key = group.key
     task = group.task
     link = visit.link("groups", task=task.id, source=task.source, kind=visit.query.get("kind"))
@@ -277,7 +277,7 @@ def _row(visit: Visit, group: GroupSeen, steps: Mapping[int, int]) -> str:
     return f'<tr data-test="group {name}">{columns}</tr>'
 
 
-def _question(group: GroupSeen) -> str:
+def _question(group: GroupView) -> str:
     """The question of the task, cut to `MAX_LETTERS`."""
     text = _whole_question(group.task.data)
     return text if len(text) <= MAX_LETTERS else text[:MAX_LETTERS] + "…"
@@ -297,7 +297,7 @@ def _whole_question(data: Mapping[str, Json]) -> str:
     return ""
 
 
-def _rollout(visit: Visit, rollout: RolloutBrief) -> str:
+def _rollout(visit: PageRequest, rollout: RolloutBrief) -> str:
     link = conversation_link(visit, rollout.key)
     if rollout.failure is None:
         text = number(rollout.reward)
@@ -315,7 +315,7 @@ def _rollout(visit: Visit, rollout: RolloutBrief) -> str:
     return f'<a {attributes} data-test="rollout {rollout.key}">{escape(text)}</a>'
 
 
-def components(group: GroupSeen) -> dict[str, float]:
+def components(group: GroupView) -> dict[str, float]:
     """The means of a group's reward components over its rollouts, by name."""
     found: dict[str, list[float]] = {}
     for rollout in group.rollouts:
@@ -324,7 +324,7 @@ def components(group: GroupSeen) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in found.items()}
 
 
-def _fate(visit: Visit, group: GroupSeen, steps: Mapping[int, int]) -> str:
+def _fate(visit: PageRequest, group: GroupView, steps: Mapping[int, int]) -> str:
     step = None if group.version is None else steps.get(group.version)
     if step is None:
         return escape(group.fate)
@@ -332,7 +332,7 @@ def _fate(visit: Visit, group: GroupSeen, steps: Mapping[int, int]) -> str:
     return f'<a href="{link}">step {step}</a>: {escape(group.fate)}'
 
 
-def _errors(group: GroupSeen) -> str:
+def _errors(group: GroupView) -> str:
     """Why rollouts of the group failed, each reason once."""
     failed = [rollout for rollout in group.rollouts if rollout.reward is None]
     errors = dict.fromkeys(rollout.error or "no reward, and no error" for rollout in failed)

@@ -12,8 +12,8 @@ from midflight.archive.ledger import MEANINGS, Ledger, ledger_of
 from midflight.errors import MidflightError
 from midflight.types import Accounts, Fate, Reason
 from midflight.view.charting import COLORS, GREY
-from midflight.view.looks import Cell, charts, facts, figure, section, table
-from midflight.view.visit import Visit
+from midflight.view.visit import PageRequest
+from midflight.view.widgets import Cell, charts, facts, figure, section, table
 
 REFRESH_SECONDS = 5.0
 LATEST_SECONDS = 60.0
@@ -23,7 +23,7 @@ second.
 """
 
 
-async def draw(visit: Visit) -> None:
+async def draw(visit: PageRequest) -> None:
     shown = await asyncio.to_thread(ledger_of, visit.run.folder)
     place = ui.column().classes("w-full gap-1")
     with place:
@@ -50,7 +50,7 @@ async def draw(visit: Visit) -> None:
     timer = ui.timer(REFRESH_SECONDS, refresh, immediate=False)
 
 
-def _show(visit: Visit, ledger: Ledger) -> None:
+def _show(visit: PageRequest, ledger: Ledger) -> None:
     accounts = ledger.accounts
     facts(
         [
@@ -82,7 +82,7 @@ def _show(visit: Visit, ledger: Ledger) -> None:
     table(("fate", "groups"), _groups(visit, accounts), name="groups by fate")
 
 
-def _groups(visit: Visit, accounts: Accounts) -> list[list[Cell]]:
+def _groups(visit: PageRequest, accounts: Accounts) -> list[list[Cell]]:
     groups = {
         "trained": accounts.trained,
         "waiting": accounts.waiting,

@@ -5,7 +5,7 @@ from nicegui import ui
 from midflight.archive.runs import ArchivedRun
 from midflight.errors import MidflightError
 from midflight.observe.readable import duration, number
-from midflight.view import looks
+from midflight.view import widgets
 
 REFRESH_SECONDS = 5.0
 
@@ -22,7 +22,7 @@ def _within(place: ui.element, runs: tuple[ArchivedRun, ...]) -> None:
 
 
 def _rows(runs: tuple[ArchivedRun, ...]) -> None:
-    rows: list[list[looks.Cell]] = []
+    rows: list[list[widgets.Cell]] = []
     for run in runs:
         address = f"/run/{run.slug}/run"
         try:
@@ -31,7 +31,7 @@ def _rows(runs: tuple[ArchivedRun, ...]) -> None:
             rows.append([run.slug, "deleted"])
             continue
         steps = str(of.step) if of.steps is None else f"{of.step}/{of.steps}"
-        row: list[looks.Cell] = [
+        row: list[widgets.Cell] = [
             (run.slug, address),
             of.condition.value,
             steps,
@@ -42,7 +42,7 @@ def _rows(runs: tuple[ArchivedRun, ...]) -> None:
             str(run.folder),
         ]
         rows.append(row)
-    looks.table(
+    widgets.table(
         ("run", "state", "steps", "reward", "held out", "time", "started", "folder"),
         rows,
         name="runs",

@@ -13,14 +13,14 @@ from midflight.archive.runs import ArchivedRun, RunCondition, differences, flat
 from midflight.archive.stored import copy_in_words
 from midflight.archive.times import Times, busy_shares, failures, split
 from midflight.errors import RunGone
-from midflight.observe.bottleneck import judge
-from midflight.observe.history import PastLines
+from midflight.observe.bottleneck import find_bottleneck
+from midflight.observe.history import JournalHistory
 from midflight.observe.lines import StepLine
 from midflight.observe.readable import UNKNOWN, duration, number, percent
 from midflight.trajectories.heldout import HELDOUT
-from midflight.view import looks
+from midflight.view import widgets
 from midflight.view.panels import RECENT_STEPS, Panel, bars, of_run, of_runs
-from midflight.view.visit import Visit
+from midflight.view.visit import PageRequest
 
 REFRESH_SECONDS = 3.0
 """The next look comes after this time at the soonest."""
@@ -39,7 +39,7 @@ environment and the times of rollouts come from it and from what is appended lat
 MAX_ALARMS = 20
 
 
-def draw(visit: Visit) -> None:
+def draw(visit: PageRequest) -> None:
     beside = visit.query.get("with", "").split(",")
     others = [run for run in visit.runs if run.slug in beside and run is not visit.run]
     if others:
@@ -48,7 +48,7 @@ def draw(visit: Visit) -> None:
         _alone(visit)
 
 
-def _alone(visit: Visit) -> None:
+def _alone(visit: PageRequest) -> None:
     times = Times(visit.run.folder, newest=LATELY_BYTES)
     times.refresh()
     copy = copy_in_words(visit.run.folder)
@@ -71,15 +71,15 @@ def _alone(visit: Visit) -> None:
         return has_lines
 
     show_head()
-    looks.section("Numbers")
+    widgets.section("Numbers")
     _live(refresh, panels, show_head)
     _compare_with(visit)
-    looks.section("Configuration")
+    widgets.section("Configuration")
     with ui.element("details"):
         with ui.element("summary"):
             ui.label("All options, as the run wrote them down").style("display: inline")
         options = [(name, str(value)) for name, value in flat(visit.run.config()).items()]
-        looks.table(("option", "value"), options, name="options")
+        widgets.table(("option", "value"), options, name="options")
 
 
 def _live(
@@ -88,7 +88,7 @@ def _live(
     """Draws charts that follow the journal. A chart is sent again only where its content has
     changed.
     """
-    place = looks.charts()
+    place = widgets.charts()
     shown: dict[str, tuple[Panel, tuple[ui.echart, ui.label]]] = {}
 
     def show() -> None:
@@ -98,7 +98,7 @@ def _live(
             shown.clear()
             with place:
                 for title, panel in now.items():
-                    drawn = looks.figure(title, dict(panel.options), note=panel.note)
+                    drawn = widgets.figure(title, dict(panel.options), note=panel.note)
                     shown[title] = (panel, drawn)
             return
         for title, panel in now.items():
@@ -131,7 +131,7 @@ def _live(
 # --- How it goes ----------------------------------------------------------------------------------
 
 
-def _head(visit: Visit, times: Times) -> None:
+def _head(visit: PageRequest, times: Times) -> None:
     of = visit.run.describe()
     past = visit.run.readings.past
     last = past.steps[-1] if past.steps else None
@@ -155,12 +155,12 @@ def _head(visit: Visit, times: Times) -> None:
     busy = ", ".join(map(percent, (shares.engines, shares.trainer, shares.both)))
     facts.append(("engine, trainer, both busy", busy))
     facts.append(("engines' slots in use", percent(shares.slots)))
-    looks.facts(facts)
+    widgets.facts(facts)
     if (visit.run.folder / HELDOUT).is_file():
         evaluated = visit.link("groups", kind="evaluation")
         link = ui.link("what the model said to held-out tasks", evaluated)
         link.props('data-test="held out groups"')
-    bound, advice = judge(
+    bound, advice = find_bottleneck(
         engine_busy=shares.engines,
         trainer_busy=shares.trainer,
         slots_used=shares.slots,
@@ -176,7 +176,7 @@ def _head(visit: Visit, times: Times) -> None:
         ).classes("note")
 
 
-def _heldout(past: PastLines) -> dict[str, str]:
+def _heldout(past: JournalHistory) -> dict[str, str]:
     """The first and the last score of each source."""
     scores: dict[str, list[float | None]] = {}
     for line in past.evaluations:
@@ -189,7 +189,7 @@ def _heldout(past: PastLines) -> dict[str, str]:
     return texts
 
 
-def _eta(past: PastLines, steps: int | None) -> str:
+def _eta(past: JournalHistory, steps: int | None) -> str:
     recent = past.steps[-RECENT_STEPS:]
     if steps is None or len(recent) < 2:
         return UNKNOWN
@@ -197,22 +197,22 @@ def _eta(past: PastLines, steps: int | None) -> str:
     return duration(max(0, steps - recent[-1].step) * step_seconds)
 
 
-def _findings(visit: Visit, times: Times) -> None:
+def _findings(visit: PageRequest, times: Times) -> None:
     """Shows what somebody should look at, each with a link and what to do."""
     past = visit.run.readings.past
-    looks.section("Findings")
+    widgets.section("Findings")
     _failures(visit, times, past)
     if past.alarms:
-        rows: list[list[looks.Cell]] = []
+        rows: list[list[widgets.Cell]] = []
         for alarm in reversed(past.alarms[-MAX_ALARMS:]):
             step = (f"step {alarm.step}", visit.link("groups", step=alarm.step or 1))
             rows.append([step, alarm.name, alarm.text])
-        looks.table(("when", "alarm", "what was seen, and what to do"), rows, name="alarms")
+        widgets.table(("when", "alarm", "what was seen, and what to do"), rows, name="alarms")
     if not past.alarms and not any(step.failures for step in past.steps):
         ui.label("No alarm, and no rollout failed.").classes("note")
 
 
-def _failures(visit: Visit, times: Times, past: PastLines) -> None:
+def _failures(visit: PageRequest, times: Times, past: JournalHistory) -> None:
     """Shows the failures by source where the timeline knows it. Each class of failure is there
     once, with the step in which it was most frequent.
     """
@@ -222,7 +222,7 @@ def _failures(visit: Visit, times: Times, past: PastLines) -> None:
             for name, count in (step.failures or {}).items():
                 by_source["", name] = count
     tries = Counter(rollout.source for rollout in times.rollouts)
-    rows: list[list[looks.Cell]] = []
+    rows: list[list[widgets.Cell]] = []
     for (source, name), count in by_source.most_common(12):
         failed = (name, visit.link("groups", failure=name, source=source or None))
         of = f"{count} of {tries[source]} tries" if tries[source] else f"{count} tries"
@@ -230,10 +230,10 @@ def _failures(visit: Visit, times: Times, past: PastLines) -> None:
     if rows:
         note = ui.label("Rollouts that got no reward: they are in no mean and no gradient.")
         note.classes("note")
-        looks.table(("environment", "failed by", "how often", "most in"), rows, name="failures")
+        widgets.table(("environment", "failed by", "how often", "most in"), rows, name="failures")
 
 
-def _worst_step(visit: Visit, past: PastLines, name: str) -> looks.Cell:
+def _worst_step(visit: PageRequest, past: JournalHistory, name: str) -> widgets.Cell:
     """The step in which this class of failure was most frequent."""
 
     def count(step: StepLine) -> int:
@@ -272,10 +272,10 @@ def _timed(times: Times) -> list[Panel]:
 # --- Several runs ---------------------------------------------------------------------------------
 
 
-def _compare_with(visit: Visit) -> None:
+def _compare_with(visit: PageRequest) -> None:
     others = [run for run in visit.runs if run is not visit.run]
     if others:
-        looks.section("Over each other", "This run with another one:")
+        widgets.section("Over each other", "This run with another one:")
         with ui.element("div").classes("tiles"):
             for other in others:
                 ui.link(other.slug, f"{visit.link('run')}?with={other.slug}")
@@ -284,14 +284,14 @@ def _compare_with(visit: Visit) -> None:
             overlay.props('data-test="overlay"')
 
 
-def _overlaid(visit: Visit, runs: Sequence[ArchivedRun]) -> None:
+def _overlaid(visit: PageRequest, runs: Sequence[ArchivedRun]) -> None:
     for run in runs:
         run.journal()
-    rows: list[list[looks.Cell]] = []
+    rows: list[list[widgets.Cell]] = []
     for run in runs:
         of = run.describe()
         scores = [f"{name} {text}" for name, text in _heldout(run.readings.past).items()]
-        row: list[looks.Cell] = [
+        row: list[widgets.Cell] = [
             (run.slug, visit.link("run", of=run)),
             of.condition.value,
             str(of.step),
@@ -300,8 +300,10 @@ def _overlaid(visit: Visit, runs: Sequence[ArchivedRun]) -> None:
             duration(of.seconds),
         ]
         rows.append(row)
-    looks.table(("run", "state", "step", "reward", "held out", "time"), rows, name="overlaid runs")
-    looks.section(
+    widgets.table(
+        ("run", "state", "step", "reward", "held out", "time"), rows, name="overlaid runs"
+    )
+    widgets.section(
         "Numbers",
         "Each line is a moving mean; runs that differ by their seed alone are one line, their "
         "mean, in a band from their least to their most.",
@@ -312,7 +314,7 @@ def _overlaid(visit: Visit, runs: Sequence[ArchivedRun]) -> None:
         return any(has_lines)
 
     _live(refresh, lambda: of_runs(runs), lambda: None)
-    looks.section("Options that differ")
+    widgets.section("Options that differ")
     found = differences([run.config() for run in runs])
     options: list[list[str]] = []
     for name, values in found.items():
@@ -320,6 +322,6 @@ def _overlaid(visit: Visit, runs: Sequence[ArchivedRun]) -> None:
         options.append([name, *shown])
     if options:
         slugs = [run.slug for run in runs]
-        looks.table(["option", *slugs], options, name="differences")
+        widgets.table(["option", *slugs], options, name="differences")
     else:
         ui.label("None.").classes("note")

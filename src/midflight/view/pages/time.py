@@ -12,9 +12,9 @@ from nicegui import events, ui
 from midflight.archive.times import TimelinePart, Times, before_newest, engine_spans, part_from
 from midflight.errors import MidflightError, RunGone
 from midflight.observe.readable import duration, percent
-from midflight.view import looks
+from midflight.view import widgets
 from midflight.view.charting import COLORS, GREY, GRID
-from midflight.view.visit import Visit
+from midflight.view.visit import PageRequest
 
 REFRESH_SECONDS = 5.0
 MAX_BARS = 2000
@@ -28,7 +28,7 @@ Bars: TypeAlias = "list[tuple[float, float, str, int | None]]"
 """Beginning, end and text of each bar, and the step that a click leads to."""
 
 
-def draw(visit: Visit) -> None:
+def draw(visit: PageRequest) -> None:
     since = asked(visit)
     part = None if since is None else part_from(visit.run.folder, since)
     times = Times(visit.run.folder, part)
@@ -72,7 +72,7 @@ def draw(visit: Visit) -> None:
     timer = ui.timer(REFRESH_SECONDS, look, immediate=False)
 
 
-def asked(visit: Visit) -> float | None:
+def asked(visit: PageRequest) -> float | None:
     """The second from which on the address wants to see the run, by itself or as a step; None for
     the newest part. `MidflightError` where it names neither a second nor a step.
     """
@@ -94,7 +94,7 @@ def asked(visit: Visit) -> float | None:
         ) from None
 
 
-def _places(visit: Visit, part: TimelinePart | None) -> None:
+def _places(visit: PageRequest, part: TimelinePart | None) -> None:
     """Links to the other parts of a long run, of which one part is shown."""
     earlier = before_newest(visit.run.folder) if part is None else part.earlier
     if part is None and earlier is None:
@@ -164,7 +164,7 @@ def _evaluations(times: Times) -> Iterable[tuple[float, float, int]]:
         before = end
 
 
-def _figure(visit: Visit, times: Times) -> dict[str, Any]:
+def _figure(visit: PageRequest, times: Times) -> dict[str, Any]:
     """The figure as Plotly takes it: a trace for each track, with a bar for each span."""
     steps = {line.version: line.step for line in visit.run.readings.past.steps}
     drawn = tracks(times, steps)
@@ -221,7 +221,7 @@ def _trace(name: str, bars: Bars, *, color: str) -> dict[str, Any]:
     }
 
 
-def _follow(visit: Visit, event: events.GenericEventArguments) -> None:
+def _follow(visit: PageRequest, event: events.GenericEventArguments) -> None:
     for point in event.args.get("points", []):
         step = point.get("customdata")
         if step is not None:
@@ -229,27 +229,27 @@ def _follow(visit: Visit, event: events.GenericEventArguments) -> None:
 
 
 def _waits(times: Times) -> None:
-    looks.section("Who waited for whom")
+    widgets.section("Who waited for whom")
     waited: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for wait in times.waits:
         waited[wait.who, wait.for_whom].append(wait.ended - wait.began)
     whole = times.steps[-1].ended - times.steps[0].began if times.steps else 0.0
-    rows: list[list[looks.Cell]] = []
+    rows: list[list[widgets.Cell]] = []
     for (who, whom), each in sorted(waited.items(), key=lambda item: -sum(item[1])):
         total = sum(each)
         share = total / whole if whole > 0 else None
         rows.append([who, whom, duration(total), percent(share), f"{max(each):.3f} s"])
-    looks.table(
+    widgets.table(
         ("who", "for whom", "in all", "of the time of the steps", "longest"), rows, name="waits"
     )
 
 
-def _steps(visit: Visit, times: Times) -> None:
+def _steps(visit: PageRequest, times: Times) -> None:
     """The last steps as a table, for those who do not point at the chart."""
-    looks.section("Last steps")
+    widgets.section("Last steps")
     steps = {line.version: line.step for line in visit.run.readings.past.steps}
     pause = {commit.version: commit for commit in times.commits}
-    rows: list[list[looks.Cell]] = []
+    rows: list[list[widgets.Cell]] = []
     for before, step in pairwise([None, *times.steps][-31:]):
         number = None if step is None else steps.get(step.version)
         if step is None or number is None:
@@ -261,7 +261,7 @@ def _steps(visit: Visit, times: Times) -> None:
         handed = ""
         if commit is not None:
             handed = f"{commit.stage_seconds:.3f} s and {commit.pause_seconds:.3f} s"
-        row: list[looks.Cell] = [
+        row: list[widgets.Cell] = [
             (f"step {number}", visit.link("groups", step=number)),
             f"{step.began:.3f} s",
             f"{step.ended - step.began:.3f} s",
@@ -269,7 +269,7 @@ def _steps(visit: Visit, times: Times) -> None:
             handed,
         ]
         rows.append(row)
-    looks.table(
+    widgets.table(
         ("step", "began", "took", "trainer idle before", "handover took, engines paused"),
         rows[::-1],
         name="steps",

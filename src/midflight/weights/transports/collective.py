@@ -59,7 +59,7 @@ without notice, or that came late and will come late again.
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class OutgoingVersion:
     """A version to send: bytes in memory that does not change until its release."""
 
     data: Tensor
@@ -83,7 +83,7 @@ class CollectiveService:
 
     def __init__(
         self,
-        published: Mapping[Version, Published],
+        published: Mapping[Version, OutgoingVersion],
         gathering: Gathering,
         *,
         host: str,
@@ -355,7 +355,7 @@ class CollectivePublisher:
         """
         self._threads = threads
         self._transport = transport
-        self._held: dict[Version, Published] = {}
+        self._held: dict[Version, OutgoingVersion] = {}
         self._buffers = StandingBuffers(num_slots)
         self._listener = _listener(host)
         self._address = Address(host, self._listener.getsockname()[1], secrets.token_hex(16))
@@ -386,7 +386,7 @@ class CollectivePublisher:
         with memoryview(buffer) as view:
             digest = fingerprint(specs, view, threads=self._threads)
         self._buffers.hold(version, buffer)
-        self._held[version] = Published(
+        self._held[version] = OutgoingVersion(
             torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)], digest
         )
         return WeightManifest(version, digest, self._transport, str(self._address), specs)

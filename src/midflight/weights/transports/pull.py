@@ -11,7 +11,7 @@ own transfer only. This file needs no torch.
 |---|---|---|
 | `MachineCopy.of` | another engine of this machine that fetches the same | its end, or `patience` |
 | an answer | a source | it, or `answer_seconds` without a byte |
-| `_Fetch.run` | its threads, which fetch; sources that may get more buckets | all buckets; no source left to ask; `patience` seconds without a megabyte |
+| `_PullJob.run` | its threads, which fetch; sources that may get more buckets | all buckets; no source left to ask; `patience` seconds without a megabyte |
 """
 
 import http.client
@@ -34,7 +34,7 @@ from midflight.types import WeightManifest
 from midflight.weights.manifest import extent, repacked, views
 from midflight.weights.transports.files import SHARED, remove_stale
 from midflight.weights.transports.machine_copy import PREFIX, MachineCopy
-from midflight.weights.transports.sharing import FROM, BucketServer, Held, SharedVersion
+from midflight.weights.transports.sharing import FROM, BucketInventory, BucketServer, SharedVersion
 from midflight.weights.transports.swarm import (
     Transfer,
     Tree,
@@ -63,15 +63,15 @@ KEPT = 1
 FAILURES = (OSError, http.client.HTTPException, msgspec.MsgspecError, ValueError)
 
 _log = logging.getLogger(__name__)
-_held = msgspec.json.Decoder(Held)
+_held = msgspec.json.Decoder(BucketInventory)
 _tree = msgspec.json.Decoder(Tree)
 
 
-class NotHere(Exception):
+class BucketMissing(Exception):
     """The source does not have what was asked for."""
 
 
-class Busy(Exception):
+class SourceBusy(Exception):
     """The source has too many to serve."""
 
 
@@ -149,7 +149,7 @@ class PullReceiver:
         """Fetches what the copy lacks. `False` only where another engine said that the copy is
         whole, and was wrong.
         """
-        fetch = _Fetch(
+        fetch = _PullJob(
             manifest, copy, sources, answer_seconds=self._answer_seconds, patience=self._patience
         )
         try:
@@ -169,7 +169,7 @@ class PullReceiver:
             self.blamed.update(map(place, fetch.transfer.blamed))
         return True
 
-    def _give(self, fingerprint: str, fetch: "_Fetch", sources: Sequence[str]) -> None:
+    def _give(self, fingerprint: str, fetch: "_PullJob", sources: Sequence[str]) -> None:
         """Gives others what is here from now on. It listens at the address from which this machine
         reaches the first source that answers, because others reach it there.
         """
@@ -207,7 +207,7 @@ def _own_address(sources: Sequence[str], seconds: float) -> str | None:
     return None
 
 
-class _Fetch:
+class _PullJob:
     """One version on its way into a copy."""
 
     def __init__(
@@ -302,9 +302,9 @@ class _Fetch:
                         if other != self.own_url and self.transfer.hear_of(other):
                             due.append(other)
                     self._changed.notify_all()
-            except Busy:
+            except SourceBusy:
                 pass
-            except (NotHere, *FAILURES) as error:
+            except (BucketMissing, *FAILURES) as error:
                 with self._changed:
                     self.transfer.silent(source, _said(error))
             self._due[source] = now + (CALM_SECONDS if has_all else LOOK_SECONDS)
@@ -345,9 +345,9 @@ class _Fetch:
         into = self._views[bucket]
         try:
             connections.read(source, f"{self._manifest.fingerprint}/{bucket}", into, self._moved)
-        except Busy:
+        except SourceBusy:
             end = partial(self.transfer.busy, bucket)
-        except (NotHere, *FAILURES) as error:
+        except (BucketMissing, *FAILURES) as error:
             end = partial(self.transfer.failed, bucket, _said(error))
         else:
             if is_right(self.share.tree[bucket], into):
@@ -392,7 +392,7 @@ class _Fetch:
                 try:
                     answer = connections.get(source, f"{self._manifest.fingerprint}/tree", {})
                     tree, why = self._proven(answer.read())
-                except (NotHere, Busy, *FAILURES) as error:
+                except (BucketMissing, SourceBusy, *FAILURES) as error:
                     tree = None
                     why = _said(error)
                 if tree is not None:
@@ -425,7 +425,7 @@ class _OpenSources:
         self._open: dict[str, http.client.HTTPConnection] = {}
 
     def get(self, source: str, path: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
-        """Waits for the head of the answer. Raises `NotHere`, `Busy`, or one of `FAILURES`."""
+        """Waits for the head of the answer. Raises `BucketMissing`, `SourceBusy`, or one of `FAILURES`."""
         url = urlsplit(source)
         connection = self._open.setdefault(
             source, http.client.HTTPConnection(url.hostname or "", url.port, timeout=self._seconds)
@@ -437,8 +437,8 @@ class _OpenSources:
                 return answer
             answer.read()
             if answer.status == 503:
-                raise Busy("it is busy")
-            raise NotHere(f"it answers {answer.status}")
+                raise SourceBusy("it is busy")
+            raise BucketMissing(f"it answers {answer.status}")
         except FAILURES:
             self._drop(source)
             raise

@@ -19,7 +19,7 @@ Bytes = Mapping[str, memoryview]
 
 
 @dataclass(frozen=True, slots=True)
-class _Standing:
+class _KeptVersion:
     """A whole version that no engine serves from."""
 
     fingerprint: str
@@ -43,7 +43,7 @@ class DeltaReceiver:
     def __init__(self, inner: WeightReceiver, *, threads: int = 1) -> None:
         self._inner = inner
         self._threads = threads
-        self._standing: _Standing | None = None
+        self._standing: _KeptVersion | None = None
         self._one_at_a_time = threading.Lock()
         """A caller that gave up waiting for a fetch may begin another while the first still changes
         the standing copy.
@@ -65,7 +65,7 @@ class DeltaReceiver:
             specs = repacked(manifest.tensors)
             # The old copy goes before its successor is made: two would be one too many.
             self._standing = None
-            self._standing = _Standing(manifest.fingerprint, specs, _copied(specs, fetched))
+            self._standing = _KeptVersion(manifest.fingerprint, specs, _copied(specs, fetched))
         return fetched
 
     def _by_differences(self, manifest: WeightManifest) -> Bytes:
@@ -83,7 +83,7 @@ class DeltaReceiver:
                 f"manifest says {manifest.fingerprint[:12]}; stage it again, which begins with the "
                 "whole version."
             )
-        self._standing = _Standing(manifest.fingerprint, specs, weights)
+        self._standing = _KeptVersion(manifest.fingerprint, specs, weights)
         return _copied(specs, weights)
 
     def _nearest(

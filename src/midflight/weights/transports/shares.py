@@ -30,7 +30,7 @@ from midflight.weights.transports.sharing import BucketServer, SharedVersion
 from midflight.weights.transports.swarm import Bucket, Leaf, Views, bucketed, cut, root
 
 
-class _Mine(msgspec.Struct, frozen=True, array_like=True):
+class _RankBuckets(msgspec.Struct, frozen=True, array_like=True):
     """What a rank tells the others: the address that gives its buckets, and which they are."""
 
     url: str
@@ -113,8 +113,8 @@ class PullPublisher:
             leaves = list(pool.map(partial(_copied, buffer), pieces))
         self._buffers.hold(version, buffer)
         mine = tuple(bucketed(leaves))
-        told = self._gather(msgspec.msgpack.encode(_Mine(self.server.url, mine)))
-        everybody = [msgspec.msgpack.decode(each, type=_Mine) for each in told]
+        told = self._gather(msgspec.msgpack.encode(_RankBuckets(self.server.url, mine)))
+        everybody = [msgspec.msgpack.decode(each, type=_RankBuckets) for each in told]
         tree = tuple(itertools.chain.from_iterable(rank.buckets for rank in everybody))
         fingerprint = root(tree, specs)
         self._fingerprints[version] = fingerprint

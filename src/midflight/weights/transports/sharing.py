@@ -50,7 +50,7 @@ MAX_HEARD = 4096
 """How many sources are remembered for a version."""
 
 
-class Held(msgspec.Struct, frozen=True):
+class BucketInventory(msgspec.Struct, frozen=True):
     """What a source says about a version."""
 
     bits: bytes
@@ -84,14 +84,14 @@ class SharedVersion:
         if len(self.heard) < MAX_HEARD:
             self.heard[source] = None
 
-    def told(self) -> Held:
+    def told(self) -> BucketInventory:
         """What a receiver is told that asks."""
         known = tuple(self.heard)
         drawn = random.sample(known, min(MAX_TOLD, len(known)))
         bits = bytearray(-(-len(self.tree) // 8))
         for number in tuple(self.held):
             bits[number // 8] |= 1 << number % 8
-        return Held(bytes(bits), tuple(drawn))
+        return BucketInventory(bytes(bits), tuple(drawn))
 
 
 class BucketServer(ThreadingHTTPServer):
@@ -105,7 +105,7 @@ class BucketServer(ThreadingHTTPServer):
     def __init__(self, host: str, *, secret: str) -> None:
         if ":" in host:
             self.address_family = AF_INET6
-        super().__init__((host, 0), _Giver)
+        super().__init__((host, 0), _BucketHandler)
         self.secret = secret
         self.shares: dict[str, SharedVersion] = {}
         """The versions that are shared, by fingerprint. Threads read it while its owner changes it.
@@ -155,7 +155,7 @@ class BucketServer(ThreadingHTTPServer):
         self.server_close()
 
 
-class _Giver(BaseHTTPRequestHandler):
+class _BucketHandler(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"

@@ -124,7 +124,7 @@ def change(data, payload, tensors):
     frames.end()
 
 
-class Coming:
+class IncomingVersion:
     """A version on its way. Only its own thread writes to it until `done`."""
 
     def __init__(self, order):
@@ -160,7 +160,7 @@ class Landing:
                 f"this server has {workers} workers, and the order is for {order['workers']}"
             )
         before = [self._coming]
-        self._coming = Coming(order)
+        self._coming = IncomingVersion(order)
         given = (self._coming, order["rank"] + index, before)
         thread = threading.Thread(
             target=self._receive, args=given, name="midflight-direct", daemon=True

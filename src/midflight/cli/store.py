@@ -1,0 +1,188 @@
+"""The commands that read a run's store: `midflight samples`, `ledger` and `export`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from midflight.cli.options import Debug
+
+if TYPE_CHECKING:
+    from midflight.types import Kind
+
+RunFolder = Annotated[
+    Path, typer.Argument(help="Folder of a run, which may be under way.", metavar="RUN")
+]
+Steps = Annotated[
+    str | None,
+    typer.Option(
+        "--steps",
+        metavar="A-B",
+        help="Of groups that these steps trained on: one step, or from A to B.",
+        show_default=False,
+    ),
+]
+HeldOut = Annotated[
+    bool,
+    typer.Option(
+        "--evaluation", help="Of held-out tasks, in place of those that the run learns from."
+    ),
+]
+
+
+def samples(
+    run: RunFolder,
+    rollout: Annotated[
+        str | None,
+        typer.Option(
+            "--rollout",
+            metavar="KEY",
+            help="This one: epoch-position-attempt-sample.",
+            show_default=False,
+        ),
+    ] = None,
+    number: Annotated[
+        int, typer.Option("--number", "-n", help="Conversations to print.", min=1)
+    ] = 3,
+    steps: Steps = None,
+    best: Annotated[bool, typer.Option("--best", help="Those of highest reward first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Those of lowest reward first.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Those without a reward.")] = False,
+    source: Annotated[
+        str, typer.Option("--source", help="Of tasks of this source.", show_default=False)
+    ] = "",
+    evaluation: HeldOut = False,
+    whole: Annotated[
+        bool,
+        typer.Option("--whole", help="Long messages whole; they are cut in the middle otherwise."),
+    ] = False,
+    debug: Debug = False,
+) -> int:
+    """Prints conversations of a run, with their rewards and what became of them; the newest unless
+    told otherwise.
+    """
+    from midflight.archive.conversation import conversation_of
+    from midflight.archive.samples import SampleChoice, chosen, in_words
+    from midflight.archive.stored import copy_in_words, rollout_key
+    from midflight.cli.put_back import put_back_at
+
+    put_back_at(run)
+    kind = _kind(evaluation)
+    choice = SampleChoice(
+        number=number,
+        kind=kind,
+        versions=_versions(run, steps, kind),
+        source=source,
+        best=best,
+        worst=worst,
+        failed=failed,
+    )
+    if (said := copy_in_words(run)) is not None:
+        typer.echo(said)
+    keys = chosen(run, choice) if rollout is None else [rollout_key(rollout)]
+    for key in keys:
+        typer.echo(in_words(conversation_of(run, key, with_advantages=False), whole=whole))
+    return 0
+
+
+def ledger(run: RunFolder, debug: Debug = False) -> int:
+    """Says where every token of a run went; 1 if they do not add up."""
+    from rich.console import Console
+
+    from midflight.archive.ledger import ledger_of
+    from midflight.archive.samples import ledger_table
+    from midflight.archive.stored import copy_in_words
+    from midflight.cli.put_back import put_back_at
+
+    put_back_at(run)
+    found = ledger_of(run)
+    Console().print(ledger_table(found))
+    if (said := copy_in_words(run)) is not None:
+        typer.echo(said)
+    for mistake in found.mistakes:
+        typer.echo(f"does not balance: {mistake}")
+    if found.balanced:
+        typer.echo(f"balanced: each of {found.accounts.received_tokens:,} tokens is in one place")
+    return 0 if found.balanced else 1
+
+
+def export(
+    run: RunFolder,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            help="File to write, JSON lines; default: RUN-FORMAT.jsonl here.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None,
+    form: Annotated[
+        Literal["sft", "dpo", "jsonl"],
+        typer.Option("--format", help="Conversations, pairs, or all that is known."),
+    ] = "sft",
+    min_reward: Annotated[
+        float | None,
+        typer.Option(help="Of a conversation, or of the better of a pair.", show_default=False),
+    ] = None,
+    min_margin: Annotated[
+        float, typer.Option(help="By which the better of a pair must be better.", min=0.0)
+    ] = 0.0,
+    steps: Steps = None,
+    sources: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--source", help="Only of this source; may be given again.", show_default=False
+        ),
+    ] = None,
+    evaluation: HeldOut = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the file if it is there.")
+    ] = False,
+    debug: Debug = False,
+) -> int:
+    """Writes chosen rollouts as a data set that `datasets` loads. Held-out tasks are in it with
+    `--evaluation` alone, and then nothing else.
+    """
+    from midflight.archive.export import ExportChoice, ExportFormat, write_export
+    from midflight.cli.put_back import put_back_at
+    from midflight.errors import ConfigError
+
+    put_back_at(run)
+    out = out or Path(f"{run.resolve().name}-{form}.jsonl")
+    if out.exists() and not overwrite:
+        raise ConfigError(f"{out} is there already; give another file, or --overwrite.")
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent} is no folder; make it, or give a file in another.")
+    kind = _kind(evaluation)
+    choice = ExportChoice(
+        kind=kind,
+        min_reward=min_reward,
+        versions=_versions(run, steps, kind),
+        sources=tuple(sources or ()),
+        min_margin=min_margin,
+    )
+    typer.echo(f"{out}: {write_export(run, out, ExportFormat(form), choice)} lines of {form}")
+    return 0
+
+
+def _kind(evaluation: bool) -> "Kind":
+    from midflight.types import Kind
+
+    return Kind.EVALUATION if evaluation else Kind.TRAINING
+
+
+def _versions(run: Path, steps: str | None, kind: "Kind") -> tuple[int, int] | None:
+    """The first and the last version that the steps made, or that were evaluated after them."""
+    if steps is None:
+        return None
+    from midflight.archive.groups import versions_of
+    from midflight.errors import ConfigError
+
+    first, _, last = steps.partition("-")
+    if not first.isdecimal() or not (last or first).isdecimal():
+        raise ConfigError(
+            f"--steps is {steps!r}; write one step, such as 7, or the first and the last, such as "
+            "7-12."
+        )
+    return versions_of(run, int(first), int(last or first), kind)

@@ -1,0 +1,221 @@
+"""Tells whether a process moves. What waits for a process goes on waiting as long as it moves,
+however slow or busy the machine is.
+
+A process moves when it or one of its descendants takes processor time, reads or writes, waits for a
+processor that others have, or says something. A process that does none of this for long hangs.
+Where there is no /proc every process counts as moving.
+"""
+
+import os
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from midflight.observe.memory import PROC, descendants
+
+COMPUTES_SHARE = 0.01
+"""Share of a core. A process that uses less computes nothing: threads that only look around take
+less.
+"""
+BYTES_A_SECOND = 16 * 1024
+"""A process that reads and writes less than this only shows that it is there, by heartbeats for
+instance.
+"""
+BLIND_SECONDS = 5.0
+"""After a longer time between two looks, this process itself stood still, and the time says nothing
+about the other process.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessWork:
+    """What a process and its descendants have done since they began, and whether one of them is
+    ready to run.
+    """
+
+    cpu_seconds: float
+    num_bytes: int
+    """Bytes that they read and wrote, including pages that were read in when they were touched."""
+    is_runnable: bool = False
+
+
+def work_of(pid: int, *, proc: Path = PROC) -> ProcessWork | None:
+    """The work of a process and its descendants; None where there is no /proc."""
+    if not proc.is_dir():
+        return None
+    cpu_seconds = 0.0
+    num_bytes = 0
+    is_runnable = False
+    for member in descendants(pid, proc=proc):
+        work = _own_work(proc / str(member))
+        if work is not None:
+            cpu_seconds += work.cpu_seconds
+            num_bytes += work.num_bytes
+            is_runnable = is_runnable or work.is_runnable
+    return ProcessWork(cpu_seconds, num_bytes, is_runnable)
+
+
+def _own_work(folder: Path) -> ProcessWork | None:
+    """The work of one process and of its descendants that have ended; None when it has ended
+    itself.
+    """
+    try:
+        # The command's name, in brackets, may itself hold brackets and spaces: the fields start
+        # after the last one.
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    state = fields[0]
+    ticks = sum(map(int, fields[11:15]))
+    faults = int(fields[9]) + int(fields[10])
+    return ProcessWork(
+        ticks / os.sysconf("SC_CLK_TCK"),
+        num_bytes_of(folder.name, proc=folder.parent) + faults * resource.getpagesize(),
+        state == "R",
+    )
+
+
+def num_bytes_of(pid: int | str, *, proc: Path = PROC) -> int:
+    """The bytes that a process has read and written; `self` is this process. 0 where the kernel
+    does not tell, for instance for a process of another user.
+    """
+    try:
+        lines = (proc / str(pid) / "io").read_text().splitlines()
+    except OSError:
+        return 0
+    counts = dict(line.split(": ") for line in lines)
+    return int(counts["rchar"]) + int(counts["wchar"])
+
+
+class WorkBelow:
+    """The processor seconds and bytes of this process and its descendants so far. It looks at all
+    processes of the machine, and therefore only once in `seconds`.
+    """
+
+    def __init__(self, *, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._looked: float | None = None
+        self._found = (0.0, 0)
+
+    def __call__(self) -> tuple[float, int]:
+        now = self._clock()
+        if self._looked is None or now - self._looked >= self._seconds:
+            self._looked = now
+            work = work_of(os.getpid())
+            if work is not None:
+                self._found = (work.cpu_seconds, work.num_bytes)
+        return self._found
+
+
+class ActivityProbe:
+    """Says whether a process or one of its descendants has worked since the last call. It is for
+    callers that ask now and then; for others there is `ProcessActivity`.
+
+    The first answer is yes, because nothing is known about the time before.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        *,
+        work: Callable[[int], ProcessWork | None] = work_of,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pid = pid
+        self._work = work
+        self._clock = clock
+        self._before: ProcessWork | None = None
+        self._asked = 0.0
+
+    def __call__(self) -> bool:
+        work = self._work(self._pid)
+        before = self._before
+        now = self._clock()
+        waited = now - self._asked
+        self._before = work
+        self._asked = now
+        if work is None or before is None:
+            return True
+        computed = work.cpu_seconds - before.cpu_seconds
+        moved_bytes = work.num_bytes - before.num_bytes
+        if computed < 0 or moved_bytes < 0:
+            return True  # a part of it has ended
+        if work.is_runnable and before.is_runnable:
+            return True  # it waits for a processor
+        if computed > max(0.03, COMPUTES_SHARE * waited):
+            return True
+        return moved_bytes > BYTES_A_SECOND * max(1.0, waited)
+
+
+class ProcessActivity:
+    """Watches whether one process moves. It is synchronous: what waits for the process calls `look`
+    about once a second.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        *,
+        work: Callable[[int], ProcessWork | None] = work_of,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pid = pid
+        self._work = work
+        self._clock = clock
+        self.began = self._looked = self._moved = clock()
+        self._before: ProcessWork | None = work(pid)
+        self._was_runnable = False
+        self._said = ""
+        self.what = "takes processor time"
+        """What the process did when it moved last."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it has watched the process."""
+        return self._clock() - self.began
+
+    def look(self, said: str = "") -> float:
+        """Seconds since the process moved last. `said` is the last message of the process: a new
+        message is motion.
+        """
+        now = self._clock()
+        if now - self._looked > BLIND_SECONDS:
+            self._moved += now - self._looked
+        self._looked = now
+        what = self._moves(said, now)
+        if what is not None:
+            self.what = what
+            self._moved = now
+        return now - self._moved
+
+    def _moves(self, said: str, now: float) -> str | None:
+        """What the process does, as a verb; None where it does nothing that counts."""
+        work = self._work(self._pid)
+        before = self._before
+        if work is None or before is None:
+            return "is under way"
+        has_spoken = said != self._said
+        # Once is not enough: a process that only looks around is seen runnable by chance.
+        is_starved = work.is_runnable and self._was_runnable
+        self._said = said
+        self._was_runnable = work.is_runnable
+        waited = now - self._moved
+        computed = work.cpu_seconds - before.cpu_seconds
+        moved_bytes = work.num_bytes - before.num_bytes
+        what = None
+        if computed > max(0.03, COMPUTES_SHARE * waited):
+            what = "takes processor time"
+        elif moved_bytes > BYTES_A_SECOND * max(1.0, waited):
+            what = "reads and writes"
+        elif is_starved:
+            what = "waits for a processor"
+        elif has_spoken:
+            what = "goes on"
+        elif computed < 0 or moved_bytes < 0:
+            what = "has ended a part of itself"
+        if what is not None:
+            self._before = work
+        return what

@@ -1,0 +1,234 @@
+"""Turns what a Python program asks for into a configuration. Functions become entries, rows become
+a file.
+"""
+
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from midflight import given
+from midflight.config import Config, load_config
+from midflight.config.derived import model_sizes
+from midflight.config.model_checks import check_teacher
+from midflight.entries import ENTRY
+from midflight.errors import ConfigError
+from midflight.run.launcher.folder import ROWS
+
+Tables = Mapping[str, Mapping[str, object]]
+Weighted = Sequence[object]
+"""Functions, their entries, or pairs of one of these with its weight."""
+
+
+class RowsFile:
+    """What was given as data, an object a line. The file is temporary, and is deleted with this
+    object.
+    """
+
+    def __init__(self, rows: Iterable[object]) -> None:
+        """Reads them all. `ConfigError` names the row that cannot be written."""
+        self._file = tempfile.NamedTemporaryFile("wb", prefix="midflight-", suffix=".jsonl")  # noqa: SIM115 (it lives as long as this)
+        self.path = Path(self._file.name)
+        encode = msgspec.json.Encoder(enc_hook=_plain).encode
+        number = -1
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise ConfigError(
+                    f"data: row {number} is {type(row).__name__} {row!r:.80}, expected a dict from "
+                    "columns to values."
+                )
+            try:
+                self._file.write(encode(dict(cast("Mapping[str, object]", row))) + b"\n")
+            except (TypeError, ValueError, NotImplementedError) as error:
+                raise ConfigError(
+                    f"data: row {number} cannot be written as JSON: {error}; give texts, numbers, "
+                    "lists and dicts."
+                ) from error
+        if number < 0:
+            raise ConfigError(
+                "data has no rows, so there is nothing to train on; an iterator can be read only "
+                "once."
+            )
+        self._file.flush()
+
+
+def _plain(value: object) -> object:
+    """Turns scalars and arrays of numpy and torch into Python's numbers and lists."""
+    convert = getattr(value, "tolist", None)
+    if callable(convert):
+        return convert()
+    raise NotImplementedError(f"it holds a {type(value).__name__}")
+
+
+class Objects:
+    """The functions and classes of the program, by the names that its configuration calls them."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, object] = {}
+
+    def entry(self, value: object, *, role: str) -> str:
+        """The entry of an object. A text is an entry itself. `role` names the argument that the
+        object was given as.
+        """
+        if isinstance(value, str):
+            return value
+        if not callable(value):
+            raise ConfigError(
+                f"{role} is {type(value).__name__} {value!r:.80}, expected a function, or its "
+                "`module:function`."
+            )
+        called = str(getattr(getattr(value, "func", value), "__name__", type(value).__name__))
+        wanted = called if re.fullmatch(r"\w+", called) else role
+        name = wanted
+        number = 1
+        while self._by_name.get(name, value) is not value:
+            number += 1
+            name = f"{wanted}_{number}"
+        self._by_name[name] = value
+        return given.entry_of(name)
+
+    def packed(self) -> bytes:
+        return given.pack(self._by_name)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRun:
+    """A run that was checked as far as possible before anything is started."""
+
+    config: Config
+    """It reads the rows from the run's folder, which gets a copy of them."""
+    objects: bytes
+    rows: RowsFile | None = None
+
+    @property
+    def tried(self) -> Config:
+        """The configuration that reads the rows where they are before there is a folder."""
+        if self.rows is None:
+            return self.config
+        return with_rows(self.config, self.rows.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of `Trainer` that say what is trained, and on what. `source` are the options of
+    the data.
+    """
+
+    model: str | Path | None
+    data: Any
+    source: Mapping[str, object]
+    rewards: Weighted
+    tools: Sequence[object]
+    environment: object
+    steps: int | None
+    folder: str | Path | None
+    config: str | Path | Tables | None
+
+    def asked(self) -> CheckedRun:
+        """`ConfigError` with everything that is wrong with them."""
+        objects = Objects()
+        rows = None
+        file: str | Path | None = None
+        tables: Tables = {}
+        if isinstance(self.config, Mapping):
+            tables = self.config
+        else:
+            file = self.config
+        environment = self._environment(objects)
+        if self.data is not None:
+            place, rows = self._place(objects)
+            environment["sources"] = [place | dict(self.source)]
+        elif self.source:
+            raise ConfigError(
+                f"{', '.join(self.source)} given without data; give data, or set it in "
+                "environment.sources of the configuration."
+            )
+        own = {
+            "run": {"steps": self.steps, "folder": self.folder},
+            "model": {"path": self.model},
+            "environment": environment,
+        }
+        config = load_config(file, table=_laid_over(tables, own))
+        if rows is not None:
+            config = with_rows(config, config.run.folder / ROWS)
+        packed = objects.packed()
+        model_sizes(config.model)
+        check_teacher(config)
+        return CheckedRun(config, packed, rows)
+
+    def _environment(self, objects: Objects) -> dict[str, object]:
+        rewards = [_reward(given, objects) for given in self.rewards]
+        tools = [objects.entry(tool, role="tool") for tool in self.tools]
+        entry = None
+        if self.environment is not None:
+            entry = objects.entry(self.environment, role="environment")
+        return {"entry": entry, "rewards": rewards or None, "tools": tools or None}
+
+    def _place(self, objects: Objects) -> tuple[dict[str, object], RowsFile | None]:
+        """Tells where the rows are: in a file or folder, with a function, or here."""
+        data = self.data
+        if isinstance(data, str | Path):
+            is_entry = isinstance(data, str) and ENTRY.fullmatch(data) is not None
+            if is_entry and not Path(data).exists():
+                return {"entry": str(data)}, None
+            return {"path": str(data)}, None
+        if callable(data) and not hasattr(data, "__getitem__"):
+            return {"entry": objects.entry(data, role="data")}, None
+        if isinstance(data, Mapping):
+            keys = ", ".join(map(str, cast("Mapping[object, object]", data)))
+            raise ConfigError(
+                f"data is a dict with {keys:.80}: give a list of dicts, one for each row; of a "
+                "DatasetDict, one of its splits."
+            )
+        if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
+            raise ConfigError(
+                f"data is {type(data).__name__} {data!r:.80}, expected rows: a list of dicts, a "
+                "Dataset, a path or an iterator."
+            )
+        return {"path": ROWS, "name": Path(ROWS).stem}, RowsFile(_each(data))
+
+
+def with_rows(config: Config, path: Path) -> Config:
+    """The configuration with `path` as that of its first source."""
+    first, *others = config.environment.sources
+    sources = (first.model_copy(update={"path": path}), *others)
+    environment = config.environment.model_copy(update={"sources": sources})
+    return config.model_copy(update={"environment": environment})
+
+
+def _each(data: Any) -> Iterator[object]:
+    """Every row. A torch dataset has rows by number, and need not end by itself."""
+    if hasattr(data, "__iter__"):
+        return iter(data)
+    return (data[number] for number in range(len(data)))
+
+
+def _reward(given: object, objects: Objects) -> Mapping[str, object]:
+    if isinstance(given, Mapping):  # a section as it stands in a file
+        section = dict(cast("Mapping[str, object]", given))
+        return section | {"entry": objects.entry(section.get("entry"), role="reward")}
+    function, weight = given if isinstance(given, tuple) and len(given) == 2 else (given, 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise ConfigError(
+            f"the weight of reward {function!r:.80} is {weight!r}, expected a number: give pairs "
+            "such as (correct, 1.0)."
+        )
+    return {"entry": objects.entry(function, role="reward"), "weight": weight}
+
+
+def _laid_over(tables: Tables, own: Tables) -> Tables:
+    """The sections of a configuration under the program's own options. Options that are None were
+    not given.
+    """
+    sections: dict[str, Any] = dict(tables)
+    for section, options in own.items():
+        given = {name: value for name, value in options.items() if value is not None}
+        under: Any = sections.get(section, {})
+        # what is no table stays as it is, to be refused
+        if given and isinstance(under, Mapping):
+            sections[section] = {**under, **given}
+    return sections

@@ -1,0 +1,100 @@
+"""Whether a run may begin or go on in its folder. Everything here reads only."""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from midflight.config import derived
+from midflight.config.disk import first_disk_bytes
+from midflight.config.sections import Config
+from midflight.errors import ConfigError
+from midflight.observe.readable import size
+from midflight.run.launcher import replaced_files
+from midflight.run.launcher.folder import ROWS, can_go_on, kept, num_bytes_of_run, places_of
+from midflight.run.launcher.folder_lock import check_free
+from midflight.trajectories.pairs import shard_stores
+
+
+def check_run_folder(
+    config: Config, *, resume: bool, overwrite: bool, trains: bool = True, gives_rows: bool = False
+) -> None:
+    """`ConfigError` unless a run may begin or go on in its folder.
+
+    `trains`: whether the trainer is ours, so that there is a `--resume`. `gives_rows`: whether a
+    program brings the rows that the folder gets.
+    """
+    folder = Path(config.run.folder)
+    check_free(folder)
+    if resume and overwrite:
+        raise ConfigError(
+            "--resume goes on with the run in the folder, --overwrite replaces it: give one of "
+            "them."
+        )
+    if resume:
+        _check_resumable(config, folder)
+        return
+    found = kept(folder)
+    if found is not None and not overwrite:
+        going_on = "--resume to go on with it, " if trains else ""
+        raise ConfigError(
+            f"{folder} holds {found}, which is kept. Give {going_on}--overwrite to replace it, or "
+            "--folder for another place."
+        )
+    _check_apart(config, folder, gives_rows=gives_rows)
+    if found is not None:
+        replaced_files.check_movable(folder, places_of(folder, config))
+        _check_room(config, folder, found, trains=trains)
+
+
+def _check_resumable(config: Config, folder: Path) -> None:
+    if not can_go_on(folder):
+        raise ConfigError(
+            f"resuming {folder}: there is no checkpoint in it; leave out --resume to start anew."
+        )
+    began = 1 + len(shard_stores(folder))
+    if began != config.gateway.shards:
+        raise ConfigError(
+            f"resuming {folder}: it began with {began} gateways, and gateway.shards is "
+            f"{config.gateway.shards}; set it to {began}."
+        )
+
+
+def _check_apart(config: Config, folder: Path, *, gives_rows: bool) -> None:
+    """`ConfigError` where a run reads something that it removes when it begins."""
+    removed = [(folder / name).resolve() for name in places_of(folder, config)[0].names]
+    for key, path in _paths(config.model_dump()):
+        if gives_rows and path == folder / ROWS:
+            continue
+        if any(path.resolve().is_relative_to(one) for one in removed):
+            raise ConfigError(
+                f"{key} is {path}, which a new run in {folder} would delete, with --overwrite or "
+                "without; give --folder for another place, or move it out of there."
+            )
+
+
+def _paths(value: object, key: str = "") -> Iterator[tuple[str, Path]]:
+    """Every file and folder that a dumped configuration names, with its option."""
+    if isinstance(value, Path):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in cast("Mapping[str, object]", value).items():
+            yield from _paths(inner, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(cast("Sequence[object]", value)):
+            yield from _paths(inner, f"{key}.{number}")
+
+
+def _check_room(config: Config, folder: Path, found: str, *, trains: bool) -> None:
+    """`ConfigError` unless there is room for the old run beside the beginning of the new one. Both
+    are there until the first step.
+    """
+    needed = first_disk_bytes(config, derived.model_sizes(config.model), trains=trains)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConfigError(
+            f"{folder} holds {found} of {size(num_bytes_of_run(folder))}, which --overwrite keeps "
+            f"until the first step of the new one. By then that takes {size(needed)} more (models, "
+            f"a checkpoint), and {size(free)} are free; free some space, give --folder for another "
+            "place, or delete the old run yourself."
+        )

@@ -1,0 +1,65 @@
+"""Counts how often engines are killed while they start, which the kernel does to processes for which
+there is no memory. Synchronous.
+
+A start that was killed is no death of the model, so it spends no restart (`restarts`). But where
+each start of every engine that could do the work was killed `MAX_KILLED` times, and none of them
+has come up in between, another start would end as those did. What counts is that nothing worked,
+never how long it took.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+MAX_KILLED = 10
+"""Starts in a row: enough for somebody who ends engines by hand, or for a program that takes all
+memory for some minutes.
+"""
+
+
+class KilledStarts:
+    """Counts for each engine how often it was killed while it started. The count begins anew when
+    an engine that can do its work has served.
+    """
+
+    def __init__(self) -> None:
+        self._nums = Counter[str]()
+
+    def add(self, name: str) -> int:
+        """Counts one more kill, and returns how many there have been."""
+        self._nums[name] += 1
+        return self._nums[name]
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Begins anew for these: an engine that can do their work has served."""
+        for name in names:
+            del self._nums[name]
+
+    def have_ended(self, names: Iterable[str]) -> bool:
+        """True where none of them can be expected to come up."""
+        return all(self._nums[name] >= MAX_KILLED for name in names)
+
+
+def is_told(num: int) -> bool:
+    """True after the second kill, the fourth, the eighth and so on, where the user is told what to
+    do. One kill says little.
+    """
+    return num > 1 and num & (num - 1) == 0
+
+
+def why_killed(num: int, name: str, memory: str) -> str:
+    """The words for a user whose engine was killed `num` times in a row."""
+    return (
+        f"{name} was killed {num} times in a row while it started, which the kernel does where "
+        f"memory is short. {memory}"
+    )
+
+
+def why_ended(names: Sequence[str], memory: str) -> str:
+    """The error of a run in which all engines that could do the work were killed."""
+    times = (
+        f"killed {MAX_KILLED} times in a row while starting, which the kernel does where "
+        "memory is short"
+    )
+    if len(names) == 1:
+        return f"{names[0]} could not be started: it was {times}. {memory}"
+    return f"no engine could be started: {' and '.join(names)} were each {times}. {memory}"

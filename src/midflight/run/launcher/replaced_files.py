@@ -1,0 +1,237 @@
+"""How a run that another one replaces is set aside, and put back unless the other makes its first
+step.
+
+Everything is done by renames within one file system. What a crash leaves, at any instant, says by
+its name how to go on:
+
+| in the run's folder | what it holds | how to go on |
+|---|---|---|
+| `.overwritten-moving` | a part of the run; the rest is in its place | the part is moved back |
+| `.overwritten` | the whole run; what is in its place is the new run's | the new run's is moved away, then the whole run back |
+| `.overwritten-gone`, `.overwritten-gone1`, ... | what nobody wants any more | it is deleted |
+
+The functions are synchronous, hold no lock and may be called again after a crash in their midst:
+whoever calls them holds the folder.
+"""
+
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+import msgspec
+
+from midflight.errors import ConfigError
+from midflight.observe.atomic_write import write_whole
+
+MOVING = ".overwritten-moving"
+ASIDE = ".overwritten"
+GONE = ".overwritten-gone"
+PLACES = "places.json"
+
+
+class ReplacedFiles(msgspec.Struct, frozen=True):
+    """A folder from which files and folders of a run are set aside."""
+
+    root: str
+    """Absolute, or relative to the run's folder: then the run's folder may be moved meanwhile."""
+    aside: str | None
+    """The folder that they are moved to, on the same file system. None is the folder whose name
+    says how far things are.
+    """
+    names: tuple[str, ...]
+    """What a run may have there, in the order in which it is moved. It is moved back in the
+    opposite order.
+    """
+
+
+def is_left(folder: Path) -> bool:
+    """Whether a run is aside there, wholly or in part."""
+    return (folder / ASIDE).is_dir() or (folder / MOVING).is_dir()
+
+
+def is_aside(folder: Path) -> bool:
+    """Whether a whole run is aside there, so that what is in its place is of a new one."""
+    return (folder / ASIDE).is_dir()
+
+
+def check_movable(folder: Path, places: Sequence[ReplacedFiles]) -> None:
+    """`ConfigError` where something could not be renamed. It only reads."""
+    for place in places:
+        root = folder / place.root
+        found = [root / name for name in place.names if os.path.lexists(root / name)]
+        if found and not os.access(root, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"setting aside the run in {folder}: {root} cannot be written to; make it "
+                "writable, or give --folder for another place."
+            )
+        for path in found:
+            _check_entry(folder, path)
+
+
+def _check_entry(folder: Path, path: Path) -> None:
+    if path.is_dir() and path.is_symlink():
+        raise ConfigError(
+            f"setting aside the run in {folder}: {path} is a link to the folder {path.resolve()}, "
+            "whose content would stay; remove the link, or give --folder for another place."
+        )
+    if path.stat(follow_symlinks=False).st_dev != path.parent.stat().st_dev or path.is_mount():
+        raise ConfigError(
+            f"setting aside the run in {folder}: {path} is a file system of its own, which cannot "
+            "be renamed; unmount it, or give --folder for another place."
+        )
+    if path.is_dir() and not os.access(path, os.W_OK):
+        raise ConfigError(
+            f"setting aside the run in {folder}: {path} cannot be written to; make it writable, or "
+            "give --folder for another place."
+        )
+
+
+def set_aside(folder: Path, places: Sequence[ReplacedFiles]) -> None:
+    """Moves what the places name. `OSError` where something cannot be moved: then everything is
+    back in its place.
+    """
+    assert not is_left(folder), f"{folder} has a run aside already"
+    moving = folder / MOVING
+    moving.mkdir()
+    try:
+        write_whole(moving / PLACES, msgspec.json.encode(list(places)))
+        _sync(moving)
+        _sync(folder)
+        for place in places:
+            _move_out(folder, place)
+        moving.rename(folder / ASIDE)
+        _sync(folder)
+    except OSError:
+        put_back(folder)
+        raise
+
+
+def _move_out(folder: Path, place: ReplacedFiles) -> None:
+    root = folder / place.root
+    aside = _aside_of(folder, place)
+    aside.mkdir(exist_ok=True)
+    for name in place.names:
+        if os.path.lexists(root / name):
+            (root / name).rename(aside / name)
+    _sync(aside)
+    _sync(root)
+
+
+def put_back(folder: Path) -> None:
+    """Moves the run back that is aside, and away what a new run has made in its place:
+    `delete_gone` deletes that.
+    """
+    if is_aside(folder):
+        places = _places_in(folder / ASIDE)
+        gone = _new_gone(folder)
+        for place in places:
+            _move_away(folder, place, gone)
+        (folder / ASIDE).rename(folder / MOVING)
+        _sync(folder)
+    moving = folder / MOVING
+    if not moving.is_dir():
+        return
+    if (moving / PLACES).is_file():  # without the list nothing was moved yet
+        for place in reversed(_places_in(moving)):
+            _move_back(folder, place)
+    (moving / PLACES).unlink(missing_ok=True)
+    (moving / f".{PLACES}.new").unlink(missing_ok=True)  # what a crash left of writing it
+    moving.rmdir()
+    _sync(folder)
+
+
+def _move_away(folder: Path, place: ReplacedFiles, gone: Path) -> None:
+    """Moves what a new run has made in a place. What lies on another file system is deleted at
+    once.
+    """
+    root = folder / place.root
+    for name in place.names:
+        if not os.path.lexists(root / name):
+            continue
+        if place.aside is None:
+            (root / name).rename(gone / name)
+        else:
+            _delete(root / name)
+    if root.is_dir():
+        _sync(root)
+
+
+def _move_back(folder: Path, place: ReplacedFiles) -> None:
+    """Moves the old run's files of a place back. Each name is either aside or in its place. What is
+    in its place all the same was written by somebody else meanwhile, and is deleted.
+    """
+    root = folder / place.root
+    aside = _aside_of(folder, place)
+    for name in reversed(place.names):
+        if not os.path.lexists(aside / name):
+            continue
+        if os.path.lexists(root / name):
+            _delete(root / name)
+        (aside / name).rename(root / name)
+    if root.is_dir():
+        _sync(root)
+    if place.aside is not None:
+        with suppress(FileNotFoundError):
+            aside.rmdir()
+
+
+def let_go(folder: Path) -> None:
+    """Gives up the run that is aside, in one rename. `delete_gone` deletes it."""
+    (folder / ASIDE).rename(_new_gone(folder) / ASIDE)
+    _sync(folder)
+
+
+def delete_gone(folder: Path) -> None:
+    """Deletes what nobody wants any more, which may take long. `OSError` where that is not
+    possible.
+    """
+    for gone in folder.glob(f"{GONE}*"):
+        run = gone / ASIDE
+        places = _places_in(run) if (run / PLACES).is_file() else []
+        for place in places:
+            if place.aside is not None and (folder / place.aside).is_dir():
+                shutil.rmtree(folder / place.aside)
+        shutil.rmtree(gone)
+
+
+def _new_gone(folder: Path) -> Path:
+    names = (f"{GONE}{number or ''}" for number in count())
+    gone = next(folder / name for name in names if not (folder / name).exists())
+    gone.mkdir()
+    return gone
+
+
+def _aside_of(folder: Path, place: ReplacedFiles) -> Path:
+    return folder / (MOVING if place.aside is None else place.aside)
+
+
+def _places_in(aside: Path) -> list[ReplacedFiles]:
+    try:
+        return msgspec.json.decode((aside / PLACES).read_bytes(), type=list[ReplacedFiles])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"{aside} holds the run that --overwrite set aside, and its {PLACES} cannot be read "
+            f"({error}); move what is in it back into {aside.parent} by hand, and remove it."
+        ) from error
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    """Waits until renames in the folder are on its disk. Some file systems cannot do that for a
+    folder.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,71 @@
+"""The signs of life of one process. Synchronous."""
+
+from midflight.lateness import Lateness
+from midflight.observe.activity import BYTES_A_SECOND
+from midflight.run.heart import BEAT_SECONDS, Beat
+from midflight.run.places.vitals import Vitals
+from midflight.sender_clock import SenderClock
+
+IDLE_SHARE = 0.01
+"""A process that uses less of a core computes nothing. Its heartbeat takes a thousandth."""
+
+
+class Work:
+    """When a process has last worked, as one source says. At first `at` is `now`."""
+
+    def __init__(self, *, now: float) -> None:
+        self.at = now
+        self._cpu_seconds = 0.0
+        self._num_bytes = 0
+
+    def feel(self, cpu_seconds: float, num_bytes: int, *, now: float) -> None:
+        waited = now - self.at
+        computes = cpu_seconds - self._cpu_seconds > max(0.03, IDLE_SHARE * waited)
+        moves_bytes = num_bytes - self._num_bytes > BYTES_A_SECOND * max(1.0, waited)
+        has_ended = cpu_seconds < self._cpu_seconds  # something below it, whose work counted
+        if computes or moves_bytes or has_ended:
+            self._cpu_seconds = cpu_seconds
+            self._num_bytes = num_bytes
+            self.at = now
+
+
+class SignsOfLife:
+    """The signs of life of one process. `now` is CLOCK_MONOTONIC everywhere. A process without a
+    `pid` is on another machine, where only its beats are seen.
+    """
+
+    def __init__(self, name: str, pid: int | None, *, now: float, memory_seconds: float) -> None:
+        self.name = name
+        self.pid = pid
+        self.began = self.heard = now
+        self.ready: float | None = None
+        """When it began to serve. None before that."""
+        self.beat = Beat(None)
+        self.lateness = Lateness(BEAT_SECONDS, memory_seconds=memory_seconds)
+        """How late its beats come. Beats before and after which it may have held the interpreter
+        do not count.
+        """
+        self.state = "?"
+        self.condemned: str | None = None
+        """Why the rollout process asks for its end. None while it does not."""
+        self._seen = Work(now=now)
+        """Its work, as the system says."""
+        self._told = Work(now=now)
+        """Its work, as its own beats say. They may count the processes below it."""
+        self._clock = SenderClock()
+
+    @property
+    def computed(self) -> float:
+        """When it last took processor time, or read or wrote."""
+        return max(self._seen.at, self._told.at)
+
+    def hear(self, beat: Beat, *, now: float) -> None:
+        is_heavy = any(doing.heavy for doing in (*self.beat.doing, *beat.doing))
+        self.lateness.came(now, counts=not is_heavy)
+        self.beat = beat if beat.at is None else beat.shifted(self._clock.shift(beat.at, now=now))
+        self.heard = now
+        self._told.feel(beat.cpu_seconds, beat.num_bytes, now=now)
+
+    def feel(self, vitals: Vitals, *, now: float) -> None:
+        self.state = vitals.state
+        self._seen.feel(vitals.cpu_seconds, vitals.num_bytes, now=now)

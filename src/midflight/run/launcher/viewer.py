@@ -1,0 +1,103 @@
+"""A viewer beside a run. Its address is there from the beginning; its process is started when
+somebody opens the address first.
+
+The viewer reads the run's folder and knows nothing of its processes: it can't stop the run, and the
+run does not need it.
+"""
+
+import asyncio
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from midflight.config.sections import Config
+from midflight.observe.atomic_write import write_whole
+from midflight.run.api.dashboard import VIEWER, ViewerAddress
+from midflight.run.guard import guarded
+from midflight.wire.server import listen
+
+HOST = "127.0.0.1"
+
+
+class RunViewer:
+    """Opens the address, and starts the viewer for its first visitor. When the viewer ends, it says
+    so and does not start it again.
+    """
+
+    def __init__(self, config: Config, *, token: str, say: Callable[[str], None]) -> None:
+        self._folder = Path(config.run.folder)
+        self._port = config.observe.view_port
+        self._wanted = (
+            config.observe.view == "auto" and importlib.util.find_spec("nicegui") is not None
+        )
+        self._token = token
+        self._say = say
+
+    async def run(self) -> None:
+        """Waits for a visitor, then for the viewer's end, then for ever; ended by its task group,
+        which ends the viewer.
+        """
+        try:
+            await self._serve()
+        except Exception as error:  # a run goes on without its viewer, whatever broke
+            self._say(
+                f"no viewer beside this run ({error}); the run goes on. Look at it with: midflight "
+                f"view {self._folder}"
+            )
+        await asyncio.Event().wait()
+
+    async def _serve(self) -> None:
+        if not self._wanted:
+            return
+        try:
+            with listen(HOST, self._port) as listener:
+                viewing = ViewerAddress(f"http://{HOST}:{listener.getsockname()[1]}")
+                write_whole(self._folder / VIEWER, msgspec.json.encode(viewing))
+                await _visited(listener)
+                status = await self._watch(listener)
+        finally:
+            (self._folder / VIEWER).unlink(missing_ok=True)
+        log = self._folder / "logs" / "view.log"
+        self._say(
+            f"the viewer ended with status {status} ({log}); the run goes on. Look at it with: "
+            f"midflight view {self._folder}"
+        )
+
+    async def _watch(self, listener: socket.socket) -> int:
+        """Waits for the end of a viewer, which ends with this process, or when this wait does."""
+        environment = {**os.environ, "MIDFLIGHT_CONTROL_TOKEN": self._token, "OMP_NUM_THREADS": "1"}
+        arguments = [str(listener.fileno()), HOST, str(self._folder)]
+        command = guarded([sys.executable, "-m", "midflight.view.process", *arguments])
+        with (self._folder / "logs" / "view.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[listener.fileno()],
+                env=environment,
+                start_new_session=True,
+            )
+        try:
+            return await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+
+
+async def _visited(listener: socket.socket) -> None:
+    """Waits for the first connection, and leaves it for the viewer to accept; ended by its task
+    group.
+    """
+    loop = asyncio.get_running_loop()
+    came = asyncio.Event()
+    loop.add_reader(listener, came.set)
+    try:
+        await came.wait()
+    finally:
+        loop.remove_reader(listener)
