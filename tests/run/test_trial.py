@@ -25,9 +25,9 @@ def script(folder: Path, body: str) -> Sequence[str]:
     return [sys.executable, str(path)]
 
 
-def patience(said: list[str] | None = None) -> TrialWait:
+def patience(said: list[str] | None = None, *, stall: float = STALL) -> TrialWait:
     heard = list[str]() if said is None else said
-    return TrialWait("trying it", STALL, say=heard.append)
+    return TrialWait("trying it", stall, say=heard.append)
 
 
 @pytest.fixture(autouse=True)
@@ -102,11 +102,11 @@ def test_a_trial_that_is_stopped_is_found(tmp_path: Path) -> None:
 
 
 def test_before_it_is_given_up_the_wait_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "WORD_SECONDS", 0.1)
+    monkeypatch.setattr(trial, "WORD_SECONDS", 0.1)  # and twice that, and so on: a slow start leaves time for one of them
     said = list[str]()
     with pytest.raises(TrialFailed):
-        answer_of(script(tmp_path, "with trying() as trial:\n    trial.doing('waits')\n    time.sleep(1e9)"), patience(said))
-    assert any("has done nothing for" in line and "given up at 1 s (run.stall_seconds)" in line for line in said), said
+        answer_of(script(tmp_path, "with trying() as trial:\n    trial.doing('waits')\n    time.sleep(1e9)"), patience(said, stall=4.0))
+    assert any("has done nothing for" in line and "given up at 4 s (run.stall_seconds)" in line for line in said), said
 
 
 def test_a_trial_that_ends_without_an_answer_has_its_status_and_last_words_told(tmp_path: Path) -> None:

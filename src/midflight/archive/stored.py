@@ -62,7 +62,7 @@ class StoreReader:
             return decode(blob)
         except (msgspec.MsgspecError, ValueError, AssertionError) as error:
             raise StoreCorrupt(
-                f"StoreReading {self.path}: {error}; restore the file from a copy, or start a new "
+                f"reading {self.path}: {error}; restore the file from a copy, or start a new "
                 "run folder."
             ) from error
 

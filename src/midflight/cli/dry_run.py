@@ -24,7 +24,7 @@ from midflight.config.transport import chosen_transport, version_bytes
 from midflight.observe.readable import size
 from midflight.run.launcher import opening
 from midflight.run.launcher.folder import kept
-from midflight.run.launcher.preflight import Findings, Prompt
+from midflight.run.launcher.preflight import Findings, SamplePrompt
 from midflight.run.launcher.survey import QUANTILES, SourceFindings
 from midflight.run.places.fit import memory_note, this_hardware
 
@@ -136,7 +136,7 @@ def _sources(found: Sequence[SourceFindings]) -> Table:
     return table
 
 
-def _prompt(prompt: Prompt) -> Table:
+def _prompt(prompt: SamplePrompt) -> Table:
     table = _table("first prompt")
     table.add_row("task", Text(f"{prompt.task} of {prompt.source}"))
     table.add_row("text", Text(prompt.text))

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class SamplePrompt(msgspec.Struct, frozen=True):
     """The text of a task as the model reads it, and its tokens with their ids."""
 
     source: str
@@ -65,7 +65,7 @@ class Findings(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
     """Each refuses the run."""
     notes: tuple[str, ...] = ()
-    prompt: Prompt | None = None
+    prompt: SamplePrompt | None = None
     own_loss: str | None = None
     """What a loss of the user's own says of itself."""
     sources: tuple[SourceFindings, ...] = ()
@@ -172,7 +172,7 @@ class Inspection:
             write_byte_tokenizer(Path(folder))
             return Tokenizer.load(Path(folder))
 
-    def _prompt(self, source: Source, tokenizer: Tokenizer) -> Prompt | None:
+    def _prompt(self, source: Source, tokenizer: Tokenizer) -> SamplePrompt | None:
         """The first task's prompt, which is what the plainest environment and a warm start send."""
         config = self._config
         task = source.training[0]
@@ -191,7 +191,7 @@ class Inspection:
                 "answer; raise it, or choose shorter tasks."
             )
         tokens = tuple((i, tokenizer.backend.id_to_token(i) or "?") for i in ids)
-        return Prompt(source.name, task.id, text, tokens)
+        return SamplePrompt(source.name, task.id, text, tokens)
 
     def _survey(
         self, sources: Sequence[Source], tokenizer: Tokenizer, *, measured: bool
