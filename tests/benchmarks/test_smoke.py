@@ -20,6 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PARTS = {
     "delayed_environment",
     "gateway_sides",
+    "gguf_float32",
     "handover_sides",
     "isolation_agents",
     "learning_report",
