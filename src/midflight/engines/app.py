@@ -57,9 +57,9 @@ def build_app(
     """The application of an engine process. With a token, everything but `/health` needs it as
     bearer. See `EngineRoutes`.
 
-    The caller starts the engine's `run`, if the engine has one. `beside`: further routes, such as
-    the one by which the engine describes itself. `worked` is called before scores are sent. `serve`
-    has a `worked` of its own.
+    The caller starts the engine's `run`, if the engine has one. `beside` holds further routes, such
+    as the one by which the engine describes itself. `worked` is called before scores are sent.
+    `serve` has a `worked` of its own.
     """
     routes = EngineRoutes(engine, serve, scorer=scorer, worked=worked)
     registry = CollectorRegistry()

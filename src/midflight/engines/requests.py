@@ -1,5 +1,5 @@
-"""What a request must satisfy before it enters an engine: a bad one is refused alone, and the engine
-goes on.
+"""The conditions that a request must satisfy before it enters an engine. A bad request is refused
+alone, and the engine goes on.
 """
 
 import math

@@ -66,8 +66,8 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class StepFrame(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
-    """What one step did for this client. Times are CLOCK_MONOTONIC seconds of the engine's machine.
-    The frame is sent as the step ends.
+    """The tokens and ends of one step for this client. Times are CLOCK_MONOTONIC seconds of the
+    engine's machine. The frame is sent as the step ends.
     """
 
     version: Version
@@ -84,7 +84,7 @@ class StepFrame(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     top_logprobs: bytes = b""
     """float32, one for each of `top_ids`."""
     kept: bytes = b""
-    """What truncation kept for each token, end to end. Absent where no request asks."""
+    """The ids that truncation kept for each token, end to end. Absent if no request asks."""
     kept_lengths: bytes = b""
     """int32, the length of each token's part of `kept`, or -1 where its request did not ask."""
     attested: tuple[tuple[int, tuple[Segment, ...]], ...] = ()
@@ -117,7 +117,7 @@ _decode_client_frame = msgspec.msgpack.Decoder(ClientFrame).decode
 
 
 class _RequestFrame(msgspec.Struct, frozen=True):
-    """What every frame of a client has."""
+    """The field that every frame of a client has."""
 
     handle: int
 
@@ -238,7 +238,9 @@ def _packed_kept(chunks: Sequence[Chunk]) -> tuple[bytes, bytes]:
 
 
 def can_carry(chunk: Chunk) -> bool:
-    """Whether a chunk fits the columns: their lengths agree, and what should be an int32 is one."""
+    """True if a chunk fits the columns: their lengths agree, and all numbers for int32 columns fit
+    int32.
+    """
     num = len(chunk.token_ids)
     if len(chunk.logprobs) != num or len(chunk.kept) not in (0, num):
         return False
@@ -275,7 +277,7 @@ def step_tops(frame: StepFrame) -> list[Top]:
 
 
 def step_kept(frame: StepFrame) -> list[bytes | None]:
-    """What truncation kept for each token; empty where no request asks."""
+    """The ids that truncation kept for each token. Empty if no request asks."""
     found: list[bytes | None] = []
     start = 0
     for length in _int32(frame.kept_lengths).tolist():
@@ -341,8 +343,8 @@ def encode_rows(token_ids: Int32, row_offsets: Int32, *, temperature: float) -> 
 
 
 def decode_rows(data: bytes) -> tuple[Int32, Int32, float]:
-    """The inverse of `encode_rows`; `RequestRejected` for other bytes. It does not look at what the
-    numbers say.
+    """The inverse of `encode_rows`. Raises `RequestRejected` for other bytes. It does not check the
+    numbers.
     """
     try:
         rows = _decode_rows(data)

@@ -30,12 +30,14 @@ _MAX_MESSAGE: Final = 300
 long.
 """
 _WHITESPACE: Final = r"[ \n\r\t]{0,40}"
-"""What may stand between JSON tokens: enough for indented JSON, and no endless answer of blanks."""
+"""The blanks that are allowed between JSON tokens. They are enough for indented JSON, and prevent
+an endless answer of blanks.
+"""
 
 
 class Constraint:
-    """What one answer may say next. Errors are `RequestRejected`: the request ends, and nothing
-    else does.
+    """Says which tokens may come next in one answer. Its errors are `RequestRejected`: the request
+    ends, and nothing else does.
     """
 
     def __init__(
@@ -45,13 +47,13 @@ class Constraint:
         self._ends = ends
         self._vocab_size = vocab_size
         self.ended = False
-        """Whether an end of turn has followed a complete answer. Nothing may come after it,
-        whatever `ignore_eos` says.
+        """True if an end of turn has followed a complete answer. Then nothing may come after it,
+        even with `ignore_eos`.
         """
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Which ids [V] may come next: at least one. Ends of turn are among them where the answer
-        may be over.
+        """The ids that may come next, as a mask [V]. At least one is allowed. Ends of turn are
+        among them if the answer may be over.
         """
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
@@ -93,8 +95,8 @@ class Grammars:
         self._one_at_a_time = threading.Lock()
 
     def constraint(self, grammar: Grammar, output_ids: Sequence[int]) -> Constraint:
-        """A constraint that stands after the output tokens so far. Blocking. `RequestRejected`
-        where the grammar does not compile, is too large, or forbids these tokens.
+        """A constraint that stands after the output tokens so far. Blocking. Raises
+        `RequestRejected` if the grammar does not compile, is too large, or forbids these tokens.
         """
         with self._one_at_a_time:
             matcher = self._matcher(grammar).deep_copy()
@@ -106,7 +108,7 @@ class Grammars:
         self, grammar: Grammar, output_ids: Sequence[int], *, barred: Sequence[int], least: int
     ) -> str:
         """The text that tells a server's plugin about an answer; see `inside/midflight_shape.py`.
-        Blocking. `RequestRejected` as in `constraint`.
+        Blocking. Raises `RequestRejected` in the same cases as `constraint`.
         """
         self.constraint(grammar, output_ids)
         said = {

@@ -1,8 +1,8 @@
-"""Whether the engine computes a model as the model computes itself. This is tried when the model is
-loaded, and the model is served in the first way that is right.
+"""Finds out in which ways the engine computes a model as the model computes itself. The ways are
+tried when the model is loaded, and the model is served in the first that is right.
 
 Plain families go without their modules (`PlainRunner`). Sequences share steps and slots where that
-is right (`Runner`), else each goes alone (`SequentialRunner`). Where nothing that the model keeps can be
+is right (`Runner`), else each goes alone (`SequentialRunner`). If no cache of the model can be
 used, the whole sequence is computed for each token (`WholeRunner`). A model for which nothing is
 right is refused by name. The trial covers prefill at once and in parts, a prefix copied to another
 slot, decodes of several slots with a free one between them, a slot that is used again, and scores
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How the engine computes a model."""
+    """A way in which the engine computes a model."""
 
     plain: bool = False
     """The model goes without its modules."""
@@ -60,7 +60,7 @@ class Manner:
     whole: bool = False
     """Nothing is kept, and for each token all tokens before it are computed again."""
     resumes: bool = True
-    """Rows are scored in stretches, each over what is kept of the stretches before."""
+    """Rows are scored in stretches, each over the keys of the stretches before."""
 
 
 _MANNERS = (
@@ -72,13 +72,13 @@ _MANNERS = (
     Manner(whole=True),
 )
 _found: dict[tuple[str, bool, int, int], tuple[Manner, Proof]] = {}
-"""What was found before. The key is the configuration, whether the model is plain (it is not with
-adapters or the like in it), and limits: the answer does not depend on the weights.
+"""The earlier results. The key is the configuration, whether the model is plain (it is not with
+adapters or the like in it), and limits. The result does not depend on the weights.
 """
 
 
 def engine_verdict(model: PreTrainedModel, *, max_context: int, max_batch_tokens: int) -> Proof:
-    """What the engine would do with the model. The model attends afterwards as before."""
+    """Returns how the engine would serve the model. The model attends afterwards as before."""
     return _judge(model, max_context=max_context, max_batch_tokens=max_batch_tokens)[1]
 
 
@@ -187,8 +187,8 @@ def _original_length(module: Any, model: PreTrainedModel) -> int | None:
 
 
 def _manners(model: PreTrainedModel, num_tokens: int) -> Sequence[Manner]:
-    """The ways to try, the fastest first. Where the model scales its attention by a place in the
-    step, steps have one sequence once they are long enough for it to matter.
+    """The ways to try, the fastest first. If the model scales its attention by a place in the step,
+    each step has one sequence once steps are long enough for it to matter.
     """
     text: Any = model.config.get_text_config()
     tunes = bool(getattr(text, "attn_temperature_tuning", False))
@@ -228,7 +228,7 @@ def _way(manner: Manner) -> Way:
 
 
 def _slower(model: PreTrainedModel, manner: Manner, max_context: int) -> str:
-    """What a person is told of a way that is slower; empty where it is not."""
+    """The warning that people get about a slower way. Empty if the way is not slower."""
     name = kind_of(model)
     if manner.lone:
         return (
@@ -251,8 +251,8 @@ def _slower(model: PreTrainedModel, manner: Manner, max_context: int) -> str:
 
 
 Plan = dict[int, tuple[int, int]]
-"""What a step brings: for each slot the row that it runs, and how many tokens of the row it has
-afterwards.
+"""The contents of a step: for each slot the row that it runs, and the number of the row's tokens
+that it has afterwards.
 """
 
 

@@ -1,4 +1,4 @@
-"""How many threads a step takes. This is measured while steps are made, because the cost of a
+"""The number of threads of a step. It is measured while steps are made, because the cost of a
 thread depends on what else uses its core.
 """
 
@@ -21,13 +21,13 @@ _LONGEST_PAUSE = 1024
 
 
 class StepThreads:
-    """Steps of each size, a power of two of products, take the number of threads that makes them
-    fastest.
+    """Chooses the fastest number of threads for steps of each size, where a size is a power of two
+    of products.
 
-    A second thread halves the time of the products at best. On a core that others use too, every
-    product waits for its turn, and a step can take ten times as long as with one thread. So now and
-    then a few steps take twice or half as many threads, and less often the longer that does not
-    pay.
+    A second thread halves the time of the products at best. On a core that other programs use too,
+    every product waits for its turn, and a step can take ten times as long as with one thread. So
+    now and then a few steps try twice or half as many threads. The trials become rarer while they
+    do not pay.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class StepThreads:
 
 
 class _Size:
-    """The number of threads for steps of one size. `number` is what the next step takes: the usual
+    """The number of threads for steps of one size. `number` is that of the next step: the usual
     number, or in a trial its neighbour among 1, 2, 4, ... and all.
     """
 

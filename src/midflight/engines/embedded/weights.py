@@ -23,7 +23,7 @@ class _StagedTensors:
     version: Version
     fingerprint: str
     tensors: Tensors | None
-    """`None` where they are the tensors that are served already, under another number."""
+    """`None` if the version has the tensors that are served already, under another number."""
 
 
 class EngineWeights:

@@ -1,8 +1,8 @@
 """A kind of inference server as the engine sees it: its wire, as a Protocol. `vllm.py` and
 `sglang.py` implement it.
 
-Beside it stand the HTTP connection to a server, whose errors name the server and the path, and a
-request at a server, with the versions of its tokens (I6). The request is synchronous.
+This file also has the HTTP connection to a server, whose errors name the server and the path. A
+request at a server is here too, with the versions of its tokens (I6). It is synchronous.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from midflight.wire.client import HttpClient
 
 _JSON = {"Content-Type": "application/json"}
 _LINE_BYTES = 2**28
-"""The limit of one event. A server that repeats what it said sends the longest answer in one event,
-and a record of experts takes kilobytes a token.
+"""The limit of one event. A server that repeats earlier tokens sends the longest answer in one
+event, and a record of experts takes kilobytes a token.
 """
 _OF_THE_REQUEST = (400, 413, 422)
-"""Statuses that judge the request. Any other may come from something that stands before the server,
-or took its port. Elsewhere the request may succeed.
+"""Statuses that judge the request. Any other may come from a proxy before the server, or from a
+program that took its port. Elsewhere the request may succeed.
 """
 
 
@@ -215,20 +215,22 @@ def number(answer: object, *path: str | int, of: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EventTokens:
-    """The tokens of one event of a stream, and what came with them."""
+    """The tokens of one event of a stream, and the data that came with them."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """For each token, where asked for: the likeliest (id, log-probability), likeliest first."""
+    """The likeliest (id, log-probability) of each token, likeliest first, if they were
+    asked for.
+    """
     finish: Finish | None = None
     spans: tuple[tuple[str, int, int], ...] = ()
-    """On the last piece: (label of the weights, first token, one past the last), over all tokens of
-    the request.
+    """(label of the weights, first token, one past the last) over all tokens of the request. Only
+    the last piece has them.
     """
     experts: UInt8 | None = None
-    """On the last piece of a server that records them: the experts of prompt and output but the
-    last token, packed.
+    """The experts of prompt and output but the last token, packed. Only the last piece of a server
+    that records them has it.
     """
 
 
@@ -261,7 +263,7 @@ class EventReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServerDescription:
-    """What a server said about itself when it was attached."""
+    """A server's description of itself when it was attached."""
 
     capabilities: Capabilities
     label: str
@@ -271,15 +273,15 @@ class ServerDescription:
     model: str
     """The folder that the server says its weights are from."""
     num_workers: int | None = None
-    """How many processes compute for the server, as far as it says: one for each GPU where there
-    are any.
+    """The number of processes that compute for the server, as far as it says: one for each GPU if
+    there are any.
     """
     caution: str = ""
-    """What people should know of the server's version."""
+    """A warning for people about the server's version."""
 
     @property
     def untouched(self) -> bool:
-        """Whether the weights have not been labelled since the server started."""
+        """True if the weights have not been labelled since the server started."""
         return self.label == UNLABELLED
 
 
@@ -294,20 +296,21 @@ class Server(Protocol):
 
     @property
     def steps_under_way(self) -> int:
-        """How many steps may have begun under the old weights and end after a change in `keep`."""
+        """The number of steps that may have begun under the old weights and end after a change in
+        `keep`.
+        """
         ...
 
     @property
     def late_labels(self) -> int:
-        """How many tokens after a change of weights in `keep` the server's account of versions may
-        wrongly give to the new weights.
+        """The number of tokens after a change of weights in `keep` that the server's account of
+        versions may wrongly give to the new weights.
         """
         ...
 
     async def attach(self, client: ServerClient) -> ServerDescription:
-        """Ends a pause that was left, and asks the server what it is and can. `EngineError` names
-        what is wrong with the server: it is of another kind, too old, or started without what we
-        need.
+        """Ends a pause that was left, and asks the server what it is and can. Raises `EngineError`
+        if the server is of another kind, too old, or started without an option that we need.
         """
         ...
 
@@ -336,8 +339,8 @@ class Server(Protocol):
         ...
 
     async def settle(self, client: ServerClient) -> None:
-        """Waits for the step that is under way. Returns when the server has heeded all that it was
-        told before.
+        """Waits for the step that is under way. Returns when the server has carried out all earlier
+        orders.
         """
         ...
 
@@ -346,10 +349,10 @@ class Server(Protocol):
     async def load(
         self, client: ServerClient, folder: Path, version: Version, *, recompute: bool
     ) -> None:
-        """Makes the weights of a model folder live, and labels them. Called in a pause. Where it
+        """Makes the weights of a model folder live, and labels them. Called in a pause. If it
         fails, the weights may be a mixture of old and new.
 
-        `recompute`: the pause is of that mode, so no key of the old weights may be used again.
+        With `recompute` the pause is of that mode, so no key of the old weights may be used again.
         """
         ...
 
@@ -371,8 +374,8 @@ def cut(piece: EventTokens, *, ends: tuple[int, ...], start: int, min_tokens: in
 
 
 def mode_at_server(mode: PauseMode) -> PauseMode:
-    """The mode among those that `Server.pause` knows. A server that is drained has nothing left to
-    lose.
+    """The pause mode among those that `Server.pause` knows. A server that is drained has nothing
+    left to lose.
     """
     return PauseMode.KEEP if mode is PauseMode.DRAIN else mode
 
@@ -406,8 +409,8 @@ def check_same_model(theirs: str, ours: Path, *, url: str) -> None:
 
 
 def _sizes(folder: Path) -> ModelSizes | None:
-    """The sizes of a model folder. `None` where it cannot be read, because it is on another machine
-    or named as a repository.
+    """The sizes of a model folder. `None` if it cannot be read, because it is on another machine or
+    named as a repository.
     """
     try:
         return sizes_of(folder) if folder.is_absolute() else None
@@ -422,25 +425,27 @@ class _Change:
     version: Version
     kv_version: Version
     late: int
-    """How many tokens after this change the server may wrongly give to the new weights."""
+    """The number of tokens after this change that the server may wrongly give to the
+    new weights.
+    """
 
 
 class Attempt:
-    """Labels tokens as they come, never newer than they are, and knows at the end what the server
-    says about them.
+    """Labels tokens as they come, never with a newer version than their own. At the end it has the
+    server's own account of them.
 
-    A server tells at the end of an answer which tokens are of which weights. So tokens that come
-    before the end are labelled by what is known here: after a change the next event may have been
-    on its way already, and keeps the label before. Where a request ran under weights that changed,
-    keys made before the change stay in `keep` and are recomputed otherwise.
+    Only at the end of an answer does a server tell which tokens are of which weights. Tokens that
+    come before the end are labelled by what the companion knows: after a change the next event may
+    have been on its way already, and keeps the label before. If a request ran under weights that
+    changed, keys made before the change stay in `keep` and are recomputed otherwise.
     """
 
     def __init__(self, version: Version) -> None:
         self._changes = [_Change(version, version, 0)]
         self._label = version
         self._num_behind = 0
-        """How many events to come may be of the weights before: one that was on its way, and those
-        of steps that were under way.
+        """The number of coming events that may be of the weights before: one that was on its way,
+        and those of steps that were under way.
         """
         self.num_tokens = 0
 
@@ -461,8 +466,8 @@ class Attempt:
         return self._label, self._kv(self._label)
 
     def account(self, event: EventTokens) -> tuple[Segment, ...]:
-        """The server's own account of all tokens. It is empty where the server gives none, or one
-        that does not fit what was received.
+        """The server's own account of all tokens. It is empty if the server gives none, or one that
+        does not fit the tokens received.
         """
         spans: list[tuple[Version, int, int]] = []
         for label, start, end in event.spans:
@@ -521,7 +526,7 @@ class ServerRequest:
 
     def take(self, attempt: Attempt, event: EventTokens) -> EventTokens:
         """Labels the tokens of an event and gives them to the caller, up to one that ends the
-        answer. Returns what was given.
+        answer. Returns the tokens that were given.
         """
         done = self.request.num_output_tokens + attempt.num_tokens
         event = cut(event, ends=self.ends, start=done, min_tokens=self.request.sampling.min_tokens)
@@ -548,7 +553,7 @@ class ServerRequest:
 
 
 def _contiguous(spans: list[tuple[int, int, int]]) -> bool:
-    """Whether the spans go from the first token on without a gap, and never back to an older
+    """True if the spans go from the first token on without a gap, and never back to an older
     version.
     """
     _, first, _ = spans[0]
