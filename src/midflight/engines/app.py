@@ -85,8 +85,8 @@ class EngineRoutes(Generic[E]):
         worked: Callable[[], None] = ignore_work,
     ) -> None:
         """`serve` is the engine's end of the wire to one client, until the client leaves; `relay`
-        works with any engine. `scorer` is the engine again, where it can score. `committed` is
-        called with each version that the engine has attested, and `worked` before scores are sent.
+        works with any engine. `scorer` is the engine again, if it can score. `committed` is called
+        with each version that the engine has attested, and `worked` before scores are sent.
         """
         self._engine = engine
         self._serve = serve

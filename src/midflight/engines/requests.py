@@ -77,8 +77,8 @@ def check_rows(
 
 
 def check_features(sampling: SamplingParams, features: frozenset[Feature], *, engine: str) -> None:
-    """`RequestRejected` names a way of sampling that the engine does not have. Ignoring it would
-    sample from another distribution.
+    """Raises `RequestRejected` if the engine does not have a way of sampling that is asked for. The
+    error names it.
     """
     lacking = sorted(sampling.features - features)
     if lacking:

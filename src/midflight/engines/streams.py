@@ -40,8 +40,8 @@ class StepOutput:
     logprobs: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     kv_versions: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     top_ids: Ints = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
-    """[R, W] the likeliest ids at each token's place, likeliest first, filled up with -1. W is 0
-    where no request asks.
+    """[R, W] the likeliest ids at each token's place, likeliest first, filled up with -1. W is 0 if
+    no request asks.
     """
     top_logprobs: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
     """[R, W]"""
@@ -104,9 +104,7 @@ class StepOutput:
         return list(columns)
 
     def tops(self) -> list[Top]:
-        """The alternatives of each row; empty where no request asks. A row that asked has at least
-        one, the sampled token.
-        """
+        """The alternatives of each row. Empty if no request asks."""
         if not self.top_ids.size:
             return []
         found: list[Top] = []

@@ -78,8 +78,8 @@ class StepFrame(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     ended: float
     num_running: int
     top_ids: bytes = b""
-    """int32, equally many for each token, -1 where a request asked for fewer than another. Absent
-    where no request asks.
+    """int32, equally many for each token, filled up with -1 if a request asked for fewer than
+    another. Absent if no request asks.
     """
     top_logprobs: bytes = b""
     """float32, one for each of `top_ids`."""
@@ -126,7 +126,7 @@ _decode_handle = msgspec.msgpack.Decoder(_RequestFrame).decode
 
 
 def pack_client_frame(frame: ClientFrame) -> msgspec.Raw:
-    """`RequestRejected` where it holds a number that the wire cannot carry."""
+    """Raises `RequestRejected` if it holds a number that the wire cannot carry."""
     try:
         return msgspec.Raw(encode(frame))
     except (OverflowError, TypeError, ValueError) as error:
@@ -136,8 +136,8 @@ def pack_client_frame(frame: ClientFrame) -> msgspec.Raw:
 
 
 def client_frame(raw: msgspec.Raw) -> ClientFrame | Rejected:
-    """A frame of a client, or the answer to a frame that cannot be read. `msgspec.DecodeError`
-    where not even its number can be read.
+    """A frame of a client, or the answer to a frame that cannot be read. Raises
+    `msgspec.DecodeError` if not even its number can be read.
     """
     try:
         return _decode_client_frame(raw)
@@ -262,7 +262,7 @@ def step_rows(frame: StepFrame) -> list[TokenRow]:
 
 
 def step_tops(frame: StepFrame) -> list[Top]:
-    """The alternatives of each token; empty where no request asks."""
+    """The alternatives of each token. Empty if no request asks."""
     if not frame.top_ids:
         return []
     ids = np.frombuffer(frame.top_ids, dtype="<i4").tolist()
@@ -311,8 +311,8 @@ def error_from(
 
 
 def _kinds(kind: type[MidflightError]) -> Iterator[type[MidflightError]]:
-    """The class and all its subclasses, breadth first: where subclasses inherit a code, the class
-    that defines it comes first.
+    """The class and all its subclasses, breadth first. If subclasses inherit a code, the class that
+    defines it comes first.
     """
     level = [kind]
     while level:
@@ -360,7 +360,9 @@ def encode_scores(scores: Float32) -> bytes:
 
 
 def decode_scores(data: bytes, *, num_tokens: int) -> Float32:
-    """The inverse of `encode_scores`; `EngineUnavailable` where there is not one for each token."""
+    """The inverse of `encode_scores`. Raises `EngineUnavailable` unless there is one score for each
+    token.
+    """
     if len(data) != 4 * num_tokens:
         raise EngineUnavailable(
             f"reading an engine's scores: {len(data)} bytes for {num_tokens} tokens. Check that "

@@ -46,7 +46,7 @@ class KvCache:
         """Positions a slot has room for now."""
         self._blocks: list[Tensor] = []
         self._lines: dict[Place, tuple[Tensor, Tensor]] = {}
-        """Keys and values. They are views of blocks, but for the places in `_loose`."""
+        """Keys and values. They are views of blocks, except at the places in `_loose`."""
         self._loose: list[Place] = []
         self._where: list[list[tuple[Place, int]]] = []
         """For each line of each block: its place, and 0 if it holds keys or 1 if it
@@ -81,8 +81,8 @@ class KvCache:
         return _zeros((self._slots, like.shape[1], self.context, like.shape[-1]), like=like)
 
     def read(self, place: Place, slots: Tensor | slice, *, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [b, kv_heads, length, head_dim] of some slots. They are views where
-        `slots` is a slice.
+        """Keys and values [b, kv_heads, length, head_dim] of some slots. They are views if `slots`
+        is a slice.
         """
         keys, values = self._lines[place]
         return keys[slots, :, :length], values[slots, :, :length]

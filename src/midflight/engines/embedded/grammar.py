@@ -107,7 +107,7 @@ class Grammars:
     def for_server(
         self, grammar: Grammar, output_ids: Sequence[int], *, barred: Sequence[int], least: int
     ) -> str:
-        """The text that tells a server's plugin about an answer; see `inside/midflight_shape.py`.
+        """The text that describes an answer to a server's plugin; see `inside/midflight_shape.py`.
         Blocking. Raises `RequestRejected` in the same cases as `constraint`.
         """
         self.constraint(grammar, output_ids)

@@ -2,7 +2,7 @@
 only tokens that no other has computed (I5).
 
 A span is a copy out of the slot of a sequence, and goes into the slot of another in one piece. A
-tree by single tokens finds the whole of a conversation again, where blocks of a fixed size would
+tree by single tokens finds the whole of a conversation again, while blocks of a fixed size would
 find it up to the last whole block. Slots stay in one piece, which attention over them needs.
 """
 
@@ -75,7 +75,7 @@ class _Span:
     version: Version
     """The oldest weights that any of its keys was made under."""
     experts: UInt8 | None
-    """[tokens, bytes of a token], where choices are recorded."""
+    """[tokens, bytes of a token], if choices are recorded."""
     parent: "_Span | None"
     children: dict[int, "_Span"] = field(default_factory=dict[int, "_Span"])
     """The spans behind it, by their first tokens."""
@@ -149,8 +149,8 @@ class Prefixes:
             self._drop(span)
 
     def _walk(self, tokens: Ints) -> list[tuple[_Span, int]]:
-        """The spans along the tokens, and how many tokens of each agree: all, but for the last
-        span.
+        """The spans along the tokens, and how many tokens of each agree. All tokens of a span
+        agree, except in the last span.
         """
         found = list[tuple[_Span, int]]()
         children = self._roots
@@ -204,7 +204,7 @@ class Prefixes:
         return span
 
     def _siblings(self, span: _Span) -> dict[int, _Span]:
-        """The spans that stand at the same place, by their first tokens."""
+        """The spans with the same parent, by their first tokens."""
         if span.parent is None:
             return self._roots
         return span.parent.children

@@ -90,10 +90,10 @@ def served(
     max_batch_tokens: int,
     packs: bool = False,
 ) -> tuple[AnyRunner, Manner, str]:
-    """The runner of a model, how it computes, and a sentence for people where that way is slower.
-    `packs`: see `PlainRunner`.
+    """The runner of a model, its way to compute, and a warning for people if that way is slower.
+    `PlainRunner` explains `packs`.
 
-    `ConfigError` names the architecture for which no way is right, and the remedy.
+    Raises `ConfigError` if no way is right. It names the architecture and the remedy.
     """
     manner, verdict = _judge(model, max_context=max_context, max_batch_tokens=max_batch_tokens)
     if not verdict.is_right:
@@ -165,7 +165,7 @@ def _tried(
 
 def _longest(model: PreTrainedModel) -> int | None:
     """The number of tokens up to which rotary frequencies do not depend on the length of the
-    sequence; `None` where they never do.
+    sequence. `None` if they never do.
     """
     lengths: list[int] = []
     for module in model.modules():

@@ -57,7 +57,7 @@ class Runner:
     def __init__(
         self, model: PreTrainedModel, *, max_running: int, max_context: int, serial: bool = False
     ) -> None:
-        """`serial`: layers with states take one token at a time once they have one."""
+        """With `serial` layers with states take one token at a time once they have a state."""
         self.model = model.eval()
         self.device: torch.device = model.device
         model.set_attn_implementation(ATTENTION)
@@ -72,8 +72,8 @@ class Runner:
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=self.device)
 
     def laid_out(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights, by name, as steps use them best: the same values, and the same memory where
-        it can be.
+        """The weights, by name, as steps use them best: the same values, and if possible the same
+        memory.
         """
         return tensors
 
@@ -137,7 +137,7 @@ class Runner:
     def _buckets(
         self, batch: StepBatch, offsets: Ints, positions: Tensor, slots: Tensor
     ) -> list[Bucket]:
-        """Single tokens in one bucket; longer chunks share one only where padding at most doubles
+        """Single tokens are in one bucket. Longer chunks share one only if padding at most doubles
         them.
 
         `positions` and `slots` [N] of all tokens, on the device.

@@ -178,7 +178,7 @@ _GAMMA, _MULTIPLIER_1, _MULTIPLIER_2 = map(_signed, _UNSIGNED)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """How to sample each of R rows, as arrays of shape [R] unless said otherwise."""
+    """The parameters for sampling each of R rows, as arrays of shape [R] unless said otherwise."""
 
     temperature: NDArray[np.float64]
     top_p: NDArray[np.float64]
@@ -232,8 +232,8 @@ class SampledIds:
     top_logprobs: NDArray[np.float64]
     """[R, W]"""
     kept: tuple[bytes | None, ...] = ()
-    """[R] the part of the vocabulary that truncation left, as records of `types.kept`. `None` for
-    rows that do not ask. Empty if no row asks.
+    """[R] the part of the vocabulary that truncation left, as records of `types.kept`. It is `None`
+    for rows that do not ask. Empty if no row asks.
     """
 
     def of(self, rows: NDArray[np.bool_]) -> SampledIds:

@@ -64,11 +64,11 @@ class Scheduler:
         self._prefixes = Prefixes(runner, max_bytes=self._room.num_bytes, experts=self._experts)
         self._turn = 0
         self._last_turn = np.zeros(max_running, dtype=np.int64)
-        """The step in which each slot ran last, where steps have room for some whole sequences
-        only.
+        """The step in which each slot ran last, if steps have room for some whole
+        sequences only.
         """
         self._leaders: dict[tuple[int, ...], int] = {}
-        """For each prompt that other requests wait for, the slot that computes it."""
+        """The slot that computes each prompt that other requests wait for."""
         self._left = set[int]()
         """Slots whose sequences have ended, and are not among the prefixes yet."""
         self._finishes: list[tuple[int, int, Finish]] = []
@@ -112,7 +112,7 @@ class Scheduler:
     # --- Verbs from outside, between two steps ----------------------------------------------------
 
     def submit(self, submission: Submission) -> None:
-        """Queues a request, or ends it at once where its tokens so far already do."""
+        """Queues a request, or ends it at once if it ends with its tokens so far."""
         self._last_handle = submission.handle
         finish = self._finished_before(submission)
         if finish is not None:

@@ -98,7 +98,7 @@ class SequentialRunner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeCache:
-    """Implements `SpanState`. `cache` is `None` where nothing was taken."""
+    """Implements `SpanState`. `cache` is `None` if nothing was taken."""
 
     cache: Any
 

@@ -19,8 +19,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Submission:
-    """A request inside the engine. `handle` is unique in the engine's life and grows. `outlet` says
-    where the request's tokens go.
+    """A request inside the engine. `handle` is unique in the engine's life and grows. The request's
+    tokens go to `outlet`.
     """
 
     handle: int
@@ -29,7 +29,7 @@ class Submission:
     stop_ids: tuple[int, ...]
     matcher: StopMatcher | None
     constraint: Constraint | None = None
-    """Present if the request has a grammar. It stands at the end of the tokens so far."""
+    """Present if the request has a grammar. It has accepted all tokens so far."""
     aborted: bool = False
     """True if the request was aborted before it came here, while its grammar was compiled."""
 

@@ -86,7 +86,7 @@ class AdapterEngine(ServerEngine):
             self._next = staged
 
     async def commit(self, version: types.Version) -> types.Attestation:
-        """Commits at once, paused or not. `EngineError` where the version is not staged."""
+        """Commits at once, paused or not. Raises `EngineError` if the version is not staged."""
         async with self._control, self._staging:
             staged = self._staged(version)
             self._live = staged

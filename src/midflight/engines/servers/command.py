@@ -71,7 +71,7 @@ def server_command(
     port: int,
     inherited: Mapping[str, str],
 ) -> Command:
-    """The command of a server on this machine at `HOST`: the first of `engine.servers`, where there
+    """The command of a server on this machine at `HOST`: the first of `engine.servers`, if there
     are any. It starts from the environment `inherited`.
     """
     if engine.kind == "vllm":

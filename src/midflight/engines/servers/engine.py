@@ -79,9 +79,9 @@ class ServerEngine:
         start_seconds: float = EngineSection().start_seconds,
         works: Works | None = None,
     ) -> None:
-        """`model`: the folder that holds the weights of `version`, which the server starts with
-        (`first_folder`), or is given when attached. `num_workers`: how many processes are to
-        compute for the server; `None` is as many as it has. `start_seconds` and `works`: see
+        """`model` is the folder with the weights of `version`. The server starts with them
+        (`first_folder`), or gets them when it is attached. `num_workers` is the number of processes
+        that must compute for the server; `None` allows any number. `start_seconds` and `works`: see
         `ServerClient`.
         """
         self._num_workers = num_workers
@@ -126,8 +126,8 @@ class ServerEngine:
         return self._found.capabilities
 
     async def run(self) -> None:
-        """Attaches, then serves until cancelled. `EngineError` when the server is not one that we
-        can work with.
+        """Attaches, then serves until cancelled. Raises `EngineError` if we cannot work with the
+        server.
         """
         try:
             async with self._client:

@@ -72,8 +72,8 @@ class ServerClient:
         self, name: str, url: str, *, patience_seconds: float, works: Works | None = None
     ) -> None:
         """A call is given up when the server has done nothing for `patience_seconds`. `works` is
-        not given where that cannot be seen. Then a call is given up when the server has not
-        answered for so long.
+        `None` if the work of the server cannot be seen. Then a call is given up when the server has
+        not answered for so long.
         """
         self.name = name
         self.url = url
@@ -132,8 +132,8 @@ class ServerClient:
         return answer.content
 
     async def events(self, path: str, body: object) -> AsyncIterator[bytes]:
-        """The data of each server-sent event but the closing `[DONE]`. `RequestRejected` where the
-        server refuses the request.
+        """The data of each server-sent event but the closing `[DONE]`. Raises `RequestRejected` if
+        the server refuses the request.
         """
         async with self._http.open("POST", path, _encoded(body), headers=_JSON) as answer:
             if answer.status != 200:
@@ -186,7 +186,7 @@ def _shown(content: bytes) -> str:
 
 def part(answer: object, *path: str | int, of: str) -> object:
     """A part of a JSON answer; `EngineError` where it is not there. `of` names the server that
-    should have given it, and the release that it takes.
+    should have sent it, and the release that is needed.
     """
     at = answer
     for key in path:
@@ -257,7 +257,7 @@ class EventReader(Protocol):
     """Reads the events of one request, in order."""
 
     def read(self, event: bytes) -> EventTokens:
-        """`EngineUnavailable` where the event is nonsense, or an error of the server."""
+        """Raises `EngineUnavailable` if the event is nonsense, or an error of the server."""
         ...
 
 
@@ -392,8 +392,8 @@ _OF_THE_SHAPES = (
 
 
 def check_same_model(theirs: str, ours: Path, *, url: str) -> None:
-    """`EngineError` where the two models certainly differ. Our weights would not fit, and a token
-    id outside its vocabulary kills SGLang.
+    """Raises `EngineError` if the two models certainly differ. Our weights would not fit, and a
+    token id outside its vocabulary kills SGLang.
     """
     found = _sizes(Path(theirs))
     wanted = _sizes(ours)
@@ -450,8 +450,8 @@ class Attempt:
         self.num_tokens = 0
 
     def changed(self, version: Version, *, recomputed: bool, under_way: int, late: int) -> None:
-        """Takes note that new weights went live while so many steps were `under_way`. `late`: how
-        many tokens after that the server's account may wrongly give to them.
+        """Takes note that new weights went live while so many steps were `under_way`. The server's
+        account may wrongly give them `late` tokens after that.
         """
         kv_version = version if recomputed else self._changes[-1].kv_version
         self._changes.append(_Change(version, kv_version, late))
@@ -514,9 +514,11 @@ class ServerRequest:
     beginning, and it is never used twice.
     """
     shape: str = ""
-    """The grammar and where the answer stands in it, for our plugin in the server."""
+    """The grammar and its position after the answer's tokens so far, for our plugin in
+    the server.
+    """
     adapter: str = ""
-    """The server's name for the version that the request is sampled by, where versions are
+    """The server's name for the version that the request is sampled by, if versions are
     adapters.
     """
     attempt: Attempt | None = None

@@ -48,8 +48,9 @@ _NEEDED = (
 _MODES = {PauseMode.KEEP: "in_place", PauseMode.RECOMPUTE: "retract", PauseMode.ABORT: "abort"}
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _FEATURES = frozenset({Feature.LOGIT_BIAS, Feature.TOP_LOGPROBS})
-"""The features of every SGLang. Penalties come in addition where it runs without the overlap
-scheduler, which weighs each token a step late, and weighs one of the prompt in its place.
+"""The features of every SGLang. Penalties come in addition if it runs without the overlap
+scheduler. That scheduler counts each token a step late, and counts a token of the prompt in its
+place.
 """
 GRAMMAR_BACKEND = "midflight"
 """The backend of our plugin. A server that was started with it goes on in the middle of a
@@ -112,8 +113,8 @@ class SglangReader:
     def __init__(
         self, request: GenerateRequest, *, num_experts: int = 0, num_choices: int = 0
     ) -> None:
-        """`num_experts`: the experts of a layer, where the server records the choices of a mixture,
-        `num_choices` for each token.
+        """`num_experts` is the number of experts of a layer, if the server records the choices of a
+        mixture. There are `num_choices` for each token.
         """
         self._num_tops = request.sampling.top_logprobs
         self._num_experts = num_experts

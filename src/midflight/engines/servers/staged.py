@@ -75,7 +75,7 @@ class StagingArea:
         self._merges = merges
         self._shapes = tensor_shapes(model)
         self._names: FileNames | None = None
-        """Set after the first version, where names in memory are not those in files."""
+        """Set after the first version, if names in memory are not those in files."""
         self._writing = threading.Lock()
 
     def write(self, manifest: WeightManifest, *, beside: Path | None) -> StagedFolder:
@@ -233,8 +233,8 @@ def first_folder(model: Path, place: Path) -> Path:
 
 
 def write_first(model: Path, place: Path) -> Path:
-    """Writes `first_folder` where the model has adapters, and returns it. Blocking. `RunFailed`
-    where there is no room.
+    """Writes `first_folder` where the model has adapters, and returns it. Blocking. Raises
+    `RunFailed` if there is no room.
     """
     folder = first_folder(model, place)
     adapter = adapter_of(model)

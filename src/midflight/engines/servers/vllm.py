@@ -113,7 +113,7 @@ class VllmReader:
     """
 
     def __init__(self, request: types.GenerateRequest, *, num_experts: int = 0) -> None:
-        """`num_experts`: the experts of a layer, where the server records the choices of a
+        """`num_experts` is the number of experts of a layer, if the server records the choices of a
         mixture.
         """
         self._num_tops = request.sampling.top_logprobs
@@ -278,8 +278,8 @@ class VllmServer:
         await client.post("/update_weight_version", {"new_version": str(version)})
 
     def body(self, asked: ServerRequest, *, salt: str) -> tuple[str, dict[str, object]]:
-        """See `Server`. The body has a seed only where our loader sees to it: on a CPU a seed kills
-        vLLM at a prompt in pieces, and the noise would begin anew at a resume.
+        """See `Server`. The body has a seed only if our loader handles it. Without the loader a
+        seed kills vLLM on a CPU at a prompt in pieces, and the noise would begin anew at a resume.
         """
         request = asked.request
         sampling = _sampling(request, asked.ends)
@@ -362,7 +362,7 @@ async def _caches(client: ServerClient) -> Sequence[Mapping[str, str]]:
 
 
 async def _check_loader(client: ServerClient) -> int | None:
-    """`EngineError` where the server runs without our loader. This is asked before anything is
+    """Raises `EngineError` if the server runs without our loader. This is asked before anything is
     generated, because a run would get as far as its first new version. Returns how many workers
     have the loader in all replicas, of which the first answers.
     """

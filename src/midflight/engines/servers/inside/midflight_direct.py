@@ -172,7 +172,7 @@ class Landing:
         thread.start()
 
     def state(self):
-        """The state of this worker, for the companion. `done` is true also where it failed."""
+        """The state of this worker, for the companion. `done` is true also after a failure."""
         coming = self._coming
         kept = self._kept
         if not CHECKS:

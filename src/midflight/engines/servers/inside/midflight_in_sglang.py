@@ -95,7 +95,7 @@ def _seed_of(request):
 
 
 def _given(seeds):
-    """The seeds, or `None` where no request has one, so that SGLang samples as it always does."""
+    """The seeds. `None` if no request has one, so that SGLang samples as it always does."""
     if seeds is None:
         return None
     if seeds.device.type == "cpu" and (seeds < 0).all():
@@ -264,8 +264,8 @@ def _told(said, controller, asked):
 
 
 def _unpinned(original, *given, **named):
-    """Makes pinning of memory do nothing where there is no accelerator. SGLang's own LoRA pins
-    memory wherever it runs, and torch refuses that where there is nothing to copy it to.
+    """Makes pinning of memory do nothing if there is no accelerator. SGLang's own LoRA pins memory
+    on any machine, and torch refuses that if there is no device to copy it to.
     """
     if not torch.accelerator.is_available():
         torch.Tensor.pin_memory = lambda tensor, *_: tensor

@@ -91,7 +91,7 @@ class Shapes:
 
     def shape(self, said):
         """`said`: JSON of `grammar`, in llguidance's notation, the tokens `after` which it begins,
-        and `ends`, `barred` and `least` of `Shape`. `ValueError` where the grammar does not
+        and `ends`, `barred` and `least` of `Shape`. Raises `ValueError` if the grammar does not
         compile, or forbids those tokens.
         """
         said = json.loads(said)
