@@ -26,16 +26,16 @@ class DeltaPublisher:
     A version is whole when it is the first or the `full_every`th since the last whole one, when
     names, shapes or dtypes have changed, and when its difference does not pay. A difference does
     not pay when it alone is more than `WORTH` of the whole, or when it is more than the whole with
-    those before it, so that no engine ever reads more than twice the size of the weights. Where a
+    those before it, so that no engine ever reads more than twice the size of the weights. If a
     first difference does not pay, the rest of the period is whole, and no difference is tried.
 
     A payload stays published while a version that is not released needs it, and so do the payloads
-    that lead to the newest version, because the next difference starts there. What is no longer
-    needed is released at the next publication. With versions released in order and at most
+    that lead to the newest version, because the next difference starts there. Payloads that are no
+    longer needed are released at the next publication. With versions released in order and at most
     `MAX_HELD` held, that takes four times the memory of the weights at worst (differences as large
-    as their whole version, and two whole versions). Where differences are small it takes twice that
-    memory after a refresh, and once at other times. In addition the newest version's bytes are kept
-    here, which is once the size of the weights.
+    as their whole version, and two whole versions). If differences are small, it takes twice the
+    memory of the weights after a refresh, and once at other times. In addition the newest version's
+    bytes are kept here, which is once the size of the weights.
     """
 
     def __init__(self, inner: Publisher, *, full_every: int, threads: int = 1) -> None:
@@ -55,14 +55,14 @@ class DeltaPublisher:
         published version.
         """
         self._num_untried = 0
-        """How many versions to publish whole before a difference is tried again."""
+        """The number of versions to publish whole before a difference is tried again."""
         self._held: dict[Version, WeightManifest] = {}
         self._inside: set[Version] = set()
         """The versions that the inner publisher holds."""
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
-        """Blocks for the comparison, the compression of what changed and one hash of the whole.
-        `SlotBusy` until a release.
+        """Blocks for the comparison, the compression of the changes and one hash of the whole.
+        Raises `SlotBusy` until a release.
         """
         self._check(version)
         self._release_unneeded()
@@ -109,8 +109,8 @@ class DeltaPublisher:
             )
 
     def _is_due(self, base: WeightManifest, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether to try a difference. It is not tried where one as large as the last would be too
-        large.
+        """True if a difference should be tried. It is not tried if one as large as the last would
+        be too large.
         """
         if self._num_untried:
             self._num_untried -= 1
@@ -186,7 +186,7 @@ class DeltaPublisher:
 
 
 def _way(manifest: WeightManifest) -> set[Version]:
-    """The versions whose bytes lead to this one, itself among them."""
+    """The versions whose bytes lead to this one. It is among them."""
     way = {delta.base for delta in manifest.deltas}
     way.add(manifest.version)
     return way
@@ -202,6 +202,6 @@ def _size(specs: Iterable[TensorSpec]) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's own bytes where it is contiguous and on the CPU, else those of a copy."""
+    """The tensor's own bytes if it is contiguous and on the CPU, else those of a copy."""
     flat: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return flat

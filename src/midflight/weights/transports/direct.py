@@ -1,9 +1,8 @@
 """The companion's end of the direct transport. It asks the publisher on behalf of its server's
-workers, and both tell it whether all came.
+workers. The publisher and the workers both tell it whether all bytes have come.
 
-`DirectRound` is the state: what was asked, answered, sent and held. It never waits. `DirectFeed`
-waits, and decides nothing. The bytes pass through neither: they go from the trainer's memory into
-the workers.
+`DirectRound` is the state: asked, ordered, sent and held. It never waits. `DirectFeed` waits, and
+decides nothing. The bytes pass through neither: they go from the trainer's memory into the workers.
 """
 
 import asyncio
@@ -35,8 +34,8 @@ ATTEMPTS = 2
 failure goes to the handover.
 """
 LOOK_SECONDS = 0.01
-"""The time between two questions whether the last bucket is laid out. The workers have no way to
-say so unasked.
+"""The time between two questions whether the last bucket is laid out. The workers can only answer,
+so they cannot say so by themselves.
 """
 
 
@@ -59,7 +58,7 @@ class Leg:
     base: str = ""
     """The fingerprint of the version that they change, if they are a difference."""
     serves: bool = True
-    """Whether it is the last leg of a way, so that its version will be served."""
+    """True for the last leg of a way, whose version will be served."""
 
 
 def legs(manifest: WeightManifest, held: Set[str | None]) -> Sequence[Leg]:
@@ -102,8 +101,7 @@ class DirectRound:
     | ordered | `order` | the publisher's word that all is sent: `sent` |
     | sent | `sent` | what the workers hold: `landed` |
 
-    A failure raises `RoundBroken`, or `WeightsCorrupt` where another round would end in the same
-    way.
+    A failure raises `RoundBroken`, or `WeightsCorrupt` if another round would end in the same way.
     """
 
     def __init__(
@@ -175,8 +173,8 @@ class DirectRound:
         self._digests = answer.digests
 
     def landed(self, states: Sequence[WorkerState]) -> Join | None:
-        """The terms of the group, which stays, when each worker holds just what was sent. `None`
-        while a worker still lays it out.
+        """The terms of the group, which remains, once each worker holds exactly the bytes that were
+        sent. `None` while a worker still lays them out.
         """
         if len(states) != self._workers:
             raise RoundBroken(f"the server has {len(states)} workers and had {self._workers}")
@@ -194,7 +192,9 @@ class DirectRound:
 
 
 def _first_difference(found: Sequence[str], sent: Sequence[str]) -> int:
-    """The number of the first bucket whose digest is another, or the number of buckets found."""
+    """The number of the first bucket whose digest differs. If none differs, it is the number of
+    buckets found.
+    """
     for number, (theirs, ours) in enumerate(zip(found, sent, strict=False)):
         if theirs != ours:
             return number
@@ -215,7 +215,7 @@ class DirectFeed:
         self._group: Join | None = None
         """The terms of the group that the workers are in, which no round has broken."""
         self._keeps = False
-        """Whether differences are expected: true from the first difference on."""
+        """True from the first difference on: then more are expected."""
 
     async def bring(self, manifest: WeightManifest, workers: ServerWorkers) -> None:
         """Waits for the publisher and the workers. Their deadlines, or the caller's, end the wait."""

@@ -1,7 +1,7 @@
-"""The process group in which both ends of a broadcast meet, and the receiver on top of it, which
+"""The process group in which both ends of a broadcast meet, and the receiver above it. The receiver
 asks the publisher for a version, meets it in a group, receives and verifies.
 
-The group stands beside torch's default group, which engines' workers have for themselves.
+The group exists beside torch's default group, which engines' workers have for themselves.
 """
 
 import secrets
@@ -123,7 +123,7 @@ def listen(host: str) -> socket.socket:
 
 
 def serve_store(host: str) -> TCPStore:
-    """A new store for one group, on this address only. By default it would listen on all
+    """A new store for one group. It listens on this address only; by default it would listen on all
     addresses.
     """
     listener = listen(host)
@@ -134,10 +134,11 @@ def serve_store(host: str) -> TCPStore:
 
 
 def join_store(host: str, terms: Join) -> TCPStore:
-    """The store of the group in `terms`. `GroupBroken` when it does not answer by the deadline.
+    """The store of the group in `terms`. Raises `GroupBroken` if it does not answer by the
+    deadline.
 
     It is made in a thread of its own, because a client whose server was stopped waits for the
-    greeting for ever, whatever its timeout.
+    greeting for ever, even with a timeout.
     """
     seconds = timedelta(seconds=terms.deadline_seconds)
     return _within(
