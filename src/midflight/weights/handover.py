@@ -56,7 +56,7 @@ def swaps_between_steps(capabilities: Capabilities, mode: PauseMode) -> bool:
 
 class Guard:
     """Whatever is done to an engine is done within its time, or the engine is in quarantine (I7).
-    `errors` says which engines are, and why.
+    `errors` has the reason by the name of the engine.
     """
 
     def __init__(self, fleet: EngineFleet) -> None:
@@ -113,7 +113,7 @@ class Committer:
         self._seconds = seconds
 
     def mode(self, engine: str, capabilities: Capabilities) -> PauseMode:
-        """`NotSupported` when the engine lacks the configured pause mode."""
+        """Raises `NotSupported` if the engine lacks the configured pause mode."""
         return commit_mode(engine, capabilities, self._pause_mode)
 
     async def commit(
@@ -287,8 +287,8 @@ class Handover:
 
         Waits for the handover or the rejoins under way, which end by their deadlines. Only the
         newest of the versions that wait goes on, and the others' reports say `superseded_by` at
-        once. It may be repeated with the same manifest. `NotSupported` when an engine lacks the
-        configured pause mode; then nothing was begun.
+        once. It may be repeated with the same manifest. Raises `NotSupported` if an engine lacks
+        the configured pause mode; then nothing was begun.
         """
         for engine in self._fleet.engines():
             self.check(engine.name, engine.capabilities)

@@ -44,8 +44,8 @@ class Turnstile:
         self._newest: WeightManifest | None = None
 
     def for_version(self, manifest: WeightManifest) -> Ticket:
-        """A ticket for a version. `RequestRejected` when a newer version, or another one of this
-        number, was here before: numbers are never reused.
+        """A ticket for a version. Raises `RequestRejected` if a newer version, or another one of
+        this number, was here before: numbers are never reused.
         """
         self._check(manifest)
         self._newest = manifest
@@ -57,7 +57,9 @@ class Turnstile:
         return ticket
 
     def for_rejoin(self, engine: str) -> Ticket | None:
-        """A ticket for an engine that rejoins. `None` when it waits here or rejoins already."""
+        """A ticket for an engine that rejoins. Returns `None` if it waits here or
+        rejoins already.
+        """
         if engine in self._rejoins or engine in self._inside.values():
             return None
         ticket = Ticket()

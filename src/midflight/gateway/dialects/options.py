@@ -62,8 +62,8 @@ def thinks(
     thinking: bool | Mapping[str, JsonValue] | None,
     unread: UnreadFields,
 ) -> bool | None:
-    """Whether the model shall think, from the fields of several vendors. `None` leaves it to the
-    template.
+    """Returns whether the model should think, from the fields of several vendors. `None` leaves it
+    to the template.
     """
     if enable_thinking is not None:
         return enable_thinking

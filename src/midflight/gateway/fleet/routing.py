@@ -46,9 +46,9 @@ class Loads:
     def put(
         self, engine: str, *, version: Version, load: int, order: int, full: bool = False
     ) -> None:
-        """Adds an engine, or replaces its entry. `load`: prompt tokens plus output budget of the
-        requests there. Of equal engines the one with the lower `order` is taken. `full`: it has a
-        request for each of its slots, so that one more would wait.
+        """Adds an engine, or replaces its entry. `load` is the prompt tokens plus the output budget
+        of the requests there. If engines are equal, the one with the lower `order` is taken. `full`
+        means that it has a request for each of its slots, so that one more would wait.
         """
         self.drop(engine)
         entry = (full, load, order, engine)
@@ -85,8 +85,8 @@ class Loads:
         with a free slot come before full ones.
 
         `tokens` is the load that the request brings. Moving the request costs a prefill of that
-        size at most, so a smaller difference in load does not move it. `None` if there is no
-        engine.
+        size at most, so a smaller difference in load does not move it. Returns `None` if there is
+        no engine.
         """
         if not self._places:
             return None

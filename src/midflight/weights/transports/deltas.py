@@ -51,8 +51,8 @@ class DeltaPublisher:
         self._standing = memoryview(b"")
         """The bytes of the newest version, packed."""
         self._newest: WeightManifest | None = None
-        """The version that the next difference starts from. `None` when `_standing` may not be a
-        published version.
+        """The version that the next difference starts from. It is `None` if `_standing` may not be
+        a published version.
         """
         self._num_untried = 0
         """The number of versions to publish whole before a difference is tried again."""
@@ -125,8 +125,8 @@ class DeltaPublisher:
     def _as_difference(
         self, base: WeightManifest, version: Version, tensors: Mapping[str, Tensor]
     ) -> WeightManifest | None:
-        """Publishes the version as a difference. `None` when that does not pay. Tensors are in the
-        base's order, which a transport may have chosen.
+        """Publishes the version as a difference. Returns `None` if that does not pay. Tensors are
+        in the base's order, which a transport may have chosen.
         """
         specs = repacked(base.tensors)
         limit = min(_room(base), int(WORTH * _size(specs)))
@@ -144,8 +144,8 @@ class DeltaPublisher:
     def _payload(
         self, specs: tuple[TensorSpec, ...], tensors: Mapping[str, Tensor], *, limit: int
     ) -> bytearray | None:
-        """The encoded difference. Meanwhile the new bytes take the place of the old. `None` as soon
-        as it is longer than `limit`.
+        """The encoded difference. Meanwhile the new bytes take the place of the old. Returns `None`
+        as soon as it is longer than `limit`.
         """
         payload = bytearray()
         old = views(specs, self._standing)

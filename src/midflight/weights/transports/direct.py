@@ -107,8 +107,8 @@ class DirectRound:
     def __init__(
         self, leg: Leg, *, member: str, group: str | None, workers: int, keeps: bool = False
     ) -> None:
-        """`group`: the group that these workers were in last, where it did not break. `member`
-        names the server to the publisher. `keeps`: differences from this version are expected.
+        """`group` is the group that these workers were in last, if it did not break. `member` names
+        the server to the publisher. With `keeps` differences from this version are expected.
         """
         self._leg = leg
         self._manifest = leg.sent
@@ -132,7 +132,7 @@ class DirectRound:
         )
 
     def order(self, answer: Answer, known: Join | None, *, host: str) -> TransferOrder:
-        """The order for the workers. `known`: the terms of the group that they were in last."""
+        """The order for the workers. `known` is the terms of the group that they were in last."""
         match answer:
             case Join():
                 self._terms = answer
@@ -207,8 +207,8 @@ class DirectFeed:
     """
 
     def __init__(self, *, answer_seconds: float = 60.0) -> None:
-        """`answer_seconds`: how long the publisher may be busy with the rounds before ours. A
-        group's own deadlines come from it.
+        """`answer_seconds` is the time that the publisher may be busy with the rounds before ours.
+        A group's own deadlines come from it.
         """
         self._answer_seconds = answer_seconds
         self._member = secrets.token_hex(8)

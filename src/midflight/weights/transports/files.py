@@ -48,10 +48,10 @@ class _Entry(msgspec.Struct, frozen=True):
 def manifest_of(
     path: Path, *, version: Version, fitting: Callable[[Specs], Specs]
 ) -> WeightManifest:
-    """Reads and hashes the whole file, about a second per gigabyte. `RequestRejected` when no
+    """Reads and hashes the whole file, about a second per gigabyte. Raises `RequestRejected` if no
     engine could serve it.
 
-    `fitting` says which of its tensors to serve, and refuses a file that does not fit the model.
+    `fitting` chooses the tensors to serve, and refuses a file that does not fit the model.
     """
     try:
         specs = fitting(read_specs(path))

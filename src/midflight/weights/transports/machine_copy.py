@@ -141,7 +141,9 @@ def _locked(path: Path, until: float) -> tuple[int, bool] | None:
 
 
 def _lock(file: int) -> int | None:
-    """The lock that the file could be given, alone if possible; `None` where it has another's."""
+    """The lock that the file could be given, alone if possible. `None` if the file has another
+    lock.
+    """
     for lock in (fcntl.LOCK_EX, fcntl.LOCK_SH):
         with suppress(BlockingIOError):
             fcntl.flock(file, lock | fcntl.LOCK_NB)

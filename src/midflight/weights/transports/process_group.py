@@ -210,8 +210,8 @@ class CollectiveReceiver:
     """
 
     def __init__(self, *, threads: int = 1, answer_seconds: float = 60.0) -> None:
-        """`answer_seconds`: how long the publisher may be busy with the rounds before ours. A
-        group's own deadlines come from it.
+        """`answer_seconds` is the time that the publisher may be busy with the rounds before ours.
+        A group's own deadlines come from it.
         """
         self._threads = threads
         self._answer_seconds = answer_seconds
@@ -220,7 +220,7 @@ class CollectiveReceiver:
         self._one_at_a_time = threading.Lock()
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
-        """Bytes of each tensor by name. `EngineUnavailable` when the publisher or the group is
+        """Bytes of each tensor by name. Raises `EngineUnavailable` if the publisher or the group is
         gone, by the deadlines at the latest.
         """
         specs = repacked(manifest.tensors)

@@ -97,8 +97,8 @@ class PullReceiver:
         places: Sequence[Path] | None = None,
     ) -> None:
         """A source has failed after `answer_seconds` without a byte from it, and the transfer after
-        `patience` seconds without a megabyte. `places`: where the machine's copy may lie, the best
-        first. The default is /dev/shm, then the temporary folder.
+        `patience` seconds without a megabyte. `places` are the folders for the machine's copy, the
+        best first. The default is /dev/shm, then the temporary folder.
         """
         self._answer_seconds = answer_seconds
         self._patience = patience

@@ -50,8 +50,8 @@ class DeltaReceiver:
         """
 
     def fetch(self, manifest: WeightManifest) -> Bytes:
-        """Bytes of each tensor by name. Waits for the fetch under way, which ends by itself.
-        `RequestRejected` for extents that make no sense, before anything is set aside for them.
+        """Bytes of each tensor by name. Waits for the fetch under way, which ends by itself. Raises
+        `RequestRejected` for extents that make no sense, before any memory is set aside for them.
         """
         check_extents(manifest)
         with self._one_at_a_time:

@@ -40,7 +40,7 @@ class Ask(msgspec.Struct, frozen=True):
     expected: int | None = None
     """The number of receivers that were told to come, if this one knows it."""
     workers: int | None = None
-    """Present where a server's companion asks. So many ranks will come from the server, and the
+    """Present if a server's companion asks. So many ranks will come from the server, and the
     companion is not one of them.
     """
 
@@ -174,7 +174,7 @@ class Gathering:
         self._waiting = [m for m in self._waiting if m is not member]
 
     def seconds_left(self, now: float) -> float | None:
-        """Seconds until the next broadcast may begin; `None` while no receiver waits."""
+        """Seconds until the next broadcast may begin. `None` while no receiver waits."""
         together = self._together()
         if not together:
             return None

@@ -76,7 +76,7 @@ class SharedVersion:
 
     tree: Tree
     views: Sequence[Views | None]
-    """The views of each bucket; `None` where another owner has it."""
+    """The views of each bucket. `None` if another owner has it."""
     held: set[int]
     heard: dict[str, None] = field(default_factory=dict[str, None])
     """Other sources that have some buckets."""
@@ -207,7 +207,7 @@ class _BucketHandler(BaseHTTPRequestHandler):
 
 
 def _bucket_of(share: SharedVersion, number: str) -> Views | None:
-    """The leaves of the bucket of this number; `None` where it is not here, or not a number."""
+    """The leaves of the bucket of this number. `None` if it is not here, or not a number."""
     if not number.isdecimal() or len(number) >= 12:
         return None
     if int(number) not in share.held:

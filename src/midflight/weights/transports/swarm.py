@@ -47,8 +47,8 @@ Tree = tuple[Bucket, ...]
 
 
 def cut(tensor: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """The parts that the owner of this stretch hashes at once. They are cut where whole tensors are
-    cut for their fingerprint too.
+    """The parts that the owner of this stretch hashes at once. They are cut at the same places as
+    whole tensors for their fingerprint.
     """
     while start < stop:
         end = min(stop, start - start % PIECE + PIECE)
