@@ -89,7 +89,7 @@ def plain_fault(status: int, message: str, code: str) -> Fault:
 
 
 def retry_seconds(error: BaseException) -> int | None:
-    """After how long to try again; `None` where that is no use."""
+    """The seconds after which to try again. `None` if trying again is no use."""
     if isinstance(error, Overloaded):
         return error.retry_after_seconds
     if isinstance(error, MidflightError) and error.retryable:
@@ -98,8 +98,8 @@ def retry_seconds(error: BaseException) -> int | None:
 
 
 def retry_headers(error: BaseException) -> tuple[tuple[bytes, bytes], ...]:
-    """The headers that say when to try again. For a conflict they say that it is no use, because
-    SDKs retry conflicts, and a conflict stays one.
+    """The headers that say when to try again. For a conflict they say not to, because SDKs retry
+    conflicts, and a conflict stays one.
     """
     seconds = retry_seconds(error)
     if seconds is not None:
@@ -148,7 +148,7 @@ def key_in(headers: Mapping[bytes, bytes]) -> str | None:
 
 
 def same_token(given: str | None, expected: str) -> bool:
-    """Compares in constant time, so that the time tells nothing about the secret."""
+    """Compares in constant time, so that the time reveals nothing about the secret."""
     return hmac.compare_digest((given or "").encode("utf-8", "replace"), expected.encode())
 
 
@@ -191,7 +191,7 @@ async def read_body(receive: Receive, *, declared: bytes | None = None) -> bytes
     (`ClientGone`), or the server, which cuts off a client that is too slow.
 
     `declared` is the `Content-Length`. A body that is too large by it is refused before it is read.
-    `Overloaded` when too much is on its way from all clients together.
+    Raises `Overloaded` if too much is on its way from all clients together.
     """
     if declared is not None:
         _check_room(_num_bytes(declared))
@@ -217,8 +217,8 @@ async def read_body(receive: Receive, *, declared: bytes | None = None) -> bytes
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """The JSON object that a route takes. No body is an empty object. `RequestRejected` says what
-    is wrong with it.
+    """The JSON object that a route takes. An empty body counts as an empty object. Raises
+    `RequestRejected`, which names the fault in the body.
     """
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
