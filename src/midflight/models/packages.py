@@ -56,7 +56,9 @@ PACKAGED = (
 
 
 def packaged(name: str) -> PackagedModel:
-    """The model of this name. `ConfigError` names the nearest one where there is none."""
+    """The model of this name. If there is none, raises `ConfigError`, which names the
+    nearest one.
+    """
     known = {model.name: model for model in PACKAGED}
     if name not in known:
         raise ConfigError(
