@@ -152,8 +152,8 @@ class RemoteEngine:
         return await self._request("POST", path, msgspec.json.encode(body))
 
     async def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """Waits for the answer. A lost connection raises `EngineUnavailable`, an error answer the
-        error that it names.
+        """Waits for the answer. A lost connection raises `EngineUnavailable`. An error answer
+        raises the error that it names.
 
         Without a connection nothing is asked, because a frozen process still accepts connections
         and would never answer. The heartbeat ends a connection that is dead. The deadline of the
@@ -314,7 +314,7 @@ def _refusal(name: str, path: str, answer: Answered) -> Exception:
     """The error of an answer in OpenAI's shape."""
     try:
         body = json.loads(answer.content)["error"]
-        if body["code"] == Stopping.code:  # the engine is, and not this process
+        if body["code"] == Stopping.code:  # the engine is stopping, and not this process
             return EngineUnavailable(
                 f"engine {name!r} did not answer {wire.PREFIX + path}: {body['message']}"
             )

@@ -53,11 +53,11 @@ class StepOutput:
     finishes: tuple[tuple[int, int, Finish], ...] = ()
     """(handle, outlet, how it ended)"""
     failures: tuple[tuple[int, int, RequestRejected], ...] = ()
-    """(handle, outlet, why it could not go on). These requests ended too."""
+    """(handle, outlet, reason of the failure). These requests ended too."""
     experts: tuple[tuple[int, bytes], ...] = ()
-    """(handle, `Chunk.experts`) of requests among `finishes`, where the engine records them."""
+    """(handle, `Chunk.experts`) of requests among `finishes`, if the engine records them."""
     touched: frozenset[int] = frozenset()
-    """Outlets with a request in the step, also where the request got no token yet."""
+    """Outlets with a request in the step, even if the request got no token yet."""
     started: float = 0.0
     ended: float = 0.0
     num_running: int = 0

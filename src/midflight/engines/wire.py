@@ -88,9 +88,9 @@ class StepFrame(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     kept_lengths: bytes = b""
     """int32, the length of each token's part of `kept`, or -1 where its request did not ask."""
     attested: tuple[tuple[int, tuple[Segment, ...]], ...] = ()
-    """`Chunk.attested` of requests among `finishes`, where the engine has it."""
+    """`Chunk.attested` of requests among `finishes`, if the engine has it."""
     experts: tuple[tuple[int, bytes], ...] = ()
-    """`Chunk.experts` of requests among `finishes`, where the engine has it."""
+    """`Chunk.experts` of requests among `finishes`, if the engine has it."""
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True, omit_defaults=True):

@@ -129,7 +129,7 @@ class KvCache:
 
 
 LEAST_CONTEXT: Final = 32
-"""Tokens that a slot has room for at first, where the model can take so many."""
+"""Tokens that a slot has room for at first, if the model can take so many."""
 
 
 def _halved(most: int, *, least: int) -> int:
@@ -185,8 +185,7 @@ class Bucket:
     keys.
 
     Its tokens are [start, end) of the flattened step. Only queries are padded here, so that linear
-    layers never see padding. `rows` and `picks` are `None` where the queries are the tokens in
-    order.
+    layers never see padding. `rows` and `picks` are `None` if the queries are the tokens in order.
     """
 
     slots: Tensor | slice
@@ -285,7 +284,7 @@ class Weighing(NamedTuple):
     softcap: float | None
     """c tanh(score / c) in place of the score (Gemma 2)."""
     sinks: Tensor | None
-    """[heads] for each head a logit that takes part in the softmax and has no value (gpt-oss)."""
+    """[heads] a logit of each head that takes part in the softmax and has no value (gpt-oss)."""
 
 
 def slot_attention(
@@ -393,7 +392,7 @@ def _attend(
         out = weighed(split, keys, values, mask=mask, weighing=weighing)
         out = out.transpose(1, 2).reshape(num * length, heads, -1)
     elif length == 1:
-        # The query heads that share a key head stand where queries stand: no key is repeated.
+        # The query heads that share a key head take the place of queries, so no key is repeated.
         grouped = queries.reshape(num, kv_heads, heads // kv_heads, -1)
         mask = mask.expand(-1, -1, heads // kv_heads, -1)
         out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)

@@ -1,5 +1,5 @@
-"""Answers of a given form: which tokens a grammar allows next. llguidance does the parsing. This
-module bounds it and names its errors.
+"""Answers of a given form. A grammar decides which tokens are allowed next, and llguidance does the
+parsing. This module bounds it and names its errors.
 
 A constraint is a function of the output tokens alone, so a resumed answer goes on under the
 constraint it was interrupted with (I5).
@@ -144,7 +144,7 @@ class Grammars:
 
     def _known_tokens(self) -> llguidance.LLTokenizer:
         """The vocabulary as llguidance knows it. It is made at the first grammar, because that
-        takes a second where the vocabulary is large.
+        takes a second if the vocabulary is large.
         """
         if self._vocabulary is None:
             if not self._ends:

@@ -1,9 +1,7 @@
 """Forward passes of plain families (`models.plain`) by hand: the matrix products (`products`), and
-as little as can be between them.
-
-The load-time trial (`probe`) holds this way against the model's own forward before it serves
-anything. Products of one input are one product: their weights lie one after the other in memory,
-and the parameters of the model are views of that.
+as little as possible between them. The trial at load time (`probe`) compares it with the model's
+own forward before it serves anything. Products of one input are one product: their weights lie one
+after the other in memory, and the parameters of the model are views of that.
 """
 
 import itertools
@@ -58,7 +56,7 @@ class _Side(NamedTuple):
 
 
 class _PackedWeights(NamedTuple):
-    """The products of a set of weights, and where in memory these weights are."""
+    """The products of a set of weights, and the addresses of these weights in memory."""
 
     pointers: list[int]
     layers: list[list[PackedProduct]]

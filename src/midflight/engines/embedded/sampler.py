@@ -100,8 +100,8 @@ class Masks:
         return Masks(self.rows[own] - start, self.allowed[own])
 
     def without(self, suppressed: Ints) -> tuple[Masks, NDArray[np.bool_]]:
-        """Takes ids [G, W] (padded with -1) away. Also returns which rows [G] stayed as they were,
-        because nothing would have been left.
+        """Takes ids [G, W] (padded with -1) away. Also returns the rows [G] that stayed as they
+        were, because nothing would have been left.
         """
         fewer = self.allowed.copy()
         row, column = np.nonzero(suppressed >= 0)
@@ -446,8 +446,8 @@ def _nucleus(log_p: Tensor, *, top_k: Tensor, top_p: Tensor) -> Tensor:
 def _likeliest(
     log_p: Tensor, num_top: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The likeliest ids of each row of [R, V] that are possible at all, as many as `num_top` [R]
-    says, and their log-probabilities.
+    """The likeliest ids of each row of [R, V] that are possible at all, and their
+    log-probabilities. `num_top` [R] is their number.
     """
     width = min(int(num_top.max(initial=0)), log_p.shape[-1])
     ids = np.full((len(log_p), width), -1)

@@ -234,8 +234,8 @@ class Scheduler:
             return self._schedule_whole(ready)
         missing = table.length - table.cached
         if self._runner.keeps_states:
-            # A prompt that others may copy stops before its last token, which is where they take it
-            # over.
+            # A prompt that others may copy stops before its last token, because they take it over
+            # there.
             missing -= table.leading & (missing > 1)
         left = missing[ready]
         singles = ready[left == 1]
@@ -247,7 +247,7 @@ class Scheduler:
         chunks = chunks[counts > 0]
         counts = counts[counts > 0]
         order = np.argsort(counts, kind="stable")
-        # A prefill whose chunk is one token is attended like a decode, so it stands among them, in
+        # A prefill whose chunk is one token is attended like a decode, so it comes among them, in
         # order of slots.
         slots = np.concatenate([singles, chunks[order]])
         counts = np.concatenate([np.ones(len(singles), dtype=np.int64), counts[order]])
@@ -412,7 +412,7 @@ class Scheduler:
         return self.paused is None or self._waiting[0].handle < self._drain_before
 
     def _admit(self) -> None:
-        # before a slot is taken again, and before anybody looks for what is there
+        # This comes before a slot is taken again, and before any prefix is looked up.
         while self._left:
             self._add_prefix(self._left.pop())
         for slot in np.flatnonzero(self._table.blocked).tolist():

@@ -67,7 +67,7 @@ class SlotTable:
         self.top_k = np.zeros(n, dtype=np.int64)
         self.stop_ids = np.full((n, 2), -1, dtype=np.int64)
         self.has_matcher = np.zeros(n, dtype=np.bool_)
-        # Rows of these four need more than the arrays here say. A step without such a row pays
+        # Rows of these four need more than the arrays here hold. A step without such a row pays
         # nothing for them.
         self.constrained = np.zeros(n, dtype=np.bool_)
         self.penalised = np.zeros(n, dtype=np.bool_)

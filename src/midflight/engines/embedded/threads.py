@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 _WORK_OF_A_THREAD = 4e7
-"""Products (parameters times tokens) of a step from which on one more thread usually saves more
+"""Products (parameters times tokens) of a step above which one more thread usually saves more time
 than waiting for it costs.
 """
 _TRIAL = 4
@@ -63,7 +63,7 @@ class _Size:
         self._numbers = [1 << n for n in range(most.bit_length()) if 1 << n < most] + [most]
         self._usual = max(n for n in self._numbers if n <= max(1, usual))
         self._seconds = 0.0
-        """Seconds that a product takes with the usual number: a mean that forgets."""
+        """Seconds that a product takes with the usual number. It is a moving mean."""
         self._tried: list[float] = []
         self._up = True
         self._pause = _FIRST_PAUSE

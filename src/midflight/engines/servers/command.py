@@ -41,7 +41,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model as the server is to serve it. `dtype` is torch's name. `kv_bytes_per_token` counts
+    """The model that the server has to serve. `dtype` is torch's name. `kv_bytes_per_token` counts
     all layers.
     """
 

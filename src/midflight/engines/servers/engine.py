@@ -61,7 +61,7 @@ class ServerEngine:
     (I7).
     """
 
-    _merges = True  # whether versions that are adapters are merged into their base
+    _merges = True  # true if versions that are adapters are merged into their base
 
     def __init__(
         self,
@@ -510,8 +510,8 @@ class ServerEngine:
         )
 
     async def _attach(self) -> None:
-        """Makes the server serve the weights that the engine says it serves, whatever the server
-        served before and however it was left.
+        """Makes the server serve the weights that the engine claims to serve, whatever its state
+        was before.
         """
         found = await self._server.attach(self._client)
         check_same_model(found.model, self._area.first, url=self._client.url)

@@ -203,7 +203,7 @@ def part(answer: object, *path: str | int, of: str) -> object:
 
 
 def number(answer: object, *path: str | int, of: str) -> int:
-    """A part that is a whole number; `EngineError` where it is not one."""
+    """A part that is a whole number. Raises `EngineError` if it is not one."""
     found = part(answer, *path, of=of)
     if not isinstance(found, int):
         raise EngineError(
@@ -235,8 +235,8 @@ class EventTokens:
 
 
 def recorded_experts(encoded: str, *, num_choices: int | None, num_experts: int) -> UInt8:
-    """A server's record of experts as [T, bytes] of `Row.experts`. The record is base64: of int32,
-    `num_choices` for each token, or, where that is `None`, of numpy's own format.
+    """A server's record of experts as [T, bytes] of `Row.experts`. The record is base64 of int32,
+    `num_choices` for each token. If `num_choices` is `None`, it is base64 of numpy's own format.
     """
     data = base64.b64decode(encoded)
     kind = "u1" if num_experts <= 256 else "<u2"
@@ -267,8 +267,8 @@ class ServerDescription:
 
     capabilities: Capabilities
     label: str
-    """The label of the weights that the server serves. It is a version of ours where it is a
-    number.
+    """The label of the weights that the server serves. If it is a number, it is a
+    version of ours.
     """
     model: str
     """The folder that the server says its weights are from."""
@@ -290,8 +290,8 @@ UNLABELLED = "default"
 
 
 class Server(Protocol):
-    """One server. Calls wait for its answers, within the deadline of their caller. An answer that
-    does not come is `EngineUnavailable`.
+    """One server. Calls wait for its answers, within the deadline of their caller. If an answer
+    does not come, `EngineUnavailable` is raised.
     """
 
     @property
@@ -358,7 +358,7 @@ class Server(Protocol):
 
 
 def cut(piece: EventTokens, *, ends: tuple[int, ...], start: int, min_tokens: int) -> EventTokens:
-    """The piece up to the first token that ends the answer, where the server went on after it.
+    """The piece up to the first token that ends the answer, in case the server went on after it.
     `start` output tokens came before the piece.
     """
     for i, token in enumerate(piece.token_ids):

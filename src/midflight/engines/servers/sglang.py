@@ -2,8 +2,8 @@
 folder in memory.
 
 It was tried with 0.5.22 and 0.5.23. SGLang 0.5.20, the first with spans of versions, dies when a
-pause takes requests back, and 0.5.21 gives no direct way. See docs/engines.md for how it is started
-and why.
+pause takes requests back, and 0.5.21 has no direct way. docs/engines.md says how it is started and
+why.
 """
 
 import math
@@ -193,8 +193,8 @@ def _last(items: tuple, num: int) -> tuple:  # type: ignore[type-arg]
 
 
 def _number(logprob: float | None) -> float:
-    """A log-probability. JSON has no infinity, so `None` is the log-probability of the impossible,
-    which is nonsense for a sampled token.
+    """A log-probability. JSON has no infinity, so `None` is minus infinity, which is impossible for
+    a sampled token.
     """
     return float("-inf") if logprob is None else logprob
 
@@ -359,15 +359,15 @@ class SglangServer:
         )
 
     def body(self, asked: ServerRequest, *, salt: str) -> tuple[str, dict[str, object]]:
-        """See `Server`. The body has the seed where the server goes by seeds and the client asked
-        for one. A deterministic server would give all requests without a seed the same one.
+        """See `Server`. The body has the seed if the server uses seeds and the client asked for
+        one. A deterministic server would give all requests without a seed the same one.
         """
         request = asked.request
         seeded = self._deterministic or (self._seeds and request.seeded)
         room = self._room - len(request.input_ids)
         sampling = _sampling(request, asked.ends, room=room, seeded=seeded)
         if asked.shape:
-            sampling |= {"ebnf": asked.shape, "min_new_tokens": 0}  # our plugin sees to these
+            sampling |= {"ebnf": asked.shape, "min_new_tokens": 0}  # our plugin handles these
         body: dict[str, object] = {
             "rid": asked.id,
             "input_ids": request.input_ids,
@@ -397,7 +397,7 @@ class SglangServer:
         await client.post("/pause_generation", {"mode": _MODES[mode]})
 
     async def settle(self, client: ServerClient) -> None:
-        """See `Server`. SGLang says that it is paused before its scheduler has read of the pause.
+        """See `Server`. SGLang says that it is paused before its scheduler has received the pause.
         The scheduler itself reads this question, in order.
         """
         await client.settle("/server_info")
@@ -409,7 +409,7 @@ class SglangServer:
         self, client: ServerClient, folder: Path, version: Version, *, recompute: bool
     ) -> None:
         """See `Server`. While requests hold keys, SGLang refuses to clear its cache after the
-        weights have changed. Only retracted requests hold none.
+        weights have changed. Only retracted requests hold no keys.
         """
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": recompute}
         await client.post("/update_weights_from_disk", body)
@@ -439,7 +439,7 @@ def _sampling(
         "max_new_tokens": most,
         "min_new_tokens": min(most, max(0, s.min_tokens - request.num_output_tokens)),
         "top_k": s.top_k or -1,
-        "ignore_eos": s.ignore_eos,  # then it does not end on our ids either: `cut` sees to that
+        "ignore_eos": s.ignore_eos,  # then it does not end on our ids either: `cut` does so
         "stop_token_ids": ends,
     }
     if seeded:

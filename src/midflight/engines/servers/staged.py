@@ -125,8 +125,8 @@ class StagingArea:
         return StagedFolder(manifest.version, manifest.fingerprint, folder, name)
 
     def remove_adapters(self, *, but: Set[str]) -> None:
-        """Removes the folders of versions that no server will read again: all but those of the
-        names `but`.
+        """Removes the folders of versions that no server will read again. Only those with a name in
+        `but` are kept.
         """
         for folder in self._place.glob(f"{ADAPTER_PREFIX}*"):
             if folder.name not in but:
@@ -177,9 +177,7 @@ class StagingArea:
     def _converted(
         self, given: Mapping[str, tuple[int, ...]]
     ) -> tuple[dict[str, tuple[int, ...]], Set[str]]:
-        """The names and shapes that tensors in memory have in files, and the names that there must
-        be.
-        """
+        """The names and shapes in files of tensors in memory, and the names that are required."""
         from midflight.models.conversion import FileNames
 
         if self._names is None:
@@ -226,8 +224,8 @@ def adapter_version(version: Version) -> str:
 
 
 def first_folder(model: Path, place: Path) -> Path:
-    """The folder that a server starts with: the model's own, or, where the model has adapters, one
-    at `place`, which `write_first` writes.
+    """The folder that a server starts with. It is the model's own. If the model has adapters, it is
+    a folder at `place`, which `write_first` writes.
     """
     return model if adapter_of(model) is None else place / "first"
 

@@ -263,7 +263,7 @@ class VllmServer:
 
     async def _running(self, client: ServerClient, paths: frozenset[str]) -> int:
         """The server's `--max-num-seqs`. A server that was started here has ours, and is not asked,
-        because to answer it looks at the whole machine and takes seconds.
+        because it inspects the whole machine to answer, which takes seconds.
         """
         if self._theirs and "/server_info" in paths:
             with suppress(EngineError):

@@ -156,8 +156,8 @@ class Landing:
         self._kept = None  # (fingerprint, bytes) of the version that differences change
 
     def begin(self, order, *, index, workers):
-        """Starts to receive. The version that came before is forgotten, also where it is still on
-        its way: its thread ends by its deadline.
+        """Starts to receive. The version that came before is forgotten, even if it is still on its
+        way: its thread ends by its deadline.
         """
         if order["workers"] != workers:
             raise ValueError(

@@ -140,7 +140,7 @@ def _draw(draw, logprobs, seed, positions):
 GROUP = "midflight:"
 """The beginning of the name of a group that is ours. An order follows it, as JSON."""
 _landings = []
-"""One `Landing`, from when it is first asked for: a process has one manager of weights."""
+"""One `Landing`, from its first use on: a process has one manager of weights."""
 
 
 def _landing(manager):
@@ -218,9 +218,10 @@ def _take(original, manager, asked):
 
 
 def _changed(original, scheduler, new_version):
-    """SGLang notes how many tokens each request has when the weights change. One that is in a step
-    under way gets one more of the old weights; one that waits while that step reads other prompts
-    does not."""
+    """SGLang notes how many tokens each request has when the weights change. A request in a step
+    under way gets one more token of the old weights. A request that waits while that step reads
+    other prompts does not.
+    """
     from sglang.srt.runtime_context import get_serving
     from sglang.srt.utils.weight_versions import WeightVersionEvent
 

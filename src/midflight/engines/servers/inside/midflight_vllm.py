@@ -94,7 +94,7 @@ def _reload(model: nn.Module, model_config: object, tensors: Iterable[tuple[str,
     device = next(model.parameters()).device
     if device.type == "cpu":
         _forget_packed_experts(model)
-    # The context makes every operation slower, so it is entered only where it changes something.
+    # The context makes every operation slower, so it is entered only if it changes something.
     with nullcontext() if device.type == "cpu" else torch.device(device):
         reload.initialize_layerwise_reload(model)
         model.load_weights(tensors)
