@@ -138,7 +138,7 @@ class Answer:
         self._labels: list[list[int]] = []
         """The version, the version of the oldest key, and the end of each run of tokens."""
         self._experts: UInt8 | None = None
-        """[T, B], for prompt and output; None if no engine recorded any."""
+        """[T, B], for prompt and output. It is None if no engine recorded any."""
         self._texts: list[str] = []
         self._pieces: list[Piece] = []
         sampling = request.sampling

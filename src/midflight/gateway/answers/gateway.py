@@ -402,7 +402,7 @@ class Gateway:
             raise first_error(errors) from None
 
     async def _answer(self, ongoing: Ongoing, answer: Answer) -> None:
-        """Waits for one answer. Whatever ends it early, its tokens get a fate (I3)."""
+        """Waits for one answer. If it ends early, for any reason, its tokens get a fate (I3)."""
         job = ongoing.job
         session = ongoing.job.session
         answer.clock = asyncio.get_running_loop().time

@@ -43,8 +43,8 @@ class Generator:
         self.fleet = fleet
         self.request_seconds = request_seconds
         self.forsaken = ""
-        """Why no engine will ever take requests again. Requests then do not wait for one. Empty
-        while an engine may come.
+        """The reason why no engine will ever take requests again. Requests then do not wait for
+        one. Empty while an engine may come.
         """
         self._active: dict[_Attempts, None] = {}
         self._prefix = secrets.token_hex(8)

@@ -48,7 +48,7 @@ class OwnedRecord:
 
     @property
     def reward(self) -> float | None:
-        return cast("float | None", self.said.reward)  # a late one is refused where it is sent
+        return cast("float | None", self.said.reward)  # a late one is refused on arrival
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class _OwnedSession:
     task: Json
     due: float
     num_seen: int | None = 0
-    """The number of requests at the last look; None if one was running."""
+    """The number of requests at the last check. It is None if one was running."""
     record: SessionRecord | None = None
     rows_given: bool = False
     said: Result | None = None

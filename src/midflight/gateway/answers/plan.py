@@ -58,7 +58,7 @@ class EngineLimits:
         )
 
     def lacking(self, engine: Capabilities) -> str:
-        """Why an engine that joins later does not meet these limits. Empty if it does."""
+        """Returns why an engine that joins later does not meet these limits. Empty if it does."""
         if engine.vocab_size != self.vocab_size:
             return f"its vocabulary has {engine.vocab_size} ids, that of the run {self.vocab_size}"
         if engine.max_context < self.max_context:

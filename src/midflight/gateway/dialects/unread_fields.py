@@ -398,7 +398,7 @@ class UnreadFields:
 
 
 _PRINTABLE = b"?" * 32 + bytes(range(32, 127)) + b"?" * 129
-"""A table for `bytes.translate` that replaces what a header may not hold."""
+"""A table for `bytes.translate` that replaces bytes which a header may not hold."""
 
 
 def is_neutral(value: JsonValue, neutral: tuple[JsonValue, ...]) -> bool:

@@ -355,7 +355,7 @@ class Fleet:
         self._pins.forget(affinity)
 
     def describe(self) -> str:
-        """Describes each engine and why it takes no request, for error messages."""
+        """Describes each engine and the reason why it takes no request, for error messages."""
         return "; ".join(_describe(state) for state in self.states()) or "no engine is attached"
 
     # --- State ------------------------------------------------------------------------------------

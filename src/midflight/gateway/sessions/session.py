@@ -413,8 +413,8 @@ def request_seed(
     prompt_ids: tuple[int, ...] | bytes,
     role: str = "",
 ) -> int:
-    """The seed of a rollout's request. It depends on the rollout, the role, the prompt and how
-    often the prompt was requested before, never on the order of arrival. `prompt_ids` may be packed
+    """The seed of a rollout's request. It depends on the rollout, the role, the prompt and the
+    number of its earlier requests, never on the order of arrival. `prompt_ids` may be packed
     already.
     """
     group = key.group
