@@ -155,7 +155,7 @@ def _words(data: memoryview, width: int) -> Words:
 
 
 def _folded(differences: Words) -> Words:
-    """Zigzag: the sign goes to the lowest bit. Overflow is meant: words wrap."""
+    """Zigzag: the sign goes to the lowest bit. Overflow is intended: words wrap."""
     return (differences << 1) ^ np.negative(differences >> (8 * differences.itemsize - 1))
 
 
@@ -164,13 +164,17 @@ def _unfolded(folded: Words) -> Words:
 
 
 def _deflated(data: bytes) -> bytes:
-    """The data deflated, without a checksum: the fingerprint of the result is verified anyway."""
+    """The deflated data, without a checksum, because the fingerprint of the result is verified
+    anyway.
+    """
     made = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
     return made.compress(data) + made.flush()
 
 
 def _inflated(data: memoryview, size: int) -> bytes:
-    """`size` bytes, or an error before more than that is made, whatever the data claims to hold."""
+    """Inflates the data to exactly `size` bytes, or raises `ValueError`. At most one byte more is
+    made, even if the data claims to hold more.
+    """
     reading = zlib.decompressobj(-15)
     try:
         found = reading.decompress(data, size + 1)

@@ -141,7 +141,7 @@ class Committer:
                 else:
                     self._fleet.hold(engine.name, OWNER)
                     await _swap_paused(engine, manifest, mode, barrier=barrier, own_time=own_time)
-                # The engine is resumed also where nothing was paused now: an earlier attempt may
+                # The engine is resumed even if nothing was paused now: an earlier attempt may
                 # have ended in quarantine with the engine paused.
                 await engine.resume()
                 self._fleet.served(engine.name, manifest.version)
@@ -199,7 +199,9 @@ class HandoverReport:
     served_by: tuple[str, ...] = ()
     """Engines that attested it, in the order in which they did."""
     quarantined: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Engines that did not, and why. They rejoin at this version, or a later one."""
+    """The engines that did not attest it, with the reason. They rejoin at this version, or a later
+    one.
+    """
     superseded_by: Version | None = None
     """The newer version that took its place before it was staged anywhere. In that case nothing
     else was done.

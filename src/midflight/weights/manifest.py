@@ -64,7 +64,7 @@ def views(specs: Iterable[TensorSpec], buffer: memoryview) -> Mapping[str, memor
 
 
 _left: deque[mmap.mmap] = deque(maxlen=1)
-"""Memory of which there is no view any more. Getting as much anew from the kernel, page by page,
+"""Memory that no view uses any more. Getting the same amount anew from the kernel, page by page,
 takes several times as long as filling it.
 """
 

@@ -242,7 +242,7 @@ class CollectiveService:
         hashed = any(m.ask.workers is not None for m in members)
         digests = await self._in_thread(self._broadcast, group, data, hashed)
         self._keep(members, group)
-        # else it was released, and what was hashed may not be what was sent
+        # else it was released, and the bytes that were hashed may not be those that were sent
         if self._data(members[0].ask) is data:
             _answer([m for m in members if m.ask.workers is not None], Sent(digests))
 
@@ -314,7 +314,7 @@ def _names(members: list[WaitingReceiver]) -> frozenset[str]:
 
 
 BUCKET_BYTES = 64 * 2**20
-"""Large enough that a broadcast costs nothing beside its bytes, small enough to be through in a
+"""It is large enough that a broadcast costs nothing beside its bytes, and small enough to take a
 second on a slow network.
 """
 

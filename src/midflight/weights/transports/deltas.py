@@ -78,7 +78,7 @@ class DeltaPublisher:
         return manifest
 
     def release(self, version: Version) -> None:
-        """Takes note only. A version that nothing needs any more is released at the next
+        """Takes note only. A version that is not needed any more is released at the next
         publication.
         """
         self._held.pop(version, None)

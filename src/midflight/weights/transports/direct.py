@@ -167,7 +167,9 @@ class DirectRound:
         )
 
     def sent(self, answer: Answer | None) -> None:
-        """Takes the publisher's word that all is sent. `None` is a publisher that has hung up."""
+        """Takes the publisher's word that all is sent. `None` means that the publisher
+        has hung up.
+        """
         if not isinstance(answer, Sent):
             raise RoundBroken("the broadcast did not come to its end")
         self._digests = answer.digests
@@ -265,7 +267,7 @@ class DirectFeed:
                     answer = read_answer(await reader.readline())
                 host: str = writer.get_extra_info("peername")[0]
                 await workers.receive(at.order(answer, known, host=host))
-                ended = await reader.readline()  # the publisher hangs up where the round failed
+                ended = await reader.readline()  # the publisher hangs up if the round failed
                 at.sent(read_answer(ended) if ended else None)
             finally:
                 writer.close()

@@ -107,7 +107,7 @@ class MachineCopy:
         return memoryview(mapped)[: max(1, self._num_bytes)]
 
     def whole(self) -> None:
-        """Says that no process writes to it any more, so that others may use it too."""
+        """Marks the file as whole: no process writes to it any more, so others may use it too."""
         fcntl.flock(self._file, fcntl.LOCK_SH)
 
     def close(self) -> None:
@@ -124,8 +124,8 @@ class MachineCopy:
 
 
 def _locked(path: Path, until: float) -> tuple[int, bool] | None:
-    """The open file, and whether it is locked for this caller alone. `None` if that takes too
-    long.
+    """The open file, and True if it is locked for this caller alone. `None` if that
+    takes too long.
     """
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

@@ -14,8 +14,8 @@ from midflight.types import TensorSpec, Version, WeightManifest
 
 
 class Publisher(Protocol):
-    """Puts versions where engines can fetch them. It blocks and is not thread-safe: the trainer is
-    its one caller.
+    """Publishes versions for engines to fetch. It blocks and is not thread-safe: the trainer is its
+    one caller.
     """
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:

@@ -385,7 +385,7 @@ class _PullJob:
     # --- The tree ---------------------------------------------------------------------------------
 
     def _proven_tree(self, copy: MachineCopy, sources: Sequence[str]) -> tuple[Tree, bool]:
-        """The version's tree, which the fingerprint proves, and whether it is new here."""
+        """The version's tree, which the fingerprint proves, and True if it is new here."""
         kept = copy.tree()
         if kept:
             tree, _ = self._proven(kept)

@@ -143,7 +143,7 @@ class WaitingReceiver:
 
     ask: Ask
     since: float
-    """When the receiver came, in seconds of the clock that `Gathering` gets."""
+    """The time when the receiver came, in seconds of the clock that `Gathering` gets."""
     answer: Callable[[Answer], None]
     hang_up: Callable[[], None]
 

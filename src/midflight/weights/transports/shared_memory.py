@@ -34,7 +34,7 @@ class SharedMemoryPublisher:
 
     def __init__(self, name: str, *, folder: Path | None = None, threads: int = 1) -> None:
         """`name` begins the file's name. `folder` is /dev/shm by default, or the temporary folder
-        where that is missing or too small.
+        if /dev/shm is missing or too small.
         """
         if not name or "/" in name:
             raise ConfigError(
