@@ -110,8 +110,8 @@ def adapter_name(name: str) -> str | None:
 
 
 def base_name(name: str) -> str:
-    """The name in files of a tensor of the base, which in memory lies one level deeper where it is
-    adapted.
+    """The name in files of a tensor of the base. In memory an adapted tensor lies one
+    level deeper.
     """
     return name.replace(".base_layer.", ".")
 

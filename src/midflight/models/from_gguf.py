@@ -214,7 +214,9 @@ def _is_spare(name: str, model: PreTrainedModel) -> bool:
 
 
 def _check_positions(file: Path, metadata: Metadata, model: PreTrainedModel) -> None:
-    """`ModelNotFound` if the file asks for scaled positions and the model does not scale them."""
+    """Raises `ModelNotFound` if the file asks for scaled positions and the model does not scale
+    them.
+    """
     kind = metadata.get(f"{metadata.get('general.architecture')}.rope.scaling.type", "none")
     if kind != "none" and not _scales_positions(model):
         raise ModelNotFound(

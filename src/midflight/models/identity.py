@@ -47,8 +47,8 @@ class ModelIdentity(msgspec.Struct, frozen=True):
         return cls(config, vocabulary, _hashed(folder) if weights else None)
 
     def difference(self, other: "ModelIdentity") -> str:
-        """A clause about the other model that says how it differs; empty where it is the same. A
-        value that only one of them has does not count: exports fill in defaults.
+        """A clause about the other model that says how it differs. Empty if it is the same. A value
+        that only one of them has does not count: exports fill in defaults.
         """
         for name in sorted(self.config.keys() & other.config.keys()):
             if self.config[name] != other.config[name]:

@@ -180,8 +180,8 @@ def _peft_config(
 
 
 def _whole(alpha: float) -> int:
-    """Alpha as an integer where it is one. PEFT declares alpha an integer, computes with any
-    number, and keeps the number that it got in its file.
+    """Alpha, as an integer if it is one. PEFT declares alpha an integer, computes with any number,
+    and keeps the number that it got in its file.
     """
     return int(alpha) if alpha == int(alpha) else alpha  # pyright: ignore[reportReturnType]
 

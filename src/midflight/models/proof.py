@@ -1,4 +1,4 @@
-"""Proofs that a part of a run computes what a model computes: rows to try it on, the model's own
+"""Proofs that a part of a run computes the same as a model: rows to try it on, the model's own
 forward to compare it with, and the result.
 
 The reference is the model alone with one row: its eager attention, its own mask and positions, no
@@ -68,7 +68,7 @@ class Proof:
     gradient_error: float | None = None
     """The relative error."""
     reason: str = ""
-    """Why it is not the first way, and the remedy where it is refused."""
+    """The reason why it is not the first way, and the remedy if it is refused."""
     layout: str = ""
     """The layout of the rows in the trainer's micro-batches. Empty for other parts."""
 

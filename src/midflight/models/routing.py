@@ -63,8 +63,8 @@ class Routers:
 
     @contextmanager
     def recording(self) -> Generator[dict[int, list[Tensor]]]:
-        """Records forwards inside the block. The yielded lists fill: for each layer with experts,
-        by its place among them, the experts [N, k] of the tokens of each forward.
+        """Records forwards inside the block. The yielded lists fill. For each layer with experts,
+        by its place among them, a list gets the experts [N, k] of the tokens of each forward.
         """
         self._chosen = {place: [] for place in range(len(self._layers))}
         self._records = True

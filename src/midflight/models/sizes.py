@@ -63,8 +63,8 @@ DTYPE_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16":
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of one element of a dtype, by torch's or safetensors' name; `ConfigError` when
-    unknown.
+    """Bytes of one element of a dtype, by torch's or safetensors' name. Raises `ConfigError` if it
+    is unknown.
     """
     name = DTYPE_NAMES.get(dtype, dtype)
     if name not in DTYPE_BYTES:
@@ -78,8 +78,8 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The numbers that memory follows from. Without `stored`, parameters are counted as in Qwen3,
-    with gated feed-forward and normalised queries and keys.
+    """The numbers that determine the memory of a model. Without `stored`, parameters are counted as
+    in Qwen3, with gated feed-forward and normalised queries and keys.
     """
 
     vocab_size: int
@@ -226,8 +226,8 @@ def sizes_of(folder: Path) -> ModelSizes:
 
 
 def _num_stored(folder: Path) -> int:
-    """Numbers in the safetensors files of a folder, from their headers; 0 if one cannot be read,
-    which is said where the model is loaded.
+    """Numbers in the safetensors files of a folder, from their headers. It is 0 if one cannot be
+    read; loading the model reports the fault.
     """
     total = 0
     for path in folder.glob("*.safetensors"):
@@ -368,10 +368,10 @@ def fingerprint(specs: Iterable[TensorSpec], buffer: Buffer, *, threads: int = 1
 def fingerprint_views(
     specs: Iterable[TensorSpec], views: Mapping[str, memoryview], *, threads: int = 1
 ) -> str:
-    """The same over one view per tensor: equal to `fingerprint` of any buffer that holds these
+    """The same over one view per tensor. It equals `fingerprint` of any buffer that holds these
     bytes.
 
-    With one thread each view is asked for when it is hashed, and not kept.
+    With one thread each view is requested when it is hashed, and not kept.
     """
     ordered = sorted(specs, key=lambda spec: spec.name)
     digests = _digests((views[spec.name] for spec in ordered), threads)

@@ -159,7 +159,9 @@ class TransferOrder:
     fingerprint: str
     """The fingerprint of the weights that the worker then has."""
     base: str = ""
-    """If a difference is sent: the fingerprint of the weights that it changes."""
+    """The fingerprint of the weights that the difference changes. Empty if no
+    difference is sent.
+    """
     keeps: bool = False
     """True if the worker must keep the bytes, because differences will change them."""
     serves: bool = True

@@ -134,7 +134,7 @@ class Fate(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a token was masked, or a token, rollout or group was dropped."""
+    """The reason why a token was masked, or a token, rollout or group was dropped."""
 
     STALE = "stale"
     OVERSHOOT = "overshoot"

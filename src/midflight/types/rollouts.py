@@ -135,8 +135,8 @@ class RolloutKey(msgspec.Struct, frozen=True, order=True):
 
 
 def spans(generated: Bool) -> list[tuple[int, int, bool]]:
-    """The spans [begin, end) of tokens that the model read or wrote, in order, and whether it wrote
-    them.
+    """The spans [begin, end) of tokens that the model read or wrote, in order. Each has True if the
+    model wrote it.
     """
     edges = [0]
     edges += [at for at in range(1, len(generated)) if generated[at] != generated[at - 1]]
@@ -399,7 +399,7 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class Accounts:
     """The counts of all groups (I1), and of all tokens of rollouts that have ended (I3). They cover
-    the whole run, whichever processes died meanwhile.
+    the whole run, even if processes died meanwhile.
 
     Submitted groups are those running, waiting, leased, trained and dropped. Received tokens are
     those waiting (including those of leased groups), trained, masked and dropped. `dropped` and

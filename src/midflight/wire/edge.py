@@ -234,8 +234,8 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 
 
 def _num_bytes(declared: bytes) -> int:
-    """The declared number of bytes, or 0 where it is no number, which the server refuses. Digits
-    are bounded: 20 are more than any length.
+    """The declared number of bytes. It is 0 if the header is no number, which the server refuses.
+    Digits are bounded: 20 are more than any length.
     """
     return int(declared[:20]) if declared.isdigit() else 0
 
@@ -313,7 +313,7 @@ async def send_bytes(
     content_type: bytes,
     headers: Sequence[tuple[bytes, bytes]] = (),
 ) -> None:
-    """Sends a whole answer, in one write where the server offers that (`whole`)."""
+    """Sends a whole answer, in one write if the server offers that (`whole`)."""
     whole: Callable[[int, bytes, bytes], bool] | None = getattr(send, "whole", None)
     if whole is not None and not headers:
         head = b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body))

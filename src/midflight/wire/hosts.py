@@ -13,7 +13,7 @@ ANY_HOST = "*"
 class OnlyHosts:
     """An application for requests that call it by an address of loopback or one of `names`.
 
-    A web page whose own name was made to lead here (DNS rebinding) has its visitors' browsers ask
+    A web page may make its own name lead here (DNS rebinding), and then its visitors' browsers ask
     by that name. `ANY_HOST` permits it.
     """
 

@@ -1,5 +1,5 @@
-"""Starlette's routes, behind a token and with errors as answers. They are for whatever is not called
-for every answer, which goes without Starlette's objects (`edge`).
+"""Starlette's routes, behind a token and with errors as answers. They are for requests outside the
+hot path. A request for an answer goes without Starlette's objects (`edge`).
 """
 
 from collections.abc import Awaitable, Callable, Sequence

@@ -133,9 +133,9 @@ class _TrackedSend:
         await self._send(message)
 
     def whole(self, status: int, head: bytes, body: bytes) -> bool:
-        """Sends all of an answer in one write, where the client keeps up and its connection goes
-        on. Returns whether it was sent; otherwise it must go by `send`. `head` is trusted to be
-        right, length included.
+        """Sends all of an answer in one write, if the client keeps up and its connection goes on.
+        Returns whether it was sent; otherwise it must go by `send`. `head` is trusted to be right,
+        length included.
         """
         cycle = self._cycle
         if cycle is None or cycle.response_started or cycle.disconnected:

@@ -63,8 +63,8 @@ class FormatParser:
         self._pieces: list[assistant.Piece] = []
         self.num_calls = 0
         self._told: int | None = None
-        """A mark of the cursor. The arguments of the open call were given out up to there. None: no
-        call is open.
+        """A mark of the cursor. The arguments of the open call were given out up to there. It is
+        None if no call is open.
         """
         self._end: int | None = None
         """A mark of the cursor: the end of these arguments, once it is known."""
