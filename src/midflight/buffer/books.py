@@ -110,8 +110,8 @@ class Books:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the rows of ended rollouts that are in memory: their group runs, waits or is
-        leased.
+        """The size of the rows of ended rollouts in memory. Their group runs, waits or
+        is leased.
         """
         return sum(self._bytes.values())
 
@@ -309,7 +309,7 @@ class Books:
     ) -> Wait | None:
         """The wait for running groups, if the batch would leave too many groups behind.
 
-        A running group that is over age already can never be trained: to wait for it would gain
+        A running group that is over age already can never be trained, so waiting for it would gain
         nothing.
         """
         limits = self._limits
@@ -505,8 +505,8 @@ class Books:
         self.tokens.drop(Reason.STALE, -share.num_dropped)
 
     def _settle(self, version: Version) -> None:
-        """Makes steps up to `version` final, also one that was never reported: the checkpoint has
-        it.
+        """Makes steps up to `version` final. Also makes a step final that was never reported,
+        because the checkpoint has it.
         """
         for number, lease in list(self._leases.items()):
             if lease.batch.train_version < version:

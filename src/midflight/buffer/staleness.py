@@ -80,7 +80,7 @@ from midflight.types import Group, Int32, Row, Trajectory, Version
 @dataclass(frozen=True, slots=True)
 class Lineage:
     """The places where a trainer went on from a checkpoint under a number that was not the next
-    one. Each is that number, and how far all versions before it move up.
+    one. Each has that number, and the distance by which all versions before it move up.
     """
 
     forks: tuple[tuple[Version, int], ...] = ()

@@ -77,7 +77,7 @@ BRIEF = (
     "CREATE INDEX IF NOT EXISTS rollouts_brief ON rollouts "
     "(epoch, position, attempt, sample, reward, truncated, seconds, num_trainable, error)"
 )
-"""An index with all of a rollout but its tokens, for readers of a run: without it they would read
+"""An index with all of a rollout but its tokens, for readers of a run. Without it they would read
 past the tokens of the whole run. A store of an older Midflight gets it when its run goes on, and is
 read without it.
 """

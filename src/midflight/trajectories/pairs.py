@@ -125,7 +125,7 @@ def copy_store(
     disk when this returns; if it raises, there is none.
 
     It blocks, some pages at a time, and another process may write to the store meanwhile. `step`
-    gets the pages left and their number. `StoreFailed` has the remedy.
+    gets the pages left and their number. Raises `StoreFailed` with the remedy.
     """
     for left in copy.parent.glob(".store-*.sqlite*"):
         left.unlink(missing_ok=True)
@@ -215,7 +215,7 @@ def is_behind(store: Path, copy: Copy) -> bool:
 
 
 def readable(folder: Path, store_folder: Path | None) -> tuple[Path, Copy | None]:
-    """The file to read a run from: its store, or the copy where that is newer or alone."""
+    """The file to read a run from: its store, or the copy if that is newer or alone."""
     store = store_path(folder, store_folder)
     copy = newest_copy(folder)
     if copy is not None:
@@ -284,7 +284,7 @@ def claim(store: Path, folder: Path) -> None:
 
 def remove_left(disk: Path, *, but: Path) -> Sequence[Path]:
     """Removes stores from a disk whose runs have gone on elsewhere from newer copies, and stores
-    that a run put aside when it came back. Returns those that are gone.
+    that a run put aside when it came back. Returns the removed stores.
 
     `but` is the store of the run that asks. A store that cannot be read, or whose run has no copy
     that can be seen, stays.
