@@ -42,8 +42,8 @@ class About(msgspec.Struct, frozen=True):
     """The version of the weights that the engine serves."""
     model: ModelIdentity
     sees: str | None = None
-    """The contents of the file that the engine was asked to look at, or `None` if it cannot read
-    it.
+    """The contents of the file that the engine was asked to look at. `None` if it was not asked, or
+    cannot read the file.
     """
 
 
@@ -83,7 +83,7 @@ async def ask_about(
     url: str, *, token: str | None, nonce: Path | None = None, weights: bool = False, seconds: float
 ) -> About:
     """Asks the engine at `url` about itself. Waits for the answer, `seconds` at most. Raises
-    `EngineRefused`, which says why an engine cannot join from there.
+    `EngineRefused` with the reason if an engine cannot join from there.
     """
 
     def lost(what: str) -> EngineRefused:

@@ -104,7 +104,9 @@ class StepOutput:
         return list(columns)
 
     def tops(self) -> list[Top]:
-        """The alternatives of each row. Empty if no request asks."""
+        """The alternatives of each row. Empty if no request asks. A row that asked has at least
+        one, the sampled token.
+        """
         if not self.top_ids.size:
             return []
         found: list[Top] = []

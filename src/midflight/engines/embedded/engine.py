@@ -198,8 +198,10 @@ class EmbeddedEngine:
 
     async def submit(self, request: types.GenerateRequest, *, outlet: int) -> int:
         """Queues a request and returns its handle, which appears in the steps given to its outlet.
-        Raises `RequestRejected` if the request is not in order. Waits only if the request has a
-        grammar: for the grammars before it to be compiled, and for the thread that compiles it.
+        Raises `RequestRejected` if the request is not in order.
+
+        Waits only if the request has a grammar: for the grammars before it to be compiled, and for
+        the thread that compiles it.
         """
         self._check(request)
         if request.sampling.grammar is None:

@@ -1,7 +1,9 @@
 """Forward passes of plain families (`models.plain`) by hand: the matrix products (`products`), and
-as little as possible between them. The trial at load time (`probe`) compares it with the model's
-own forward before it serves anything. Products of one input are one product: their weights lie one
-after the other in memory, and the parameters of the model are views of that.
+as little as possible between them.
+
+The trial at load time (`probe`) compares this way with the model's own forward before it serves
+anything. Products of one input are one product: their weights lie one after the other in memory,
+and the parameters of the model are views of that.
 """
 
 import itertools

@@ -1,5 +1,6 @@
-"""Finds out in which ways the engine computes a model as the model computes itself. The ways are
-tried when the model is loaded, and the model is served in the first that is right.
+"""The trial of the ways in which the engine can compute a model. A way is right if it gives the
+model's own numbers. The ways are tried when the model is loaded, and the first that is right serves
+it.
 
 Plain families go without their modules (`PlainRunner`). Sequences share steps and slots where that
 is right (`Runner`), else each goes alone (`SequentialRunner`). If no cache of the model can be

@@ -62,9 +62,10 @@ class EngineWeights:
 
     def stage(self, manifest: WeightManifest) -> None:
         """Fetches a version, which the receiver verifies. Blocking. After any failure the weights
-        served stay as they are. Nothing is fetched if the version has the same weights as those
-        served. This holds for the first version, and for the version of a step that changed
-        nothing.
+        served stay as they are.
+
+        Nothing is fetched if the version has the same weights as those served. This holds for the
+        first version, and for the version of a step that changed nothing.
         """
         with self._staging:
             self._replaced = {}

@@ -23,8 +23,8 @@ _OF = "a server that Midflight's plugin is in"
 
 class DirectServer(ServerWorkers, Protocol):
     async def take(self, version: Version, *, recompute: bool) -> None:
-        """Makes the weights that came the weights served, or goes back to those served before them,
-        in all workers or in none. Called in a pause, or between two steps.
+        """Serves the weights that came, or goes back to the weights that were served before them.
+        All workers do so, or none. Called in a pause, or between two steps.
         """
         ...
 

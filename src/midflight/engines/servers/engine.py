@@ -81,8 +81,8 @@ class ServerEngine:
     ) -> None:
         """`model` is the folder with the weights of `version`. The server starts with them
         (`first_folder`), or gets them when it is attached. `num_workers` is the number of processes
-        that must compute for the server; `None` allows any number. `start_seconds` and `works`: see
-        `ServerClient`.
+        that must compute for the server; `None` allows any number. `ServerClient` explains
+        `start_seconds` and `works`.
         """
         self._num_workers = num_workers
         self._name = name
@@ -510,8 +510,8 @@ class ServerEngine:
         )
 
     async def _attach(self) -> None:
-        """Makes the server serve the weights that the engine claims to serve, whatever its state
-        was before.
+        """Makes the server serve the weights that the engine claims to serve. The server's earlier
+        state does not matter.
         """
         found = await self._server.attach(self._client)
         check_same_model(found.model, self._area.first, url=self._client.url)

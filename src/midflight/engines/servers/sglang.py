@@ -439,7 +439,7 @@ def _sampling(
         "max_new_tokens": most,
         "min_new_tokens": min(most, max(0, s.min_tokens - request.num_output_tokens)),
         "top_k": s.top_k or -1,
-        "ignore_eos": s.ignore_eos,  # then it does not end on our ids either: `cut` does so
+        "ignore_eos": s.ignore_eos,  # then our ids do not end it either: `cut` does
         "stop_token_ids": ends,
     }
     if seeded:
