@@ -1,10 +1,10 @@
 """The place of every group and every token, and the choice of the groups for the next step. Facts
 change the books, and nothing else does.
 
-I1: submitted = running + waiting + leased + trained + dropped(by reason), after every fact. I3:
-received = waiting + trained + masked(by reason) + dropped(by reason), for the tokens of rollouts
-that have ended. Tokens of running rollouts are in flight and known to the gateway; leased ones wait
-until their step is done.
+I1: submitted = running + waiting + leased + trained + dropped(by reason), after every fact.
+I3: received = waiting + trained + masked(by reason) + dropped(by reason), for the tokens of
+rollouts that have ended. Tokens of running rollouts are in flight and known to the gateway; leased
+ones wait until their step is done.
 """
 
 from collections import Counter

@@ -27,7 +27,8 @@ or later, is <= u. Claim: L(u, v) <= (u + S - v) B for all u <= v.
   * While v_served <= u, admission bounds *all* groups left behind, with and without a token: after
     the step at v took its batch, running + waiting <= (v_served + S + 1 - (v + 1)) B <= (u + S - v)
     B.
-  * Once v_served > u, no group can join L(u, .) any more: a new token is younger than u. Its groups are known by their tokens, and the rule with k = u + S - v is the claim itself.
+  * Once v_served > u, no group can join L(u, .) any more: a new token is younger than u. Its groups
+    are known by their tokens, and the rule with k = u + S - v is the claim itself.
 With v = u + S the claim reads: no group with a token <= u is left after step u + S. So every group
 is taken in time.
 
@@ -154,6 +155,9 @@ def overfull(
 ) -> Version | None:
     """The smallest u = v + k - S for which more than k B of the groups left behind are <= u. `None`
     if the batch may be taken.
+
+    `left_behind` holds the oldest token version of every group, finished or running, that has a
+    token and is not in the batch.
     """
     ordered = sorted(left_behind)
     for k in range(max_staleness + 1):

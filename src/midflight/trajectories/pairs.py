@@ -189,8 +189,8 @@ def newest_copy(folder: Path) -> Copy | None:
 
 
 def copied_at(store: Path) -> Version | None:
-    """The newest version whose checkpoint has a copy of this store. None if there is no store, and
-    -1 if it has no copy.
+    """The newest version whose checkpoint has a copy of this store. It is None if there is no
+    store, and -1 if it has no copy.
     """
     found = _numbers(store)
     return None if found is None else found.get(COPIED, -1)
