@@ -11,7 +11,7 @@ warning, until 5.40. RWKV has the last.
 
 
 def cache_name(model: PreTrainedModel) -> str | None:
-    """The name of the cache, which is a parameter of the model's forward and a field of its result.
+    """The name of the cache: a parameter of the model's forward and a field of its result. It is
     None if the model keeps nothing.
     """
     parameters = inspect.signature(type(model).forward).parameters

@@ -64,8 +64,8 @@ would replace parts of the file by its own.
 
 
 def convert(file: Path, folder: Path) -> GgufContents:
-    """Writes the model of `file` into an existing folder. Raises `ModelNotFound`, which names the
-    fault of the file, or `ConfigError` if there is no room.
+    """Writes the model of `file` into an existing folder. Raises `ModelNotFound` with the reason if
+    the file cannot be converted, and `ConfigError` if there is no room.
     """
     reader = opened(file)
     metadata = {name: field.contents() for name, field in reader.fields.items()}

@@ -58,7 +58,7 @@ def model_folder(path: Path) -> Path:
 
     The folder's name holds a hash of the file: a changed file gets another folder, and a run keeps
     the one that it began with. This reads the whole file, and waits for the conversion. Raises
-    `ModelNotFound`, which names the fault of the file.
+    `ModelNotFound` with the reason if the file cannot be converted.
     """
     if path.suffix.lower() != ".gguf" or path.is_dir():
         return path
@@ -89,7 +89,7 @@ def convert(file: Path, folder: Path) -> GgufContents:
 
 def write_folder(file: Path, folder: Path, lock: int) -> GgufContents:
     """Writes the model of a GGUF file into an existing folder. It waits for a process that does so.
-    Raises `ModelNotFound`, which says why it cannot be done.
+    Raises `ModelNotFound` with the reason if it cannot be done.
     """
     command = [sys.executable, "-m", "midflight.models.from_gguf", str(file), str(folder)]
     environ = {

@@ -307,7 +307,9 @@ def num_experts_of(folder: Path) -> int:
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """`config.json` of a model folder. Raises `ModelNotFound`, which names the missing file."""
+    """`config.json` of a model folder. Raises `ModelNotFound` if a file is missing. It names the
+    file.
+    """
     if not folder.is_dir():
         raise ModelNotFound(
             f"loading a model: no folder {str(folder)!r}; set model.path to a Hugging Face model "

@@ -25,7 +25,7 @@ class Capabilities:
     max_running: int
     """The most requests that are decoded together. More requests wait inside the engine."""
     max_keys: int | None = None
-    """The most tokens, over all requests, whose keys and values it can keep. None if each of
+    """The most tokens, over all requests, whose keys and values it can keep. It is None if each of
     `max_running` requests may fill the context.
     """
     features: frozenset[Feature] = frozenset()
@@ -184,6 +184,6 @@ class WorkerState:
     live: Version | None
     """The version that it serves, if it received that version directly."""
     held: str | None = ""
-    """The fingerprint of the bytes that a difference may change; empty if it holds none. None if it
-    cannot check the result of a difference.
+    """The fingerprint of the bytes that a difference may change. It is empty if it holds none, and
+    None if it cannot check the result of a difference.
     """

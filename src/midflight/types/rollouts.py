@@ -164,13 +164,13 @@ class Row:
     """The number of the token's answer, from 0 in the order of the session's requests."""
     kept: UInt8 | None = None
     """The records of truncation (`types.kept`) of the tokens that this row trains on, end to end.
-    None if no token has one.
+    It is None if no token has one.
     """
     kept_lengths: Int32 | None = None
     """[T], the bytes of each token's record in `kept`; 0 if nothing was cut off."""
     experts: UInt8 | None = None
     """[T, B], the experts of a mixture that each token was sent to, as an engine packs them. All B
-    bytes are 255 if no engine recorded the token. None if no token has a record.
+    bytes are 255 if no engine recorded the token. It is None if no token has a record.
     """
     role: str = ""
     """The role of its session, if the rollout has several."""

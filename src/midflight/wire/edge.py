@@ -218,7 +218,7 @@ async def read_body(receive: Receive, *, declared: bytes | None = None) -> bytes
 
 def decode_body(body: bytes, kind: type[T]) -> T:
     """The JSON object that a route takes. An empty body counts as an empty object. Raises
-    `RequestRejected`, which names the fault in the body.
+    `RequestRejected` with the fault if the body is not such an object.
     """
     try:
         return msgspec.json.decode(body or b"{}", type=kind)

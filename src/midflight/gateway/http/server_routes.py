@@ -154,7 +154,9 @@ class ServerRoutes:
         ]
 
     def _session(self, request: Request) -> Session | None:
-        """The session of the request. `None` for the operator."""
+        """The session of the request. `None` for the operator. Raises the gateway's refusal for any
+        other request.
+        """
         try:
             return self._gateway.session_for(
                 path_token=request.path_params.get("token"),

@@ -117,7 +117,9 @@ class Address:
 
     @classmethod
     def parse(cls, location: str) -> Address:
-        """Raises `ValueError`, which names the missing part, without the secret."""
+        """Reads a manifest's location. Raises `ValueError` if a part is missing. It names the part,
+        without the secret.
+        """
         url = urlsplit(location)
         token = url.path.removeprefix("/")
         if url.scheme != "tcp" or not url.hostname or not url.port or not token:

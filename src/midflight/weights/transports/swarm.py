@@ -130,7 +130,7 @@ def is_right(bucket: Bucket, found: Views) -> bool:
 
 def sources_in(location: str) -> tuple[str, ...]:
     """The addresses in a manifest's location, `http://HOST:PORT/SECRET` with blanks between. Raises
-    `ValueError`, which names the missing part, without the secret.
+    `ValueError` if a part is missing. It names the part, without the secret.
     """
     found = tuple(location.split())
     for source in found:
