@@ -58,8 +58,8 @@ def load_model(
     """The model of a Hugging Face folder, in evaluation mode, with the adapters that `save_model`
     put there, if any.
 
-    It reads local safetensors only: nothing is fetched, unpickled or run. Raises `ModelNotFound`,
-    which names the folder, its fault, and the remedy.
+    It reads local safetensors only: nothing is fetched, unpickled or run. Raises `ModelNotFound` if
+    the folder cannot be loaded. It names the folder, its fault, and the remedy.
     """
     folder = Path(folder)
     check_folder(folder)

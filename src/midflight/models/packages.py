@@ -56,9 +56,7 @@ PACKAGED = (
 
 
 def packaged(name: str) -> PackagedModel:
-    """The model of this name. If there is none, raises `ConfigError`, which names the
-    nearest one.
-    """
+    """The model of this name. If there is none, raises `ConfigError` with the nearest name."""
     known = {model.name: model for model in PACKAGED}
     if name not in known:
         raise ConfigError(

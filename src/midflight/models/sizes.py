@@ -307,8 +307,8 @@ def num_experts_of(folder: Path) -> int:
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """`config.json` of a model folder. Raises `ModelNotFound` if a file is missing. It names the
-    file.
+    """`config.json` of a model folder. Raises `ModelNotFound` with the reason if there is none, or
+    none that can be read.
     """
     if not folder.is_dir():
         raise ModelNotFound(
