@@ -1,5 +1,5 @@
-"""Where every group and every token is, and what the next step may train on. Facts change the
-books, and nothing else does.
+"""The place of every group and every token, and the choice of the groups for the next step. Facts
+change the books, and nothing else does.
 
 I1: submitted = running + waiting + leased + trained + dropped(by reason), after every fact.
 I3: received = waiting + trained + masked(by reason) + dropped(by reason), for the tokens of
@@ -42,10 +42,10 @@ them may take as long as it likes.
 
 
 class Books:
-    """Synchronous, and equal to what the store would give back after a crash. `GroupQueue` does the
-    waiting.
+    """Synchronous, and equal to the books that the store would give back after a crash.
+    `GroupQueue` does the waiting.
 
-    Reading methods decide: they say what may be recorded next, and change nothing.
+    The reading methods decide: they return the facts that may be recorded next, and change nothing.
     """
 
     def __init__(self, limits: Limits, *, start_version: Version = 0) -> None:
@@ -110,8 +110,8 @@ class Books:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the rows of ended rollouts that are in memory: their group runs, waits or is
-        leased.
+        """The size of the rows of ended rollouts in memory. Their group runs, waits or
+        is leased.
         """
         return sum(self._bytes.values())
 
@@ -163,8 +163,8 @@ class Books:
         return None
 
     def unfit(self, group: Group) -> Reason | None:
-        """Why a group whose rollouts have ended cannot wait for a step; `None` if it can. A failed
-        rollout is not among its scores (I10).
+        """Returns why a group whose rollouts have ended cannot wait for a step, or `None` if it
+        can. A failed rollout is not among its scores (I10).
         """
         if not group.trajectories:
             return Reason.NO_REWARD
@@ -180,8 +180,8 @@ class Books:
         return facts.GroupClosed(key, reason, self._num_tokens(key), successor)
 
     def skipping(self, lease: int) -> list[facts.GroupClosed]:
-        """What ends the groups of a lease whose step the trainer skipped. `UnknownLease` if it is
-        not open.
+        """The facts that end the groups of a lease whose step the trainer skipped. Raises
+        `UnknownLease` if the lease is not open.
         """
         return [self.closing(key, Reason.SKIPPED) for key in self._open(lease).shares]
 
@@ -193,12 +193,12 @@ class Books:
         return None
 
     def overdue(self, train_version: Version) -> list[facts.GroupClosed]:
-        """What ends the groups that no step from this version on may train on, by the stale policy.
-        `OutOfTurn` for a version that is past.
+        """The facts that end the groups that no step from this version on may train on, by the
+        stale policy. Raises `OutOfTurn` for a version that is past.
 
-        Under `wait` there is none, unless a crash or a late message broke the proof's assumptions;
-        such tasks are tried again however often, as no prompt may be lost to a crash (I8): the
-        crashes are bounded.
+        Under `wait` there is none, unless a crash or a late message broke the proof's assumptions.
+        The tasks of such groups are tried again any number of times, because no prompt may be lost
+        to a crash (I8). It ends because the crashes are bounded.
         """
         if train_version < self._next:
             raise OutOfTurn(
@@ -238,7 +238,8 @@ class Books:
         the order of their keys.
 
         `running_oldest` gives the oldest version among the tokens of each running group, of its
-        ended rollouts too, `None` before the first. What is `overdue` must be closed before.
+        ended rollouts too, `None` before the first. Groups that are `overdue` must be closed
+        before.
         """
         limits = self._limits
         aged = self._aged(train_version)
@@ -261,8 +262,8 @@ class Books:
         self, train_version: Version, *, beyond: int, tokens: int
     ) -> list[tuple[int, Group]] | None:
         """Groups that the batch will have, unless older ones come before it is whole, each with its
-        order. Only groups that finished after the `beyond`-th count, and there are none while these
-        have fewer `tokens` to train on. `None`: the batch is there.
+        order. Only groups that finished after the `beyond`-th count. There are none while these
+        have fewer than `tokens` tokens to train on. Returns `None` if the batch is there.
         """
         if train_version < self._next:
             return None
@@ -308,7 +309,7 @@ class Books:
     ) -> Wait | None:
         """The wait for running groups, if the batch would leave too many groups behind.
 
-        A running group that is over age already can never be trained: to wait for it would gain
+        A running group that is over age already can never be trained, so waiting for it would gain
         nothing.
         """
         limits = self._limits
@@ -432,7 +433,9 @@ class Books:
             self._line.add(closed.successor)
 
     def _lease(self, batch: Batch) -> None:
-        """The store gives whole groups; the policy takes from them what it took before."""
+        """Leases a batch. The store gives whole groups, and the policy removes the same tokens from
+        them as before.
+        """
         assert batch.lease not in self._leases, f"lease {batch.lease} is taken"
         floor = batch.train_version - self._limits.max_staleness
         finished = {group.key: self._waiting.pop(group.key) for group in batch.groups}
@@ -502,8 +505,8 @@ class Books:
         self.tokens.drop(Reason.STALE, -share.num_dropped)
 
     def _settle(self, version: Version) -> None:
-        """Makes steps up to `version` final, also one that was never reported: the checkpoint has
-        it.
+        """Makes steps up to `version` final. Also makes a step final that was never reported,
+        because the checkpoint has it.
         """
         for number, lease in list(self._leases.items()):
             if lease.batch.train_version < version:
@@ -579,7 +582,7 @@ class Books:
 
 
 def _has_spread(group: Group) -> bool:
-    """Whether some role of the group has different rewards."""
+    """True if some role of the group has different rewards."""
     for compared in group.by_role().values():
         if len({trajectory.reward for trajectory in compared.trajectories}) != 1:
             return True

@@ -1,9 +1,9 @@
-"""Groups that wait for a step or are in one, what the stale policy leaves of them and of their
+"""Groups that wait for a step or are in one, the effect of the stale policy on them and their
 tokens, and the limits of the buffer.
 
 `floor` is the oldest version that may still be trained: train_version - max_staleness. `drop` and
-`mask` return the group without over-age trainable tokens, and how the tokens that left divide into
-masked and dropped. All are pure functions on groups.
+`mask` return the group without over-age trainable tokens, and the numbers of removed tokens, masked
+and dropped. All are pure functions on groups.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class TrimmedGroup:
 
 
 def trim(policy: StalePolicy, group: Group, floor: Version) -> TrimmedGroup:
-    """What the policy leaves of a group at the step; `wait` and `requeue` train whole groups or
-    none.
+    """Returns the part of a group that the policy leaves at the step. `wait` and `requeue` train
+    whole groups or none.
     """
     match policy:
         case StalePolicy.DROP:
@@ -82,8 +82,8 @@ def trim(policy: StalePolicy, group: Group, floor: Version) -> TrimmedGroup:
 
 
 def without_stale_trajectories(group: Group, floor: Version) -> TrimmedGroup:
-    """`drop`: a trajectory with an over-age token loses its rows; its reward stays in the group's
-    baseline.
+    """Applies `drop`. A trajectory with an over-age token loses its rows. Its reward stays in the
+    group's baseline.
     """
     stale = {t.key: t.num_trainable for t in group.trajectories if _is_stale(t, floor)}
     kept: list[Trajectory] = []
@@ -94,8 +94,8 @@ def without_stale_trajectories(group: Group, floor: Version) -> TrimmedGroup:
 
 
 def with_stale_tokens_masked(group: Group, floor: Version) -> TrimmedGroup:
-    """`mask`: an over-age token stays as context without a gradient; a row without any trainable
-    token left is dropped.
+    """Applies `mask`. An over-age token stays as context without a gradient. A row without any
+    trainable token left is dropped.
     """
     kept: list[Trajectory] = []
     num_masked = Counter[RolloutKey]()
@@ -125,7 +125,7 @@ def _mask_stale(row: Row, floor: Version) -> Row:
 
 @dataclass(slots=True)
 class WaitingGroup:
-    """A group that waits. `trimmed` is what the stale policy leaves of it at `floor`, the oldest
+    """A group that waits. `trimmed` is the part that the stale policy leaves at `floor`, the oldest
     version that may be trained.
 
     The versions of `group` are renumbered, so that ages are steps; `recorded` has those that the
@@ -156,7 +156,9 @@ class WaitingGroup:
         )
 
     def at(self, floor: Version, policy: StalePolicy) -> TrimmedGroup:
-        """What the policy leaves of the group at this floor. The last answer is kept."""
+        """Returns the part of the group that the policy leaves at this floor. The last result is
+        kept.
+        """
         if self.oldest >= floor:
             return TrimmedGroup(self.group, {}, {})
         if self.floor != floor:

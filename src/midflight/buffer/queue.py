@@ -26,20 +26,20 @@ class OpenWait:
 
     wait: Wait
     began: float
-    """When it began to be for the same whom."""
+    """The time when it began to wait for the same part."""
     counted: float
     """The time up to which it was recorded."""
 
 
 class GroupQueue:
-    """A queue of tasks that start groups, and one of tasks that take batches: first come, first
-    served. It records every decision.
+    """A queue of asyncio tasks that start groups, and one of those that take batches: first come,
+    first served. It records every decision.
 
     `record` must apply each fact to the books and then call `wake`. `running_oldest` gives the
     oldest version among the tokens of a running group (ended rollouts too), `None` before the
-    first; it is asked at every decision, so it needs no notification. `full` says why no group fits
-    beside so many running rollouts, where the books would allow one; a change of its answer must be
-    followed by `wake`.
+    first; it is asked at every decision, so it needs no notification. `full` returns the wait if no
+    group fits beside so many running rollouts, although the books would allow one. A change of its
+    answer must be followed by `wake`.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class GroupQueue:
 
     @property
     def waits(self) -> Mapping[str, OpenWait]:
-        """The waits here now, by who waits (`admission`, `trainer`): for whom, and since when
-        (I9).
+        """The present waits of `admission` and `trainer`: the part that each waits for, and since
+        when (I9).
         """
         return self._waits
 
@@ -119,9 +119,9 @@ class GroupQueue:
             self.wake()
 
     async def ahead(self, train_version: Version, *, tokens: int) -> tuple[Group, ...]:
-        """Waits until groups of that step's batch with at least so many `tokens` have finished, and
-        gives them, each once; none when the batch is there. It leases nothing: a caller that works
-        on these groups beforehand learns from the batch whether they are in it.
+        """Waits until groups of that step's batch with at least so many `tokens` have finished.
+        Returns them, each group once, or nothing if the batch is there. It leases nothing: a caller
+        that works on these groups beforehand learns from the batch whether they are in it.
         """
         if self._given[0] != train_version:
             self._given = (train_version, 0)
@@ -183,7 +183,9 @@ class GroupQueue:
         return attempt()
 
     def _note(self, who: str, wait: Wait) -> None:
-        """Keeps whom `who` waits for. When that changes, one wait has ended and another begun."""
+        """Keeps the part that `who` waits for. If that changes, one wait has ended and another
+        begun.
+        """
         now = asyncio.get_running_loop().time()
         before = self._waits.get(who)
         if before is not None and before.wait.for_whom == wait.for_whom:

@@ -1,10 +1,10 @@
-"""Why no token is trained older than S versions (I2), and why the trainer never waits for ever
-under `wait`.
+"""The proof that no token is trained older than S versions (I2), and that the trainer never waits
+for ever under `wait`.
 
 Words. A step that begins at version v makes v + 1; the groups it trains on are taken once, B of
 them. v_served is the oldest version that a routable engine serves, so a token sampled now carries
-at least v_served, and v_served never exceeds v. A group of which some trainable token has version o
-must be in the batch of a step v <= o + S. Two rules hold that deadline.
+at least v_served, and v_served never exceeds v. A group with a trainable token of version o must be
+in the batch of a step v <= o + S. Two rules hold that deadline.
 
 Admission (`credit`). A group may start only if, with it,
 
@@ -27,8 +27,8 @@ or later, is <= u. Claim: L(u, v) <= (u + S - v) B for all u <= v.
   * While v_served <= u, admission bounds *all* groups left behind, with and without a token: after
     the step at v took its batch, running + waiting <= (v_served + S + 1 - (v + 1)) B <= (u + S - v)
     B.
-  * Once v_served > u, no group can join L(u, .) any more: a new token is younger than u. What is in
-    it is known by its tokens, and the rule with k = u + S - v is the claim itself.
+  * Once v_served > u, no group can join L(u, .) any more: a new token is younger than u. Its groups
+    are known by their tokens, and the rule with k = u + S - v is the claim itself.
 With v = u + S the claim reads: no group with a token <= u is left after step u + S. So every group
 is taken in time.
 
@@ -44,27 +44,27 @@ A trainer that goes on from its checkpoint of version c as r > c skipped numbers
 weights of r are those of c. Ages are counted along the steps, so every earlier version moves up by
 r - c (`Lineage`), in groups that wait and in those that run. The c + k that was lost becomes r + k,
 which is made again of groups that waited for the first one too. Moving all up alike changes no
-difference between versions, so the claim for the step at c says for r what it said before: the
-steps that are made again have batches enough, in time, for all that had finished. A token may then
-be trained by weights that are younger, at most S steps behind those that sampled it on the lost
-way; it counts as of age 0. While such groups wait, admission counts them as open, so none is
-generated beyond what is due. Only a group that runs across the restart may come in excess: it was
-admitted for a later step, and what it samples now is of r. Engines that outlive the trainer serve a
-version v < r until r is handed over. It counts as v + r - c, along the steps, and admission by
-v_served = v grants less than that, so the bound holds meanwhile; r is the first that the trainer
-publishes, so it does not last.
+difference between versions, so the claim for the step at c holds for r as well: the steps that are
+made again have enough batches, in time, for all groups that had finished. A token may then be
+trained by weights that are younger, at most S steps behind those that sampled it on the lost way;
+it counts as of age 0. While such groups wait, admission counts them as open, so no group is
+generated beyond those that are due. Only a group that runs across the restart may come in excess:
+it was admitted for a later step, and its tokens from now on are of r. Engines that outlive the
+trainer serve a version v < r until r is handed over. It counts as v + r - c, along the steps, and
+admission by v_served = v grants less than that, so the bound holds meanwhile; r is the first that
+the trainer publishes, so it does not last.
 
-Several rollout processes share the groups of each step. Each of R holds both rules for itself, with
-B / R in place of B, over groups that no other has: its own running and waiting, and v_served as it
-was told, late and never early. So the claim holds in each with B / R, and a step that takes B / R
-groups of each takes all in time, whatever the others do. It goes on because each has its part as
-shown, later at most by the news of versions, or by its restart: from its store, in which what was
-leased still is.
+Several rollout processes share the groups of each step. Each of R keeps both rules for itself, with
+B / R in place of B, over groups that no other has. It counts its own running and waiting groups,
+and uses the v_served that it was told, late and never early. So the claim holds in each with B / R,
+and a step that takes B / R groups of each takes all in time, whatever the others do. It goes on
+because each has its part as shown, later at most by the news of versions, or by its restart: from
+its store, which still has the leased groups.
 
-What the proof needs from outside: tokens are known here before v_served rises past their version,
-and steps are taken in the order of their versions. Where that fails (a token overtaken by its
-engine's attestation), more groups can be due than batches are left. `surplus` names them; they are
-closed, and never trained too old: the last to finish, so that what finished before is kept.
+The proof needs two things from outside: tokens are known here before v_served rises past their
+version, and steps are taken in the order of their versions. If that fails (a token overtaken by its
+engine's attestation), more groups can be due than batches are left. `surplus` names the last of
+them to finish, so that earlier ones are kept. They are closed, and never trained too old.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ from midflight.types import Group, Int32, Row, Trajectory, Version
 @dataclass(frozen=True, slots=True)
 class Lineage:
     """The places where a trainer went on from a checkpoint under a number that was not the next
-    one. Each is that number, and how far all versions before it move up.
+    one. Each has that number, and the distance by which all versions before it move up.
     """
 
     forks: tuple[tuple[Version, int], ...] = ()
@@ -134,13 +134,13 @@ def credit(
     max_staleness: int,
     groups_per_step: int,
 ) -> int:
-    """Groups that may still start; not positive when none may. `open_groups` are running or
-    waiting, not yet in a batch.
+    """The number of groups that may still start. It is not positive if none may. `open_groups` are
+    running or waiting, not yet in a batch.
 
     `next_version` is w: the version of the next step that has no batch yet. At S = 0 this is B once
-    per version, and nothing while a step's new version is not yet served: nothing is prefetched.
-    Only after a trainer restarted at an older version is a served one beyond w; that gives no more
-    than w would.
+    per version, and nothing while a step's new version is not yet served: nothing is prefetched. A
+    served version is beyond w only after a trainer restarted at an older version. It gives no more
+    credit than w would.
     """
     steps = min(served_version, next_version) + max_staleness + 1 - next_version
     return steps * groups_per_step - open_groups
@@ -153,7 +153,7 @@ def overfull(
     max_staleness: int,
     groups_per_step: int,
 ) -> Version | None:
-    """The smallest u = v + k - S for which more than k B of the groups left behind are <= u; `None`
+    """The smallest u = v + k - S for which more than k B of the groups left behind are <= u. `None`
     if the batch may be taken.
 
     `left_behind` holds the oldest token version of every group, finished or running, that has a
@@ -178,7 +178,7 @@ def surplus(
 
     `finished` holds the oldest version of each and its place in the order of finishing, and these
     places are returned. For k = -1..S at most (k + 1) B of them may be <= v + k - S, the batches of
-    steps v..v + k; k = -1 says that over-age groups cannot be trained at all.
+    steps v..v + k. With k = -1 it is the rule that over-age groups cannot be trained at all.
     """
     left = sorted(finished, key=lambda one: one[1])
     shed = set[int]()

@@ -57,9 +57,9 @@ def build_app(
     """The application of an engine process. With a token, everything but `/health` needs it as
     bearer. See `EngineRoutes`.
 
-    The caller starts the engine's `run`, if the engine has one. `beside`: further routes, such as
-    the one by which the engine describes itself. `worked` is called before scores are sent. `serve`
-    has a `worked` of its own.
+    The caller starts the engine's `run`, if the engine has one. `beside` holds further routes, such
+    as the one by which the engine describes itself. `worked` is called before scores are sent.
+    `serve` has a `worked` of its own.
     """
     routes = EngineRoutes(engine, serve, scorer=scorer, worked=worked)
     registry = CollectorRegistry()
@@ -85,8 +85,8 @@ class EngineRoutes(Generic[E]):
         worked: Callable[[], None] = ignore_work,
     ) -> None:
         """`serve` is the engine's end of the wire to one client, until the client leaves; `relay`
-        works with any engine. `scorer` is the engine again, where it can score. `committed` is
-        called with each version that the engine has attested, and `worked` before scores are sent.
+        works with any engine. `scorer` is the engine again, if it can score. `committed` is called
+        with each version that the engine has attested, and `worked` before scores are sent.
         """
         self._engine = engine
         self._serve = serve

@@ -1,6 +1,6 @@
-"""What an engine tells a gateway that it may join: which process it is, what it can do, which model
-it has, and whether it sees a file of the gateway's. The gateway asks once for each joining. `Hello`
-says the rest on each connection.
+"""The introduction of an engine that may join a gateway: which process it is, what it can do, which
+model it has, and whether it sees a file of the gateway's. The gateway asks once for each joining.
+`Hello` has the rest, on each connection.
 """
 
 import asyncio
@@ -42,7 +42,9 @@ class About(msgspec.Struct, frozen=True):
     """The version of the weights that the engine serves."""
     model: ModelIdentity
     sees: str | None = None
-    """What the engine reads in the file that it was asked to look at."""
+    """The contents of the file that the engine was asked to look at. `None` if it was not asked, or
+    cannot read the file.
+    """
 
 
 def about_route(engine: Engine, model: Path) -> BaseRoute:
@@ -80,8 +82,8 @@ def _seen(path: Path) -> str | None:
 async def ask_about(
     url: str, *, token: str | None, nonce: Path | None = None, weights: bool = False, seconds: float
 ) -> About:
-    """What the engine at `url` says. Waits for the answer, `seconds` at most. `EngineRefused` says
-    why an engine cannot join from there.
+    """Asks the engine at `url` about itself. Waits for the answer, `seconds` at most. Raises
+    `EngineRefused` with the reason if an engine cannot join from there.
     """
 
     def lost(what: str) -> EngineRefused:

@@ -1,4 +1,5 @@
-"""An engine's end of the multiplexed wire. What a client's requests get in one moment is one frame.
+"""An engine's end of the multiplexed wire. All tokens that a client's requests get in one moment
+are one frame.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -33,18 +34,18 @@ from midflight.types import Chunk, EngineHealth, GenerateRequest
 from midflight.wire import edge
 
 _MAX_FRAMES = 16_384
-"""How many steps a client may lag behind. A client that lags more is cut off, so that its frames do
-not fill the memory.
+"""The number of steps that a client may lag behind. A client that lags more is cut off, so that its
+frames do not fill the memory.
 """
 
 
 class ServedEngine(Engine, Protocol):
-    """What an engine needs to have beside its port to be served over the wire."""
+    """The port of an engine, and the further methods that it needs to be served over the wire."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        """As in the port. It must be closable, because clients leave."""
+        """Generates as the port says. The iterator must be closable, because clients leave."""
         ...
 
     def reading(self) -> EngineHealth:
@@ -203,8 +204,8 @@ class _ChunkClient(_WireClient):
         self._gathered: list[tuple[int, Chunk]] = []
         """Chunks of one version with the numbers of their requests, in order of arrival."""
         self._since = 0.0
-        """When the work began whose tokens the next frame brings. That is the time of the last
-        frame, or of the first request after a rest.
+        """The start of the work on the tokens of the next frame. It is the time of the last frame,
+        or of the first request after a rest.
         """
 
     async def start(self, number: int, request: GenerateRequest, tasks: asyncio.TaskGroup) -> None:
@@ -309,8 +310,8 @@ class _StepClient(_WireClient):
             await self._submit(number, request)
 
     async def _submit(self, number: int, request: GenerateRequest) -> None:
-        """Waits for what the engine's `submit` waits for. An error is answered, but for the
-        engine's end (`EngineUnavailable`), which is raised.
+        """Waits as long as the engine's `submit` does. An error is sent to the client, except for
+        the engine's end (`EngineUnavailable`), which is raised.
         """
         try:
             handle = await self._engine.submit(request, outlet=self._outlet)

@@ -29,8 +29,8 @@ long enough to cost nothing meanwhile.
 """
 _HEARTBEAT_SECONDS = 120.0
 """The time between two pings. A peer that has not answered a ping after half of it is gone. No
-engine's life hangs on it: requests leave an engine that says nothing before (`HealthWatch`), a
-process that dies closes its connection at once, and a process that is only late answers in time.
+engine's life depends on it: requests leave a silent engine earlier (`HealthWatch`), a process that
+dies closes its connection at once, and a process that is only late answers in time.
 """
 _MAX_OUTBOX = 65_536
 """The limit of frames not yet sent. It is more than any gateway has requests, and beyond it the
@@ -41,8 +41,8 @@ _LOSSES = (*LOSSES, msgspec.DecodeError, EngineUnavailable)
 
 
 class RemoteEngine:
-    """Implements the engine port over the wire. `run` holds the connection. While there is none,
-    requests raise `EngineUnavailable`.
+    """Implements the engine port over the wire. `run` holds the connection. While there is no
+    connection, requests raise `EngineUnavailable`.
     """
 
     def __init__(self, name: str, url: str, *, token: str | None, record: Record) -> None:
@@ -78,8 +78,8 @@ class RemoteEngine:
             await self._stay_attached()
 
     async def connect(self, *, seconds: float | None = None) -> None:
-        """Waits until `run` has attached. `EngineUnavailable` after `seconds`, if there is such a
-        limit.
+        """Waits until `run` has attached. Raises `EngineUnavailable` after `seconds`, if there is
+        such a limit.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -114,8 +114,8 @@ class RemoteEngine:
     async def score(
         self, token_ids: types.Int32, row_offsets: types.Int32, *, temperature: float
     ) -> types.Float32:
-        """As the port's `Scorer`. Waits until the engine is attached, which may be its next life,
-        and then for its answer. The caller's deadline ends the wait.
+        """Implements the port's `Scorer`. Waits until the engine is attached, after a restart if
+        need be, and then for its answer. The caller's deadline ends the wait.
         """
         await self._attached.wait()
         body = wire.encode_rows(token_ids, row_offsets, temperature=temperature)
@@ -125,8 +125,8 @@ class RemoteEngine:
     async def prompt_logprobs(
         self, token_ids: Sequence[int], *, top: int
     ) -> Sequence[types.Likely]:
-        """As the port's `PromptScorer`. Waits for the engine's answer. The caller's deadline ends
-        the wait.
+        """Implements the port's `PromptScorer`. Waits for the engine's answer. The caller's
+        deadline ends the wait.
         """
         content = await self._post("/prompt_logprobs", {"token_ids": token_ids, "top": top})
         return _decoded(content, list[types.Likely])
@@ -152,8 +152,8 @@ class RemoteEngine:
         return await self._request("POST", path, msgspec.json.encode(body))
 
     async def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """Waits for the answer. A lost connection raises `EngineUnavailable`, an error answer the
-        error that it names.
+        """Waits for the answer. A lost connection raises `EngineUnavailable`. An error answer
+        raises the error that it names.
 
         Without a connection nothing is asked, because a frozen process still accepts connections
         and would never answer. The heartbeat ends a connection that is dead. The deadline of the
@@ -212,9 +212,7 @@ class RemoteEngine:
             self._streams.fail(error)
 
     async def _receive_all(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """Waits for frames of the engine until the connection ends. `_talk` says what its loss
-        means.
-        """
+        """Waits for frames of the engine until the connection ends. `_talk` handles its loss."""
         with contextlib.suppress(*_LOSSES):
             async for message in socket:
                 if message.type is not aiohttp.WSMsgType.BINARY:
@@ -284,7 +282,7 @@ class _SendQueue:
         return True
 
     async def take(self) -> list[msgspec.Raw]:
-        """Waits for a frame, which `put` brings."""
+        """Waits until `put` adds a frame, and returns it."""
         if not self._frames:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -316,7 +314,7 @@ def _refusal(name: str, path: str, answer: Answered) -> Exception:
     """The error of an answer in OpenAI's shape."""
     try:
         body = json.loads(answer.content)["error"]
-        if body["code"] == Stopping.code:  # the engine is, and not this process
+        if body["code"] == Stopping.code:  # the engine is stopping, and not this process
             return EngineUnavailable(
                 f"engine {name!r} did not answer {wire.PREFIX + path}: {body['message']}"
             )

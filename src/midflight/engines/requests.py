@@ -1,5 +1,5 @@
-"""What a request must satisfy before it enters an engine: a bad one is refused alone, and the engine
-goes on.
+"""The conditions that a request must satisfy before it enters an engine. A bad request is refused
+alone, and the engine goes on.
 """
 
 import math
@@ -77,8 +77,8 @@ def check_rows(
 
 
 def check_features(sampling: SamplingParams, features: frozenset[Feature], *, engine: str) -> None:
-    """`RequestRejected` names a way of sampling that the engine does not have. Ignoring it would
-    sample from another distribution.
+    """Raises `RequestRejected` if the engine does not have a way of sampling that is asked for. The
+    error names it.
     """
     lacking = sorted(sampling.features - features)
     if lacking:

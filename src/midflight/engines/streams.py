@@ -20,18 +20,18 @@ from midflight.types import Chunk, Finish, Segment, Version
 
 Ints = NDArray[np.int64]
 PATIENCE_SECONDS = 0.05
-"""How long tokens may gather for a caller that is not eager. If the engine dies, the caller loses
-no more than that.
+"""The time that tokens may gather for a caller that is not eager. If the engine dies, the caller
+loses no more than that.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
-    """What an engine gives out after a step: its tokens, as arrays of equal length, and how
-    requests ended.
+    """The output of an engine after a step: its tokens, as arrays of equal length, and the ends of
+    requests.
 
-    All tokens were sampled under `version`, and those of one request are in their order. A request
-    that ends with a token has it in the same output.
+    All tokens were sampled under `version`, and those of one request are in their order. If a
+    request ends with a token, its end is in the same output as the token.
     """
 
     version: Version
@@ -40,24 +40,24 @@ class StepOutput:
     logprobs: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     kv_versions: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     top_ids: Ints = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
-    """[R, W] the likeliest ids at each token's place, likeliest first, filled up with -1. W is 0
-    where no request asks.
+    """[R, W] the likeliest ids at each token's place, likeliest first, filled up with -1. W is 0 if
+    no request asks.
     """
     top_logprobs: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
     """[R, W]"""
     kept: tuple[bytes | None, ...] = ()
-    """[R] what truncation kept for each token, `None` for a request that did not ask. Empty where
-    no request asks.
+    """[R] the ids that truncation kept for each token, `None` for a request that did not ask. Empty
+    if no request asks.
     """
     outlets: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     finishes: tuple[tuple[int, int, Finish], ...] = ()
     """(handle, outlet, how it ended)"""
     failures: tuple[tuple[int, int, RequestRejected], ...] = ()
-    """(handle, outlet, why it could not go on). These requests ended too."""
+    """(handle, outlet, reason of the failure). These requests ended too."""
     experts: tuple[tuple[int, bytes], ...] = ()
-    """(handle, `Chunk.experts`) of requests among `finishes`, where the engine records them."""
+    """(handle, `Chunk.experts`) of requests among `finishes`, if the engine records them."""
     touched: frozenset[int] = frozenset()
-    """Outlets with a request in the step, also where the request got no token yet."""
+    """Outlets with a request in the step, even if the request got no token yet."""
     started: float = 0.0
     ended: float = 0.0
     num_running: int = 0
@@ -104,7 +104,7 @@ class StepOutput:
         return list(columns)
 
     def tops(self) -> list[Top]:
-        """The alternatives of each row; empty where no request asks. A row that asked has at least
+        """The alternatives of each row. Empty if no request asks. A row that asked has at least
         one, the sampled token.
         """
         if not self.top_ids.size:
@@ -154,8 +154,8 @@ class ChunkStream:
     bounded by the request's own `max_tokens`.
 
     Tokens that come while the caller does not read become one chunk. An eager caller is woken by
-    each token. Another is woken by the first, by the last, and in between when tokens have gathered
-    for `PATIENCE_SECONDS`.
+    each token. Any other caller is woken by the first token, by the last, and in between when
+    tokens have gathered for `PATIENCE_SECONDS`.
     """
 
     def __init__(
@@ -171,10 +171,10 @@ class ChunkStream:
         self._gathered: deque[_PendingTokens] = deque()
         self._error: Exception | None = None
         self._is_ready = False
-        """Whether tokens or an error wait for the caller."""
+        """True if tokens or an error wait for the caller."""
         self._waiter: asyncio.Future[bool] | None = None
-        """What the caller waits for. There is only one caller, and one future a token costs half as
-        much as an `asyncio.Event`. Its result is true where the caller has had enough.
+        """The future that the caller waits for. There is only one caller, and one future a token
+        costs half as much as an `asyncio.Event`. Its result is true if the caller has had enough.
         """
         self._take: Callable[[Chunk], bool] | None = None
         """The function of a caller that has the chunks brought to it."""
@@ -184,7 +184,7 @@ class ChunkStream:
         self._on_open = on_open
         self._on_close = on_close
         self.is_closed = False
-        """Whether it is read no more, and the engine has been told."""
+        """True if it is read no more, and the engine has been told."""
 
     # --- For the side that brings the tokens ------------------------------------------------------
 
@@ -250,8 +250,8 @@ class ChunkStream:
             self._waiter.set_result(False)
 
     def _bring(self) -> None:
-        """Gives the caller what has gathered. The wait in `each` ends with the last chunk, or with
-        an error that `take` raises.
+        """Gives the caller the tokens that have gathered. The wait in `each` ends with the last
+        chunk, or with an error that `take` raises.
         """
         take = self._take
         waiter = self._waiter
@@ -294,9 +294,9 @@ class ChunkStream:
         return self._next()
 
     async def each(self, take: Callable[[Chunk], bool]) -> None:
-        """As the iteration, but calls `take` with each chunk as it comes, without a switch of
-        tasks, until `take` returns true or a chunk has `finish`. Waits for that, or for `fail`, and
-        raises its error. An error that `take` raises is raised too.
+        """Calls `take` with each chunk as it comes, without a switch of tasks, until `take` returns
+        true or a chunk has `finish`. The chunks are those of the iteration. Waits for that end, or
+        for `fail`, and raises its error. An error that `take` raises is raised too.
         """
         try:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -311,7 +311,7 @@ class ChunkStream:
             self.close()
 
     def _next(self) -> Chunk:
-        """The chunk of what has gathered of one version."""
+        """Returns a chunk of the oldest gathered tokens, which are all of one version."""
         part = self._gathered.popleft()
         if part.finish is not None:
             self.close()
@@ -353,7 +353,7 @@ class ChunkStreams:
         self._streams: dict[int, ChunkStream] = {}
 
     def open(self, handle: int, stream: ChunkStream) -> None:
-        """Gives `stream` what the request of this handle gets from here on."""
+        """Gives `stream` everything that the request of this handle gets from here on."""
         self._streams[handle] = stream
 
     def close(self, handle: int) -> bool:
@@ -384,8 +384,8 @@ class ChunkStreams:
         attested: Sequence[tuple[int, tuple[Segment, ...]]] = (),
         experts: Sequence[tuple[int, bytes]] = (),
     ) -> None:
-        """Gives each request what a step did for it. `tops` and `kept` are there for each row or
-        for none. Tokens for requests that were closed meanwhile are dropped.
+        """Gives each request its tokens and its end from one step. `tops` and `kept` have an entry
+        for each row or none at all. Tokens for requests that were closed meanwhile are dropped.
         """
         streams = self._streams
         nothing = itertools.repeat(None)

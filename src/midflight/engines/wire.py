@@ -66,8 +66,8 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class StepFrame(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
-    """What one step did for this client. Times are CLOCK_MONOTONIC seconds of the engine's machine.
-    The frame is sent as the step ends.
+    """The tokens and ends of one step for this client. Times are CLOCK_MONOTONIC seconds of the
+    engine's machine. The frame is sent as the step ends.
     """
 
     version: Version
@@ -78,19 +78,19 @@ class StepFrame(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     ended: float
     num_running: int
     top_ids: bytes = b""
-    """int32, equally many for each token, -1 where a request asked for fewer than another. Absent
-    where no request asks.
+    """int32, equally many for each token, filled up with -1 if a request asked for fewer than
+    another. Absent if no request asks.
     """
     top_logprobs: bytes = b""
     """float32, one for each of `top_ids`."""
     kept: bytes = b""
-    """What truncation kept for each token, end to end. Absent where no request asks."""
+    """The ids that truncation kept for each token, end to end. Absent if no request asks."""
     kept_lengths: bytes = b""
     """int32, the length of each token's part of `kept`, or -1 where its request did not ask."""
     attested: tuple[tuple[int, tuple[Segment, ...]], ...] = ()
-    """`Chunk.attested` of requests among `finishes`, where the engine has it."""
+    """`Chunk.attested` of requests among `finishes`, if the engine has it."""
     experts: tuple[tuple[int, bytes], ...] = ()
-    """`Chunk.experts` of requests among `finishes`, where the engine has it."""
+    """`Chunk.experts` of requests among `finishes`, if the engine has it."""
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True, omit_defaults=True):
@@ -117,7 +117,7 @@ _decode_client_frame = msgspec.msgpack.Decoder(ClientFrame).decode
 
 
 class _RequestFrame(msgspec.Struct, frozen=True):
-    """What every frame of a client has."""
+    """The field that every frame of a client has."""
 
     handle: int
 
@@ -126,7 +126,7 @@ _decode_handle = msgspec.msgpack.Decoder(_RequestFrame).decode
 
 
 def pack_client_frame(frame: ClientFrame) -> msgspec.Raw:
-    """`RequestRejected` where it holds a number that the wire cannot carry."""
+    """Raises `RequestRejected` if it holds a number that the wire cannot carry."""
     try:
         return msgspec.Raw(encode(frame))
     except (OverflowError, TypeError, ValueError) as error:
@@ -136,8 +136,8 @@ def pack_client_frame(frame: ClientFrame) -> msgspec.Raw:
 
 
 def client_frame(raw: msgspec.Raw) -> ClientFrame | Rejected:
-    """A frame of a client, or the answer to a frame that cannot be read. `msgspec.DecodeError`
-    where not even its number can be read.
+    """A frame of a client, or the answer to a frame that cannot be read. Raises
+    `msgspec.DecodeError` if not even its number can be read.
     """
     try:
         return _decode_client_frame(raw)
@@ -238,7 +238,9 @@ def _packed_kept(chunks: Sequence[Chunk]) -> tuple[bytes, bytes]:
 
 
 def can_carry(chunk: Chunk) -> bool:
-    """Whether a chunk fits the columns: their lengths agree, and what should be an int32 is one."""
+    """True if a chunk fits the columns: their lengths agree, and all numbers for int32 columns fit
+    int32.
+    """
     num = len(chunk.token_ids)
     if len(chunk.logprobs) != num or len(chunk.kept) not in (0, num):
         return False
@@ -260,7 +262,7 @@ def step_rows(frame: StepFrame) -> list[TokenRow]:
 
 
 def step_tops(frame: StepFrame) -> list[Top]:
-    """The alternatives of each token; empty where no request asks."""
+    """The alternatives of each token. Empty if no request asks."""
     if not frame.top_ids:
         return []
     ids = np.frombuffer(frame.top_ids, dtype="<i4").tolist()
@@ -275,7 +277,7 @@ def step_tops(frame: StepFrame) -> list[Top]:
 
 
 def step_kept(frame: StepFrame) -> list[bytes | None]:
-    """What truncation kept for each token; empty where no request asks."""
+    """The ids that truncation kept for each token. Empty if no request asks."""
     found: list[bytes | None] = []
     start = 0
     for length in _int32(frame.kept_lengths).tolist():
@@ -309,8 +311,8 @@ def error_from(
 
 
 def _kinds(kind: type[MidflightError]) -> Iterator[type[MidflightError]]:
-    """The class and all its subclasses, breadth first: where subclasses inherit a code, the class
-    that defines it comes first.
+    """The class and all its subclasses, breadth first. If subclasses inherit a code, the class that
+    defines it comes first.
     """
     level = [kind]
     while level:
@@ -341,8 +343,8 @@ def encode_rows(token_ids: Int32, row_offsets: Int32, *, temperature: float) -> 
 
 
 def decode_rows(data: bytes) -> tuple[Int32, Int32, float]:
-    """The inverse of `encode_rows`; `RequestRejected` for other bytes. It does not look at what the
-    numbers say.
+    """The inverse of `encode_rows`. Raises `RequestRejected` for other bytes. It does not check the
+    numbers.
     """
     try:
         rows = _decode_rows(data)
@@ -358,7 +360,9 @@ def encode_scores(scores: Float32) -> bytes:
 
 
 def decode_scores(data: bytes, *, num_tokens: int) -> Float32:
-    """The inverse of `encode_scores`; `EngineUnavailable` where there is not one for each token."""
+    """The inverse of `encode_scores`. Raises `EngineUnavailable` unless there is one score for each
+    token.
+    """
     if len(data) != 4 * num_tokens:
         raise EngineUnavailable(
             f"reading an engine's scores: {len(data)} bytes for {num_tokens} tokens. Check that "

@@ -25,7 +25,9 @@ _IN_FILES = re.compile(re.escape(_PREFIX) + r"(.*)\.lora_A\.weight")
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Beside each target's W are A [rank, in] and B [out, rank]: it computes W x + scale B A x."""
+    """Low-rank adapters. A target has A [rank, in] and B [out, rank] beside its W, and computes W x
+    + scale B A x.
+    """
 
     folder: Path
     rank: int
@@ -43,8 +45,8 @@ class Adapter:
 
 
 class _AdapterConfig(msgspec.Struct, frozen=True):
-    """The fields that we compute by, and those that would make it another kind of adapters, which
-    is refused.
+    """The fields that we compute by, and the fields that would make it another kind of adapters,
+    which is refused.
     """
 
     peft_type: str
@@ -68,7 +70,7 @@ class _AdapterConfig(msgspec.Struct, frozen=True):
 
 
 def adapter_of(model: Path) -> Adapter | None:
-    """The adapters of a model folder; `None` where it has none. `ModelNotFound` where engines
+    """The adapters of a model folder. `None` if it has none. Raises `ModelNotFound` if engines
     cannot serve adapters of their kind.
     """
     folder = model / FOLDER
@@ -90,7 +92,7 @@ def adapter_of(model: Path) -> Adapter | None:
 
 
 def served_weights(model: Path) -> tuple[Path, ...]:
-    """The files whose tensors are given to engines with each version: the adapters' where there are
+    """The files whose tensors are given to engines with each version: the adapters' if there are
     any, else the model's.
     """
     adapter = adapter_of(model)
@@ -100,16 +102,16 @@ def served_weights(model: Path) -> tuple[Path, ...]:
 
 
 def adapter_name(name: str) -> str | None:
-    """PEFT's name, in files and on the wire, of a tensor in memory; `None` for tensors of the
-    base.
+    """PEFT's name, in files and on the wire, of a tensor in memory. `None` for tensors
+    of the base.
     """
     found = _IN_MEMORY.fullmatch(name)
     return None if found is None else f"{_PREFIX}{found[1]}.{found[2]}.weight"
 
 
 def base_name(name: str) -> str:
-    """The name in files of a tensor of the base, which in memory lies one level deeper where it is
-    adapted.
+    """The name in files of a tensor of the base. In memory an adapted tensor lies one
+    level deeper.
     """
     return name.replace(".base_layer.", ".")
 

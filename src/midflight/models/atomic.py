@@ -25,7 +25,7 @@ def atomic_folder(dest: Path) -> Generator[tuple[Path, int]]:
     folder: the next process that makes `dest` does. The descriptor of the folder's lock comes with
     it, for a process that writes there and may outlive this one.
 
-    `ConfigError` says so when there is no room or no permission.
+    Raises `ConfigError` if there is no room or no permission.
     """
     try:
         dest.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def _begun(dest: Path) -> tuple[Path, int]:
 
 
 def check_room(dest: Path, num_bytes: int) -> None:
-    """`ConfigError` unless the disk that `dest` will lie on has this many bytes free."""
+    """Raises `ConfigError` unless the disk of `dest` has this many bytes free."""
     there = next(place for place in (dest.absolute(), *dest.absolute().parents) if place.is_dir())
     free = shutil.disk_usage(there).free
     if free < num_bytes:

@@ -11,8 +11,8 @@ warning, until 5.40. RWKV has the last.
 
 
 def cache_name(model: PreTrainedModel) -> str | None:
-    """The name of the parameter of the model's forward, and of the field in its result. None where
-    the model keeps nothing.
+    """The name of the cache: a parameter of the model's forward and a field of its result. It is
+    None if the model keeps nothing.
     """
     parameters = inspect.signature(type(model).forward).parameters
     return next((name for name in NAMES if name in parameters), None)

@@ -1,10 +1,10 @@
-"""The names and shapes of tensors in the files of a model folder, where `transformers` has others
-in memory.
+"""The names and shapes of tensors in the files of a model folder, if `transformers` has others in
+memory.
 
 `transformers` fuses the experts of a layer into two tensors, and renames modules of older
-checkpoints. Other people's servers read files, so they get what `save_pretrained` would write.
-`transformers` notes with a model what it did to the tensors of its files, and can undo that; a part
-of a tensor stays a view of it.
+checkpoints. Other people's servers read files, so they get the tensors that `save_pretrained` would
+write. `transformers` notes with a model how it changed the tensors of its files, and can undo that.
+A part of a tensor stays a view of it.
 """
 
 from collections.abc import Mapping
@@ -28,12 +28,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 class FileNames:
     """The file names of the model in a folder. No weights are read: a model whose tensors have no
-    memory goes through what loading does to names.
+    memory goes through the renaming of a load.
     """
 
     def __init__(self, folder: Path, shapes: Shapes) -> None:
-        """`shapes` are those of the tensors in the folder's files. `ModelNotFound` where the folder
-        holds no model.
+        """`shapes` are those of the tensors in the folder's files. Raises `ModelNotFound` if the
+        folder holds no model.
         """
         check_folder(folder)
         config = AutoConfig.from_pretrained(

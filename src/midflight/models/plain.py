@@ -1,7 +1,8 @@
 """Plain decoders, which engine and trainer compute without their modules.
 
-A layer of theirs is an RMS norm, rotary attention of grouped heads (with or without biases, norms
-of queries and keys, and windows), an RMS norm, and a SwiGLU (Touvron et al. 2023, section 2.2).
+Each of their layers is an RMS norm, rotary attention of grouped heads (with or without biases,
+norms of queries and keys, and windows), an RMS norm, and a SwiGLU (Touvron et al. 2023, section
+2.2).
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 def is_plain(model: PreTrainedModel) -> bool:
-    """Whether the model is of a plain family, and made of its plain modules. A model with adapters,
+    """True if the model is of a plain family, and made of its plain modules. A model with adapters,
     for one, is not.
     """
     decoder: Any = getattr(model, "model", None)

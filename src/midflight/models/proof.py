@@ -1,8 +1,8 @@
-"""Proofs that a part of a run computes what a model computes: rows to try it on, the model's own
+"""Proofs that a part of a run computes the same as a model: rows to try it on, the model's own
 forward to compare it with, and the result.
 
 The reference is the model alone with one row: its eager attention, its own mask and positions, no
-cache. A part is right where no log-probability is more than `TOLERANCE` nats away from it, and no
+cache. A part is right if no log-probability is more than `TOLERANCE` nats away from it, and no
 gradient more than that share of its size, in float32.
 
 A large model is not tried itself. Its `stand_in` is: a model of the same configuration with random
@@ -39,7 +39,7 @@ Row = NDArray[np.int64]
 
 
 class Way(StrEnum):
-    """How a part computes a model."""
+    """The way in which a part computes a model."""
 
     PACKED = "packed"
     """It computes the model as it computes most models: the trainer has rows laid end to end, the
@@ -56,7 +56,7 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The result for one part: how it computes the model, and the worst errors of that way. Where
+    """The result for one part: its way of computing the model, and the worst errors of that way. If
     every way is refused, the errors are those of the best one.
     """
 
@@ -68,9 +68,9 @@ class Proof:
     gradient_error: float | None = None
     """The relative error."""
     reason: str = ""
-    """Why it is not the first way, and the remedy where it is refused."""
+    """The reason why it is not the first way, and the remedy if it is refused."""
     layout: str = ""
-    """How the rows of the trainer's micro-batches lie; empty for other parts."""
+    """The layout of the rows in the trainer's micro-batches. Empty for other parts."""
 
     @property
     def is_right(self) -> bool:
@@ -99,7 +99,7 @@ def attention_of(model: PreTrainedModel) -> str:
 
 def own_logits(model: PreTrainedModel, row: Row) -> Float[Tensor, "T V"]:
     """The model's own logits of one row, with its present attention. It gets nothing but the ids.
-    `ConfigError` where it raises.
+    Raises `ConfigError` if the forward raises.
     """
     forget_lengths(model)
     ids = torch.from_numpy(row).to(next(model.parameters()).device)
@@ -193,7 +193,7 @@ LONGEST = 640
 `stand_in`.
 """
 PLAIN = 24
-"""Tokens of the longest row where nothing depends on length."""
+"""Tokens of the longest row if nothing depends on length."""
 BOUNDARIES = (
     "sliding_window",
     "attention_chunk_size",
@@ -251,7 +251,7 @@ def _vocabulary(model: PreTrainedModel) -> int:
 
 
 def _special(config: PreTrainedConfig) -> set[int]:
-    """Ids that stand for an image, a padding or the like: a row of text has none of them."""
+    """Ids that represent an image, a padding or the like. A row of text has none of them."""
     options = [*config.to_dict().items(), *config.get_text_config().to_dict().items()]
     return {
         value
@@ -295,7 +295,7 @@ def stand_in(
 
 
 def stand_in_config(config: PreTrainedConfig, max_context: int | None = None) -> PreTrainedConfig:
-    """The configuration of a stand-in. Rotary frequencies change early where rows of `max_context`
+    """The configuration of a stand-in. Rotary frequencies change early if rows of `max_context`
     tokens would see them change, and else not at all.
     """
     small = copy.deepcopy(config)
@@ -317,7 +317,7 @@ _CHANGES_AT = {
     "longrope": "original_max_position_embeddings",
     "dynamic": "max_position_embeddings",
 }
-"""For each kind of rotary frequencies that change, the option with the position where they do."""
+"""The options with the position of the change, for each kind of rotary frequencies that change."""
 
 
 def _change_early(rope: dict[str, Any], text: Any, max_context: int | None) -> None:
@@ -332,7 +332,9 @@ def _change_early(rope: dict[str, Any], text: Any, max_context: int | None) -> N
 
 
 def _forget_id(config: Any, name: str) -> None:
-    """The id may be none of the few that are left. Some configurations insist on having one."""
+    """Removes a special id, which may be none of the few that are left. Some configurations insist
+    on having one.
+    """
     try:
         setattr(config, name, None)
     except Exception:  # configurations raise errors of their own classes
@@ -373,8 +375,8 @@ _LIBRARIES = ("transformers", "torch")
 
 
 def kept_proof(part: str, config: PreTrainedConfig, make: Callable[[], Proof]) -> Proof:
-    """The proof of a stand-in, made once for each configuration and for our version, transformers'
-    and torch's: it depends on nothing else.
+    """The proof of a stand-in. It is made once for each configuration and for our version,
+    transformers' and torch's, because it depends on nothing else.
     """
     path = _cache() / f"{_key(part, config)}.json"
     try:
@@ -395,7 +397,7 @@ def _cache() -> Path:
 
 
 def _key(part: str, config: PreTrainedConfig) -> str:
-    """A hash of all that the proof of a stand-in depends on."""
+    """A hash of everything that the proof of a stand-in depends on."""
     versions = [__version__, *(f"{name} {version(name)}" for name in _LIBRARIES)]
     known = {
         name: value
@@ -414,7 +416,7 @@ def prove_small(
     max_context: int | None = None,
 ) -> Proof:
     """The proof that `prove` makes for a copy of the model in float32 with rows of up to
-    `max_context`, or, where the model is large, for its stand-in.
+    `max_context`. If the model is large, the proof is made for its stand-in.
 
     The model stays as it is.
     """

@@ -40,7 +40,9 @@ class Routers:
     def __init__(
         self, layers: Mapping[int, nn.Module], *, num_layers: int, num_experts: int, num_chosen: int
     ) -> None:
-        """`layers`: those with experts, by number. `num_layers` counts all layers of the model."""
+        """`layers` are those with experts, by number. `num_layers` counts all layers of
+        the model.
+        """
         self.num_experts = num_experts
         self.num_chosen = num_chosen
         self._layers = tuple(layers)
@@ -61,8 +63,8 @@ class Routers:
 
     @contextmanager
     def recording(self) -> Generator[dict[int, list[Tensor]]]:
-        """Records forwards inside the block. The yielded lists fill: for each layer with experts,
-        by its place among them, the experts [N, k] of the tokens of each forward.
+        """Records forwards inside the block. The yielded lists fill. For each layer with experts,
+        by its place among them, a list gets the experts [N, k] of the tokens of each forward.
         """
         self._chosen = {place: [] for place in range(len(self._layers))}
         self._records = True
@@ -72,8 +74,8 @@ class Routers:
             self._records = False
 
     def replay(self, packed: UInt8 | None, *, device: torch.device) -> None:
-        """Makes the tokens of forwards go to the experts recorded for them, [N, B]. Where there is
-        no record, and with None, the routers choose. It holds until the next call, because
+        """Makes the tokens of forwards go to the experts recorded for them, [N, B]. Without a
+        record, or with None, the routers choose. This holds until the next call, because
         activations may be computed again in the backward.
         """
         self._given = None
@@ -87,10 +89,10 @@ class Routers:
         return numbers.cpu().numpy().astype(self._dtype).view(np.uint8)
 
     def unpacked(self, packed: UInt8) -> NDArray[np.int64]:
-        """[L, N, k], the experts of a record, -1 where there is none. Other people's engines have
-        room in it for all layers of the model.
+        """[L, N, k], the experts of a record. An entry is -1 if there is none. Other people's
+        engines have room in it for all layers of the model.
 
-        `RunFailed` where the record is of another model.
+        Raises `RunFailed` if the record is of another model.
         """
         numbers = np.ascontiguousarray(packed).view(self._dtype).astype(np.int64)
         numbers[(packed == 255).all(1)] = -1
@@ -121,8 +123,8 @@ class Routers:
 
 
 def routers_of(model: PreTrainedModel) -> Routers | None:
-    """The routers of a model. None if it is no mixture, or if its layers choose in ways that
-    differ.
+    """The routers of a model. It is None if the model is no mixture, or if its layers choose in
+    different ways.
 
     Call it before anything changes the model's attention: it makes a forward.
     """

@@ -5,8 +5,8 @@ hash to its fingerprint, wherever its bytes lie (I7).
 
 XXH3 reads bytes as fast as memory gives them: 14 GB/s on one core beside 7.7 for a copy, 1.4 for
 SHA-256 with the processor's own instructions and 0.7 for BLAKE2b. In 128 bits it finds bytes that
-are torn, lost or mixed up. It is no seal against forgers, who would need the publisher's token. It
-releases the interpreter lock while it hashes, so decoding goes on.
+are torn, lost or mixed up. It does not protect against forgery, for which the publisher's token is
+needed. It releases the interpreter lock while it hashes, so decoding goes on.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ from midflight.errors import ConfigError, ModelNotFound, nearest
 from midflight.types import TensorSpec
 
 FAMILIES = frozenset({"llama", "ministral", "mistral", "qwen2", "qwen3"})
-"""Architectures that are plain (`models.plain`) and nothing else. Others have the same parts, and
-multiply something in between.
+"""Architectures that are plain (`models.plain`) and nothing else. Other architectures have the same
+parts, but multiply something in between.
 """
 
 TURNED_BYTES = 2**26
@@ -63,8 +63,8 @@ DTYPE_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16":
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of one element of a dtype, by torch's or safetensors' name; `ConfigError` when
-    unknown.
+    """Bytes of one element of a dtype, by torch's or safetensors' name. Raises `ConfigError` if it
+    is unknown.
     """
     name = DTYPE_NAMES.get(dtype, dtype)
     if name not in DTYPE_BYTES:
@@ -78,8 +78,8 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The numbers that memory follows from. Without `stored`, parameters are counted as in Qwen3,
-    with gated feed-forward and normalised queries and keys.
+    """The numbers that determine the memory of a model. Without `stored`, parameters are counted as
+    in Qwen3, with gated feed-forward and normalised queries and keys.
     """
 
     vocab_size: int
@@ -92,7 +92,7 @@ class ModelSizes:
     max_context: int
     tied: bool = True
     stored: int = 0
-    """Numbers in the files of its weights; 0 where there are none yet."""
+    """Numbers in the files of its weights. It is 0 if there are none yet."""
     family: str = ""
     """`model_type` of its configuration."""
 
@@ -114,10 +114,10 @@ class ModelSizes:
     def activations_per_layer(self, *, by_hand: bool) -> int:
         """Numbers of a token that a layer keeps for the backward pass.
 
-        By hand (`trainer.model.plain`) it keeps two normed states; queries, keys and values, and
-        keys and values once more for rows that go on from shared ones; the result of attention, as
-        it was made and as the next product reads it; gate and up. By modules it keeps what
-        `transformers`' Llama does.
+        If it is computed by hand (`trainer.model.plain`), it keeps two normed states; queries, keys
+        and values, and keys and values once more for rows that go on from shared ones; the result
+        of attention, as it was made and as the next product reads it; gate and up. If it is
+        computed by modules, it keeps the same as `transformers`' Llama.
         """
         if by_hand:
             heads = self.num_heads_of_product + 2 * self.num_heads + 2 * self.num_kv_heads
@@ -226,8 +226,8 @@ def sizes_of(folder: Path) -> ModelSizes:
 
 
 def _num_stored(folder: Path) -> int:
-    """Numbers in the safetensors files of a folder, from their headers; 0 if one cannot be read,
-    which is said where the model is loaded.
+    """Numbers in the safetensors files of a folder, from their headers. It is 0 if one cannot be
+    read; loading the model reports the fault.
     """
     total = 0
     for path in folder.glob("*.safetensors"):
@@ -241,14 +241,14 @@ def _num_stored(folder: Path) -> int:
 
 
 def reads_more_than_text(folder: Path) -> bool:
-    """Whether a folder's model has a text tower beside others, such as one for images."""
+    """True if a folder's model has a text tower beside others, such as one for images."""
     config = read_config(folder)
     return _text(config) is not config
 
 
 def max_positions(config: Mapping[str, object]) -> int:
-    """The longest context that `config.json` states, for the text tower where there are several; 0
-    where it states none.
+    """The longest context that `config.json` states, for the text tower if there are several
+    towers. It is 0 if `config.json` states none.
     """
     of_whole = _int(config, "max_position_embeddings", 0)
     return _int(_text(config), "max_position_embeddings", of_whole)
@@ -275,9 +275,9 @@ print(json.dumps({**config.to_dict(), **named}, default=str))
 
 @cache
 def _filled_in(folder: Path, changed: int) -> dict[str, object]:
-    """A configuration with the defaults that it leaves out, which `transformers` fills in. That
-    takes a process of its own, because this one may do without torch. `changed` is when the file
-    was last written.
+    """A configuration with the defaults that it leaves out, which `transformers` fills in. This
+    takes a process of its own, because this one may do without torch. `changed` is the time when
+    the file was last written.
     """
     command = [sys.executable, "-c", _TELL, str(folder), *_NAMES]
     done = subprocess.run(command, capture_output=True, check=False)
@@ -289,8 +289,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def num_choices_of(folder: Path) -> int:
-    """Experts that a token of a mixture is sent to, in all layers together, as its servers count
-    them; 0 where its configuration does not say.
+    """The number of experts that a token of a mixture is sent to, in all layers together, as its
+    servers count them. It is 0 if its configuration does not say.
     """
     config = _text(read_config(folder))
     return _int(config, "num_hidden_layers", 0) * _int(config, "num_experts_per_tok", 0)
@@ -307,7 +307,9 @@ def num_experts_of(folder: Path) -> int:
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """`config.json` of a model folder; `ModelNotFound` naming what is missing."""
+    """`config.json` of a model folder. Raises `ModelNotFound` with the reason if there is none, or
+    none that can be read.
+    """
     if not folder.is_dir():
         raise ModelNotFound(
             f"loading a model: no folder {str(folder)!r}; set model.path to a Hugging Face model "
@@ -368,10 +370,10 @@ def fingerprint(specs: Iterable[TensorSpec], buffer: Buffer, *, threads: int = 1
 def fingerprint_views(
     specs: Iterable[TensorSpec], views: Mapping[str, memoryview], *, threads: int = 1
 ) -> str:
-    """The same over one view per tensor: equal to `fingerprint` of any buffer that holds these
+    """The same over one view per tensor. It equals `fingerprint` of any buffer that holds these
     bytes.
 
-    With one thread each view is asked for when it is hashed, and not kept.
+    With one thread each view is requested when it is hashed, and not kept.
     """
     ordered = sorted(specs, key=lambda spec: spec.name)
     digests = _digests((views[spec.name] for spec in ordered), threads)
@@ -380,8 +382,8 @@ def fingerprint_views(
 
 def fingerprint_digests(specs: Iterable[TensorSpec], digests: Mapping[str, Sequence[bytes]]) -> str:
     """The same from the digests (`piece_digest`) of each tensor's pieces in order, which other
-    processes made. It is equal if pieces were cut every `PIECE` bytes. A tensor that is cut
-    elsewhere too, where one trainer rank's rows end, has a fingerprint of its own.
+    processes made. It is equal if pieces were cut every `PIECE` bytes. A tensor that is also cut at
+    other places, at the end of a trainer rank's rows, has a fingerprint of its own.
     """
     ordered = sorted(specs, key=lambda spec: spec.name)
     return _total((spec, digests.get(spec.name, ())) for spec in ordered)

@@ -1,4 +1,4 @@
-"""The part of a model that computes text, where others stand beside it."""
+"""The part of a model that computes text, beside which there may be others."""
 
 from __future__ import annotations
 

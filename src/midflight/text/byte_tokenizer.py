@@ -75,13 +75,13 @@ def write_byte_tokenizer(folder: Path) -> None:
 
 
 def byte_letters_to_bytes() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for."""
+    """The byte for each letter of a byte-level vocabulary."""
     return {letter: byte for byte, letter in enumerate(_byte_letters())}
 
 
 def _byte_letters() -> list[str]:
     """The printable letter for each byte, as byte-level BPE (GPT-2) writes them. Printable Latin-1
-    letters stand for themselves; the other bytes are written as the letters from U+0100 on, in
+    letters are written as they are. The other bytes are written as the letters from U+0100 on, in
     order.
     """
     printable = {

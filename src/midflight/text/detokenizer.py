@@ -24,7 +24,7 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, keep: frozenset[int] = frozenset()) -> None:
-        """`keep`: special tokens that are written as text. The others are left out."""
+        """Special tokens in `keep` are written as text. The others are left out."""
         self._skip = tokenizer.special_token_ids - keep
         table = tokenizer.token_bytes
         self._pieces: _Pieces = _GeneralPieces(tokenizer) if table is None else _BytePieces(table)
@@ -49,7 +49,7 @@ class _BytePieces:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_whole = True
-        """Whether no character is incomplete. Then ASCII letters do not need the incremental
+        """True if no character is incomplete. Then ASCII letters do not need the incremental
         decoder.
         """
 
@@ -87,7 +87,7 @@ class _GeneralPieces:
         return self._emit()
 
     def _incomplete(self, token_id: int) -> bool:
-        """Whether the text may still change. A run of byte tokens (`<0x..>`) is decoded as one, so
+        """True if the text may still change. A run of byte tokens (`<0x..>`) is decoded as one, so
         its validity is known only after its end.
         """
         token = self._tokenizer.backend.id_to_token(token_id) or ""

@@ -54,7 +54,7 @@ _OPEN = "\ue001"
 
 
 class Ending(StrEnum):
-    """How the prompt of a chat ends."""
+    """The end of the prompt of a chat."""
 
     TURN = "turn"
     """It ends with the generation prompt, which the template writes before the model speaks."""
@@ -101,8 +101,8 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> dict[int, bytes] | None:
-        """The bytes of every token of a byte-level vocabulary. `None` for vocabularies of another
-        kind.
+        """The bytes of every token of a byte-level vocabulary. It is `None` for vocabularies of
+        another kind.
         """
         if type(self.backend.decoder).__name__ != "ByteLevel":
             return None
@@ -151,9 +151,7 @@ class Tokenizer:
         skip_special: bool = False,
         keep: frozenset[int] = frozenset(),
     ) -> str:
-        """The text of these ids. `keep`: special tokens that are written even with
-        `skip_special`.
-        """
+        """The text of these ids. Special tokens in `keep` are written even with `skip_special`."""
         if keep and skip_special:
             hidden = self.special_token_ids - keep
             shown = [i for i in token_ids if i not in hidden]
@@ -342,12 +340,12 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         options: Mapping[str, Json] | None = None,
     ) -> str:
-        """The conversation as one text. A template that refuses it (`raise_exception`) or fails in
-        any other way raises `RequestRejected`, and so does a conversation that holds half a
-        surrogate pair, which no tokenizer can read.
+        """The conversation as one text. Raises `RequestRejected` if the template refuses the
+        conversation (`raise_exception`) or fails in any other way. Also raises it if the
+        conversation holds half a surrogate pair, which no tokenizer can read.
 
-        `options` are names of the template's own, such as `enable_thinking`. What a template would
-        leave out, tools and their calls, stands in the messages as text.
+        `options` are names of the template's own, such as `enable_thinking`. If a template would
+        leave out tools or their calls, the messages get them as text.
         """
         chat = [as_templates_read(message) for message in messages]
         if not self._knows_calls:

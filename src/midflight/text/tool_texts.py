@@ -23,12 +23,12 @@ _KNOWS_CALLS = re.compile(rf"\btool_calls\b|{_WHOLE}")
 
 
 def knows_tools(template: str) -> bool:
-    """Whether a chat template writes tools, or at least their calls, in a form of its own."""
+    """True if a chat template writes tools, or at least their calls, in a form of its own."""
     return _KNOWS_TOOLS.search(template) is not None
 
 
 def knows_calls(template: str) -> bool:
-    """Whether a chat template writes the calls of a message."""
+    """True if a chat template writes the calls of a message."""
     return _KNOWS_CALLS.search(template) is not None
 
 

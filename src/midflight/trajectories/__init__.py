@@ -1,1 +1,1 @@
-"""Station 4: what happened to groups is durable, and groups become packed batches."""
+"""Station 4: groups are stored durably, and become packed batches."""

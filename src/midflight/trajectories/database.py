@@ -77,7 +77,7 @@ BRIEF = (
     "CREATE INDEX IF NOT EXISTS rollouts_brief ON rollouts "
     "(epoch, position, attempt, sample, reward, truncated, seconds, num_trainable, error)"
 )
-"""An index with all of a rollout but its tokens, for readers of a run: without it they would read
+"""An index with all of a rollout but its tokens, for readers of a run. Without it they would read
 past the tokens of the whole run. A store of an older Midflight gets it when its run goes on, and is
 read without it.
 """
@@ -110,7 +110,7 @@ class Database:
     """
 
     def __init__(self, path: Path, *, run: str | None, logged: bool = True) -> None:
-        """Without a run it is opened to be read. `logged`: see `connect`."""
+        """Without a run it is opened to be read. `connect` explains `logged`."""
         self.path = path
         self._sync_wanted = False
         self._connection = connect(path, logged=logged) if run is not None else look(path)
@@ -130,9 +130,9 @@ class Database:
             return self._connection.execute(sql, values).fetchall()
 
     def execute_rows(self, sql: str, rows: Sequence[tuple[Value, ...]]) -> None:
-        """Makes a change by rows of equal length, whose places are written where `sql` has `{}`.
-        SQLite works on many rows without the interpreter's lock, which it would otherwise have to
-        take again after each.
+        """Makes a change by rows of equal length. Their placeholders replace `{}` in `sql`. SQLite
+        works on many rows without the interpreter's lock, which it would otherwise have to take
+        again after each.
         """
         for first in range(0, len(rows), MAX_ROWS):
             some = rows[first : first + MAX_ROWS]
@@ -351,7 +351,7 @@ def encode_rows(rows: tuple[Row, ...]) -> bytes:
 
 
 def decode_rows(blob: bytes) -> tuple[Row, ...]:
-    """Raises `msgspec.MsgspecError` or `ValueError` if the blob is not what `encode_rows` made."""
+    """Raises `msgspec.MsgspecError` or `ValueError` if `encode_rows` did not make the blob."""
     return tuple(_unpack_row(row) for row in _ROWS.decode(blob))
 
 

@@ -1,8 +1,8 @@
 """Answers to held-out tasks: some rollouts of each evaluation, in a file of their own beside the
 run's store, for people to read.
 
-The books know nothing of them, and no step waits for them. The file has the tables of the store: a
-group for each task, whose epoch is the version that answered. It is bounded by the rollouts of an
+They are not in the books, and no step waits for them. The file has the tables of the store: a group
+for each task, whose epoch is the version that answered. It is bounded by the rollouts of an
 evaluation (`evaluation.keep`) and by the number of evaluations.
 """
 

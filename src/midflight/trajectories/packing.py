@@ -1,4 +1,4 @@
-"""A batch of groups as flat arrays. As bytes they are safetensors with a versioned header, never
+"""A batch of groups as flat arrays. Its bytes are safetensors with a versioned header, never
 pickle.
 """
 
@@ -51,8 +51,8 @@ NO_ANSWER = 2**31 - 1
 
 def pack(batch: Batch) -> PackedBatch:
     """Groups, their rollouts and the rollouts' rows, in the order of the batch; see `PackedBatch`
-    for the shapes. Where rollouts have roles, each role of a group is a group here, with a rollout
-    for each that took part.
+    for the shapes. If rollouts have roles, each role of a group is a group here, with a rollout for
+    each that took part.
 
     A rollout without rows keeps its place among the rewards: it counts in its group's baseline. A
     version above the batch's is one that a trainer left behind when it went back to its checkpoint:
@@ -99,7 +99,7 @@ def _room(trajectory: Trajectory) -> int:
 
 
 def _or_zeros(row: Row, found: Int32 | None) -> Int32:
-    """What was found for each token of the row; zeros where nothing was."""
+    """The entry of each token of the row, or zeros if the row has no entries."""
     return np.zeros(len(row.token_ids), np.int32) if found is None else found
 
 
@@ -109,8 +109,8 @@ def _flat(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any
 
 
 def _turn_rewards(rollouts: Sequence[Trajectory], rows: Sequence[Row]) -> dict[str, Any]:
-    """What answers earned, and the answer that each token is of; nothing where no rollout says
-    that.
+    """The rewards of answers, and for each token the answer that it belongs to. Empty if no rollout
+    has such rewards.
     """
     width = max((len(t.turn_rewards) for t in rollouts), default=0)
     if not width:
@@ -123,7 +123,7 @@ def _turn_rewards(rollouts: Sequence[Trajectory], rows: Sequence[Row]) -> dict[s
 
 
 def _components(rollouts: Sequence[Trajectory]) -> dict[str, Any]:
-    """What rewards are made of, a column for each name; nothing where no rollout says that."""
+    """The components of rewards, with a column for each name. Empty if no rollout has any."""
     known: set[str] = set()
     for trajectory in rollouts:
         known.update(trajectory.components)
@@ -135,7 +135,7 @@ def _components(rollouts: Sequence[Trajectory]) -> dict[str, Any]:
 
 
 def _line(trajectory: Trajectory, names: Sequence[str]) -> list[float]:
-    """A rollout's components in the order of the names; NaN where one does not apply."""
+    """A rollout's components in the order of the names. NaN if the rollout does not have one."""
     return [trajectory.components.get(name, np.nan) for name in names]
 
 
@@ -148,7 +148,7 @@ def _kept(rows: Sequence[Row]) -> tuple[UInt8, Int32] | tuple[None, None]:
 
 
 def _joined_experts(records: Sequence[UInt8 | None], lengths: Sequence[int]) -> UInt8 | None:
-    """The records of parts with so many tokens each, 255 where there is none.
+    """The records of parts with so many tokens each. It holds 255 where there is no record.
 
     Records of another width than the widest are those of another engine, which do not fit: they
     count as missing.
@@ -168,9 +168,9 @@ def _joined_experts(records: Sequence[UInt8 | None], lengths: Sequence[int]) -> 
 
 
 def merged(lease: int, parts: Sequence[PackedBatch]) -> PackedBatch:
-    """One batch of several of the same step. It is what `pack` makes of all their groups, in the
-    order of the parts. Arrays that only some parts have are filled in for the others as `pack`
-    does.
+    """One batch of several of the same step. It equals the result of `pack` for all their groups,
+    in the order of the parts. Arrays that only some parts have are filled in for the others as
+    `pack` does.
     """
     num_groups = [int(part.rollout_group.max(initial=-1)) + 1 for part in parts]
     groups_before = list(accumulate(num_groups, initial=0))
@@ -314,8 +314,8 @@ def from_bytes(data: bytes) -> PackedBatch:
 
 
 def teacher_is_finite(packed: PackedBatch) -> bool:
-    """Whether the teacher, if there is one, gives every token to train on a finite
-    log-probability.
+    """True if the teacher gives every token to train on a finite log-probability. Also true if
+    there is no teacher.
     """
     if packed.teacher_logprobs is None:
         return True

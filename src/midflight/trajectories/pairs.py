@@ -2,8 +2,8 @@
 itself.
 
 The store lies on a disk of the machine that the gateway runs on. Its log of writes (WAL) needs
-memory that all processes that open it share: on a file system of a network it would be lost without
-a word. Each checkpoint gets a copy, made while the store is written to. The two are whole or
+memory that all processes that open it share. On a network file system it would be lost without a
+warning. Each checkpoint gets a copy, made while the store is written to. The two are whole or
 absent, kept and removed together. So another machine goes on from a pair as this one does from the
 store.
 """
@@ -25,7 +25,7 @@ from midflight.types import Version
 STORE = "store.sqlite"
 BESIDE = ("", "-wal", "-shm", "-journal")
 """Suffixes of the files that belong to a store. A store without its journal, or with another one's,
-is not what was written.
+has other contents than were written.
 """
 OWNER = ".run"
 """Suffix of the file beside a store that names its run's folder."""
@@ -64,7 +64,7 @@ def shard_stores(folder: Path) -> list[Path]:
 
 def store_path(folder: Path, store_folder: Path | None) -> Path:
     """The store of the run in `folder`: it lies there, or in `store_folder` under a name that no
-    other run has. `ConfigError` where the path would differ from process to process.
+    other run has. Raises `ConfigError` if the path would differ from process to process.
     """
     if store_folder is None:
         return folder / STORE
@@ -125,7 +125,7 @@ def copy_store(
     disk when this returns; if it raises, there is none.
 
     It blocks, some pages at a time, and another process may write to the store meanwhile. `step`
-    gets the pages left and their number. `StoreFailed` has the remedy.
+    gets the pages left and their number. Raises `StoreFailed` with the remedy.
     """
     for left in copy.parent.glob(".store-*.sqlite*"):
         left.unlink(missing_ok=True)
@@ -189,8 +189,8 @@ def newest_copy(folder: Path) -> Copy | None:
 
 
 def copied_at(store: Path) -> Version | None:
-    """The newest version whose checkpoint has a copy of this store. None where there is no store;
-    -1 where it has no copy.
+    """The newest version whose checkpoint has a copy of this store. It is None if there is no
+    store, and -1 if it has no copy.
     """
     found = _numbers(store)
     return None if found is None else found.get(COPIED, -1)
@@ -204,7 +204,7 @@ def _numbers(store: Path) -> Mapping[str, int] | None:
 
 
 def is_behind(store: Path, copy: Copy) -> bool:
-    """Whether the run has gone on from a newer copy than this store has, or the store is of an
+    """True if the run has gone on from a newer copy than this store has, or if the store is of an
     earlier run in the same folder.
     """
     here = _numbers(store)
@@ -215,7 +215,7 @@ def is_behind(store: Path, copy: Copy) -> bool:
 
 
 def readable(folder: Path, store_folder: Path | None) -> tuple[Path, Copy | None]:
-    """The file to read a run from: its store, or the copy where that is newer or alone."""
+    """The file to read a run from: its store, or the copy if that is newer or alone."""
     store = store_path(folder, store_folder)
     copy = newest_copy(folder)
     if copy is not None:
@@ -225,11 +225,11 @@ def readable(folder: Path, store_folder: Path | None) -> tuple[Path, Copy | None
 
 
 def go_on(folder: Path, store_folder: Path | None) -> str | None:
-    """Makes the store ready for a run that goes on from `latest`: its own store where it is there
+    """Makes the store ready for a run that goes on from `latest`: its own store if that is there
     and not behind the pair, else the pair's copy.
 
-    Returns a sentence for people if it did something unusual. `ConfigError` where neither is there,
-    though steps were made.
+    Returns a sentence for people if it did something unusual. Raises `ConfigError` if neither is
+    there, though steps were made.
     """
     store = store_path(folder, store_folder)
     copy = newest_copy(folder)
@@ -267,8 +267,8 @@ def go_on(folder: Path, store_folder: Path | None) -> str | None:
 
 
 def _source_of(folder: Path, store: Path, copy: Copy | None) -> Path | None:
-    """The file that the store is made of: the pair's copy, or the store in the run's folder, where
-    an earlier run had it.
+    """The file that the store is made of. It is the pair's copy, or the store that an earlier run
+    had in the run's folder.
     """
     if copy is not None:
         return copy.path
@@ -284,7 +284,7 @@ def claim(store: Path, folder: Path) -> None:
 
 def remove_left(disk: Path, *, but: Path) -> Sequence[Path]:
     """Removes stores from a disk whose runs have gone on elsewhere from newer copies, and stores
-    that a run put aside when it came back. Returns those that are gone.
+    that a run put aside when it came back. Returns the removed stores.
 
     `but` is the store of the run that asks. A store that cannot be read, or whose run has no copy
     that can be seen, stays.
@@ -322,7 +322,7 @@ def _num_steps(folder: Path) -> int:
 
 
 def check_local(store: Path, *, mounts: Path = Path("/proc/self/mountinfo")) -> None:
-    """`ConfigError` where the store would lie on a file system of a network."""
+    """Raises `ConfigError` if the store would lie on a network file system."""
     place = store.absolute().parent
     there = next(one for one in (place, *place.parents) if one.is_dir()).resolve()
     kind = file_system(there, mounts=mounts)
@@ -336,7 +336,7 @@ def check_local(store: Path, *, mounts: Path = Path("/proc/self/mountinfo")) -> 
 
 
 def file_system(folder: Path, *, mounts: Path) -> str:
-    """The type of the file system that a folder lies on; empty where the system does not say. Where
+    """The type of the file system that a folder lies on. Empty if the system does not say. If
     mounts lie over each other, the last one counts.
     """
     found = -1

@@ -49,8 +49,8 @@ _ENDED = (
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A group that was running or in line. Its rollouts go on: those in `finished` need not run
-    again, and the others are replayed.
+    """A group that was running or in line. Its rollouts go on: the rollouts in `finished` need not
+    run again, and the others are replayed.
     """
 
     key: GroupKey
@@ -59,7 +59,7 @@ class Unfinished:
     """The completed turns, in order, of rollouts that had not ended."""
 
     def versions(self) -> Iterator[Version]:
-        """The versions among which the oldest one of the group's tokens is."""
+        """The oldest version of the group's tokens is among these versions."""
         for trajectory in self.finished:
             oldest = trajectory.oldest_version
             if oldest is not None:
@@ -88,8 +88,8 @@ class Store:
         return self._db.path
 
     def copied(self, version: Version) -> None:
-        """Notes that the checkpoint of this version is about to get a copy of this store. The copy
-        says so too: no older copy can be newer than it.
+        """Records that the checkpoint of this version is about to get a copy of this store. The
+        copy has this record too: no older copy can be newer than it.
         """
         self._db.raise_number(COPIED, version)
 
@@ -315,8 +315,8 @@ class Store:
         self._db.set_number("next", back.version)
 
     def _settle(self, version: Version) -> None:
-        """Makes steps up to `version` final, also one whose report was lost with this process: the
-        checkpoint has it.
+        """Makes steps up to `version` final. Also makes a step final whose report was lost with
+        this process, because the checkpoint has it.
         """
         for lease in self._leases("train_version < ?", version):
             (train_version,) = self._open(lease)
@@ -357,7 +357,7 @@ class Store:
         """The facts about all groups, in an order in which they may have happened. Folded, they are
         the books.
 
-        Only the sums of final groups are told.
+        Final groups are included as sums only.
         """
         for checkpoint, version in self._db.execute(
             "SELECT checkpoint, version FROM forks ORDER BY rowid"

@@ -16,12 +16,12 @@ from midflight.types.facts import Fact
 T = TypeVar("T")
 
 MAX_PENDING = 20_000
-"""Facts in memory. At the rate of completed turns, as many gather in minutes on a disk that stands
-still: then the run ends and says so.
+"""Facts in memory. At the rate of completed turns, as many gather in minutes if the disk stops
+working: then the run ends with that message.
 """
 GATHER_SECONDS = 0.2
-"""How long facts may gather while nobody waits for them. The turns of a rollout that ends meanwhile
-need not be written at all.
+"""The time that facts may gather while no caller waits for them. The turns of a rollout that ends
+meanwhile need not be written at all.
 """
 MAX_TOGETHER = 1_000
 """Facts of one transaction. Its commit is paid once, and `flush` waits for at most the transaction
@@ -85,8 +85,8 @@ class StoreWriter:
             await self._next_write()
 
     async def read(self, reading: Callable[[Store], T]) -> T:
-        """Waits for everything put before, and returns what the store says then. A reading that
-        raises ends the run.
+        """Waits for everything put before, and returns the result of reading the store then. A
+        reading that raises ends the run.
         """
         results: list[T] = []
         self._append(lambda store: results.append(reading(store)))
@@ -116,7 +116,7 @@ class StoreWriter:
                 self._store.close()
 
     async def _gathered(self) -> None:
-        """Waits until there is a transaction's worth of facts, somebody waits for them, or they are
+        """Waits until there is a transaction's worth of facts, a caller waits for them, or they are
         old enough.
         """
         with suppress(TimeoutError):

@@ -14,23 +14,23 @@ class Capabilities:
     pause_modes: frozenset[PauseMode]
     logprob_kind: LogprobKind
     honours_seed: bool
-    """Whether the same seed gives the same tokens, whatever the batch and the interruptions."""
+    """True if the same seed gives the same tokens, whatever the batch and the interruptions."""
     versions_per_token: bool
     stops_on_strings: bool
     aborts_single_requests: bool
     stages_weights: bool
-    """Whether weights can be brought in while decoding goes on, and committed later."""
+    """True if weights can be brought in while decoding goes on, and committed later."""
     max_context: int
     vocab_size: int
     max_running: int
     """The most requests that are decoded together. More requests wait inside the engine."""
     max_keys: int | None = None
-    """The most tokens, over all requests, whose keys and values it can keep. None if each of
+    """The most tokens, over all requests, whose keys and values it can keep. It is None if each of
     `max_running` requests may fill the context.
     """
     features: frozenset[Feature] = frozenset()
     side_by_side: bool = False
-    """Whether it keeps several versions, and a request goes on with the version that it began with.
+    """True if it keeps several versions, and a request goes on with the version that it began with.
     Then a commit affects only new requests, and pauses nothing.
     """
     commit_mode: PauseMode | None = None
@@ -124,7 +124,7 @@ class WeightManifest:
 
 @dataclass(frozen=True, slots=True)
 class Attestation:
-    """An engine's statement of what it serves after a commit."""
+    """An engine's statement which version and fingerprint it serves after a commit."""
 
     version: Version
     fingerprint: str
@@ -139,7 +139,7 @@ class TransferOrder:
     version: Version
     group: str
     again: bool
-    """Whether the workers are in that group already."""
+    """True if the workers are in that group already."""
     host: str
     port: int
     rank: int
@@ -159,11 +159,13 @@ class TransferOrder:
     fingerprint: str
     """The fingerprint of the weights that the worker then has."""
     base: str = ""
-    """If a difference is sent: the fingerprint of the weights that it changes."""
+    """The fingerprint of the weights that the difference changes. Empty if no
+    difference is sent.
+    """
     keeps: bool = False
-    """Whether the worker must keep the bytes, because differences will change them."""
+    """True if the worker must keep the bytes, because differences will change them."""
     serves: bool = True
-    """Whether the weights are loaded to be served. A version that is only a step to another one is
+    """True if the weights are loaded to be served. A version that is only a step to another one is
     not.
     """
 
@@ -175,13 +177,13 @@ class WorkerState:
     version: Version | None
     """The version of its last order; None if it never got one."""
     done: bool
-    """Whether it has received and loaded the whole version, or has given up."""
+    """True if it has received and loaded the whole version, or has given up."""
     digests: tuple[str, ...]
     """The digests of the buckets that it has received."""
     error: str
     live: Version | None
     """The version that it serves, if it received that version directly."""
     held: str | None = ""
-    """The fingerprint of the bytes that a difference may change; empty if it holds none. None if it
-    cannot check the result of a difference.
+    """The fingerprint of the bytes that a difference may change. It is empty if it holds none, and
+    None if it cannot check the result of a difference.
     """

@@ -77,14 +77,13 @@ class RolloutEnded(msgspec.Struct, frozen=True):
     seconds: float
     error: str | None
     trace: str | None = None
-    """The traceback of the exception that ended the try. Only its end, if it is very long.
-    """
+    """The traceback of the exception that ended the try. Only its end, if it is very long."""
     num_turns: int = 0
     """The number of answers that the agent got. A try that was scored without an answer did not use
     the model.
     """
     truncated: bool = False
-    """Whether some turn ended by `length`."""
+    """True if some turn ended by `length`."""
     started: float = 0.0
     """The time by the same clock as the times of its turns."""
     times: tuple[TurnTimes, ...] = ()
@@ -167,7 +166,7 @@ class GroupClosed(msgspec.Struct, frozen=True):
     num_tokens: int
     successor: GroupKey | None = None
     alike: str | None = None
-    """For a group without spread: whether all its rollouts `passed` or `failed`."""
+    """`passed` or `failed` if the group has no spread because all its rollouts did so."""
 
 
 class Leased(msgspec.Struct, frozen=True):
@@ -326,7 +325,7 @@ class Evaluated(msgspec.Struct, frozen=True):
     num_failed: int = 0
     error: str | None = None
     at: dict[str, float] | None = None
-    """For a suite: `pass@k` and `best@k` of its answers to each task, and how they were sampled
+    """`pass@k` and `best@k` of a suite's answers to each task, and how they were sampled
     (`samples`, `temperature`).
     """
 
@@ -367,7 +366,7 @@ class Alarmed(msgspec.Struct, frozen=True):
     name: str
     """The name of the alarm; docs/metrics.md lists them all."""
     text: str
-    """A few lines that say what was observed and what to do."""
+    """A few lines with the observation and the remedy."""
 
 
 Stored: TypeAlias = (

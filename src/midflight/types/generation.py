@@ -61,7 +61,7 @@ class Range:
     above: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether the value is in the range. False for NaN. Infinity passes only a range without
+        """True if the value is in the range. False for NaN. Infinity passes only a range without
         `most`, which whole numbers have.
         """
         is_enough = self.least < value if self.above else self.least <= value
@@ -88,13 +88,13 @@ class Parameter:
     kind: type | UnionType
     default: object
     range: Range | None
-    """The range of a number; `None` for other kinds."""
+    """The range of a number. `None` for other kinds."""
     feature: Feature | None
     """The feature that an engine must have for any value but the default."""
     reshapes: bool
-    """Whether any value but the default samples from another distribution than the policy's."""
+    """True if any value but the default samples from another distribution than the policy's."""
     truncates: bool
-    """Whether it reshapes the distribution only by leaving ids out."""
+    """True if it reshapes the distribution only by leaving ids out."""
     names: Mapping[Api, str]
     """Its name in each interface that sends its value as it is. An interface that is missing does
     not have the parameter, or has code of its own that writes it in another form.
@@ -193,8 +193,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         native=None,
         copied=False,
     )
-    """How many of the likeliest tokens are reported at each position. The sampled token is among
-    them only if it is that likely. Fewer are reported if fewer are possible (truncation, a
+    """The number of the likeliest tokens that are reported at each position. The sampled token is
+    among them only if it is that likely. Fewer are reported if fewer are possible (truncation, a
     grammar). At temperature 0 they are those of temperature 1.
     """
 
@@ -204,12 +204,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def samples_the_policy(self) -> bool:
-        """Whether the sampled distribution is the policy's own, except for its temperature."""
+        """True if the sampled distribution is the policy's own, except for its temperature."""
         return self.temperature > 0 and _reshaping(self) == _RESHAPES_NOT
 
     @property
     def truncates_the_policy(self) -> bool:
-        """Whether the sampled distribution is the policy's own over the part of the vocabulary that
+        """True if the sampled distribution is the policy's own over the part of the vocabulary that
         top-p, top-k or min-p left.
         """
         if self.temperature <= 0 or _distorting(self) != _DISTORTS_NOT:
@@ -311,13 +311,13 @@ class GenerateRequest:
     num_prompt_tokens: int
     sampling: SamplingParams
     eager: bool = True
-    """Whether each token is wanted as soon as it is there. Otherwise several may come at a time,
+    """True if each token is wanted as soon as it is there. Otherwise several may come at a time,
     which costs less.
     """
     wants_kept: bool = False
-    """Whether each token is wanted with a record of the ids that truncation kept."""
+    """True if each token is wanted with a record of the ids that truncation kept."""
     seeded: bool = False
-    """Whether the client set its seed. Seeds cost servers time, so they are sent only then."""
+    """True if the client set its seed. Seeds cost servers time, so they are sent only then."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -330,7 +330,7 @@ class GenerateRequest:
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """How a generation ended. `matched` is the stop string or stop id that ended it."""
+    """The end of a generation. `matched` is the stop string or stop id that ended it."""
 
     reason: FinishReason
     matched: str | int | None = None
@@ -361,7 +361,7 @@ class Chunk(msgspec.Struct, frozen=True):
     """
     finish: Finish | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """For each token the likeliest (id, log-probability) pairs at its position, likeliest first.
+    """The likeliest (id, log-probability) pairs at the position of each token, likeliest first.
     Empty unless asked for.
     """
     attested: tuple[Segment, ...] = ()
@@ -369,7 +369,7 @@ class Chunk(msgspec.Struct, frozen=True):
     the end sends them with the last chunk. They replace the versions of the earlier chunks.
     """
     kept: tuple[bytes, ...] = ()
-    """For each token a record of `types.kept`: the ids that truncation kept. Empty unless asked
+    """The record of `types.kept` of each token: the ids that truncation kept. Empty unless asked
     for, or if the engine has none.
     """
     experts: bytes = b""
@@ -403,8 +403,8 @@ class Turn(msgspec.Struct, frozen=True):
     """
     num_resumes: int = 0
     kept: tuple[bytes, ...] = ()
-    """For a turn that was sampled with truncation and can be trained: the record of each output
-    token, as in `Chunk`.
+    """The record of each output token, as in `Chunk`, if the turn was sampled with truncation and
+    can be trained.
     """
     experts: bytes = b""
     """The experts that each token of prompt and output was sent to, as in `Chunk`. Empty if no

@@ -11,7 +11,7 @@ Version: TypeAlias = int
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Likely: TypeAlias = tuple[tuple[int, float], ...]
-"""The token ids that may stand at one place, each with its log-probability."""
+"""The token ids that may be at one place, each with its log-probability."""
 Int32: TypeAlias = NDArray[np.int32]
 UInt8: TypeAlias = NDArray[np.uint8]
 Float32: TypeAlias = NDArray[np.float32]
@@ -49,8 +49,8 @@ class PauseMode(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended. `ABORT` is never shown to an agent: the gateway resumes such a
-    request.
+    """The reason for which a generation ended. `ABORT` is never shown to an agent: the gateway
+    resumes such a request.
     """
 
     STOP = "stop"
@@ -95,7 +95,7 @@ class Feature(StrEnum):
     PROMPT_LOGPROBS = "prompt_logprobs"
     """The engine reports how likely the tokens of a prompt are; see `ports.PromptScorer`."""
     SAMPLING_MASKS = "sampling_masks"
-    """On request the engine reports for each token the ids that top-p, top-k and min-p kept; see
+    """The engine can report for each token the ids that top-p, top-k and min-p kept; see
     `types.kept`.
     """
 
@@ -134,7 +134,7 @@ class Fate(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a token was masked, or a token, rollout or group was dropped."""
+    """The reason why a token was masked, or a token, rollout or group was dropped."""
 
     STALE = "stale"
     OVERSHOOT = "overshoot"

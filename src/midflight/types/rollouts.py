@@ -84,8 +84,8 @@ class Result:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers that are shown, but not trained on."""
     turns: Sequence[float] = ()
-    """How much of `reward` each answer of the model earned, in the order of the requests. The whole
-    rollout earned the rest. At most as many as there were answers.
+    """The part of `reward` that each answer of the model earned, in the order of the requests. The
+    whole rollout earned the rest. At most as many as there were answers.
     """
     fields: Mapping[str, Json] = field(default_factory=dict[str, Json])
     """Values that reward functions get by name, as if the task had them. Numbers among them are
@@ -113,7 +113,7 @@ class GroupScores:
     key: GroupKey
     task: Task
     is_over: bool
-    """Whether the group neither runs nor waits in line."""
+    """True if the group neither runs nor waits in line."""
     num_scored: int
     num_failed: int
     num_passed: int
@@ -135,8 +135,8 @@ class RolloutKey(msgspec.Struct, frozen=True, order=True):
 
 
 def spans(generated: Bool) -> list[tuple[int, int, bool]]:
-    """The spans [begin, end) of tokens that the model read or wrote, in order, and whether it wrote
-    them.
+    """The spans [begin, end) of tokens that the model read or wrote, in order. Each has True if the
+    model wrote it.
     """
     edges = [0]
     edges += [at for at in range(1, len(generated)) if generated[at] != generated[at - 1]]
@@ -164,13 +164,13 @@ class Row:
     """The number of the token's answer, from 0 in the order of the session's requests."""
     kept: UInt8 | None = None
     """The records of truncation (`types.kept`) of the tokens that this row trains on, end to end.
-    None if no token has one.
+    It is None if no token has one.
     """
     kept_lengths: Int32 | None = None
     """[T], the bytes of each token's record in `kept`; 0 if nothing was cut off."""
     experts: UInt8 | None = None
     """[T, B], the experts of a mixture that each token was sent to, as an engine packs them. All B
-    bytes are 255 if no engine recorded the token. None if no token has a record.
+    bytes are 255 if no engine recorded the token. It is None if no token has a record.
     """
     role: str = ""
     """The role of its session, if the rollout has several."""
@@ -236,7 +236,7 @@ class SessionRecord(msgspec.Struct, frozen=True, eq=False):
     num_turns: int
     num_branches: int
     truncated: bool
-    """Whether some turn ended by `length`."""
+    """True if some turn ended by `length`."""
     room: int | None = None
     """The least number of tokens that one of its answers left of its own limit. None without an
     answer of the policy.
@@ -263,9 +263,9 @@ class SessionRecord(msgspec.Struct, frozen=True, eq=False):
     are left out.
     """
     roles: Mapping[str, RoleRecord] = {}
-    """If roles asked the model: the records of those that did, by name. The session's own name is
-    empty. Rows and counts cover all roles; `truncated`, `room` and `num_answers` are those of the
-    session itself.
+    """The records of the roles that asked the model, by name. It is empty if none did. The
+    session's own name is empty. Rows and counts cover all roles; `truncated`, `room` and
+    `num_answers` are those of the session itself.
     """
 
 
@@ -296,7 +296,7 @@ class Trajectory:
     error: str | None = None
     seconds: float = 0.0
     room: int | None = None
-    """As in `SessionRecord`."""
+    """See `SessionRecord`."""
     components: Mapping[str, float] = field(default_factory=dict[str, float])
     """This and the next three are as in `Result`."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -399,7 +399,7 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class Accounts:
     """The counts of all groups (I1), and of all tokens of rollouts that have ended (I3). They cover
-    the whole run, whichever processes died meanwhile.
+    the whole run, even if processes died meanwhile.
 
     Submitted groups are those running, waiting, leased, trained and dropped. Received tokens are
     those waiting (including those of leased groups), trained, masked and dropped. `dropped` and
@@ -425,11 +425,13 @@ class Unclaimed:
 
     number: int
     seconds: float
-    """How long the oldest has waited."""
+    """The time that the oldest has waited."""
     idle_seconds: float
-    """How long there has been a rollout to claim while no worker claimed one or ran one."""
+    """The time in which there has been a rollout to claim while no worker claimed one
+    or ran one.
+    """
     claimed_seconds: float | None
-    """The time since a worker last claimed one. None if no worker ever did."""
+    """The time since a worker last claimed one. It is None if no worker ever did."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,10 +2,10 @@
 no Midflight, so it imports nothing of Midflight.
 
 A difference leads from one set of words to the other, bit for bit. Weights are words of 1, 2, 4 or
-8 bytes. What a step changes in a word is small beside the word. So a difference is taken as between
-integers (mod 2^bits), folded so that small ones of either sign are small (0, -1, 1, -2, ... become
-0, 1, 2, 3, ...), and laid out in planes: all lowest bytes, then all second ones, and so on. The
-upper planes are nearly always zeros.
+8 bytes. A step changes a word by little, compared with the word. So a difference is taken as
+between integers (mod 2^bits), folded so that small ones of either sign are small (0, -1, 1, -2, ...
+become 0, 1, 2, 3, ...), and laid out in planes: all lowest bytes, then all second ones, and so on.
+The upper planes are nearly always zeros.
 
     payload = for each tensor, for each BLOCK of its words: frame
     frame   = count                                  uint32; 0: nothing changed, and the frame
@@ -15,12 +15,13 @@ upper planes are nearly always zeros.
                                                      none if count is the whole block
               planes                                 of the `count` folded differences
 
-A map or a plane has no bytes where all of it is zero. It is as it is where it has its own length,
-and deflated otherwise. The compressor looks for runs only (Z_RLE): on differences of AdamW steps
-that was a tenth smaller than zlib's search for repeated strings and a little smaller than
-zstandard's, and faster than the first. zstandard is four times as fast, but one more thing to
-install beside every engine. A deflated map is about as small as a list of gaps, and made in half
-the time or less where more than a few words in a hundred change.
+A map or a plane has no bytes if all of it is zero. If the length in the frame is its full length,
+it is stored as it is. Otherwise it is deflated. The compressor looks for runs only (Z_RLE): on
+differences of AdamW steps the result was a tenth smaller than with zlib's search for repeated
+strings, and a little smaller than with zstandard. It was also faster than the first. zstandard is
+four times as fast, but one more thing to install beside every engine. A deflated map is about as
+small as a list of gaps, and made in half the time or less if more than a few words in a hundred
+change.
 """
 
 import struct
@@ -40,11 +41,11 @@ memory of both ends at some megabytes.
 """
 
 DENSE = 0.9
-"""Where a larger share of the words has changed, a map costs more than the zeros in between."""
+"""The share of changed words above which a map costs more than the zeros in between."""
 
 _SAMPLE = 1 << 12
-"""How many bytes of a plane are tried first. A plane that cannot be compressed is copied, which
-takes a hundredth of the time.
+"""The number of bytes of a plane that are tried first. A plane that cannot be compressed is copied,
+which takes a hundredth of the time.
 """
 
 
@@ -59,9 +60,9 @@ def encode(old: memoryview, new: memoryview, *, width: int) -> Iterator[bytes]:
 
 
 class Frames:
-    """Reads a payload from its beginning to its end. Whatever the bytes are, the worst outcome is
-    `ValueError`, or wrong words: memory is set aside for words that the caller has, never for what
-    the bytes claim.
+    """Reads a payload from its beginning to its end. Wrong bytes lead to `ValueError` or wrong
+    words, and to nothing worse: memory is set aside for the words that the caller has, never for a
+    length that the bytes claim.
     """
 
     def __init__(self, payload: memoryview) -> None:
@@ -98,7 +99,7 @@ class Frames:
         return where
 
     def _unpacked(self, length: int, size: int) -> NDArray[np.uint8]:
-        """The next `length` bytes, which stand for `size` bytes."""
+        """Reads the next `length` bytes and unpacks them to `size` bytes."""
         data = self._take(length)
         if length == 0:
             return np.zeros(size, np.uint8)
@@ -154,7 +155,7 @@ def _words(data: memoryview, width: int) -> Words:
 
 
 def _folded(differences: Words) -> Words:
-    """Zigzag: the sign goes to the lowest bit. Overflow is meant: words wrap."""
+    """Zigzag: the sign goes to the lowest bit. Overflow is intended: words wrap."""
     return (differences << 1) ^ np.negative(differences >> (8 * differences.itemsize - 1))
 
 
@@ -163,13 +164,17 @@ def _unfolded(folded: Words) -> Words:
 
 
 def _deflated(data: bytes) -> bytes:
-    """The data deflated, without a checksum: the fingerprint of the result is verified anyway."""
+    """The deflated data, without a checksum, because the fingerprint of the result is verified
+    anyway.
+    """
     made = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
     return made.compress(data) + made.flush()
 
 
 def _inflated(data: memoryview, size: int) -> bytes:
-    """`size` bytes, or an error before more than that is made, whatever the data claims to hold."""
+    """Inflates the data to exactly `size` bytes, or raises `ValueError`. At most one byte more is
+    made, even if the data claims to hold more.
+    """
     reading = zlib.decompressobj(-15)
     try:
         found = reading.decompress(data, size + 1)

@@ -1,8 +1,8 @@
-"""Bringing a version to the engines: stage in the background, commit in turn or together, and never
-half of it (I7).
+"""Brings a version to the engines. It is staged in the background and committed in turn or
+together, and never half (I7).
 
-The commit on one engine is hold, pause, swap, attest, resume. No weights are served that the engine
-did not attest.
+The commit on one engine is hold, pause, swap, attest, resume. Only weights that the engine attested
+are served.
 """
 
 import asyncio
@@ -25,10 +25,11 @@ OWNER = "handover"
 def commit_mode(
     engine: str, capabilities: Capabilities, wanted: PauseMode | Literal["auto"]
 ) -> PauseMode:
-    """The mode in which an engine pauses for a commit. `auto` is what the engine says, else keep
-    where it offers that mode and says the version of every token, else recompute, abort, drain.
+    """The mode in which an engine pauses for a commit. `auto` takes the mode that the engine asks
+    for. If it asks for none, `auto` takes keep if the engine offers it and says the version of
+    every token, else recompute, abort, drain.
 
-    `NotSupported` when the engine lacks the mode that was asked for, or has none at all.
+    Raises `NotSupported` if the engine lacks the mode that was asked for, or has none at all.
     """
     otherwise = list(BY_COST)
     if not capabilities.versions_per_token:
@@ -44,7 +45,7 @@ def commit_mode(
 
 
 def swaps_between_steps(capabilities: Capabilities, mode: PauseMode) -> bool:
-    """Whether a commit needs no pause of ours. Then staged weights go live between two steps, if
+    """True if a commit needs no pause of ours. Then staged weights go live between two steps, if
     need be in a pause that the engine makes, or for new requests alone.
     """
     if not capabilities.stages_weights:
@@ -55,7 +56,7 @@ def swaps_between_steps(capabilities: Capabilities, mode: PauseMode) -> bool:
 
 class Guard:
     """Whatever is done to an engine is done within its time, or the engine is in quarantine (I7).
-    `errors` says which engines are, and why.
+    `errors` has the reason by the name of the engine.
     """
 
     def __init__(self, fleet: EngineFleet) -> None:
@@ -67,7 +68,7 @@ class Guard:
         self, engine: str, deed: str, *, seconds: float, when_cancelled: bool = True
     ) -> AsyncGenerator[Allowance]:
         """The block runs to its end within `seconds`, or the engine is in quarantine and `errors`
-        says why. The block gets its allowance of time.
+        has the reason. The block gets its allowance of time.
 
         The engine's error ends here. A cancellation goes on, and the engine, whose state is then
         unknown, is in quarantine.
@@ -103,8 +104,8 @@ class Committer:
         seconds: float,
         record: Record,
     ) -> None:
-        """`seconds`: the engine's own time for all of it. Time that it waits for others at the
-        barrier does not count.
+        """`seconds` is the engine's own time for the whole commit. The time that it waits for
+        others at the barrier does not count.
         """
         self._fleet = fleet
         self._record = record
@@ -112,7 +113,7 @@ class Committer:
         self._seconds = seconds
 
     def mode(self, engine: str, capabilities: Capabilities) -> PauseMode:
-        """`NotSupported` when the engine lacks the configured pause mode."""
+        """Raises `NotSupported` if the engine lacks the configured pause mode."""
         return commit_mode(engine, capabilities, self._pause_mode)
 
     async def commit(
@@ -127,8 +128,8 @@ class Committer:
         """Makes the version live on the engine and the engine routable, or puts the engine in
         quarantine. No new request goes to a paused engine.
 
-        Waits for the engine, and for the others at the barrier. Whatever happens, the engine has
-        left the barrier in the end.
+        Waits for the engine, and for the others at the barrier. In the end the engine has left the
+        barrier in every case.
         """
         started = asyncio.get_running_loop().time()
         deed = f"committing version {manifest.version} on engine {engine.name!r}"
@@ -140,7 +141,7 @@ class Committer:
                 else:
                     self._fleet.hold(engine.name, OWNER)
                     await _swap_paused(engine, manifest, mode, barrier=barrier, own_time=own_time)
-                # The engine is resumed also where nothing was paused now: an earlier attempt may
+                # The engine is resumed even if nothing was paused now: an earlier attempt may
                 # have ended in quarantine with the engine paused.
                 await engine.resume()
                 self._fleet.served(engine.name, manifest.version)
@@ -157,8 +158,8 @@ class Committer:
 
 
 async def _swap(engine: Engine, manifest: WeightManifest) -> None:
-    """Swaps the weights. An engine serves what it attests, so anything but the manifest's version
-    and fingerprint must not run.
+    """Swaps the weights. An engine serves the weights that it attests, so it must not run if it
+    attests anything but the manifest's version and fingerprint.
     """
     said = await engine.commit(manifest.version)
     if said != Attestation(manifest.version, manifest.fingerprint):
@@ -192,16 +193,18 @@ async def _swap_paused(
 
 @dataclass(frozen=True, slots=True)
 class HandoverReport:
-    """What became of a published version."""
+    """The result of publishing a version."""
 
     version: Version
     served_by: tuple[str, ...] = ()
     """Engines that attested it, in the order in which they did."""
     quarantined: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Engines that did not, and why. They rejoin at this version, or a later one."""
+    """The engines that did not attest it, with the reason. They rejoin at this version, or a later
+    one.
+    """
     superseded_by: Version | None = None
-    """The newer version that took its place before it was staged anywhere. Then nothing else was
-    done.
+    """The newer version that took its place before it was staged anywhere. In that case nothing
+    else was done.
     """
     releasable: tuple[Version, ...] = ()
     """Versions that no engine will fetch any more. The publisher's slots may be released."""
@@ -210,11 +213,11 @@ class HandoverReport:
 
 
 class _Delivery:
-    """What one handover, or one rejoin, has done so far."""
+    """The state of one handover, or of one rejoin."""
 
     def __init__(self, manifest: WeightManifest, fleet: EngineFleet, *, receivers: int) -> None:
-        """`receivers`: how many engines take the version in at once. Engines that do it in their
-        pause come one by one, or when all are paused.
+        """`receivers` is the number of engines that take the version in at once. Engines that do it
+        in their pause come one by one, or when all are paused.
         """
         self.manifest = manifest
         self.sent = replace(manifest, receivers=receivers or None)
@@ -232,10 +235,10 @@ class Handover:
     others keep generating. `barrier`: when all have staged, all pause, then all commit, then all
     resume, so that no two versions are served at the same time.
 
-    Whatever fails, times out or is cancelled, at whatever point, each engine ends in one of two
-    ways (I7): it runs on weights that it attested whole, or it is in quarantine, where `rejoin` or
-    the next `publish` fetches it. The fleet tells the observer of quarantines and rejoins; commits
-    are told here.
+    After any failure, timeout or cancellation, at any point, each engine is in one of two states
+    (I7). It runs on weights that it attested whole, or it is in quarantine until `rejoin` or the
+    next `publish` brings it back. The fleet records quarantines and rejoins; this class records
+    commits.
     """
 
     def __init__(
@@ -275,7 +278,7 @@ class Handover:
         return self._current
 
     def check(self, engine: str, capabilities: Capabilities) -> None:
-        """`NotSupported` when such an engine lacks the configured pause mode: `publish` would
+        """Raises `NotSupported` if such an engine lacks the configured pause mode: `publish` would
         refuse every version.
         """
         self._committer.mode(engine, capabilities)
@@ -286,8 +289,8 @@ class Handover:
 
         Waits for the handover or the rejoins under way, which end by their deadlines. Only the
         newest of the versions that wait goes on, and the others' reports say `superseded_by` at
-        once. It may be repeated with the same manifest. `NotSupported` when an engine lacks the
-        configured pause mode; then nothing was begun.
+        once. It may be repeated with the same manifest. Raises `NotSupported` if an engine lacks
+        the configured pause mode; then nothing was begun.
         """
         for engine in self._fleet.engines():
             self.check(engine.name, engine.capabilities)
@@ -305,12 +308,12 @@ class Handover:
             self._turnstile.leave(ticket)
 
     async def rejoin(self, engine: str) -> bool:
-        """Brings an engine in quarantine to the current version. Returns whether it is routable
+        """Brings an engine in quarantine to the current version. Returns True if it is routable
         now.
 
-        Waits for the handover under way, and for no other engine. `False` at once while the engine
-        is rejoining already. Before the first publication the engine must still serve what the
-        fleet serves.
+        Waits for the handover under way, and for no other engine. Returns `False` at once if the
+        engine is rejoining already. Before the first publication the engine must still serve the
+        version of the fleet.
         """
         ticket = self._turnstile.for_rejoin(engine)
         if ticket is None:
@@ -401,8 +404,8 @@ class Handover:
         return engine.name in delivery.served
 
     async def _readmit_unchanged(self, engine: Engine) -> bool:
-        """Readmits an engine before anything was published. Then whole weights are those that the
-        fleet started with.
+        """Readmits an engine before anything was published. Its weights count as whole if they are
+        those that the fleet started with.
         """
         guard = Guard(self._fleet)
         deed = f"readmitting engine {engine.name!r}"
@@ -439,7 +442,7 @@ class Handover:
 
     async def _commit(self, delivery: _Delivery, engine: Engine, barrier: Barrier) -> None:
         """Commits the version. From the first commit on it is the current one, and an engine that
-        falls out now rejoins at it.
+        fails from then on rejoins at it.
         """
         self._current = delivery.manifest
         seconds = delivery.stage_seconds.get(engine.name, 0.0)

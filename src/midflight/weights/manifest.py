@@ -1,4 +1,4 @@
-"""How the tensors of a version lie in a packed buffer, and the check that a manifest makes sense.
+"""The layout of a version's tensors in a packed buffer, and the check that a manifest makes sense.
 It needs no torch.
 """
 
@@ -18,13 +18,13 @@ ALIGNMENT = 64
 """In bytes. It is a cache line and the widest vector load, so that a tensor can be used in place."""
 
 MAX_HELD = 3
-"""How many versions may be fetched at once: the one that is live, the one whose handover is under
-way, and the one that waits for it.
+"""The number of versions that may be fetched at once: the one that is live, the one whose handover
+is under way, and the one that waits for it.
 """
 
 MAX_DELTAS = 64
-"""How many differences may lie between a version and the whole one before it. Each costs an engine
-that catches up one more file and one more pass.
+"""The number of differences that may lie between a version and the whole one before it. Each costs
+an engine that catches up one more file and one more pass.
 """
 
 
@@ -54,7 +54,7 @@ def repacked(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 
 def extent(specs: Iterable[TensorSpec]) -> int:
-    """How many bytes a buffer needs to hold the specs."""
+    """The number of bytes that a buffer needs to hold the specs."""
     return max((s.offset + s.num_bytes for s in specs), default=0)
 
 
@@ -64,7 +64,7 @@ def views(specs: Iterable[TensorSpec], buffer: memoryview) -> Mapping[str, memor
 
 
 _left: deque[mmap.mmap] = deque(maxlen=1)
-"""Memory of which there is no view any more. Getting as much anew from the kernel, page by page,
+"""Memory that no view uses any more. Getting the same amount anew from the kernel, page by page,
 takes several times as long as filling it.
 """
 
@@ -88,15 +88,15 @@ def _lent(memory: mmap.mmap) -> memoryview:
 
 
 def is_sound(spec: TensorSpec) -> bool:
-    """Whether its number of bytes follows from its dtype and shape."""
+    """True if the spec's number of bytes follows from its dtype and shape."""
     if spec.offset < 0 or any(n < 0 for n in spec.shape):
         return False
     return spec.num_bytes == tensor_bytes(spec.dtype, spec.shape)
 
 
 def check_extents(manifest: WeightManifest) -> None:
-    """`RequestRejected` names the tensor whose extent makes no sense, or what is wrong with the
-    differences.
+    """Raises `RequestRejected` if the extent of a tensor makes no sense, or the differences do not.
+    The error names the tensor or the fault.
     """
     for spec in manifest.tensors:
         if not is_sound(spec):

@@ -28,10 +28,10 @@ class Ticket:
 
 class Turnstile:
     """Lets versions and rejoins in. It never waits: callers await their ticket, and give it back by
-    `leave` whatever happened.
+    `leave` in every case.
 
-    It is bounded: at most one version waits (a newer one takes its place, and its waiter is told),
-    and one rejoin for each engine.
+    It is bounded: at most one version waits, and one rejoin for each engine. A newer version takes
+    the place of the one that waits, whose waiter is told.
     """
 
     def __init__(self) -> None:
@@ -44,8 +44,8 @@ class Turnstile:
         self._newest: WeightManifest | None = None
 
     def for_version(self, manifest: WeightManifest) -> Ticket:
-        """A ticket for a version. `RequestRejected` when a newer version, or another one of this
-        number, was here before: numbers are never reused.
+        """A ticket for a version. Raises `RequestRejected` if a newer version, or another one of
+        this number, was here before: numbers are never reused.
         """
         self._check(manifest)
         self._newest = manifest
@@ -57,7 +57,9 @@ class Turnstile:
         return ticket
 
     def for_rejoin(self, engine: str) -> Ticket | None:
-        """A ticket for an engine that rejoins. `None` when it waits here or rejoins already."""
+        """A ticket for an engine that rejoins. Returns `None` if it waits here or
+        rejoins already.
+        """
         if engine in self._rejoins or engine in self._inside.values():
             return None
         ticket = Ticket()
@@ -66,7 +68,7 @@ class Turnstile:
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
-        """Takes a ticket back, whose work is done or whose wait was given up. Lets the next in, a
+        """Takes back a ticket whose work is done or whose wait was given up. Lets the next in, a
         version before rejoins.
         """
         if self._version is ticket:
@@ -117,20 +119,20 @@ class Turnstile:
 
 
 class Barrier:
-    """No engine passes a point before every engine has reached it or has left. All of it is
-    synchronous but for `reach`.
+    """No engine passes a point before every engine has reached it or has left. Everything except
+    `reach` is synchronous.
 
     While the first engine commits, none generates any more. When the first resumes, all serve the
     new version or are in quarantine.
     """
 
     def __init__(self, engines: Iterable[str]) -> None:
-        """Each engine must `leave` in the end, whatever becomes of it. That and its own deadline
-        bound the others' waits.
+        """Each engine must `leave` in the end, in every case. That and its own deadline bound the
+        others' waits.
         """
         members = frozenset(engines)
         self.alone = len(members) == 1
-        """Whether there is one engine only, which waits for no other."""
+        """True if there is one engine only, which waits for no other."""
         self._missing: dict[Point, set[str]] = {"paused": set(members), "committed": set(members)}
         self._passed: dict[Point, asyncio.Event] = {
             point: asyncio.Event() for point in self._missing
@@ -144,7 +146,7 @@ class Barrier:
         await self._passed[point].wait()
 
     def leave(self, engine: str) -> None:
-        """No engine waits for this one any more. Idempotent."""
+        """Makes the others stop waiting for this engine. Idempotent."""
         for point in self._missing:
             self._strike(point, engine)
 

@@ -1,3 +1,3 @@
-"""HTTP as every process speaks it: what arrives and leaves at a server, routes behind a token, the
-server, the client, and a transport in memory.
+"""HTTP as every process speaks it: messages at a server, routes behind a token, the server, the
+client, and a transport in memory.
 """

@@ -35,9 +35,9 @@ class HttpClient:
         connect_seconds: float = 5.0,
         line_bytes: int = 2**16,
     ) -> None:
-        """`lost` makes the error from what the server did, such as "did not answer /health: ...".
-        `connect_seconds` bound connecting where a call has no bound of its own; the caller may try
-        again. `line_bytes` is the longest line of a streamed answer.
+        """`lost` makes the error from a sentence about the failure, such as "did not answer
+        /health: ...". `connect_seconds` bound connecting if a call has no bound of its own; the
+        caller may try again. `line_bytes` is the longest line of a streamed answer.
         """
         self._url = url
         self._lost = lost

@@ -89,7 +89,7 @@ def plain_fault(status: int, message: str, code: str) -> Fault:
 
 
 def retry_seconds(error: BaseException) -> int | None:
-    """After how long to try again; `None` where that is no use."""
+    """The seconds after which to try again. `None` if trying again is no use."""
     if isinstance(error, Overloaded):
         return error.retry_after_seconds
     if isinstance(error, MidflightError) and error.retryable:
@@ -98,8 +98,8 @@ def retry_seconds(error: BaseException) -> int | None:
 
 
 def retry_headers(error: BaseException) -> tuple[tuple[bytes, bytes], ...]:
-    """The headers that say when to try again. For a conflict they say that it is no use, because
-    SDKs retry conflicts, and a conflict stays one.
+    """The headers that say when to try again. For a conflict they say not to, because SDKs retry
+    conflicts, and a conflict stays one.
     """
     seconds = retry_seconds(error)
     if seconds is not None:
@@ -148,7 +148,7 @@ def key_in(headers: Mapping[bytes, bytes]) -> str | None:
 
 
 def same_token(given: str | None, expected: str) -> bool:
-    """Compares in constant time, so that the time tells nothing about the secret."""
+    """Compares in constant time, so that the time reveals nothing about the secret."""
     return hmac.compare_digest((given or "").encode("utf-8", "replace"), expected.encode())
 
 
@@ -191,7 +191,7 @@ async def read_body(receive: Receive, *, declared: bytes | None = None) -> bytes
     (`ClientGone`), or the server, which cuts off a client that is too slow.
 
     `declared` is the `Content-Length`. A body that is too large by it is refused before it is read.
-    `Overloaded` when too much is on its way from all clients together.
+    Raises `Overloaded` if too much is on its way from all clients together.
     """
     if declared is not None:
         _check_room(_num_bytes(declared))
@@ -217,8 +217,8 @@ async def read_body(receive: Receive, *, declared: bytes | None = None) -> bytes
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """The JSON object that a route takes. No body is an empty object. `RequestRejected` says what
-    is wrong with it.
+    """The JSON object that a route takes. An empty body counts as an empty object. Raises
+    `RequestRejected` with the fault if the body is not such an object.
     """
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
@@ -234,8 +234,8 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 
 
 def _num_bytes(declared: bytes) -> int:
-    """The declared number of bytes, or 0 where it is no number, which the server refuses. Digits
-    are bounded: 20 are more than any length.
+    """The declared number of bytes. It is 0 if the header is no number, which the server refuses.
+    Digits are bounded: 20 are more than any length.
     """
     return int(declared[:20]) if declared.isdigit() else 0
 
@@ -313,7 +313,7 @@ async def send_bytes(
     content_type: bytes,
     headers: Sequence[tuple[bytes, bytes]] = (),
 ) -> None:
-    """Sends a whole answer, in one write where the server offers that (`whole`)."""
+    """Sends a whole answer, in one write if the server offers that (`whole`)."""
     whole: Callable[[int, bytes, bytes], bool] | None = getattr(send, "whole", None)
     if whole is not None and not headers:
         head = b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body))

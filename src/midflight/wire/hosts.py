@@ -1,4 +1,4 @@
-"""Who reaches a server: the names that it answers to, and whether its address is on loopback."""
+"""The names that a server answers to, and whether other machines can reach its address."""
 
 import ipaddress
 from collections.abc import Collection
@@ -13,7 +13,7 @@ ANY_HOST = "*"
 class OnlyHosts:
     """An application for requests that call it by an address of loopback or one of `names`.
 
-    A web page whose own name was made to lead here (DNS rebinding) has its visitors' browsers ask
+    A web page may make its own name lead here (DNS rebinding), and then its visitors' browsers ask
     by that name. `ANY_HOST` permits it.
     """
 
@@ -37,8 +37,9 @@ class OnlyHosts:
 
 
 def guarded(app: ASGIApp, *, host: str, names: Collection[str]) -> ASGIApp:
-    """The application as it may listen on `host`. On loopback it answers to the names of loopback
-    and to `names`. Elsewhere it answers to any name, as it does with `ANY_HOST` among `names`.
+    """The application as it may listen on `host`. If `host` is loopback, it answers to the names of
+    loopback and to `names`. Elsewhere it answers to any name, as it does with `ANY_HOST` among
+    `names`.
     """
     if ANY_HOST in names or not is_loopback(host):
         return app
@@ -53,7 +54,7 @@ def _name_of(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address. A name other than `localhost` counts as
+    """True if only this machine reaches the address. A name other than `localhost` counts as
     reached by others.
     """
     try:
@@ -63,8 +64,8 @@ def is_loopback(host: str) -> bool:
 
 
 def exposure(host: str, *, anonymous: bool) -> str | None:
-    """What listening there exposes, as a warning; `None` on loopback. `anonymous`: requests without
-    a session are answered.
+    """A warning about the exposure of a server that listens there. `None` on loopback. With
+    `anonymous` requests without a session are answered.
     """
     if is_loopback(host):
         return None

@@ -23,8 +23,8 @@ else:
         import httpx  # the one it used before; the same transport interface
 
 _MAX_PARTS = 64
-"""How many parts of a body may wait for a reader. Beyond them the application waits in `send`, as
-it would for a socket.
+"""The number of parts of a body that may wait for a reader. Beyond them the application waits in
+`send`, as it would for a socket.
 """
 
 
@@ -68,11 +68,11 @@ class _MemoryAnswer(httpx.AsyncByteStream):
         self._request: Message | None = {"type": "http.request", "body": body, "more_body": False}
         self._parts: deque[bytes] = deque()
         self._whole = False
-        """Whether the application has sent the end of the body."""
+        """True if the application has sent the end of the body."""
         self._ended = False
-        """Whether the application has ended, so that no more parts will come."""
+        """True if the application has ended, so that no more parts will come."""
         self._gone = False
-        """Whether the client has left."""
+        """True if the client has left."""
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._watcher: asyncio.Future[None] | None = None
@@ -95,8 +95,8 @@ class _MemoryAnswer(httpx.AsyncByteStream):
                 self.started.exception()  # a client that has left does not ask for it
 
     def go(self) -> None:
-        """Takes note that the client leaves. The application is told, and what it sends from here
-        on is dropped.
+        """Takes note that the client leaves. The application is told, and everything that it sends
+        from here on is dropped.
         """
         self._gone = True
         self._parts.clear()

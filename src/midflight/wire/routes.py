@@ -1,5 +1,5 @@
-"""Starlette's routes, behind a token and with errors as answers. They are for whatever is not called
-for every answer, which goes without Starlette's objects (`edge`).
+"""Starlette's routes, behind a token and with errors as answers. They are for requests outside the
+hot path. A request for an answer goes without Starlette's objects (`edge`).
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -65,12 +65,12 @@ def route(
 
 
 def holds(request: Request, token: str) -> bool:
-    """Whether the request carries this token."""
+    """True if the request carries this token."""
     return same_token(bearer_of(request), token)
 
 
 def bearer_of(request: Request) -> str:
-    """The request's bearer token; empty where it has none."""
+    """The request's bearer token. Empty if it has none."""
     return bearer_in(headers_of(request.scope)) or ""
 
 
@@ -80,7 +80,9 @@ async def body_of(request: Request, kind: type[T]) -> T:
 
 
 def wants(request: Request, kinds: Sequence[str]) -> str:
-    """Which of these media types the client asks for; the first when it says nothing about them."""
+    """The media type among these that the client asks for. It is the first of them if the client
+    names none.
+    """
     for part in request.headers.get("accept", "").split(","):
         accepted = part.partition(";")[0].strip().lower()
         if accepted in kinds:
@@ -93,7 +95,7 @@ def json_answer(value: object, *, status: int = 200) -> Response:
 
 
 def fault_answer(fault: Fault) -> Response:
-    """As `send_fault`."""
+    """The answer that `send_fault` sends, as a `Response`."""
     headers = {name.decode(): value.decode() for name, value in fault.headers}
     return Response(msgspec.json.encode(fault.body), fault.status, headers=headers, media_type=JSON)
 

@@ -21,7 +21,7 @@ from midflight.errors import ConfigError, Stopping
 from midflight.wire.edge import Fault, fault_of, plain_fault, send_fault
 
 HEAD_SECONDS = 30.0
-"""How long a client may take to send the head of a request, once it has connected or begun. A
+"""The time that a client may take to send the head of a request, once it has connected or begun. A
 slower one would hold its place for ever.
 """
 BODY_BYTES = 4096
@@ -35,7 +35,7 @@ IDLE_SECONDS = 75
 so that none asks on a connection that is being closed.
 """
 LAST_WORDS_SECONDS = 0.3
-"""How long to wait for the answers of requests that were told to end, and again for those that were
+"""The time to wait for the answers of requests that were told to end, and again for those that were
 cancelled. It is parts of a second, because a run stops within five.
 """
 UNREAD_SECONDS = 120.0
@@ -133,9 +133,9 @@ class _TrackedSend:
         await self._send(message)
 
     def whole(self, status: int, head: bytes, body: bytes) -> bool:
-        """Sends all of an answer in one write, where the client keeps up and its connection goes
-        on. Returns whether it was sent; otherwise it must go by `send`. `head` is trusted to be
-        right, length included.
+        """Sends all of an answer in one write, if the client keeps up and its connection goes on.
+        Returns whether it was sent; otherwise it must go by `send`. `head` is trusted to be right,
+        length included.
         """
         cycle = self._cycle
         if cycle is None or cycle.response_started or cycle.disconnected:
@@ -168,10 +168,10 @@ class _TrackedSend:
 
 
 class _ClientConnection(HttpToolsProtocol):
-    """Cuts off a client that reads nothing or does not finish its request, and refuses what is not
-    HTTP in the shape of any other error.
+    """Cuts off a client that reads nothing or does not finish its request. Refuses bytes that are
+    not HTTP, in the shape of any other error.
 
-    A client that ends its side counts as gone, since nothing tells it from one that has closed the
+    A client that ends its side counts as gone, since it looks the same as one that has closed the
     connection.
     """
 
@@ -179,11 +179,11 @@ class _ClientConnection(HttpToolsProtocol):
     _late: asyncio.TimerHandle | None = None
     """Runs until a request is whole, so that a wait for its body needs no deadline of its own."""
     _has_begun = False
-    """Whether anything was said on the connection."""
+    """True if anything has come on the connection."""
     _has_head = False
-    """Whether the head of the request that is coming in is whole."""
+    """True if the head of the request that is coming in is whole."""
     _has_waited = False
-    """Whether the body of that request has had its time once."""
+    """True if the body of that request has had its time once."""
     _num_come = 0
     """The bytes of the body that have come since its time began."""
 
@@ -249,8 +249,8 @@ class _ClientConnection(HttpToolsProtocol):
             self._late = None
 
     def _cut_off(self) -> None:
-        """Ends a connection that is too slow. A connection on which nothing has been said is closed
-        without a word. A connection whose answer is under way has time until that ends.
+        """Ends a connection that is too slow. A connection on which nothing has come is closed
+        without an answer. A connection whose answer is under way has time until that ends.
         """
         self._late = None
         answered = getattr(self.cycle, "response_complete", True)
@@ -283,7 +283,9 @@ class _ClientConnection(HttpToolsProtocol):
 
 
 class _OneServer(uvicorn.Server):
-    """A server that installs no signal handlers, tells when it listens, and can be dropped at once."""
+    """A server that installs no signal handlers, reports when it listens, and can be dropped at
+    once.
+    """
 
     def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
         super().__init__(config)

@@ -24,7 +24,7 @@ Stretch = tuple[Tensor, ...]
 
 
 class KvCache:
-    """For each attention a line of keys and a line of values, [slots, kv_heads, context, head_dim].
+    """A line of keys and a line of values for each attention, [slots, kv_heads, context, head_dim].
     Lines are made at the first write, and their context grows by doubling. The last doubling ends
     at `max_context`.
 
@@ -33,9 +33,9 @@ class KvCache:
     attention shape fits. On a CPU, room takes memory only when it is written to.
 
     After the step that wrote them first, lines of equal shape lie in one block, [slots, lines,
-    kv_heads, context, head_dim], so that what is kept of a sequence is copied in one piece. Entries
-    past a sequence's length are finite garbage: they are masked, and a masked value must not be NaN
-    because 0 * NaN is NaN.
+    kv_heads, context, head_dim], so that all keys and values of a sequence are copied in one piece.
+    Entries past a sequence's length are finite garbage: they are masked, and a masked value must
+    not be NaN because 0 * NaN is NaN.
     """
 
     def __init__(self, *, max_slots: int, max_context: int) -> None:
@@ -46,10 +46,12 @@ class KvCache:
         """Positions a slot has room for now."""
         self._blocks: list[Tensor] = []
         self._lines: dict[Place, tuple[Tensor, Tensor]] = {}
-        """Keys and values. They are views of blocks, but for the places in `_loose`."""
+        """Keys and values. They are views of blocks, except at the places in `_loose`."""
         self._loose: list[Place] = []
         self._where: list[list[tuple[Place, int]]] = []
-        """For each line of each block its place, and whether it holds keys (0) or values (1)."""
+        """For each line of each block: its place, and 0 if it holds keys or 1 if it
+        holds values.
+        """
 
     def reserve(self, *, slots: int, context: int) -> None:
         """Makes room for `slots` sequences of `context` tokens."""
@@ -65,8 +67,8 @@ class KvCache:
         self._look()
 
     def line(self, place: Place, *, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values of all slots. Where there are none yet, new lines are made for tokens
-        such as `like`, [N, kv_heads, size] each.
+        """Keys and values of all slots. If there are none yet, new lines are made for tokens such
+        as `like`, [N, kv_heads, size] each.
         """
         if place not in self._lines:
             keys, values = like
@@ -79,8 +81,8 @@ class KvCache:
         return _zeros((self._slots, like.shape[1], self.context, like.shape[-1]), like=like)
 
     def read(self, place: Place, slots: Tensor | slice, *, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [b, kv_heads, length, head_dim] of some slots. They are views where
-        `slots` is a slice.
+        """Keys and values [b, kv_heads, length, head_dim] of some slots. They are views if `slots`
+        is a slice.
         """
         keys, values = self._lines[place]
         return keys[slots, :, :length], values[slots, :, :length]
@@ -127,7 +129,7 @@ class KvCache:
 
 
 LEAST_CONTEXT: Final = 32
-"""Tokens that a slot has room for at first, where the model can take so many."""
+"""Tokens that a slot has room for at first, if the model can take so many."""
 
 
 def _halved(most: int, *, least: int) -> int:
@@ -167,7 +169,7 @@ _UNKNOWN: Final = frozenset({"position_bias", "indices", "block_indices"})
 
 
 class Reach(NamedTuple):
-    """How far a layer's queries see. They never see keys after their own."""
+    """The keys that a layer's queries see. They never see keys after their own."""
 
     window: int | None = None
     """Queries see only so many keys back, their own among them."""
@@ -183,8 +185,7 @@ class Bucket:
     keys.
 
     Its tokens are [start, end) of the flattened step. Only queries are padded here, so that linear
-    layers never see padding. `rows` and `picks` are `None` where the queries are the tokens in
-    order.
+    layers never see padding. `rows` and `picks` are `None` if the queries are the tokens in order.
     """
 
     slots: Tensor | slice
@@ -219,8 +220,8 @@ class Bucket:
 
 @dataclass(slots=True, eq=False)
 class StepPlaces:
-    """The places of the N tokens of a step, and how they attend. It is the same for all layers, but
-    for what `reaches` says.
+    """The places of the N tokens of a step, and how they attend. They are the same for all layers
+    except for `reaches`.
     """
 
     cache: KvCache
@@ -230,13 +231,15 @@ class StepPlaces:
     """[N]"""
     buckets: list[Bucket]
     reaches: Mapping[int, Reach]
-    """What each layer sees, where the configuration of the model says it."""
+    """The reach of each layer, by its number. A layer that is absent sees all keys
+    before its own.
+    """
     rows: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
     """See `slot_rows`. The key is the number of key heads and the rows of a slot. The first layer of
     a step that has so many makes the entry.
     """
     times: dict[int, int] = field(default_factory=dict[int, int])
-    """How often each layer has attended in this step."""
+    """The number of times that each layer has attended in this step."""
 
     def write(self, place: Place, keys: Tensor, values: Tensor) -> None:
         """Stores the step's tokens: keys [N, kv_heads, D], values [N, kv_heads, E]."""
@@ -275,13 +278,13 @@ architectures do not pass on options that they do not know.
 
 
 class Weighing(NamedTuple):
-    """How an attention's weights differ from softmax(scale q k)."""
+    """The differences between an attention's weights and softmax(scale q k)."""
 
     scale: float | None
     softcap: float | None
     """c tanh(score / c) in place of the score (Gemma 2)."""
     sinks: Tensor | None
-    """[heads] for each head a logit that takes part in the softmax and has no value (gpt-oss)."""
+    """[heads] a logit of each head that takes part in the softmax and has no value (gpt-oss)."""
 
 
 def slot_attention(
@@ -347,8 +350,8 @@ def attend(
     weighing: Weighing | None,
     reach: Reach,
 ) -> Tensor:
-    """Queries [N, heads, D] of a step's tokens -> [N, heads, E], over the keys kept at `place`,
-    their own among them.
+    """Queries [N, heads, D] of a step's tokens -> [N, heads, E], over the keys stored at `place`,
+    which include their own.
     """
     outputs = [
         _attend(
@@ -389,7 +392,7 @@ def _attend(
         out = weighed(split, keys, values, mask=mask, weighing=weighing)
         out = out.transpose(1, 2).reshape(num * length, heads, -1)
     elif length == 1:
-        # The query heads that share a key head stand where queries stand: no key is repeated.
+        # The query heads that share a key head take the place of queries, so no key is repeated.
         grouped = queries.reshape(num, kv_heads, heads // kv_heads, -1)
         mask = mask.expand(-1, -1, heads // kv_heads, -1)
         out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
@@ -436,8 +439,8 @@ def weighed(
 def _weighed_outside(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, weighing: Weighing
 ) -> Tensor:
-    """Attention outside a step: [b, heads, Q, D] -> [b, Q, heads, E]. No mask means that the
-    queries belong to the last of the keys and see all keys before them.
+    """Attention outside a step: [b, heads, Q, D] -> [b, Q, heads, E]. Without a mask the queries
+    belong to the last of the keys and see all keys before them.
     """
     length = query.shape[2]
     num_keys = key.shape[2]

@@ -32,7 +32,7 @@ class DecodeThread:
         self._append(command, None)
 
     def call(self, command: Callable[[], R]) -> Future[R]:
-        """As `post`, and returns a future of the command's result or error."""
+        """Posts a command as `post` does, and returns a future of its result or error."""
         future: Future[R] = Future()
         self._append(command, future)
         return future
@@ -98,8 +98,8 @@ class DecodeThread:
             self._changed.notify()
 
     def _next_commands(self, busy: bool) -> Sequence[_Command] | None:
-        """What was posted, in order. Waits for that unless there is other work. `None` at the
-        end.
+        """Returns the commands that were posted, in order, or `None` at the end. Waits for a
+        command unless the thread is `busy` with other work.
         """
         with self._changed:
             while not (busy or self._commands or self._ended is not None):

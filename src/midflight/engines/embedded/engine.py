@@ -36,7 +36,7 @@ _LOCAL = 0
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What `generate_all` gives for one request; the tuples have the length of `token_ids`."""
+    """The result of `generate_all` for one request. The tuples have the length of `token_ids`."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -48,7 +48,7 @@ class Generated:
     kept: tuple[bytes, ...] = ()
     """Empty unless asked for."""
     experts: bytes = b""
-    """As in `types.Chunk`."""
+    """The same bytes as `experts` of `types.Chunk`."""
 
 
 class EmbeddedEngine:
@@ -77,11 +77,12 @@ class EmbeddedEngine:
         guesses: int = 0,
         owns_model: bool = False,
     ) -> None:
-        """`prefixes`: what is kept for requests that begin alike. `records_experts`: whether the
-        choices of a mixture are recorded. `guesses`: at most so many tokens are guessed ahead.
-        `owns_model`: nobody else writes to the model's weights, so that copies of them may be used.
+        """`prefixes` limits the storage for requests that begin alike. With `records_experts` the
+        choices of a mixture's routers are recorded. At most `guesses` tokens are guessed ahead.
+        With `owns_model` nothing else writes to the model's weights, so that copies of them may be
+        used.
 
-        Afterwards `warning` says why the model is served more slowly than others. It is empty where
+        Afterwards `warning` says why the model is served more slowly than others. It is empty if
         the model is not.
         """
         self._name = name
@@ -197,10 +198,10 @@ class EmbeddedEngine:
 
     async def submit(self, request: types.GenerateRequest, *, outlet: int) -> int:
         """Queues a request and returns its handle, which appears in the steps given to its outlet.
-        `RequestRejected` if the request is not in order.
+        Raises `RequestRejected` if the request is not in order.
 
-        Waits only where the request has a grammar: for the grammars before it to be compiled, and
-        for the thread that compiles it.
+        Waits only if the request has a grammar: for the grammars before it to be compiled, and for
+        the thread that compiles it.
         """
         self._check(request)
         if request.sampling.grammar is None:
@@ -244,11 +245,11 @@ class EmbeddedEngine:
     async def score(
         self, token_ids: types.Int32, row_offsets: types.Int32, *, temperature: float
     ) -> types.Float32:
-        """As the port's `Scorer`, under the weights served when a row's turn comes. Waits for the
-        decode thread.
+        """Implements the port's `Scorer`, under the weights that are served when the turn of a row
+        comes. Waits for the decode thread.
 
-        Between two steps the decode thread scores some rows, at most `max_batch_tokens` tokens or
-        one row. Generation waits for so long.
+        Between two steps the decode thread scores some rows: at most `max_batch_tokens` tokens, or
+        one row. Generation waits for that time.
         """
         c = self._capabilities
         check_rows(
@@ -282,8 +283,8 @@ class EmbeddedEngine:
     async def prompt_logprobs(
         self, token_ids: Sequence[int], *, top: int
     ) -> Sequence[types.Likely]:
-        """As the port's `PromptScorer`. Waits for the decode thread, which generates nothing
-        meanwhile.
+        """Implements the port's `PromptScorer`. Waits for the decode thread, which generates
+        nothing meanwhile.
         """
         row = np.asarray(token_ids, dtype=np.int32)
         c = self._capabilities
@@ -479,7 +480,7 @@ def _capabilities(
 
 @dataclass(slots=True, eq=False)
 class _PartialAnswer:
-    """What one request of `generate_all` has got so far."""
+    """The part of an answer that one request of `generate_all` has got so far."""
 
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
@@ -507,7 +508,7 @@ class _PartialAnswer:
 
 
 def _deal(step: StepOutput, answers: Mapping[int, _PartialAnswer]) -> None:
-    """Gives each answer, by its handle, what a step did for it."""
+    """Adds the tokens and ends of a step to the answers, which are keyed by handle."""
     for handle, token_id, logprob, kv_version in step.rows():
         answer = answers[handle]
         answer.token_ids.append(token_id)

@@ -1,5 +1,5 @@
-"""Which experts each running sequence's tokens went to, for routing replay in the trainer
-(`models.routing`).
+"""Records of the experts to which each running sequence's tokens went, for routing replay in the
+trainer (`models.routing`).
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,12 @@ from midflight.types import UInt8, fill_unknown
 
 
 class ExpertRecords:
-    """One array for each slot, [positions, bytes of a token], 255 where nothing was computed.
+    """One array for each slot, [positions, bytes of a token]. It holds 255 where nothing was
+    computed.
 
-    The first choice of a position stays: when keys are computed again under new weights, the tokens
-    sampled before keep the experts that they were sampled with. A prompt whose keys are copied from
-    another slot has the experts of that slot.
+    The first choice at a position is final. When keys are computed again under new weights, the
+    tokens sampled before keep the experts that they were sampled with. A prompt whose keys are
+    copied from another slot has the experts of that slot.
     """
 
     def __init__(self, routers: Routers) -> None:
@@ -26,7 +27,9 @@ class ExpertRecords:
         self._of_slot: dict[int, UInt8] = {}
 
     def begin(self, slot: int, *, room: int) -> None:
-        """Gives the slot to a request of at most `room` tokens. What the slot held is gone."""
+        """Gives the slot to a request of at most `room` tokens. The slot's earlier contents are
+        lost.
+        """
         self._of_slot[slot] = np.full((room, self._routers.num_bytes), 255, dtype=np.uint8)
 
     def fill(self, slot: int, parts: Sequence[UInt8]) -> None:
@@ -43,7 +46,7 @@ class ExpertRecords:
         return self._of_slot[slot]
 
     def forward(self, runner: AnyRunner, batch: StepBatch) -> torch.Tensor:
-        """As the runner's `forward`, and records what the routers chose."""
+        """Runs the runner's `forward`, and records the experts that the routers chose."""
         with self._routers.recording() as chosen:
             logits = runner.forward(batch)
         found = self._routers.packed(chosen)

@@ -1,5 +1,5 @@
-"""Answers of a given form: which tokens a grammar allows next. llguidance does the parsing. This
-module bounds it and names its errors.
+"""Answers of a given form. A grammar decides which tokens are allowed next, and llguidance does the
+parsing. This module bounds it and names its errors.
 
 A constraint is a function of the output tokens alone, so a resumed answer goes on under the
 constraint it was interrupted with (I5).
@@ -30,12 +30,14 @@ _MAX_MESSAGE: Final = 300
 long.
 """
 _WHITESPACE: Final = r"[ \n\r\t]{0,40}"
-"""What may stand between JSON tokens: enough for indented JSON, and no endless answer of blanks."""
+"""The blanks that are allowed between JSON tokens. They are enough for indented JSON, and prevent
+an endless answer of blanks.
+"""
 
 
 class Constraint:
-    """What one answer may say next. Errors are `RequestRejected`: the request ends, and nothing
-    else does.
+    """Says which tokens may come next in one answer. Its errors are `RequestRejected`: the request
+    ends, and nothing else does.
     """
 
     def __init__(
@@ -45,13 +47,13 @@ class Constraint:
         self._ends = ends
         self._vocab_size = vocab_size
         self.ended = False
-        """Whether an end of turn has followed a complete answer. Nothing may come after it,
-        whatever `ignore_eos` says.
+        """True if an end of turn has followed a complete answer. Then nothing may come after it,
+        even with `ignore_eos`.
         """
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Which ids [V] may come next: at least one. Ends of turn are among them where the answer
-        may be over.
+        """The ids that may come next, as a mask [V]. At least one is allowed. Ends of turn are
+        among them if the answer may be over.
         """
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
@@ -93,8 +95,8 @@ class Grammars:
         self._one_at_a_time = threading.Lock()
 
     def constraint(self, grammar: Grammar, output_ids: Sequence[int]) -> Constraint:
-        """A constraint that stands after the output tokens so far. Blocking. `RequestRejected`
-        where the grammar does not compile, is too large, or forbids these tokens.
+        """A constraint that stands after the output tokens so far. Blocking. Raises
+        `RequestRejected` if the grammar does not compile, is too large, or forbids these tokens.
         """
         with self._one_at_a_time:
             matcher = self._matcher(grammar).deep_copy()
@@ -105,8 +107,8 @@ class Grammars:
     def for_server(
         self, grammar: Grammar, output_ids: Sequence[int], *, barred: Sequence[int], least: int
     ) -> str:
-        """The text that tells a server's plugin about an answer; see `inside/midflight_shape.py`.
-        Blocking. `RequestRejected` as in `constraint`.
+        """The text that describes an answer to a server's plugin; see `inside/midflight_shape.py`.
+        Blocking. Raises `RequestRejected` in the same cases as `constraint`.
         """
         self.constraint(grammar, output_ids)
         said = {
@@ -142,7 +144,7 @@ class Grammars:
 
     def _known_tokens(self) -> llguidance.LLTokenizer:
         """The vocabulary as llguidance knows it. It is made at the first grammar, because that
-        takes a second where the vocabulary is large.
+        takes a second if the vocabulary is large.
         """
         if self._vocabulary is None:
             if not self._ends:

@@ -1,12 +1,12 @@
-"""Guesses of what a sequence goes on with: the tokens that came after its last tokens when these
-stood in it before.
+"""Guesses of the next tokens of a sequence. If its last tokens have occurred in it before, the
+guess is the tokens that followed them there.
 
 A guess is never taken on trust. The step that computes the sequence's last token computes the
 guesses behind it too, and samples behind each of them. The noise of a token depends on seed and
-position alone, so that a guess stands exactly if it is what one token a step would have sampled.
-Tokens and log-probabilities are the same, only earlier (I5). Nothing has to be rejected at random,
-as it is in Leviathan et al. 2023, section 2.3, where the noise is drawn anew. The guesses come from
-Saxena 2023 (prompt lookup decoding).
+position alone, so that a guess is accepted exactly if it equals the token that a step of one token
+would have sampled. Tokens and log-probabilities are the same, only earlier (I5). Nothing has to be
+rejected at random, as it is in Leviathan et al. 2023, section 2.3, where the noise is drawn anew.
+The guesses come from Saxena 2023 (prompt lookup decoding).
 """
 
 import numpy as np
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 _WIDTHS = (3, 2)
-"""How many last tokens must have stood there before, tried in this order."""
+"""The numbers of last tokens that must have occurred before, tried in this order."""
 
 
 def guess(tokens: Ints, *, most: int) -> Ints:
-    """At most `most` tokens that may come after `tokens` [L]: what came after the last place with
-    the same end, and so on round and round where that leads to the end again. Empty if the end is
-    new.
+    """Guesses at most `most` tokens after `tokens` [L]. They are the tokens after the last place
+    with the same end, and are repeated if they are fewer than `most`. Returns an empty guess if the
+    end is new.
     """
     for width in _WIDTHS:
         if width >= len(tokens):

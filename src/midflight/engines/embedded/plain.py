@@ -1,7 +1,7 @@
 """Forward passes of plain families (`models.plain`) by hand: the matrix products (`products`), and
-as little as can be between them.
+as little as possible between them.
 
-The load-time trial (`probe`) holds this way against the model's own forward before it serves
+The trial at load time (`probe`) compares this way with the model's own forward before it serves
 anything. Products of one input are one product: their weights lie one after the other in memory,
 and the parameters of the model are views of that.
 """
@@ -58,7 +58,7 @@ class _Side(NamedTuple):
 
 
 class _PackedWeights(NamedTuple):
-    """The products of a set of weights, and where in memory these weights are."""
+    """The products of a set of weights, and the addresses of these weights in memory."""
 
     pointers: list[int]
     layers: list[list[PackedProduct]]
@@ -67,13 +67,13 @@ class _PackedWeights(NamedTuple):
 
 
 class PlainRunner(Runner):
-    """As `Runner`, for models that are plain."""
+    """A `Runner` for models that are plain."""
 
     def __init__(
         self, model: PreTrainedModel, *, max_running: int, max_context: int, packs: bool = False
     ) -> None:
-        """`packs`: weights may be replaced, and are not written to, so that copies of them may be
-        multiplied with. The copies of a version are made where it is laid out, beside decoding.
+        """With `packs` the weights may be replaced but are never written to, so that products may
+        use copies of them. The copies of a version are made when it is laid out, beside decoding.
         """
         super().__init__(model, max_running=max_running, max_context=max_context)
         self._decoder: Any = model.model
@@ -81,7 +81,7 @@ class PlainRunner(Runner):
         self._last_norm = self._decoder.norm.weight
         attentions = [layer.self_attn for layer in self._decoder.layers]
         self._norms: list[Tensor] = []
-        """The norms of queries and keys of each layer, in turn; empty where the family has none."""
+        """The norms of queries and keys of each layer, in turn. Empty if the family has none."""
         for attention in attentions:
             if "q_norm" in parts_of(attention):
                 self._norms.append(attention.q_norm.weight)
@@ -120,8 +120,8 @@ class PlainRunner(Runner):
         self._lay_out()
 
     def laid_out(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Packs the weights that are used as one, or lays them side by side and turns them where
-        that is faster.
+        """Packs the weights that are used as one. Without `packs` it lays them side by side, and
+        transposes them where that is faster.
         """
         if self._packs:
             self._replaced = None
@@ -218,7 +218,7 @@ class PlainRunner(Runner):
 
     def _turned(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin [length, head_dim] of each position, from the model's own rotary embedding.
-        The sine has the sign of what it adds: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
+        The sine carries the sign of its summand: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
         """
         if len(self._turns[0]) < length:
             like = torch.empty(0, dtype=self.model.dtype, device=self.device)
@@ -234,7 +234,9 @@ class PlainRunner(Runner):
         return self._turns
 
     def _lay_out(self) -> None:
-        """Finds the weights where they are now, and lays them out unless they came so."""
+        """Finds the weights where they are now, and lays them out unless they were laid
+        out before.
+        """
         places = self._places()
         if self._ahead is None or self._ahead.pointers != places:
             with torch.inference_mode(False), torch.no_grad():

@@ -1,8 +1,8 @@
-"""What was computed of sequences before, as a tree of spans of tokens: a request computes only what
-no other has (I5).
+"""Keys, values and states of earlier sequences, as a tree of spans of tokens. A request computes
+only tokens that no other has computed (I5).
 
 A span is a copy out of the slot of a sequence, and goes into the slot of another in one piece. A
-tree by single tokens finds the whole of a conversation again, where blocks of a fixed size would
+tree by single tokens finds the whole of a conversation again, while blocks of a fixed size would
 find it up to the last whole block. Slots stay in one piece, which attention over them needs.
 """
 
@@ -21,27 +21,27 @@ Ints = NDArray[np.int64]
 
 
 class PrefixRoom(NamedTuple):
-    """How much is kept."""
+    """The limits of the stored prefixes."""
 
     num_bytes: int = 2**28
     """The limit on keys, values and states together. With 0 nothing is kept, and each request
     computes its whole prompt.
     """
     age: int = 0
-    """How many versions older than the weights served the weights may be that a span was computed
-    by.
+    """The largest number of versions by which the weights that computed a span may be older than
+    the weights served.
     """
 
 
 class SpanState(Protocol):
-    """What a runner keeps of a span of tokens, outside its slots."""
+    """The data that a runner stores for a span of tokens, outside its slots."""
 
     @property
     def num_bytes(self) -> int: ...
     @property
     def has_state(self) -> bool:
-        """Whether a sequence can go on behind the last token of the span, where that takes more
-        than the keys of each token.
+        """True if a sequence can go on behind the last token of the span. For layers with states
+        that takes more than the keys of each token.
         """
         ...
 
@@ -56,14 +56,14 @@ class KeepsSpans(Protocol):
     @property
     def keeps_states(self) -> bool: ...
     def take(self, slot: int, *, start: int, end: int, at_end: bool) -> SpanState:
-        """Copies what is stored for tokens [start, end) of the sequence in the slot. `at_end`: the
+        """Copies the data of tokens [start, end) of the sequence in the slot. With `at_end` the
         sequence has no more tokens now, so that its state is the state behind them.
         """
         ...
 
     def put(self, slot: int, spans: Sequence[tuple[Any, int]]) -> None:
-        """Begins the slot with spans that the same runner took. They come one after the other, and
-        each brings as many of its tokens as the number beside it says.
+        """Begins the slot with spans that the same runner took. They come one after the other. Each
+        span contributes as many of its tokens as the number beside it says.
         """
         ...
 
@@ -75,15 +75,15 @@ class _Span:
     version: Version
     """The oldest weights that any of its keys was made under."""
     experts: UInt8 | None
-    """[tokens, bytes of a token], where choices are recorded."""
+    """[tokens, bytes of a token], if choices are recorded."""
     parent: "_Span | None"
     children: dict[int, "_Span"] = field(default_factory=dict[int, "_Span"])
     """The spans behind it, by their first tokens."""
 
 
 class Prefixes:
-    """The tree. It keeps at most `max_bytes`: what was used longest ago goes first, ends before
-    beginnings. With 0 nothing is kept.
+    """The tree. It keeps at most `max_bytes`: the span that was used longest ago goes first, and
+    ends go before beginnings. With 0 nothing is kept.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class Prefixes:
         self.num_bytes = 0
 
     def fill(self, slot: int, tokens: Ints) -> tuple[int, Version]:
-        """Puts what is known of a sequence that begins with `tokens` into the slot. Returns how
-        many tokens are known, always fewer than there are, and the oldest weights among them.
+        """Fills the slot with all that is known of a sequence that begins with `tokens`. Returns
+        how many tokens are known, always fewer than there are, and the oldest version among them.
         """
         found = self._walk(tokens[:-1])
         if self._runner.keeps_states:
@@ -119,8 +119,8 @@ class Prefixes:
         return num_known, oldest
 
     def add(self, slot: int, tokens: Ints, *, version: Version) -> None:
-        """Keeps what the slot holds: the keys of all `tokens`, the oldest of `version`. What was
-        known of them from older weights is replaced.
+        """Keeps the contents of the slot: the keys of all `tokens`, of which the oldest are of
+        `version`. Spans of these tokens from older weights are replaced.
         """
         if not self._max_bytes or not len(tokens):
             return
@@ -144,13 +144,13 @@ class Prefixes:
             self._drop(next(iter(self._spans)))
 
     def forget(self, *, before: Version) -> None:
-        """Drops what was computed by weights older than `before`, and what stands behind it."""
+        """Drops the spans that weights older than `before` computed, and all spans behind them."""
         for span in [span for span in self._spans if span.version < before]:
             self._drop(span)
 
     def _walk(self, tokens: Ints) -> list[tuple[_Span, int]]:
-        """The spans along the tokens, and how many tokens of each agree: all, but for the last
-        span.
+        """The spans along the tokens, and how many tokens of each agree. All tokens of a span
+        agree, except in the last span.
         """
         found = list[tuple[_Span, int]]()
         children = self._roots
@@ -177,7 +177,7 @@ class Prefixes:
 
     def _split(self, span: _Span, num: int) -> _Span:
         """Makes two of a span and returns the first, of `num` tokens. The second is the old object,
-        and what stands behind it stays.
+        and the spans behind it stay.
         """
         tokens = span.tokens
         computed = span.computed
@@ -204,7 +204,7 @@ class Prefixes:
         return span
 
     def _siblings(self, span: _Span) -> dict[int, _Span]:
-        """The spans that stand at the same place, by their first tokens."""
+        """The spans with the same parent, by their first tokens."""
         if span.parent is None:
             return self._roots
         return span.parent.children
@@ -242,7 +242,7 @@ class Prefixes:
 
 
 def _can_go_on_behind(span: _Span, num: int) -> bool:
-    """Whether a sequence whose layers keep states can go on behind the first `num` tokens of the
+    """True if a sequence whose layers keep states can go on behind the first `num` tokens of the
     span.
     """
     return num == len(span.tokens) and span.computed.has_state

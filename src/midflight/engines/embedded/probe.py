@@ -1,8 +1,9 @@
-"""Whether the engine computes a model as the model computes itself. This is tried when the model is
-loaded, and the model is served in the first way that is right.
+"""The trial of the ways in which the engine can compute a model. A way is right if it gives the
+model's own numbers. The ways are tried when the model is loaded, and the first that is right serves
+it.
 
 Plain families go without their modules (`PlainRunner`). Sequences share steps and slots where that
-is right (`Runner`), else each goes alone (`SequentialRunner`). Where nothing that the model keeps can be
+is right (`Runner`), else each goes alone (`SequentialRunner`). If no cache of the model can be
 used, the whole sequence is computed for each token (`WholeRunner`). A model for which nothing is
 right is refused by name. The trial covers prefill at once and in parts, a prefix copied to another
 slot, decodes of several slots with a free one between them, a slot that is used again, and scores
@@ -49,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How the engine computes a model."""
+    """A way in which the engine computes a model."""
 
     plain: bool = False
     """The model goes without its modules."""
@@ -60,7 +61,7 @@ class Manner:
     whole: bool = False
     """Nothing is kept, and for each token all tokens before it are computed again."""
     resumes: bool = True
-    """Rows are scored in stretches, each over what is kept of the stretches before."""
+    """Rows are scored in stretches, each over the keys of the stretches before."""
 
 
 _MANNERS = (
@@ -72,13 +73,13 @@ _MANNERS = (
     Manner(whole=True),
 )
 _found: dict[tuple[str, bool, int, int], tuple[Manner, Proof]] = {}
-"""What was found before. The key is the configuration, whether the model is plain (it is not with
-adapters or the like in it), and limits: the answer does not depend on the weights.
+"""The earlier results. The key is the configuration, whether the model is plain (it is not with
+adapters or the like in it), and limits. The result does not depend on the weights.
 """
 
 
 def engine_verdict(model: PreTrainedModel, *, max_context: int, max_batch_tokens: int) -> Proof:
-    """What the engine would do with the model. The model attends afterwards as before."""
+    """Returns how the engine would serve the model. The model attends afterwards as before."""
     return _judge(model, max_context=max_context, max_batch_tokens=max_batch_tokens)[1]
 
 
@@ -90,10 +91,10 @@ def served(
     max_batch_tokens: int,
     packs: bool = False,
 ) -> tuple[AnyRunner, Manner, str]:
-    """The runner of a model, how it computes, and a sentence for people where that way is slower.
-    `packs`: see `PlainRunner`.
+    """The runner of a model, its way to compute, and a warning for people if that way is slower.
+    `PlainRunner` explains `packs`.
 
-    `ConfigError` names the architecture for which no way is right, and the remedy.
+    Raises `ConfigError` if no way is right. It names the architecture and the remedy.
     """
     manner, verdict = _judge(model, max_context=max_context, max_batch_tokens=max_batch_tokens)
     if not verdict.is_right:
@@ -165,7 +166,7 @@ def _tried(
 
 def _longest(model: PreTrainedModel) -> int | None:
     """The number of tokens up to which rotary frequencies do not depend on the length of the
-    sequence; `None` where they never do.
+    sequence. `None` if they never do.
     """
     lengths: list[int] = []
     for module in model.modules():
@@ -187,8 +188,8 @@ def _original_length(module: Any, model: PreTrainedModel) -> int | None:
 
 
 def _manners(model: PreTrainedModel, num_tokens: int) -> Sequence[Manner]:
-    """The ways to try, the fastest first. Where the model scales its attention by a place in the
-    step, steps have one sequence once they are long enough for it to matter.
+    """The ways to try, the fastest first. If the model scales its attention by a place in the step,
+    each step has one sequence once steps are long enough for it to matter.
     """
     text: Any = model.config.get_text_config()
     tunes = bool(getattr(text, "attn_temperature_tuning", False))
@@ -228,7 +229,7 @@ def _way(manner: Manner) -> Way:
 
 
 def _slower(model: PreTrainedModel, manner: Manner, max_context: int) -> str:
-    """What a person is told of a way that is slower; empty where it is not."""
+    """The warning that people get about a slower way. Empty if the way is not slower."""
     name = kind_of(model)
     if manner.lone:
         return (
@@ -251,8 +252,8 @@ def _slower(model: PreTrainedModel, manner: Manner, max_context: int) -> str:
 
 
 Plan = dict[int, tuple[int, int]]
-"""What a step brings: for each slot the row that it runs, and how many tokens of the row it has
-afterwards.
+"""The contents of a step: for each slot the row that it runs, and the number of the row's tokens
+that it has afterwards.
 """
 
 

@@ -45,7 +45,7 @@ class Product(Protocol):
 
 @dataclass(slots=True, eq=False)
 class PlainProduct:
-    """A product over weights as they lie in memory. It follows what is written to them."""
+    """A product over weights as they lie in memory. It sees every later write to them."""
 
     weight: Tensor
     """[in, out]"""
@@ -75,8 +75,8 @@ def _added_to_both(to: Tensor, x: Tensor, *, bias: Tensor, weight: Tensor) -> Te
 
 @dataclass(slots=True, eq=False)
 class PackedProduct:
-    """A product over a copy in oneDNN's own order. What is written to the weights afterwards does
-    not reach the copy.
+    """A product over a copy in oneDNN's own order. The copy does not see later writes to the
+    weights.
     """
 
     packed: Tensor
@@ -110,8 +110,8 @@ _multiplying: Any = getattr(_onednn, "_linear_pointwise", None)
 
 @torch.inference_mode()
 def packing_is_right(weights: Sequence[Tensor]) -> bool:
-    """Whether this torch packs on this processor, and multiplies with the pack as with these
-    weights: tried with one row and with several.
+    """True if this torch packs on this processor, and multiplies with the pack as with these
+    weights. Both are tried with one row and with several.
     """
     if _packing is None or _multiplying is None or not torch.backends.mkldnn.is_available():
         return False

@@ -29,8 +29,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBatch:
-    """Sequence i brings tokens [starts_i, starts_i + counts_i) of slot i. Single-token sequences
-    come first, in order of slots, then the others by ascending count.
+    """Sequence i has tokens [starts_i, starts_i + counts_i) of slot i in the step. Single-token
+    sequences come first, in order of slots, then the others by ascending count.
     """
 
     slots: Ints
@@ -52,19 +52,19 @@ class Runner:
     """
 
     recomputes = False
-    """Whether nothing is kept of a sequence, so that each step must bring all of it."""
+    """True if nothing is kept of a sequence, so that each step must have all of its tokens."""
 
     def __init__(
         self, model: PreTrainedModel, *, max_running: int, max_context: int, serial: bool = False
     ) -> None:
-        """`serial`: layers with states take one token at a time once they have one."""
+        """With `serial` layers with states take one token at a time once they have a state."""
         self.model = model.eval()
         self.device: torch.device = model.device
         model.set_attn_implementation(ATTENTION)
         self._cache = KvCache(max_slots=max_running, max_context=max_context)
         self._states = States(max_slots=max_running) if stateful(model) else None
         self.keeps_states = self._states is not None
-        """Whether a sequence can only go on where its state was taken."""
+        """True if a sequence can only go on where its state was taken."""
         if self._states is not None:
             self._states.serial = serial
         self._reaches = reaches(model.config.get_text_config())
@@ -72,8 +72,8 @@ class Runner:
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=self.device)
 
     def laid_out(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights, by name, as steps use them best: the same values, and the same memory where
-        it can be.
+        """The weights, by name, as steps use them best: the same values, and if possible the same
+        memory.
         """
         return tensors
 
@@ -137,7 +137,7 @@ class Runner:
     def _buckets(
         self, batch: StepBatch, offsets: Ints, positions: Tensor, slots: Tensor
     ) -> list[Bucket]:
-        """Single tokens in one bucket; longer chunks share one only where padding at most doubles
+        """Single tokens are in one bucket. Longer chunks share one only if padding at most doubles
         them.
 
         `positions` and `slots` [N] of all tokens, on the device.
@@ -161,8 +161,8 @@ class Runner:
     def _single_bucket(
         self, batch: StepBatch, num: int, positions: Tensor, slots: Tensor
     ) -> Bucket:
-        """Where the slots are nearly a range, the whole range is read as a view: an idle row in it
-        costs less than gathering all.
+        """The bucket of sequences that have a single token. If the slots are nearly a range, the
+        whole range is read as a view: an idle row in it costs less than gathering all.
         """
         low = int(batch.slots[0])
         high = int(batch.slots[num - 1]) + 1
@@ -249,7 +249,9 @@ class SpanOfSlot:
 
 
 def reaches(config: PreTrainedConfig) -> dict[int, Reach]:
-    """What the configuration says about layers that see only a part of what stands before them."""
+    """Returns the reach of each layer that sees only a part of the tokens before it, as the
+    configuration says.
+    """
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     known = {"sliding_attention": Reach(window=window), "chunked_attention": Reach(chunk=chunk)}

@@ -2,9 +2,9 @@
 and nothing else (I5).
 
 SplitMix64 (Steele, Lea and Flood 2014) is used as a counter-based generator, and the Gumbel-max
-trick draws from the distribution: token = argmax over kept ids of log p + g, g = -log(-log u).
-Because the noise of an id does not depend on what else is in the batch, nor on how often the
-generation was interrupted, the same request gives the same tokens.
+trick draws from the distribution: token = argmax over kept ids of log p + g, g = -log(-log u). The
+noise of an id does not depend on other rows of the batch, nor on how often the generation was
+interrupted. So the same request gives the same tokens.
 
 Rows are sampled a few at a time: the numbers of a large vocabulary and many rows would go through
 main memory again and again.
@@ -38,7 +38,7 @@ class Penalties:
     rows: Ints
     """[P]"""
     tokens: Ints
-    """[P, L] prompt and output so far. What lies after them does not matter."""
+    """[P, L] prompt and output so far. Entries after them are ignored."""
     num_prompt: Ints
     """[P]"""
     length: Ints
@@ -48,7 +48,7 @@ class Penalties:
     presence: NDArray[np.float64]
 
     def part(self, start: int, stop: int) -> Penalties | None:
-        """The penalties of the step's rows [start, stop), counted from `start`. `None` where no row
+        """The penalties of the step's rows [start, stop), counted from `start`, or `None` if no row
         has any.
         """
         own = (self.rows >= start) & (self.rows < stop)
@@ -85,7 +85,7 @@ class Biases:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Masks:
-    """What grammars allow in the rows that have one."""
+    """The ids that grammars allow, for the rows that have a grammar."""
 
     rows: Ints
     """[G]"""
@@ -100,8 +100,8 @@ class Masks:
         return Masks(self.rows[own] - start, self.allowed[own])
 
     def without(self, suppressed: Ints) -> tuple[Masks, NDArray[np.bool_]]:
-        """Takes ids [G, W] (padded with -1) away. Also returns which rows [G] stayed as they were,
-        because nothing would have been left.
+        """Takes ids [G, W] (padded with -1) away. Also returns the rows [G] that stayed as they
+        were, because nothing would have been left.
         """
         fewer = self.allowed.copy()
         row, column = np.nonzero(suppressed >= 0)
@@ -151,7 +151,9 @@ def masked(logits: Tensor, masks: Masks) -> Tensor:
 
 
 def _counts(tokens: Tensor, counted: Tensor, *, like: Tensor) -> Tensor:
-    """How often each id [P, V] is among the `counted` [P, L] of `tokens` [P, L]."""
+    """The number of times that each id [P, V] occurs among the `counted` [P, L] of
+    `tokens` [P, L].
+    """
     return torch.zeros_like(like).scatter_add_(1, tokens, counted.to(like.dtype))
 
 
@@ -176,7 +178,7 @@ _GAMMA, _MULTIPLIER_1, _MULTIPLIER_2 = map(_signed, _UNSIGNED)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """How to sample each of R rows, as arrays of shape [R] unless said otherwise."""
+    """The parameters for sampling each of R rows, as arrays of shape [R] unless said otherwise."""
 
     temperature: NDArray[np.float64]
     top_p: NDArray[np.float64]
@@ -188,14 +190,14 @@ class SamplingBatch:
     positions: NDArray[np.int64]
     """Absolute index that the sampled token will have."""
     suppressed: NDArray[np.int64] | None
-    """[R, W] ids that may not be sampled, padded with -1. `None` where no row has any."""
+    """[R, W] ids that may not be sampled, padded with -1. `None` if no row has any."""
     penalties: Penalties | None = None
     biases: Biases | None = None
     masks: Masks | None = None
     num_top: NDArray[np.int64] | None = None
-    """How many of the likeliest ids to report. `None` where no row asks."""
+    """The number of likeliest ids to report. `None` if no row asks."""
     wants_kept: NDArray[np.bool_] | None = None
-    """Whether to record the row's truncation. `None` where no row asks."""
+    """True for rows whose truncation is recorded. `None` if no row asks."""
 
     def part(self, start: int, stop: int) -> SamplingBatch:
         """The options of the rows [start, stop)."""
@@ -218,8 +220,8 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledIds:
-    """What was chosen for R rows, and the likeliest ids of each: at most W, likeliest first (ties:
-    lower id), filled up with id -1.
+    """The ids chosen for R rows, and the likeliest ids of each. At most W are listed, likeliest
+    first (ties: lower id), filled up with id -1.
     """
 
     token_ids: NDArray[np.int64]
@@ -230,8 +232,8 @@ class SampledIds:
     top_logprobs: NDArray[np.float64]
     """[R, W]"""
     kept: tuple[bytes | None, ...] = ()
-    """[R] what truncation left of the vocabulary, as records of `types.kept`. `None` for rows that
-    do not ask; empty where none does.
+    """[R] the part of the vocabulary that truncation left, as records of `types.kept`. It is `None`
+    for rows that do not ask. Empty if no row asks.
     """
 
     def of(self, rows: NDArray[np.bool_]) -> SampledIds:
@@ -290,8 +292,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledIds:
 
 
 _AT_ONCE = 2**17
-"""Logits that are sampled from at once on a CPU. With what is made of them they take a few
-megabytes.
+"""The number of logits that are sampled from at once on a CPU. With the temporary arrays they take
+a few megabytes.
 """
 
 
@@ -314,8 +316,8 @@ def _together(parts: list[SampledIds]) -> SampledIds:
 
 
 def _drawn(log_p: Tensor, batch: SamplingBatch) -> Tensor:
-    """argmax of log p + g, [R]; ties: lower id. Logarithms are taken of the noise of ids that may
-    win, which are some dozens.
+    """argmax of log p + g, [R]; ties: lower id. Logarithms are computed only for the noise of ids
+    that may win. These are some dozens.
 
     With E = -log u the winner has the least E / p, and 1 - u <= E <= 37.5 (1 - u), because u >=
     2^-54. So it is among the ids whose (1 - u) / p is at most `_NEAR` times the least of all.
@@ -390,7 +392,7 @@ def _mixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _mix(z: Tensor) -> Tensor:
-    """As `_mixed`, in place. The masks make torch's arithmetic shifts logical."""
+    """Computes `_mixed` in place. The masks make torch's arithmetic shifts logical."""
     z ^= (z >> 30) & (2**34 - 1)
     z *= _MULTIPLIER_1
     z ^= (z >> 27) & (2**37 - 1)
@@ -427,8 +429,8 @@ def _truncated(log_p: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _nucleus(log_p: Tensor, *, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Which of [r, V] are kept: the `top_k` likeliest ids (ties: lower id first), and among these,
-    renormalised, the fewest that hold `top_p`.
+    """The mask of the ids kept of [r, V]: the `top_k` likeliest ids (ties: lower id first), and
+    among these, renormalised, the fewest that hold `top_p`.
     """
     sorted_log_p, order = log_p.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(log_p.shape[-1], device=log_p.device)
@@ -444,8 +446,8 @@ def _nucleus(log_p: Tensor, *, top_k: Tensor, top_p: Tensor) -> Tensor:
 def _likeliest(
     log_p: Tensor, num_top: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The likeliest ids of each row of [R, V] that are possible at all, as many as `num_top` [R]
-    says, and their log-probabilities.
+    """The likeliest ids of each row of [R, V] that are possible at all, and their
+    log-probabilities. `num_top` [R] is their number.
     """
     width = min(int(num_top.max(initial=0)), log_p.shape[-1])
     ids = np.full((len(log_p), width), -1)

@@ -1,5 +1,5 @@
-"""Which sequences run in a step. A step is three verbs: schedule, run, postprocess. All of it is
-synchronous, and only the decode thread calls it.
+"""Decides which sequences run in a step. A step is three verbs: schedule, run, postprocess. All of
+it is synchronous, and only the decode thread calls it.
 """
 
 import time
@@ -46,10 +46,10 @@ class Scheduler:
         routers: Routers | None = None,
         guesses: int = 0,
     ) -> None:
-        """`prefixes`: what is kept for requests that begin alike. `routers`: those of the model,
-        where its choices of experts are recorded. `guesses`: at most so many tokens are guessed
-        ahead. None are guessed where a sequence cannot go back, or where the experts of its tokens
-        are recorded. A runner that keeps nothing of a sequence has no use for prefixes or guesses.
+        """`prefixes` limits the storage for requests that begin alike. `routers` are the routers of
+        the model, if its choices of experts are recorded. At most `guesses` tokens are guessed
+        ahead. None are guessed if a sequence cannot go back, or if the experts of its tokens are
+        recorded. A runner that keeps nothing of a sequence has no use for prefixes or guesses.
         """
         self._runner = runner
         self._threads = StepThreads()
@@ -64,11 +64,11 @@ class Scheduler:
         self._prefixes = Prefixes(runner, max_bytes=self._room.num_bytes, experts=self._experts)
         self._turn = 0
         self._last_turn = np.zeros(max_running, dtype=np.int64)
-        """The step in which each slot ran last, where steps have room for some whole sequences
-        only.
+        """The step in which each slot ran last, if steps have room for some whole
+        sequences only.
         """
         self._leaders: dict[tuple[int, ...], int] = {}
-        """The slot that computes what others wait for, by its prompt."""
+        """The slot that computes each prompt that other requests wait for."""
         self._left = set[int]()
         """Slots whose sequences have ended, and are not among the prefixes yet."""
         self._finishes: list[tuple[int, int, Finish]] = []
@@ -96,7 +96,7 @@ class Scheduler:
         return len(self._waiting)
 
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """True if a step would do anything."""
         if self._finishes:
             return True
         if self.paused is None:
@@ -104,7 +104,7 @@ class Scheduler:
         return not self.is_quiet()
 
     def is_quiet(self) -> bool:
-        """Whether the engine is paused and will produce no token until `resume`."""
+        """True if the engine is paused and will produce no token until `resume`."""
         if self.paused is PauseMode.DRAIN:
             return self._table.num_active == 0 and not self._may_admit()
         return self.paused is not None
@@ -112,7 +112,7 @@ class Scheduler:
     # --- Verbs from outside, between two steps ----------------------------------------------------
 
     def submit(self, submission: Submission) -> None:
-        """Queues a request, or ends it at once where its tokens so far already do."""
+        """Queues a request, or ends it at once if it ends with its tokens so far."""
         self._last_handle = submission.handle
         finish = self._finished_before(submission)
         if finish is not None:
@@ -121,7 +121,9 @@ class Scheduler:
             self._waiting.append(submission)
 
     def abort(self, handles: frozenset[int] | None) -> None:
-        """Ends these requests with `ABORT`, or all with `None`. Their tokens so far stand."""
+        """Ends these requests with `ABORT`, or all requests if it gets `None`. They keep their
+        tokens so far.
+        """
         kept: deque[Submission] = deque()
         for submission in self._waiting:
             if handles is None or submission.handle in handles:
@@ -167,7 +169,9 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> StepOutput:
-        """Runs one step if there is anything to run, and gives out what ended since the last."""
+        """Runs one step if there is anything to run. Also gives out the requests that have ended
+        since the last step.
+        """
         started = time.monotonic()
         batch = None if self.paused is not None and self.is_quiet() else self._schedule()
         if batch is None:
@@ -217,8 +221,8 @@ class Scheduler:
         )
 
     def _schedule(self) -> StepBatch | None:
-        """Admits what fits, then decodes all and prefills in order of arrival, within the token
-        budget.
+        """Admits the requests that fit, then decodes all and prefills in order of arrival, within
+        the token budget.
         """
         table = self._table
         if self._waiting or table.blocked.any():
@@ -230,8 +234,8 @@ class Scheduler:
             return self._schedule_whole(ready)
         missing = table.length - table.cached
         if self._runner.keeps_states:
-            # A prompt that others may copy stops before its last token, which is where they take it
-            # over.
+            # A prompt that others may copy stops before its last token, because they take it over
+            # there.
             missing -= table.leading & (missing > 1)
         left = missing[ready]
         singles = ready[left == 1]
@@ -243,7 +247,7 @@ class Scheduler:
         chunks = chunks[counts > 0]
         counts = counts[counts > 0]
         order = np.argsort(counts, kind="stable")
-        # A prefill whose chunk is one token is attended like a decode, so it stands among them, in
+        # A prefill whose chunk is one token is attended like a decode, so it comes among them, in
         # order of slots.
         slots = np.concatenate([singles, chunks[order]])
         counts = np.concatenate([np.ones(len(singles), dtype=np.int64), counts[order]])
@@ -256,8 +260,8 @@ class Scheduler:
         return self._batch(slots, counts)
 
     def _schedule_whole(self, ready: Ints) -> StepBatch:
-        """Whole sequences, within the token budget, and at least one. Those that have waited
-        longest for a token come first, so that every answer grows.
+        """Whole sequences, within the token budget, and at least one. The sequences that have
+        waited longest for a token come first, so that every answer grows.
         """
         table = self._table
         table.cached[ready] = 0
@@ -271,8 +275,8 @@ class Scheduler:
         return self._batch(slots, table.length[slots])
 
     def _guess(self, slots: Ints) -> tuple[Ints, Ints]:
-        """Writes behind each sequence what it may go on with. Returns slots and counts of tokens,
-        in the order that a batch has.
+        """Writes guesses of its next tokens behind each sequence. Returns slots and counts of
+        tokens, in the order that a batch has.
         """
         table = self._table
         counts = np.ones(len(slots), dtype=np.int64)
@@ -288,8 +292,9 @@ class Scheduler:
         return slots[order], counts[order]
 
     def _that_stand(self, slots: Ints, token_ids: Ints, *, guessed: Ints) -> NDArray[np.bool_]:
-        """[R] Whether each sampled token stands: all guesses before it are what was sampled, and
-        none of them ended its sequence. `guessed` [R] is what each row was computed behind.
+        """[R] True for each sampled token that is accepted: all guesses before it equal the sampled
+        tokens, and none of them ended its sequence. `guessed` [R] is the token behind which each
+        row was computed.
         """
         first = np.flatnonzero(np.diff(slots, prepend=-1))
         differs = np.append(guessed[1:], -1) != token_ids
@@ -337,8 +342,8 @@ class Scheduler:
     def _constrained(
         self, batch: StepBatch, wanted: Ints, logits: Tensor
     ) -> tuple[Ints, Tensor, Masks | None]:
-        """Asks the grammars what they allow. A request whose grammar allows nothing ends here.
-        Returns the wanted tokens [R] and logits [R, V] of the others, and their masks.
+        """Asks the grammars for the ids that they allow. A request whose grammar allows nothing
+        ends here. Returns the wanted tokens [R] and logits [R, V] of the others, and their masks.
         """
         slots = batch.token_slots[wanted]
         rows = np.flatnonzero(self._table.constrained[slots])
@@ -357,8 +362,8 @@ class Scheduler:
         return wanted[kept], logits[torch.from_numpy(kept).to(logits.device)], masks
 
     def _postprocess(self, slots: Ints, positions: Ints, token_ids: Ints) -> Ints:
-        """Appends the tokens and ends what they end. Returns the version of the oldest key that
-        each token attended to.
+        """Appends the tokens and ends the requests that end with them. Returns the version of the
+        oldest key that each token attended to.
         """
         table = self._table
         kv_versions = table.kv_version[slots]
@@ -385,8 +390,8 @@ class Scheduler:
         return kv_versions
 
     def _finish(self, slot: int, token_id: int) -> Finish | None:
-        """How the request ends with a token that is no stop id, if it does. `RequestRejected` where
-        the grammar gives up on the token.
+        """Returns how the request ends with a token that is no stop id, or `None` if it goes on.
+        Raises `RequestRejected` if the grammar gives up on the token.
         """
         submission = self._table.submissions[slot]
         assert submission is not None
@@ -407,7 +412,7 @@ class Scheduler:
         return self.paused is None or self._waiting[0].handle < self._drain_before
 
     def _admit(self) -> None:
-        # before a slot is taken again, and before anybody looks for what is there
+        # This comes before a slot is taken again, and before any prefix is looked up.
         while self._left:
             self._add_prefix(self._left.pop())
         for slot in np.flatnonzero(self._table.blocked).tolist():
@@ -419,9 +424,10 @@ class Scheduler:
             self._place(slot)
 
     def _place(self, slot: int) -> None:
-        """Decides where the keys of a new sequence come from: from what is known of its beginning,
-        now or when another has computed the same prompt, and from its own prefill. The logits of
-        its last token are always computed anew, for this request to sample from.
+        """Decides where the keys of a new sequence come from. Known keys of its beginning are
+        copied, now or when another request has computed the same prompt; its own prefill computes
+        the rest. The logits of its last token are always computed anew, for this request to sample
+        from.
         """
         table = self._table
         prompt = table.prompt(slot)
@@ -444,7 +450,9 @@ class Scheduler:
             self._prefixes.add(slot, table.tokens[slot, : table.cached[slot]], version=version)
 
     def _finished_before(self, submission: Submission) -> Finish | None:
-        """How a request ends with the tokens it brings, if it does."""
+        """Returns how a request ends with the tokens that it has on arrival, or `None` if it goes
+        on.
+        """
         request = submission.request
         matcher = submission.matcher
         if submission.aborted:
@@ -478,7 +486,7 @@ class Scheduler:
         return submission
 
     def _flush(self, output: StepOutput) -> StepOutput:
-        """The output with what has ended since the last."""
+        """Returns the output with the requests that have ended since the last one."""
         if not (self._finishes or self._failures):
             return output
         finishes = tuple(self._finishes)

@@ -39,10 +39,10 @@ def token_logprobs(
     max_logits: int | None = None,
     resumes: bool = True,
 ) -> list[Float32]:
-    """log softmax(logits / temperature) of each token after those before it in its row; 0 for the
-    first, which nothing predicts.
+    """log softmax(logits / temperature) of each token after those before it in its row. It is 0 for
+    the first, which nothing predicts.
 
-    Padding stands behind the tokens, where causal attention never looks.
+    Padding comes after the tokens, where causal attention never looks.
     """
     ids = _padded(rows, model.device)
     found = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
@@ -61,8 +61,8 @@ def likely_tokens(
     max_logits: int | None = None,
     resumes: bool = True,
 ) -> list[Likely]:
-    """For each token but the first: the token itself, then the `top` likeliest at its place, each
-    with its log-probability at temperature 1.
+    """The candidates at the place of each token but the first: the token itself, then the `top`
+    likeliest, each with its log-probability at temperature 1.
     """
     ids = torch.tensor([row], device=model.device)
     found: list[Likely] = []
@@ -86,12 +86,12 @@ def likely_tokens(
 def _stretches(
     model: PreTrainedModel, ids: Tensor, *, max_logits: int | None, resumes: bool
 ) -> Iterator[tuple[slice, Tensor]]:
-    """The places from the second on, a stretch at a time, and the logits that predict them: [b, k,
-    V].
+    """The places from the second on, one stretch at a time, and the logits that predict them: [b,
+    k, V].
 
     The logits of long rows need not all be in memory at once. With `resumes` the columns of a
-    stretch go through the model over the keys of the columns before. Where the model does not go on
-    rightly from these keys, all columns before go through it again.
+    stretch go through the model over the keys of the columns before. Without it, because the model
+    does not go on rightly from these keys, all columns before go through it again.
     """
     max_logits = MAX_LOGITS if max_logits is None else max_logits
     width = max(1, max_logits // (len(ids) * int(model.config.get_text_config().vocab_size)))

@@ -1,5 +1,5 @@
-"""Forward passes for models whose sequences cannot share one: each sequence alone, over a cache
-that the model makes for itself.
+"""Forward passes for models whose sequences cannot share one. Each sequence goes alone, over a
+cache that the model makes for itself.
 """
 
 import copy
@@ -18,8 +18,8 @@ from midflight.models.caches import cache_name
 
 
 class SequentialRunner:
-    """As `Runner`, and right for any architecture that `transformers` generates with. A step takes
-    a pass for each sequence.
+    """A runner with the interface of `Runner`. It is right for any architecture that `transformers`
+    generates with. A step takes a pass for each sequence.
     """
 
     keeps_states = True
@@ -29,7 +29,7 @@ class SequentialRunner:
     def __init__(self, model: PreTrainedModel, *, serial: bool) -> None:
         self.model = model.eval()
         self._serial = serial
-        """Whether a sequence goes on by one token at a time, because the model goes on wrongly by
+        """True if a sequence goes on by one token at a time, because the model goes on wrongly by
         several.
         """
         self._takes = frozenset(inspect.signature(model.forward).parameters)
@@ -48,8 +48,8 @@ class SequentialRunner:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
-        """Logits [R, V] of the wanted tokens, each the last of its sequence. What the model keeps
-        of all tokens is stored.
+        """Returns the logits [R, V] of the wanted tokens, each the last of its sequence. Stores the
+        model's cache of all tokens.
         """
         logits = list[Tensor]()
         start = 0
@@ -65,7 +65,7 @@ class SequentialRunner:
         return torch.stack(logits) if logits else torch.empty(0, 0)
 
     def take(self, slot: int, *, start: int, end: int, at_end: bool) -> "WholeCache":
-        """See `KeepsSpans`. What the model keeps belongs to all tokens together, so that a sequence
+        """See `KeepsSpans`. The model's cache belongs to all tokens together, so that a sequence
         can go on behind the last of them only.
         """
         del start, end
@@ -78,7 +78,9 @@ class SequentialRunner:
         self._caches[slot] = copy.deepcopy(spans[-1][0].cache)
 
     def _extend(self, slot: int, tokens: Tensor, *, first: int) -> Tensor:
-        """Runs tokens [L] that stand at `first` and after. Returns the logits [V] of the last."""
+        """Runs tokens [L], the first of which is at position `first`. Returns the logits [V] of the
+        last.
+        """
         parts = tokens.split(1) if self._serial and first else (tokens,)
         cache = self._caches.pop(slot, None) if first else None
         logits = tokens.new_empty(0)
@@ -96,7 +98,7 @@ class SequentialRunner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeCache:
-    """Implements `SpanState`. `cache` is `None` where nothing was taken."""
+    """Implements `SpanState`. `cache` is `None` if nothing was taken."""
 
     cache: Any
 
@@ -109,7 +111,7 @@ class WholeCache:
         return self.cache is not None
 
     def cut(self, start: int, end: int) -> "WholeCache":
-        """A cut that begins after the first token is taken for the end, and stays what it is. A
+        """A cut that begins after the first token counts as the end, and is this cache itself. A
         beginning has nothing.
         """
         return self if start else WholeCache(None)

@@ -1,9 +1,9 @@
 """Recurrent and convolution states, with one row per running sequence, for the layers that keep
 such a state in place of keys and values.
 
-`transformers` runs these layers over whole sequences. Inside an engine step, whose tokens stand one
-after the other, such a layer is run once for each cohort of sequences that bring equally many
-tokens, over a cache that holds the rows of these sequences alone.
+`transformers` runs these layers over whole sequences. The tokens of an engine step follow one after
+the other. Inside it such a layer is run once for each cohort of sequences that have equally many
+tokens. It runs over a cache that holds the rows of these sequences alone.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ RUNNING: Final[ContextVar[States | None]] = ContextVar("midflight_states", defau
 
 @dataclass(frozen=True, slots=True)
 class Cohort:
-    """Sequences [b] that bring L tokens each: [start, end) of the step's."""
+    """Sequences [b] that have L tokens each, the tokens [start, end) of the step."""
 
     slots: Tensor | slice
     num: int
     start: int
     end: int
     fresh: bool
-    """Whether the sequences begin here, so that they have no state yet."""
+    """True if the sequences begin here, so that they have no state yet."""
 
 
 def cohorts(slots: Ints, starts: Ints, counts: Ints, device: torch.device) -> list[Cohort]:
@@ -86,7 +86,7 @@ class States:
         self.cohorts: list[Cohort] = []
         """The cohorts of the step that runs."""
         self.serial = False
-        """Whether sequences go on by one token at a time, because the layers go on wrongly by
+        """True if sequences go on by one token at a time, because the layers go on wrongly by
         several.
         """
 
@@ -111,7 +111,9 @@ class States:
     # --- A layer inside a step --------------------------------------------------------------------
 
     def run(self, layer: StatefulLayer, given: dict[str, Any]) -> object:
-        """What the layer gives for all tokens [1, N, ...] of the step, cohort by cohort."""
+        """Returns the output of the layer for all tokens [1, N, ...] of the step,
+        cohort by cohort.
+        """
         outputs: list[Any] = []
         for cohort in self.cohorts:
             view = self._view(layer, cohort)
@@ -216,7 +218,7 @@ def part(name: str, value: object, cohort: Cohort, columns: slice) -> object:
 
 
 def _joined(outputs: list[Any], shape: Callable[[Tensor], Tensor]) -> Any:
-    """The outputs of a layer one after the other, along the tokens. Where the layer gives more than
+    """The outputs of a layer one after the other, along the tokens. If the layer gives more than
     one output, the others are those of its last run.
     """
     firsts: list[Tensor] = []
@@ -232,7 +234,7 @@ def _joined(outputs: list[Any], shape: Callable[[Tensor], Tensor]) -> Any:
 
 @torch.inference_mode()
 def stateful(model: PreTrainedModel) -> bool:
-    """Whether any module keeps a state. From now on such modules are run cohort by cohort inside
+    """True if any module keeps a state. From now on such modules are run cohort by cohort inside
     engine steps.
     """
     found = _found(model)
@@ -255,8 +257,8 @@ _ANY_STEP: Final = (0.0, torch.inf)
 
 
 def _limit_steps(module: Any, _: nn.Module, __: object, projected: Tensor) -> Tensor:
-    """Where a layer of Mamba 2 limits its time steps, `transformers` does so over whole sequences,
-    but not over a single token.
+    """Limits the time steps of a layer of Mamba 2 for a single token. `transformers` limits them
+    over whole sequences only.
 
     The last of the projections [b, L, ...] are d, one for each head, and the time step is
     softplus(d + bias). Limiting d where it comes from limits it in both.

@@ -19,8 +19,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Submission:
-    """A request inside the engine. `handle` is unique in the engine's life and grows. `outlet` says
-    where the request's tokens go.
+    """A request inside the engine. `handle` is unique in the engine's life and grows. The request's
+    tokens go to `outlet`.
     """
 
     handle: int
@@ -29,17 +29,17 @@ class Submission:
     stop_ids: tuple[int, ...]
     matcher: StopMatcher | None
     constraint: Constraint | None = None
-    """Present where the request has a grammar. It stands at the end of the tokens so far."""
+    """Present if the request has a grammar. It has accepted all tokens so far."""
     aborted: bool = False
-    """Whether the request was aborted before it came here, while its grammar was compiled."""
+    """True if the request was aborted before it came here, while its grammar was compiled."""
 
 
 class SlotTable:
-    """One row per slot. A row means something while it is `active`. Invariant: 0 <= cached < length
+    """One row per slot. A row is meaningful while it is `active`. Invariant: 0 <= cached < length
     <= limit for active rows.
 
-    `cached` counts tokens whose keys are stored. A sequence is decoding when one token is missing,
-    prefilling when more are.
+    `cached` counts tokens whose keys are stored. A sequence is decoding if one token is missing,
+    and prefilling if more are.
     """
 
     def __init__(self, *, max_running: int, max_context: int) -> None:
@@ -47,9 +47,9 @@ class SlotTable:
         self.max_context = max_context
         self.active = np.zeros(n, dtype=np.bool_)
         self.blocked = np.zeros(n, dtype=np.bool_)
-        """Whether the slot waits for another slot to finish the same prompt."""
+        """True if the slot waits for another slot to finish the same prompt."""
         self.leading = np.zeros(n, dtype=np.bool_)
-        """Whether the slot computes a prompt that others may copy."""
+        """True if the slot computes a prompt that others may copy."""
         self.handles = np.zeros(n, dtype=np.int64)
         self.outlets = np.zeros(n, dtype=np.int64)
         self.tokens = np.zeros((n, max_context), dtype=np.int64)
@@ -67,14 +67,14 @@ class SlotTable:
         self.top_k = np.zeros(n, dtype=np.int64)
         self.stop_ids = np.full((n, 2), -1, dtype=np.int64)
         self.has_matcher = np.zeros(n, dtype=np.bool_)
-        # Rows of these four need more than the arrays here say. A step without such a row pays
+        # Rows of these four need more than the arrays here hold. A step without such a row pays
         # nothing for them.
         self.constrained = np.zeros(n, dtype=np.bool_)
         self.penalised = np.zeros(n, dtype=np.bool_)
         self.biased = np.zeros(n, dtype=np.bool_)
         self.wants_kept = np.zeros(n, dtype=np.bool_)
         self.guesses = np.zeros(n, dtype=np.int64)
-        """How many tokens to guess ahead in the next step, at most."""
+        """The number of tokens to guess ahead in the next step, at most."""
         self.num_top = np.zeros(n, dtype=np.int64)
         self.submissions: list[Submission | None] = [None] * n
         self.num_active = 0
@@ -137,8 +137,8 @@ class SlotTable:
         return constraint
 
     def sampling(self, slots: Ints, positions: Ints, masks: Masks | None = None) -> SamplingBatch:
-        """How to sample the token at each position, from what stands before it in its slot. Where a
-        grammar leaves only ends of turn, it wins over `min_tokens`.
+        """The parameters to sample the token at each position with, from the tokens before it in
+        its slot. If a grammar leaves only ends of turn, it wins over `min_tokens`.
         """
         below = positions < self.least[slots]
         suppressed = np.where(below[:, None], self.stop_ids[slots], -1) if below.any() else None

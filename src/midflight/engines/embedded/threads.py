@@ -1,4 +1,4 @@
-"""How many threads a step takes. This is measured while steps are made, because the cost of a
+"""The number of threads of a step. It is measured while steps are made, because the cost of a
 thread depends on what else uses its core.
 """
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 _WORK_OF_A_THREAD = 4e7
-"""Products (parameters times tokens) of a step from which on one more thread usually saves more
+"""Products (parameters times tokens) of a step above which one more thread usually saves more time
 than waiting for it costs.
 """
 _TRIAL = 4
@@ -21,13 +21,13 @@ _LONGEST_PAUSE = 1024
 
 
 class StepThreads:
-    """Steps of each size, a power of two of products, take the number of threads that makes them
-    fastest.
+    """Chooses the fastest number of threads for steps of each size, where a size is a power of two
+    of products.
 
-    A second thread halves the time of the products at best. On a core that others use too, every
-    product waits for its turn, and a step can take ten times as long as with one thread. So now and
-    then a few steps take twice or half as many threads, and less often the longer that does not
-    pay.
+    A second thread halves the time of the products at best. On a core that other programs use too,
+    every product waits for its turn, and a step can take ten times as long as with one thread. So
+    now and then a few steps try twice or half as many threads. The trials become rarer while they
+    do not pay.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class StepThreads:
 
 
 class _Size:
-    """The number of threads for steps of one size. `number` is what the next step takes: the usual
+    """The number of threads for steps of one size. `number` is that of the next step: the usual
     number, or in a trial its neighbour among 1, 2, 4, ... and all.
     """
 
@@ -63,7 +63,7 @@ class _Size:
         self._numbers = [1 << n for n in range(most.bit_length()) if 1 << n < most] + [most]
         self._usual = max(n for n in self._numbers if n <= max(1, usual))
         self._seconds = 0.0
-        """Seconds that a product takes with the usual number: a mean that forgets."""
+        """Seconds that a product takes with the usual number. It is a moving mean."""
         self._tried: list[float] = []
         self._up = True
         self._pause = _FIRST_PAUSE

@@ -23,7 +23,7 @@ class _StagedTensors:
     version: Version
     fingerprint: str
     tensors: Tensors | None
-    """`None` where they are the tensors that are served already, under another number."""
+    """`None` if the version has the tensors that are served already, under another number."""
 
 
 class EngineWeights:
@@ -61,11 +61,11 @@ class EngineWeights:
         return self._served
 
     def stage(self, manifest: WeightManifest) -> None:
-        """Fetches a version, which the receiver verifies. Blocking. Whatever fails, the weights
+        """Fetches a version, which the receiver verifies. Blocking. After any failure the weights
         served stay as they are.
 
-        Nothing is fetched where the version has the very weights that are served, as the first
-        version has, and the version of a step that changed nothing.
+        Nothing is fetched if the version has the same weights as those served. This holds for the
+        first version, and for the version of a step that changed nothing.
         """
         with self._staging:
             self._replaced = {}
@@ -81,7 +81,7 @@ class EngineWeights:
     def commit(self, version: Version) -> Attestation:
         """Makes the staged version live without copying. Committing the version already served
         changes nothing, unless it was staged under another fingerprint: several trainer ranks cut
-        tensors otherwise than the folder that an engine starts from.
+        tensors in other places than the folder that an engine starts from.
         """
         waiting = self._staged
         staged = waiting if waiting is not None and waiting.version == version else None

@@ -1,5 +1,5 @@
-"""Forward passes for models of which nothing can be kept. Each step computes whole sequences, each
-alone, as the model itself does.
+"""Forward passes for models of which nothing can be kept. Each step computes whole sequences, one
+at a time, as the model itself does.
 """
 
 import inspect
@@ -15,8 +15,8 @@ from midflight.engines.embedded.sequential import SequentialRunner, WholeCache
 
 
 class WholeRunner:
-    """As `Runner`, and right for any model whose logits do not depend on later tokens. A step
-    brings the whole of each of its sequences.
+    """A runner with the interface of `Runner`. It is right for any model whose logits do not depend
+    on later tokens. A step computes the whole of each of its sequences.
     """
 
     keeps_states = False

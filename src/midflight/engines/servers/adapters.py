@@ -1,5 +1,5 @@
 """Versions that are low-rank adapters, side by side in one server. Each has a name of its own, and
-none ever pauses the server.
+loading one never pauses the server.
 
 A version is loaded while the server generates. A commit only says which version new requests name.
 Requests under way go on with the version that they began with, and their tokens carry its number. A
@@ -19,14 +19,14 @@ from midflight.engines.servers.staged import ADAPTER_PREFIX, adapter_version
 
 
 class AdapterServer(Server, Protocol):
-    """A server that keeps adapters beside its base. Calls wait for its answers. `EngineError` says
-    what the server refuses.
+    """A server that keeps adapters beside its base. Calls wait for its answers. They raise
+    `EngineError` if the server refuses.
     """
 
     @property
     def num_adapters(self) -> int:
-        """How many adapters the server keeps: the bound on age and two more. These are the adapter
-        that comes, and all that may still be in use.
+        """The number of adapters that the server keeps: the bound on age and two more. These are
+        the adapter that comes, and all that may still be in use.
         """
         ...
 
@@ -39,9 +39,9 @@ class AdapterServer(Server, Protocol):
 def leaving(
     there: Iterable[types.Version], *, live: types.Version, coming: types.Version, room: int
 ) -> frozenset[types.Version]:
-    """The versions that a server with so much room has to drop for a version that comes: those that
-    were never served, an earlier try of the same version, and the oldest of the others, but never
-    the live one.
+    """The versions that a server with so much room has to drop for a version that comes. They are
+    those that were never served, an earlier try of the same version, and the oldest of the others.
+    The live version is never among them.
     """
     there = frozenset(there)
     may_stay = [version for version in there if version <= live and version != coming]
@@ -50,8 +50,8 @@ def leaving(
 
 
 class AdapterEngine(ServerEngine):
-    """A `ServerEngine` whose server has its versions as adapters. A commit never touches requests
-    under way, but for old ones.
+    """A `ServerEngine` whose server has its versions as adapters. A commit touches no requests
+    under way, except those whose weights are too old.
     """
 
     _merges = False
@@ -86,7 +86,7 @@ class AdapterEngine(ServerEngine):
             self._next = staged
 
     async def commit(self, version: types.Version) -> types.Attestation:
-        """Commits at once, paused or not. `EngineError` where the version is not staged."""
+        """Commits at once, paused or not. Raises `EngineError` if the version is not staged."""
         async with self._control, self._staging:
             staged = self._staged(version)
             self._live = staged

@@ -1,8 +1,8 @@
-"""The command lines of vLLM and SGLang: how a server is started so that it can be paused, given
+"""The command lines of vLLM and SGLang. A server is started so that it can be paused, given
 weights, and trusted.
 
-All functions are pure. The purpose of each option stands beside it, and docs/engines.md says the
-same to users.
+All functions are pure. The purpose of each option is written beside it, and docs/engines.md says
+the same to users.
 """
 
 import math
@@ -33,7 +33,7 @@ _BYTECODE = "PYTHONDONTWRITEBYTECODE"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How a process is started. `environ` is its whole environment."""
+    """The start of a process. `environ` is its whole environment."""
 
     argv: tuple[str, ...]
     environ: Mapping[str, str]
@@ -41,7 +41,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model as the server is to serve it. `dtype` is torch's name. `kv_bytes_per_token` counts
+    """The model that the server has to serve. `dtype` is torch's name. `kv_bytes_per_token` counts
     all layers.
     """
 
@@ -52,15 +52,15 @@ class ServedModel:
     kv_bytes_per_token: int
     version: Version
     records_experts: bool = False
-    """Whether the model is a mixture and the server is to say which experts it chose."""
+    """True if the model is a mixture and the server has to report which experts it chose."""
     num_adapters: int = 0
-    """How many versions the server keeps side by side, where versions are adapters of rank `rank`
-    for the layers `targets`; else 0.
+    """The number of versions that the server keeps side by side. It is 0 unless versions are
+    adapters of rank `rank` for the layers `targets`.
     """
     rank: int = 0
     targets: tuple[str, ...] = ()
     has_other_towers: bool = False
-    """Whether the model also reads other things than text, such as images. They are not served."""
+    """True if the model also reads other things than text, such as images. They are not served."""
 
 
 def server_command(
@@ -71,7 +71,7 @@ def server_command(
     port: int,
     inherited: Mapping[str, str],
 ) -> Command:
-    """The command of a server on this machine at `HOST`: the first of `engine.servers`, where there
+    """The command of a server on this machine at `HOST`: the first of `engine.servers`, if there
     are any. It starts from the environment `inherited`.
     """
     if engine.kind == "vllm":
@@ -97,7 +97,9 @@ def server_command(
 
 
 def _parallel(kind: str, server: ServerSection) -> Sequence[str]:
-    """The options that spread the server over several processes; none where it is one."""
+    """The options that spread the server over several processes. There are none if it is one
+    process.
+    """
     if kind == "vllm":
         names = ("tensor-parallel", "pipeline-parallel", "data-parallel")
     else:
@@ -211,8 +213,8 @@ def _sglang(
 
 
 def _cleaned(inherited: Mapping[str, str], python: Path) -> Mapping[str, str]:
-    """The environment without what is ours: tokens, our virtual environment, its programs. The
-    server's own programs come first.
+    """The environment without our tokens, our virtual environment and its programs. The server's
+    own programs come first.
     """
     environ: dict[str, str] = {}
     for name, value in inherited.items():
@@ -231,8 +233,8 @@ def _cleaned(inherited: Mapping[str, str], python: Path) -> Mapping[str, str]:
 
 
 def _device(device: str, devices: Sequence[int], inherited: Mapping[str, str]) -> Mapping[str, str]:
-    """The variable by which the server sees only its devices: `devices`, or the N of `cuda:N`, each
-    a number among those that we may use. `cuda` leaves the choice to the server.
+    """The variable that shows the server only its devices: `devices`, or the N of `cuda:N`. Each is
+    a number among the devices that we may use. `cuda` leaves the choice to the server.
     """
     _, _, number = device.partition(":")
     named = (int(number),) if number else tuple(devices)

@@ -1,8 +1,8 @@
 """Weights that come straight into a server's workers, by the server's own routes. Our plugin inside
 the server makes these routes wait for nothing.
 
-The companion gives orders and asks what the workers hold. In the pause the workers only swap the
-weights that have come for those that they serve.
+The companion gives orders and asks what the workers hold. In the pause the workers only exchange
+the weights that they serve for those that have come.
 """
 
 import logging
@@ -23,8 +23,8 @@ _OF = "a server that Midflight's plugin is in"
 
 class DirectServer(ServerWorkers, Protocol):
     async def take(self, version: Version, *, recompute: bool) -> None:
-        """Makes the weights that came, or those that were served before them, the weights served,
-        in all workers or in none. Called in a pause, or between two steps.
+        """Serves the weights that came, or goes back to the weights that were served before them.
+        All workers do so, or none. Called in a pause, or between two steps.
         """
         ...
 
@@ -107,16 +107,16 @@ class DirectWay:
         self._make = WORKERS[kind]
         self._feed = feed
         self._is_open: bool | None = None
-        """Whether the server can receive so. It is known after the first version."""
+        """True if the server can receive in this way. It is known after the first version."""
         self._changes = False
-        """Whether differences may come to the server."""
+        """True if differences may be sent to the server."""
         self._said = set[str]()
 
     async def opens(
         self, client: ServerClient, manifest: WeightManifest, *, same_names: bool
     ) -> bool:
-        """Whether this version comes straight to the workers. Where it does not, it is written as a
-        folder like every other, and the log says why.
+        """True if this version goes straight to the workers. Otherwise it is written as a folder
+        like every other, and the log says why.
         """
         if manifest.transport != TRANSPORT:
             return False

@@ -36,7 +36,7 @@ from midflight.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 _LAST_WORDS_SECONDS = 2.0
-"""How long a server may take to end a request that it was told to abort, with its last tokens.
+"""The time that a server may take to end a request that it was told to abort, with its last tokens.
 After that the answer ends here without them.
 """
 _QUIET_SECONDS = 0.02
@@ -44,8 +44,8 @@ _QUIET_SECONDS = 0.02
 last step ended have come by then.
 """
 _MOST_QUIET_SECONDS = 0.5
-"""The longest time between two such readings. On a busy machine tokens are as late as answers are,
-so between these two the time of an answer is the measure.
+"""The longest time between two such readings. On a busy machine tokens are as late as answers, so
+between these two limits the wait is as long as an answer took.
 """
 _MAX_READINGS = 50
 """A server that still makes tokens after so many readings ignores its pause."""
@@ -56,12 +56,12 @@ class ServerEngine:
     """Implements the engine port. `run` holds the connection, and nothing else works without it.
 
     New requests wait here while the server is paused, so that none is caught in the server's own
-    gate. Weights are staged in a folder of ours and loaded by the server in a pause. Where a load
+    gate. Weights are staged in a folder of ours and loaded by the server in a pause. If a load
     fails, the server is paused until another succeeds: it never serves weights that are not whole
     (I7).
     """
 
-    _merges = True  # whether versions that are adapters are merged into their base
+    _merges = True  # true if versions that are adapters are merged into their base
 
     def __init__(
         self,
@@ -79,10 +79,10 @@ class ServerEngine:
         start_seconds: float = EngineSection().start_seconds,
         works: Works | None = None,
     ) -> None:
-        """`model`: the folder that holds the weights of `version`, which the server starts with
-        (`first_folder`), or is given when attached. `num_workers`: how many processes are to
-        compute for the server; `None` is as many as it has. `start_seconds` and `works`: see
-        `ServerClient`.
+        """`model` is the folder with the weights of `version`. The server starts with them
+        (`first_folder`), or gets them when it is attached. `num_workers` is the number of processes
+        that must compute for the server; `None` allows any number. `ServerClient` explains
+        `start_seconds` and `works`.
         """
         self._num_workers = num_workers
         self._name = name
@@ -106,9 +106,9 @@ class ServerEngine:
         self._idle.set()
         self._paused: types.PauseMode | None = None
         self._held = False
-        """Whether the server has said that it is paused, in that mode."""
+        """True if the server has confirmed that it is paused, in that mode."""
         self._whole = True
-        """Whether the weights at the server are whole."""
+        """True if the weights at the server are whole."""
         self._num_tokens = 0
         self._asking: asyncio.Future[tuple[StagedFolder, str]] | None = None
         """The question which weights the server serves, while the question is under way."""
@@ -126,8 +126,8 @@ class ServerEngine:
         return self._found.capabilities
 
     async def run(self) -> None:
-        """Attaches, then serves until cancelled. `EngineError` when the server is not one that we
-        can work with.
+        """Attaches, then serves until cancelled. Raises `EngineError` if we cannot work with the
+        server.
         """
         try:
             async with self._client:
@@ -153,7 +153,7 @@ class ServerEngine:
 
     async def attached(self) -> str:
         """Waits until `run` has attached. The wait ends with that, or with the failure of the task
-        group. Returns what people should know of the server, if anything.
+        group. Returns a warning about the server for people, or an empty string.
         """
         await self._attached.wait()
         return self._found.caution if self._found else ""
@@ -357,7 +357,7 @@ class ServerEngine:
 
     async def _quiet(self) -> None:
         """Waits for the end of the server's step, however long it is, and then for two equal
-        readings. `PauseIgnored` when there are none.
+        readings. Raises `PauseIgnored` if it gets none.
         """
         await self._server.settle(self._client)
         loop = asyncio.get_running_loop()
@@ -392,7 +392,7 @@ class ServerEngine:
             self._next = await asyncio.to_thread(self._area.write, manifest, beside=beside)
 
     async def commit(self, version: types.Version) -> types.Attestation:
-        """Waits for the server to load what was staged. Where the caller has made no pause and one
+        """Waits for the server to load the staged version. If the caller has made no pause and one
         is needed, the engine makes a pause of its own.
         """
         async with self._control, self._staging:
@@ -415,8 +415,8 @@ class ServerEngine:
             return types.Attestation(version, staged.fingerprint)
 
     def _staged(self, version: types.Version) -> StagedFolder:
-        """The staged folder of the version, or the live one where that is of the version and
-        nothing else is staged. `EngineError` where neither is.
+        """The staged folder of the version. It is the live folder if that is of the version and
+        nothing else is staged. Raises `EngineError` if neither is of the version.
         """
         staged = self._next
         live = self._live
@@ -430,8 +430,8 @@ class ServerEngine:
         return staged
 
     async def _load(self, staged: StagedFolder) -> None:
-        """Loads the staged weights. Where they cannot be loaded, it goes back to the weights that
-        were live. Where that fails too, the weights at the server are not whole.
+        """Loads the staged weights. If they cannot be loaded, it goes back to the weights that were
+        live. If that fails too, the weights at the server are not whole.
         """
         self._whole = False
         recomputed = self._paused is types.PauseMode.RECOMPUTE
@@ -510,8 +510,8 @@ class ServerEngine:
         )
 
     async def _attach(self) -> None:
-        """Makes the server serve the weights that the engine says it serves, whatever the server
-        served before and however it was left.
+        """Makes the server serve the weights that the engine claims to serve. The server's earlier
+        state does not matter.
         """
         found = await self._server.attach(self._client)
         check_same_model(found.model, self._area.first, url=self._client.url)

@@ -1,4 +1,4 @@
-"""Which releases of a server Midflight works with."""
+"""The releases of a server that Midflight works with."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ from midflight.errors import EngineError
 
 @dataclass(frozen=True, slots=True)
 class Releases:
-    """The releases from the oldest that has what we need to the newest that our tests have passed
-    on.
+    """The releases from the oldest that has all that we need to the newest that our tests have
+    passed on.
     """
 
     server: str
@@ -18,8 +18,8 @@ class Releases:
     tried: str
 
     def caution(self, version: str, *, url: str) -> str:
-        """What people should know of a server of this version, or nothing. `EngineError` for a
-        version that is too old.
+        """Returns a warning for people about a server of this version, or an empty string. Raises
+        `EngineError` for a version that is too old.
 
         A build from sources whose number says nothing (`0.0.0.dev3`, `0.1.dev1+g12ab`) counts as
         untried.

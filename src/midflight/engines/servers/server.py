@@ -1,8 +1,8 @@
 """A kind of inference server as the engine sees it: its wire, as a Protocol. `vllm.py` and
 `sglang.py` implement it.
 
-Beside it stand the HTTP connection to a server, whose errors name the server and the path, and a
-request at a server, with the versions of its tokens (I6). The request is synchronous.
+This file also has the HTTP connection to a server, whose errors name the server and the path. A
+request at a server is here too, with the versions of its tokens (I6). It is synchronous.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from midflight.wire.client import HttpClient
 
 _JSON = {"Content-Type": "application/json"}
 _LINE_BYTES = 2**28
-"""The limit of one event. A server that repeats what it said sends the longest answer in one event,
-and a record of experts takes kilobytes a token.
+"""The limit of one event. A server that repeats earlier tokens sends the longest answer in one
+event, and a record of experts takes kilobytes a token.
 """
 _OF_THE_REQUEST = (400, 413, 422)
-"""Statuses that judge the request. Any other may come from something that stands before the server,
-or took its port. Elsewhere the request may succeed.
+"""Statuses that judge the request. Any other may come from a proxy before the server, or from a
+program that took its port. Elsewhere the request may succeed.
 """
 
 
@@ -72,8 +72,8 @@ class ServerClient:
         self, name: str, url: str, *, patience_seconds: float, works: Works | None = None
     ) -> None:
         """A call is given up when the server has done nothing for `patience_seconds`. `works` is
-        not given where that cannot be seen. Then a call is given up when the server has not
-        answered for so long.
+        `None` if the work of the server cannot be seen. Then a call is given up when the server has
+        not answered for so long.
         """
         self.name = name
         self.url = url
@@ -132,8 +132,8 @@ class ServerClient:
         return answer.content
 
     async def events(self, path: str, body: object) -> AsyncIterator[bytes]:
-        """The data of each server-sent event but the closing `[DONE]`. `RequestRejected` where the
-        server refuses the request.
+        """The data of each server-sent event but the closing `[DONE]`. Raises `RequestRejected` if
+        the server refuses the request.
         """
         async with self._http.open("POST", path, _encoded(body), headers=_JSON) as answer:
             if answer.status != 200:
@@ -186,7 +186,7 @@ def _shown(content: bytes) -> str:
 
 def part(answer: object, *path: str | int, of: str) -> object:
     """A part of a JSON answer; `EngineError` where it is not there. `of` names the server that
-    should have given it, and the release that it takes.
+    should have sent it, and the release that is needed.
     """
     at = answer
     for key in path:
@@ -203,7 +203,7 @@ def part(answer: object, *path: str | int, of: str) -> object:
 
 
 def number(answer: object, *path: str | int, of: str) -> int:
-    """A part that is a whole number; `EngineError` where it is not one."""
+    """A part that is a whole number. Raises `EngineError` if it is not one."""
     found = part(answer, *path, of=of)
     if not isinstance(found, int):
         raise EngineError(
@@ -215,26 +215,28 @@ def number(answer: object, *path: str | int, of: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EventTokens:
-    """The tokens of one event of a stream, and what came with them."""
+    """The tokens of one event of a stream, and the data that came with them."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """For each token, where asked for: the likeliest (id, log-probability), likeliest first."""
+    """The likeliest (id, log-probability) of each token, likeliest first, if they were
+    asked for.
+    """
     finish: Finish | None = None
     spans: tuple[tuple[str, int, int], ...] = ()
-    """On the last piece: (label of the weights, first token, one past the last), over all tokens of
-    the request.
+    """(label of the weights, first token, one past the last) over all tokens of the request. Only
+    the last piece has them.
     """
     experts: UInt8 | None = None
-    """On the last piece of a server that records them: the experts of prompt and output but the
-    last token, packed.
+    """The experts of prompt and output but the last token, packed. Only the last piece of a server
+    that records them has it.
     """
 
 
 def recorded_experts(encoded: str, *, num_choices: int | None, num_experts: int) -> UInt8:
-    """A server's record of experts as [T, bytes] of `Row.experts`. The record is base64: of int32,
-    `num_choices` for each token, or, where that is `None`, of numpy's own format.
+    """A server's record of experts as [T, bytes] of `Row.experts`. The record is base64 of int32,
+    `num_choices` for each token. If `num_choices` is `None`, it is base64 of numpy's own format.
     """
     data = base64.b64decode(encoded)
     kind = "u1" if num_experts <= 256 else "<u2"
@@ -255,31 +257,31 @@ class EventReader(Protocol):
     """Reads the events of one request, in order."""
 
     def read(self, event: bytes) -> EventTokens:
-        """`EngineUnavailable` where the event is nonsense, or an error of the server."""
+        """Raises `EngineUnavailable` if the event is nonsense, or an error of the server."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ServerDescription:
-    """What a server said about itself when it was attached."""
+    """A server's description of itself when it was attached."""
 
     capabilities: Capabilities
     label: str
-    """The label of the weights that the server serves. It is a version of ours where it is a
-    number.
+    """The label of the weights that the server serves. If it is a number, it is a
+    version of ours.
     """
     model: str
     """The folder that the server says its weights are from."""
     num_workers: int | None = None
-    """How many processes compute for the server, as far as it says: one for each GPU where there
-    are any.
+    """The number of processes that compute for the server, as far as it says: one for each GPU if
+    there are any.
     """
     caution: str = ""
-    """What people should know of the server's version."""
+    """A warning for people about the server's version."""
 
     @property
     def untouched(self) -> bool:
-        """Whether the weights have not been labelled since the server started."""
+        """True if the weights have not been labelled since the server started."""
         return self.label == UNLABELLED
 
 
@@ -288,26 +290,27 @@ UNLABELLED = "default"
 
 
 class Server(Protocol):
-    """One server. Calls wait for its answers, within the deadline of their caller. An answer that
-    does not come is `EngineUnavailable`.
+    """One server. Calls wait for its answers, within the deadline of their caller. If an answer
+    does not come, `EngineUnavailable` is raised.
     """
 
     @property
     def steps_under_way(self) -> int:
-        """How many steps may have begun under the old weights and end after a change in `keep`."""
+        """The number of steps that may have begun under the old weights and end after a change in
+        `keep`.
+        """
         ...
 
     @property
     def late_labels(self) -> int:
-        """How many tokens after a change of weights in `keep` the server's account of versions may
-        wrongly give to the new weights.
+        """The number of tokens after a change of weights in `keep` that the server's account of
+        versions may wrongly give to the new weights.
         """
         ...
 
     async def attach(self, client: ServerClient) -> ServerDescription:
-        """Ends a pause that was left, and asks the server what it is and can. `EngineError` names
-        what is wrong with the server: it is of another kind, too old, or started without what we
-        need.
+        """Ends a pause that was left, and asks the server what it is and can. Raises `EngineError`
+        if the server is of another kind, too old, or started without an option that we need.
         """
         ...
 
@@ -336,8 +339,8 @@ class Server(Protocol):
         ...
 
     async def settle(self, client: ServerClient) -> None:
-        """Waits for the step that is under way. Returns when the server has heeded all that it was
-        told before.
+        """Waits for the step that is under way. Returns when the server has carried out all earlier
+        orders.
         """
         ...
 
@@ -346,16 +349,16 @@ class Server(Protocol):
     async def load(
         self, client: ServerClient, folder: Path, version: Version, *, recompute: bool
     ) -> None:
-        """Makes the weights of a model folder live, and labels them. Called in a pause. Where it
+        """Makes the weights of a model folder live, and labels them. Called in a pause. If it
         fails, the weights may be a mixture of old and new.
 
-        `recompute`: the pause is of that mode, so no key of the old weights may be used again.
+        With `recompute` the pause is of that mode, so no key of the old weights may be used again.
         """
         ...
 
 
 def cut(piece: EventTokens, *, ends: tuple[int, ...], start: int, min_tokens: int) -> EventTokens:
-    """The piece up to the first token that ends the answer, where the server went on after it.
+    """The piece up to the first token that ends the answer, in case the server went on after it.
     `start` output tokens came before the piece.
     """
     for i, token in enumerate(piece.token_ids):
@@ -371,8 +374,8 @@ def cut(piece: EventTokens, *, ends: tuple[int, ...], start: int, min_tokens: in
 
 
 def mode_at_server(mode: PauseMode) -> PauseMode:
-    """The mode among those that `Server.pause` knows. A server that is drained has nothing left to
-    lose.
+    """The pause mode among those that `Server.pause` knows. A server that is drained has nothing
+    left to lose.
     """
     return PauseMode.KEEP if mode is PauseMode.DRAIN else mode
 
@@ -389,8 +392,8 @@ _OF_THE_SHAPES = (
 
 
 def check_same_model(theirs: str, ours: Path, *, url: str) -> None:
-    """`EngineError` where the two models certainly differ. Our weights would not fit, and a token
-    id outside its vocabulary kills SGLang.
+    """Raises `EngineError` if the two models certainly differ. Our weights would not fit, and a
+    token id outside its vocabulary kills SGLang.
     """
     found = _sizes(Path(theirs))
     wanted = _sizes(ours)
@@ -406,8 +409,8 @@ def check_same_model(theirs: str, ours: Path, *, url: str) -> None:
 
 
 def _sizes(folder: Path) -> ModelSizes | None:
-    """The sizes of a model folder. `None` where it cannot be read, because it is on another machine
-    or named as a repository.
+    """The sizes of a model folder. `None` if it cannot be read, because it is on another machine or
+    named as a repository.
     """
     try:
         return sizes_of(folder) if folder.is_absolute() else None
@@ -422,31 +425,33 @@ class _Change:
     version: Version
     kv_version: Version
     late: int
-    """How many tokens after this change the server may wrongly give to the new weights."""
+    """The number of tokens after this change that the server may wrongly give to the
+    new weights.
+    """
 
 
 class Attempt:
-    """Labels tokens as they come, never newer than they are, and knows at the end what the server
-    says about them.
+    """Labels tokens as they come, never with a newer version than their own. At the end it has the
+    server's own account of them.
 
-    A server tells at the end of an answer which tokens are of which weights. So tokens that come
-    before the end are labelled by what is known here: after a change the next event may have been
-    on its way already, and keeps the label before. Where a request ran under weights that changed,
-    keys made before the change stay in `keep` and are recomputed otherwise.
+    Only at the end of an answer does a server tell which tokens are of which weights. Tokens that
+    come before the end are labelled by what the companion knows: after a change the next event may
+    have been on its way already, and keeps the label before. If a request ran under weights that
+    changed, keys made before the change stay in `keep` and are recomputed otherwise.
     """
 
     def __init__(self, version: Version) -> None:
         self._changes = [_Change(version, version, 0)]
         self._label = version
         self._num_behind = 0
-        """How many events to come may be of the weights before: one that was on its way, and those
-        of steps that were under way.
+        """The number of coming events that may be of the weights before: one that was on its way,
+        and those of steps that were under way.
         """
         self.num_tokens = 0
 
     def changed(self, version: Version, *, recomputed: bool, under_way: int, late: int) -> None:
-        """Takes note that new weights went live while so many steps were `under_way`. `late`: how
-        many tokens after that the server's account may wrongly give to them.
+        """Takes note that new weights went live while so many steps were `under_way`. The server's
+        account may wrongly give them `late` tokens after that.
         """
         kv_version = version if recomputed else self._changes[-1].kv_version
         self._changes.append(_Change(version, kv_version, late))
@@ -461,8 +466,8 @@ class Attempt:
         return self._label, self._kv(self._label)
 
     def account(self, event: EventTokens) -> tuple[Segment, ...]:
-        """The server's own account of all tokens. It is empty where the server gives none, or one
-        that does not fit what was received.
+        """The server's own account of all tokens. It is empty if the server gives none, or one that
+        does not fit the tokens received.
         """
         spans: list[tuple[Version, int, int]] = []
         for label, start, end in event.spans:
@@ -509,9 +514,11 @@ class ServerRequest:
     beginning, and it is never used twice.
     """
     shape: str = ""
-    """The grammar and where the answer stands in it, for our plugin in the server."""
+    """The grammar and its position after the answer's tokens so far, for our plugin in
+    the server.
+    """
     adapter: str = ""
-    """The server's name for the version that the request is sampled by, where versions are
+    """The server's name for the version that the request is sampled by, if versions are
     adapters.
     """
     attempt: Attempt | None = None
@@ -521,7 +528,7 @@ class ServerRequest:
 
     def take(self, attempt: Attempt, event: EventTokens) -> EventTokens:
         """Labels the tokens of an event and gives them to the caller, up to one that ends the
-        answer. Returns what was given.
+        answer. Returns the tokens that were given.
         """
         done = self.request.num_output_tokens + attempt.num_tokens
         event = cut(event, ends=self.ends, start=done, min_tokens=self.request.sampling.min_tokens)
@@ -548,7 +555,7 @@ class ServerRequest:
 
 
 def _contiguous(spans: list[tuple[int, int, int]]) -> bool:
-    """Whether the spans go from the first token on without a gap, and never back to an older
+    """True if the spans go from the first token on without a gap, and never back to an older
     version.
     """
     _, first, _ = spans[0]

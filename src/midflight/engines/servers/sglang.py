@@ -2,8 +2,8 @@
 folder in memory.
 
 It was tried with 0.5.22 and 0.5.23. SGLang 0.5.20, the first with spans of versions, dies when a
-pause takes requests back, and 0.5.21 gives no direct way. See docs/engines.md for how it is started
-and why.
+pause takes requests back, and 0.5.21 has no direct way. docs/engines.md says how it is started and
+why.
 """
 
 import math
@@ -48,8 +48,9 @@ _NEEDED = (
 _MODES = {PauseMode.KEEP: "in_place", PauseMode.RECOMPUTE: "retract", PauseMode.ABORT: "abort"}
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _FEATURES = frozenset({Feature.LOGIT_BIAS, Feature.TOP_LOGPROBS})
-"""The features of every SGLang. Penalties come in addition where it runs without the overlap
-scheduler, which weighs each token a step late, and weighs one of the prompt in its place.
+"""The features of every SGLang. Penalties come in addition if it runs without the overlap
+scheduler. That scheduler counts each token a step late, and counts a token of the prompt in its
+place.
 """
 GRAMMAR_BACKEND = "midflight"
 """The backend of our plugin. A server that was started with it goes on in the middle of a
@@ -112,8 +113,8 @@ class SglangReader:
     def __init__(
         self, request: GenerateRequest, *, num_experts: int = 0, num_choices: int = 0
     ) -> None:
-        """`num_experts`: the experts of a layer, where the server records the choices of a mixture,
-        `num_choices` for each token.
+        """`num_experts` is the number of experts of a layer, if the server records the choices of a
+        mixture. There are `num_choices` for each token.
         """
         self._num_tops = request.sampling.top_logprobs
         self._num_experts = num_experts
@@ -151,8 +152,8 @@ class SglangReader:
         )
 
     def _experts(self, meta: _Meta) -> UInt8 | None:
-        """The record of experts, on the last event only: SGLang sends what it has so far with every
-        event, and only the last has all.
+        """The record of experts, from the last event only. SGLang repeats with every event all that
+        it has so far, and only the last has the whole record.
         """
         if meta.finish_reason is None or meta.routed_experts is None or not self._num_experts:
             return None
@@ -161,8 +162,8 @@ class SglangReader:
         )
 
     def _num_new(self, meta: _Meta, *, num_ids: int) -> int:
-        """How many tokens of the event are new. It is none for an abort that does not bring them:
-        these tokens are lost, and made again where the request is resumed.
+        """The number of new tokens in the event. It is 0 for an abort that does not bring them:
+        these tokens are lost, and made again when the request is resumed.
         """
         num_new = max(0, meta.completion_tokens - self._num_tokens)
         if num_new <= min(num_ids, len(meta.output_token_logprobs)):
@@ -181,7 +182,7 @@ class SglangReader:
 
 
 def _is_refusal(error: _Error) -> bool:
-    """Whether the request itself is at fault. A server that has lost an adapter gives the same
+    """True if the request itself is at fault. A server that has lost an adapter gives the same
     code.
     """
     return error.code == _REFUSED and "LoRA adapter" not in error.message
@@ -192,8 +193,8 @@ def _last(items: tuple, num: int) -> tuple:  # type: ignore[type-arg]
 
 
 def _number(logprob: float | None) -> float:
-    """A log-probability. JSON has no infinity, so `None` is the log-probability of the impossible,
-    which is nonsense for a sampled token.
+    """A log-probability. JSON has no infinity, so `None` is minus infinity, which is impossible for
+    a sampled token.
     """
     return float("-inf") if logprob is None else logprob
 
@@ -227,11 +228,11 @@ class SglangServer:
         num_adapters: int = 0,
         direct: bool = False,
     ) -> None:
-        """`direct`: versions come straight to the server's workers, which swap them between two
-        steps. `theirs`: other people started the server, so it runs as many requests as it says.
-        `num_experts`: the experts of a mixture's layer, where the server is to say which it chose,
-        `num_choices` of all layers for each token. `num_adapters`: how many versions the server is
-        to keep, where versions are adapters.
+        """With `direct` versions come straight to the server's workers, which swap them between two
+        steps. With `theirs` other people started the server, so it runs as many requests as it
+        says. `num_experts` is the number of experts of a mixture's layer, if the server has to
+        report which it chose: `num_choices` of all layers for each token. `num_adapters` is the
+        number of versions that the server has to keep, if versions are adapters.
         """
         self.num_adapters = num_adapters
         self._vocab_size = vocab_size
@@ -248,13 +249,13 @@ class SglangServer:
         """
         self._overlaps = True
         self._counts_steps = False
-        """Whether our plugin in it counts the tokens of a step that is under way when weights
-        change.
+        """True if our plugin in the server counts the tokens of a step that is under way when
+        weights change.
         """
         self._direct = direct
         self._swaps = False
         self._seeds = deterministic
-        """Whether the server's noise is a function of seed and position, as ours is, so that it
+        """True if the server's noise is a function of seed and position, as ours is, so that it
         survives a resume.
         """
 
@@ -265,7 +266,7 @@ class SglangServer:
 
     @property
     def late_labels(self) -> int:
-        """Those of the step that is under way, which it does not count by itself."""
+        """The tokens of the step that is under way, unless the server itself counts them."""
         return 0 if self._counts_steps else self.steps_under_way
 
     async def attach(self, client: ServerClient) -> ServerDescription:
@@ -317,7 +318,9 @@ class SglangServer:
         )
 
     def _check(self, client: ServerClient, info: Mapping[str, object]) -> None:
-        """`EngineError` where the server was started without what is asked of it."""
+        """Raises `EngineError` if the server was started without an option that it was
+        asked for.
+        """
         if self._deterministic and info.get("enable_deterministic_inference") is not True:
             raise EngineError(f"attaching to {client.url}: {_INEXACT}")
         if self.num_adapters and not _has_room(info, self.num_adapters):
@@ -329,8 +332,8 @@ class SglangServer:
             )
 
     def _features(self, info: Mapping[str, object]) -> frozenset[Feature]:
-        """Takes note of what the server records and how it samples, by the options that it was
-        started with. Returns what else it can do.
+        """Takes note of what the server records and how it samples, from the options that it was
+        started with. Returns its other features.
         """
         self._records = bool(self._num_experts) and info.get("enable_return_routed_experts") is True
         self._overlaps = info.get("disable_overlap_schedule") is not True
@@ -356,15 +359,15 @@ class SglangServer:
         )
 
     def body(self, asked: ServerRequest, *, salt: str) -> tuple[str, dict[str, object]]:
-        """See `Server`. The body has the seed where the server goes by seeds and the client asked
-        for one. A deterministic server would give all requests without a seed the same one.
+        """See `Server`. The body has the seed if the server uses seeds and the client asked for
+        one. A deterministic server would give all requests without a seed the same one.
         """
         request = asked.request
         seeded = self._deterministic or (self._seeds and request.seeded)
         room = self._room - len(request.input_ids)
         sampling = _sampling(request, asked.ends, room=room, seeded=seeded)
         if asked.shape:
-            sampling |= {"ebnf": asked.shape, "min_new_tokens": 0}  # our plugin sees to these
+            sampling |= {"ebnf": asked.shape, "min_new_tokens": 0}  # our plugin handles these
         body: dict[str, object] = {
             "rid": asked.id,
             "input_ids": request.input_ids,
@@ -394,7 +397,7 @@ class SglangServer:
         await client.post("/pause_generation", {"mode": _MODES[mode]})
 
     async def settle(self, client: ServerClient) -> None:
-        """See `Server`. SGLang says that it is paused before its scheduler has read of the pause.
+        """See `Server`. SGLang says that it is paused before its scheduler has received the pause.
         The scheduler itself reads this question, in order.
         """
         await client.settle("/server_info")
@@ -406,7 +409,7 @@ class SglangServer:
         self, client: ServerClient, folder: Path, version: Version, *, recompute: bool
     ) -> None:
         """See `Server`. While requests hold keys, SGLang refuses to clear its cache after the
-        weights have changed. Only retracted requests hold none.
+        weights have changed. Only retracted requests hold no keys.
         """
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": recompute}
         await client.post("/update_weights_from_disk", body)
@@ -419,7 +422,7 @@ class SglangServer:
 
 
 def _keys(info: object) -> int | None:
-    """How many tokens the server's cache holds; `None` where it does not say."""
+    """The number of tokens that the server's cache holds, or `None` if it does not say."""
     told = cast(dict[str, object], info).get("max_total_num_tokens")
     return told if isinstance(told, int) and told > 0 else None
 
@@ -436,7 +439,7 @@ def _sampling(
         "max_new_tokens": most,
         "min_new_tokens": min(most, max(0, s.min_tokens - request.num_output_tokens)),
         "top_k": s.top_k or -1,
-        "ignore_eos": s.ignore_eos,  # then it does not end on our ids either: `cut` sees to that
+        "ignore_eos": s.ignore_eos,  # then our ids do not end it either: `cut` does
         "stop_token_ids": ends,
     }
     if seeded:
@@ -447,7 +450,7 @@ def _sampling(
 
 
 def _workers(info: Mapping[str, object]) -> int | None:
-    """How many processes compute for the server; `None` where it does not say."""
+    """The number of processes that compute for the server, or `None` if it does not say."""
     sizes = [info.get(name) for name in ("tp_size", "pp_size", "dp_size")]
     if None in sizes:
         return None
@@ -455,8 +458,8 @@ def _workers(info: Mapping[str, object]) -> int | None:
 
 
 def _has_room(info: Mapping[str, object], num_adapters: int) -> bool:
-    """Whether the server was started with room for so many adapters. A limit that it does not name
-    is none.
+    """True if the server was started with room for so many adapters. A limit that the server does
+    not name does not exist.
     """
     if not info.get("enable_lora"):
         return False

@@ -4,10 +4,11 @@ server generates.
 A server loads whole weights, by the names and shapes of the folder that it started from. Versions
 come as the trainer and the embedded engine have them in memory, which for mixtures of experts is
 another form. They are converted here, at the last moment, and not where a version is published. So
-one version serves engines of every kind, the embedded engine takes it by assignment without a copy,
-a fingerprint is of what was trained, and the work falls beside the steps of the trainer. Versions
-that are adapters stay adapters, as PEFT writes them, or are merged into their base here. Conversion
-and merging import torch. A version whose names are those of the folder is written without it.
+one version serves engines of every kind, and the embedded engine takes it by assignment without a
+copy. The fingerprint covers the weights that were trained, and the work is done beside the steps of
+the trainer. Versions that are adapters stay adapters, as PEFT writes them, or are merged into their
+base here. Conversion and merging import torch. A version whose names are those of the folder is
+written without torch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class StagedFolder:
     version: Version
     fingerprint: str
     folder: Path | None
-    """A Hugging Face model folder with these weights, or a folder of adapters. `None` where the
+    """A Hugging Face model folder with these weights, or a folder of adapters. `None` if the
     server's workers have the weights already.
     """
     adapter: str = ""
@@ -51,20 +52,19 @@ class StagedFolder:
 
 
 class StagingArea:
-    """Two folders that only this object writes to: the folder that is served, to go back to, and
-    the folder that comes next.
+    """Two folders that only this object writes to: the served one, to go back to, and the next one.
 
-    What a publisher does to its bytes after they were verified cannot reach a server (I7). On tmpfs
-    a server loads at the speed of memory. Calls block, and any thread may write. A write goes on
-    even if its caller has left, and the next waits for it.
+    If a publisher changes its bytes after they were verified, the change cannot reach a server
+    (I7). On tmpfs a server loads at the speed of memory. Calls block, and any thread may write. A
+    write goes on even if its caller has left, and the next waits for it.
     """
 
     def __init__(
         self, place: Path, *, model: Path, receiver: WeightReceiver, merges: bool = True
     ) -> None:
-        """`model`: the folder that the server's weights are from. Every version has the names and
-        shapes of the tensors that are served of it. `merges`: adapters are merged into their base.
-        Otherwise they stay adapters, and the server starts from the base.
+        """`model` is the folder that the server's weights are from. Every version has the names and
+        shapes of its served tensors. With `merges` adapters are merged into their base. Otherwise
+        they stay adapters, and the server starts from the base.
         """
         self._place = place
         self._model = model
@@ -75,12 +75,12 @@ class StagingArea:
         self._merges = merges
         self._shapes = tensor_shapes(model)
         self._names: FileNames | None = None
-        """Set after the first version, where names in memory are not those in files."""
+        """Set after the first version, if names in memory are not those in files."""
         self._writing = threading.Lock()
 
     def write(self, manifest: WeightManifest, *, beside: Path | None) -> StagedFolder:
         """Fetches and verifies a version and writes its folder, but not over the folder `beside`.
-        `WeightsCorrupt` where the version does not fit.
+        Raises `WeightsCorrupt` if the version does not fit.
         """
         folder = self._place / "0"
         if folder == beside:
@@ -108,7 +108,7 @@ class StagingArea:
 
     def write_adapter(self, manifest: WeightManifest) -> StagedFolder:
         """Fetches and verifies a version of adapters and writes it as PEFT does, beside the
-        versions before it. `WeightsCorrupt` where the version does not fit.
+        versions before it. Raises `WeightsCorrupt` if the version does not fit.
         """
         assert self._adapter is not None
         name = adapter_version(manifest.version)
@@ -125,16 +125,16 @@ class StagingArea:
         return StagedFolder(manifest.version, manifest.fingerprint, folder, name)
 
     def remove_adapters(self, *, but: Set[str]) -> None:
-        """Removes the folders of versions that no server will read again: all but those of the
-        names `but`.
+        """Removes the folders of versions that no server will read again. Only those with a name in
+        `but` are kept.
         """
         for folder in self._place.glob(f"{ADAPTER_PREFIX}*"):
             if folder.name not in but:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def is_in_files(self, manifest: WeightManifest) -> bool:
-        """Whether a version has just the tensors of the server's model folder. `WeightsCorrupt`
-        where it has them in other shapes.
+        """True if a version has exactly the tensors of the server's model folder. Raises
+        `WeightsCorrupt` if it has them in other shapes.
         """
         if self._adapter is not None:
             return False
@@ -177,9 +177,7 @@ class StagingArea:
     def _converted(
         self, given: Mapping[str, tuple[int, ...]]
     ) -> tuple[dict[str, tuple[int, ...]], Set[str]]:
-        """The names and shapes that tensors in memory have in files, and the names that there must
-        be.
-        """
+        """The names and shapes in files of tensors in memory, and the names that are required."""
         from midflight.models.conversion import FileNames
 
         if self._names is None:
@@ -226,15 +224,15 @@ def adapter_version(version: Version) -> str:
 
 
 def first_folder(model: Path, place: Path) -> Path:
-    """The folder that a server starts with: the model's own, or, where the model has adapters, one
-    at `place`, which `write_first` writes.
+    """The folder that a server starts with. It is the model's own. If the model has adapters, it is
+    a folder at `place`, which `write_first` writes.
     """
     return model if adapter_of(model) is None else place / "first"
 
 
 def write_first(model: Path, place: Path) -> Path:
-    """Writes `first_folder` where the model has adapters, and returns it. Blocking. `RunFailed`
-    where there is no room.
+    """Writes `first_folder` where the model has adapters, and returns it. Blocking. Raises
+    `RunFailed` if there is no room.
     """
     folder = first_folder(model, place)
     adapter = adapter_of(model)

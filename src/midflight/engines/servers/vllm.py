@@ -50,12 +50,14 @@ _REASONS = {
     "abort": types.FinishReason.ABORT,
 }
 _NO_NUMBER = -9999.0
-"""This number stands for minus infinity, NaN, and a log-probability that vLLM does not have."""
+"""This number stands for minus infinity, for NaN, and for a log-probability that vLLM does not
+have.
+"""
 _CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(block_size|num_gpu_blocks)="(\d+)"')
 _OF_THE_FORM = "Internal server error"
-"""The error by which vLLM ends a request whose grammar does not compile there. An engine that died
-causes another error.
+"""The message of the error by which vLLM ends a request whose grammar does not compile there. An
+engine that died causes another error.
 """
 _LOADER = "midflight_load"
 _LOADER_READY = "midflight_ready"
@@ -111,7 +113,7 @@ class VllmReader:
     """
 
     def __init__(self, request: types.GenerateRequest, *, num_experts: int = 0) -> None:
-        """`num_experts`: the experts of a layer, where the server records the choices of a
+        """`num_experts` is the number of experts of a layer, if the server records the choices of a
         mixture.
         """
         self._num_tops = request.sampling.top_logprobs
@@ -167,8 +169,8 @@ class VllmReader:
 
 
 def _number(logprob: float) -> float:
-    """A log-probability. Where vLLM has no number it is that of the impossible, which is nonsense
-    for a sampled token.
+    """A log-probability. If vLLM has no number, it is minus infinity, which is impossible for a
+    sampled token.
     """
     return logprob if logprob > _NO_NUMBER else float("-inf")
 
@@ -196,10 +198,10 @@ class VllmServer:
         num_experts: int = 0,
         num_adapters: int = 0,
     ) -> None:
-        """`theirs`: other people started the server, so it is asked how many requests it runs, and
-        has `max_running` only where it does not say. `num_experts`: the experts of a mixture's
-        layer, where the server is to say which it chose. `num_adapters`: how many versions the
-        server is to keep, where versions are adapters.
+        """With `theirs` other people started the server, so it is asked how many requests it runs;
+        `max_running` counts only if it does not say. `num_experts` is the number of experts of a
+        mixture's layer, if the server has to report which it chose. `num_adapters` is the number of
+        versions that the server has to keep, if versions are adapters.
         """
         self._vocab_size = vocab_size
         self._max_running = max_running
@@ -207,7 +209,7 @@ class VllmServer:
         self._num_experts = num_experts
         self.num_adapters = num_adapters
         self._seeds = False
-        """Whether noise is a function of seed and position, so that it survives a resume."""
+        """True if noise is a function of seed and position, so that it survives a resume."""
 
     async def attach(self, client: ServerClient) -> ServerDescription:
         paths = await client.paths()
@@ -261,7 +263,7 @@ class VllmServer:
 
     async def _running(self, client: ServerClient, paths: frozenset[str]) -> int:
         """The server's `--max-num-seqs`. A server that was started here has ours, and is not asked,
-        because to answer it looks at the whole machine and takes seconds.
+        because it inspects the whole machine to answer, which takes seconds.
         """
         if self._theirs and "/server_info" in paths:
             with suppress(EngineError):
@@ -276,8 +278,8 @@ class VllmServer:
         await client.post("/update_weight_version", {"new_version": str(version)})
 
     def body(self, asked: ServerRequest, *, salt: str) -> tuple[str, dict[str, object]]:
-        """See `Server`. The body has a seed only where our loader sees to it: on a CPU a seed kills
-        vLLM at a prompt in pieces, and the noise would begin anew at a resume.
+        """See `Server`. The body has a seed only if our loader handles it. Without the loader a
+        seed kills vLLM on a CPU at a prompt in pieces, and the noise would begin anew at a resume.
         """
         request = asked.request
         sampling = _sampling(request, asked.ends)
@@ -324,8 +326,8 @@ class VllmServer:
         await client.post(_LOAD, {"lora_name": name, "lora_path": folder})
 
     async def unload_adapter(self, client: ServerClient, name: str) -> None:
-        """The name is free at once. The memory is free when another adapter takes it; vLLM gives
-        away that of the adapter unused for longest.
+        """The name is free at once. The memory is free when another adapter takes it; vLLM reuses
+        the memory of the adapter that was unused for longest.
         """
         await client.post(_UNLOAD, {"lora_name": name})
 
@@ -341,8 +343,8 @@ async def _logprob_kind(client: ServerClient) -> types.LogprobKind:
 
 
 async def _keys(client: ServerClient) -> int | None:
-    """How many tokens the server's blocks hold, in all replicas; `None` where its metrics, which
-    are in no description of its routes, do not say.
+    """The number of tokens that the server's blocks hold, in all replicas. `None` if its metrics do
+    not say. No description of its routes names these metrics.
     """
     num_keys = 0
     for cache in await _caches(client):
@@ -351,7 +353,7 @@ async def _keys(client: ServerClient) -> int | None:
 
 
 async def _caches(client: ServerClient) -> Sequence[Mapping[str, str]]:
-    """What the server says about the cache of each replica; empty where it says nothing."""
+    """The server's metrics about the cache of each replica. Empty if there are none."""
     try:
         said = str(await client.get("/metrics"))
     except EngineError:
@@ -360,7 +362,7 @@ async def _caches(client: ServerClient) -> Sequence[Mapping[str, str]]:
 
 
 async def _check_loader(client: ServerClient) -> int | None:
-    """`EngineError` where the server runs without our loader. This is asked before anything is
+    """Raises `EngineError` if the server runs without our loader. This is asked before anything is
     generated, because a run would get as far as its first new version. Returns how many workers
     have the loader in all replicas, of which the first answers.
     """
@@ -389,8 +391,8 @@ def _results(answer: object) -> list[object]:
 
 
 async def _says_yes(client: ServerClient, method: str) -> bool:
-    """Whether our loader answers true in every worker. vLLM sends as text what is no list or
-    object.
+    """True if our loader answers true in every worker. vLLM sends anything that is no list or
+    object as text.
     """
     try:
         answer = await client.post("/collective_rpc", {"method": method})
@@ -402,7 +404,7 @@ async def _says_yes(client: ServerClient, method: str) -> bool:
 
 
 def _shaped(shape: str) -> dict[str, object]:
-    """Sampling parameters that ask vLLM itself for any text. That takes the request into vLLM's
+    """Sampling parameters that ask vLLM itself for any text. This brings the request into vLLM's
     machinery of grammars, where our plugin puts the real grammar.
     """
     return {

@@ -32,7 +32,7 @@ _MAX_LOGPROB = 1e-3
 """
 
 Mark: TypeAlias = tuple[int, int, int]
-"""How much of an answer a reader has received: the numbers of tokens, texts and pieces."""
+"""The part of an answer that a reader has received: the numbers of tokens, texts and pieces."""
 
 START: Mark = (0, 0, 0)
 
@@ -47,19 +47,19 @@ class News(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     pieces: tuple[Piece, ...] = ()
-    """For a chat: the text, parsed."""
+    """The parsed text, for a chat."""
     top_logprobs: tuple[Likely, ...] = ()
     """One entry for each token if the client asked for them, else empty."""
 
 
 class ChatReading(msgspec.Struct, frozen=True, eq=False):
-    """How the answer to a chat is parsed."""
+    """The parameters by which the answer to a chat is parsed."""
 
     parser: MessageParser
     keep: frozenset[int]
     """Special tokens that the parser needs to see."""
     one_call: bool
-    """Whether the answer ends with its first tool call."""
+    """True if the answer ends with its first tool call."""
 
 
 class Answer:
@@ -85,19 +85,19 @@ class Answer:
     them.
     """
     ended = False
-    """Whether the engine has said that the current attempt is over."""
+    """True if the engine has said that the current attempt is over."""
     is_closed = False
     text = ""
     """The text that the agent sees, without the stop string. `close` sets this and the next
     three.
     """
     message = AssistantMessage("")
-    """For a chat: `text`, parsed."""
+    """`text`, parsed, for a chat."""
     tail = ""
     """The text that no `News` has carried."""
     tail_pieces: tuple[Piece, ...] = ()
     _has_called = False
-    """Whether a call has been read. It is only set if the agent wants one call."""
+    """True if a call has been read. It is only set if the agent wants one call."""
     _floor: Version | None = None
     """The version of this attempt's last chunk."""
     _turn: Turn | None = None
@@ -113,8 +113,8 @@ class Answer:
         policy_sampled: bool = True,
         chat: ChatReading | None = None,
     ) -> None:
-        """`number`: the number of its request in the session, which the choices of n > 1 share. If
-        the request is `eager`, text becomes news as soon as it is certain.
+        """`number` is the number of its request in the session, which the choices of n > 1 share.
+        If the request is `eager`, text becomes news as soon as it is certain.
         """
         self.index = index
         self.number = number
@@ -136,9 +136,9 @@ class Answer:
         self._chat = chat
         self._keep = frozenset[int]() if chat is None else chat.keep
         self._labels: list[list[int]] = []
-        """For each run of tokens: its version, the version of its oldest key, and its end."""
+        """The version, the version of the oldest key, and the end of each run of tokens."""
         self._experts: UInt8 | None = None
-        """[T, B], for prompt and output; None if no engine recorded any."""
+        """[T, B], for prompt and output. It is None if no engine recorded any."""
         self._texts: list[str] = []
         self._pieces: list[Piece] = []
         sampling = request.sampling
@@ -338,22 +338,22 @@ class Answer:
     # --- Inside -----------------------------------------------------------------------------------
 
     def _wrong_experts(self, chunk: Chunk) -> str | None:
-        """Why the chunk's record of experts makes no sense; `None` if it does."""
+        """Returns why the chunk's record of experts makes no sense, or `None` if it makes sense."""
         num_tokens = len(self.prompt.ids) + len(self.output_ids) + len(chunk.token_ids)
         if len(chunk.experts) % num_tokens == 0:
             return None
         return f"its record of experts has {len(chunk.experts)} bytes for {num_tokens} tokens"
 
     def _ends(self, token_id: int) -> bool:
-        """Whether no token may follow this one."""
+        """True if no token may follow this one."""
         sampling = self.request.sampling
         if token_id in sampling.stop_token_ids:
             return True
         return not sampling.ignore_eos and token_id in self._tokenizer.eos_token_ids
 
     def _cut(self, token_ids: tuple[int, ...]) -> tuple[int, Finish | None]:
-        """How many of the new tokens stay, and the finish if they are cut there. The matcher has
-        read them afterwards.
+        """Returns how many of the new tokens stay, and the finish if they are cut there. The
+        matcher has read them afterwards.
         """
         room = self.request.sampling.max_tokens - len(self.output_ids)
         if self._matcher is not None and self._chat is not None and self._chat.one_call:
@@ -369,14 +369,15 @@ class Answer:
         return room, Finish(FinishReason.LENGTH)
 
     def _stopped(self, match: StopMatch) -> tuple[int, Finish]:
-        """How many of the new tokens stay up to a stop string, and the finish."""
+        """Returns how many of the new tokens stay up to a stop string, and the finish."""
         return match.token_index + 1 - len(self.output_ids), Finish(FinishReason.STOP, match.stop)
 
     def _cut_after_call(
         self, matcher: StopMatcher, token_ids: tuple[int, ...]
     ) -> tuple[int, Finish] | None:
-        """`_cut` for an agent that wants one call. The answer ends with the call, or with an end of
-        turn right after it. So the message that the agent sends back is the whole answer.
+        """Does the work of `_cut` for an agent that wants one call. The answer ends with the call,
+        or with an end of turn right after it. So the message that the agent sends back is the whole
+        answer.
         """
         ends = self._tokenizer.eos_token_ids.union(self.request.sampling.stop_token_ids)
         for place, token_id in enumerate(token_ids):
@@ -464,10 +465,10 @@ Event: TypeAlias = News | Answer
 def nonsense(
     chunk: Chunk, *, vocab_size: int, floor: Version | None, num_before: int
 ) -> str | None:
-    """Why the chunk makes no sense (I6); `None` if it does.
+    """Returns why the chunk makes no sense (I6), or `None` if it makes sense.
 
-    `floor`: the version of the chunk before it in its attempt. `num_before`: the attempt's output
-    tokens before it.
+    `floor` is the version of the chunk before it in its attempt. `num_before` counts the attempt's
+    output tokens before it.
     """
     ids = chunk.token_ids
     logprobs = chunk.logprobs
@@ -498,8 +499,8 @@ def nonsense(
 
 
 def _false_account(chunk: Chunk, *, num_tokens: int) -> str | None:
-    """Why the attested segments cannot describe the `num_tokens` tokens of the attempt; `None` if
-    they can.
+    """Returns why the attested segments cannot describe the `num_tokens` tokens of the attempt, or
+    `None` if they can.
     """
     if chunk.finish is None:
         return "it attests versions before the end"

@@ -50,16 +50,16 @@ in some milliseconds.
 """
 
 _PIECE = 2**14
-"""How many letters are tokenised at a time. A piece takes a few milliseconds, and the event loop
-has its turn between two pieces.
+"""The number of letters that are tokenised at a time. A piece takes a few milliseconds, and the
+event loop has its turn between two pieces.
 """
 
 _MAX_KEYS = 16
 """The most API keys, outside sessions, whose clients' responses are kept."""
 
 _MARGIN = 2
-"""How many contexts long a prompt may be in this check. It is more than 1 because a session's
-recorded tokens may differ from those of its text.
+"""The length that a prompt may have in this check, in contexts. It is more than 1 because a
+session's recorded tokens may differ from those of its text.
 """
 
 
@@ -104,9 +104,9 @@ class Gateway:
         apart: Generator | None = None,
         shard: int | None = None,
     ) -> None:
-        """`apart`: the generator of the engines that answer unrecorded requests, if there are any.
-        `anonymous`: requests without a session's token are answered, untracked. `strict`: fields
-        that have no effect are refused.
+        """`apart` is the generator of the engines that answer unrecorded requests, if there are
+        any. With `anonymous` requests without a session's token are answered, untracked. With
+        `strict` fields that have no effect are refused.
         """
         self.tokenizer = tokenizer
         self.message_format = message_format or MessageFormat(tokenizer)
@@ -141,7 +141,7 @@ class Gateway:
             tokenizer, max_sessions=max_sessions, message_format=self.message_format, shard=shard
         )
         self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
-        """For each session, the scopes whose deadlines cancel its running calls."""
+        """The scopes of each session whose deadlines cancel its running calls."""
         self._anonymous_kept: OrderedDict[str, KeptResponses] = OrderedDict()
 
     # --- Sessions, for their owner ----------------------------------------------------------------
@@ -157,8 +157,9 @@ class Gateway:
         """Opens a session; raises `Overloaded` if there are too many. `sampling` gives the
         defaults, and the temperature that counts as the policy's.
 
-        `count_all_choices`: choices (n > 1) that the agent did not continue are trained too, not
-        dropped(unchosen). `None`: the gateway's own setting."""
+        With `count_all_choices` choices (n > 1) that the agent did not continue are trained too,
+        not dropped(unchosen). `None` takes the gateway's own setting.
+        """
         counts_all = self._count_all_choices if count_all_choices is None else count_all_choices
         handle = self._sessions.open(
             key,
@@ -206,7 +207,7 @@ class Gateway:
         return handle
 
     def awaits(self, session_id: str) -> bool:
-        """Whether the last request of the session's agent has not been answered."""
+        """True if the last request of the session's agent has not been answered."""
         return self._sessions.get(session_id).awaits
 
     def request_watch(self, session_id: str) -> RequestClock:
@@ -401,7 +402,7 @@ class Gateway:
             raise first_error(errors) from None
 
     async def _answer(self, ongoing: Ongoing, answer: Answer) -> None:
-        """Waits for one answer. Whatever ends it early, its tokens get a fate (I3)."""
+        """Waits for one answer. If it ends early, for any reason, its tokens get a fate (I3)."""
         job = ongoing.job
         session = ongoing.job.session
         answer.clock = asyncio.get_running_loop().time

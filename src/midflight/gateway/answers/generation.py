@@ -26,8 +26,8 @@ that the request itself kills engines or that all engines are broken.
 """
 
 _CLOSE_SECONDS = 5.0
-"""How long telling an engine that its answer is no longer read may take. A dead engine must not
-delay the resume for longer.
+"""The time for telling an engine that its answer is no longer read. A dead engine must not delay
+the resume for longer.
 """
 
 
@@ -37,14 +37,14 @@ class Generator:
     """
 
     def __init__(self, fleet: Fleet, *, request_seconds: float) -> None:
-        """`request_seconds`: how long an answer may make no progress on an engine that serves it,
-        holds excluded.
+        """`request_seconds` is the time that an answer may make no progress on an engine that
+        serves it, holds excluded.
         """
         self.fleet = fleet
         self.request_seconds = request_seconds
         self.forsaken = ""
-        """Why no engine will ever take requests again. Requests then do not wait for one. Empty
-        while an engine may come.
+        """The reason why no engine will ever take requests again. Requests then do not wait for
+        one. Empty while an engine may come.
         """
         self._active: dict[_Attempts, None] = {}
         self._prefix = secrets.token_hex(8)
@@ -63,15 +63,15 @@ class Generator:
         the wait, takes a place in the order of arrival.
 
         `affinity` names the session whose prefix the engines may hold (empty: none). `told` is
-        called after every chunk but the last. `may_abort`: `cancel` ends the answer with
-        `FinishReason.ABORT`, as clients of native `/generate` expect; no other client ever sees an
+        called after every chunk but the last. With `may_abort` a `cancel` ends the answer with
+        `FinishReason.ABORT`, as clients of native `/generate` expect. No other client ever sees an
         abort. Raises `RequestRejected`, `NoEngine` and `RequestTimeout`.
         """
         return _Attempts(self, answer, affinity=affinity, may_abort=may_abort, told=told).run()
 
     def cancel(self, request_id: str | None) -> int:
-        """Aborts one request (all: `None`) at its engine; returns how many it found. `generate`
-        says what the caller sees.
+        """Aborts one request at its engine, or all requests if it gets `None`. Returns how many it
+        found. `generate` describes the result for the caller.
         """
         found = [
             attempts
@@ -176,7 +176,7 @@ class _Attempts:
         self._is_cancelled = False
         self._num_fruitless = 0
         self._rest_seconds: int | None = None
-        """How long a full engine asked to get no request."""
+        """The time for which a full engine asked to get no request."""
         self._trouble: BaseException | None = None
         """The error that ended the last attempt."""
 
@@ -212,7 +212,7 @@ class _Attempts:
             self._generator.ended(self)
 
     def _is_over(self) -> bool:
-        """Whether no attempt follows because the answer is finished. Raises `NoEngine` after too
+        """True if no attempt follows because the answer is finished. Raises `NoEngine` after too
         many fruitless attempts, or if no engine will come.
         """
         answer = self.answer
@@ -248,7 +248,7 @@ class _Attempts:
 
     async def _attempt(self, lease: Lease) -> None:
         """Sends one request to one engine and reads until the answer is finished or the attempt is
-        over. Whatever ends it, the engine is told to stop and the lease ends.
+        over. In every case the engine is told to stop and the lease ends.
         """
         answer = self.answer
         vocab_size = lease.engine.capabilities.vocab_size
@@ -310,7 +310,7 @@ class _Attempts:
                     await asyncio.sleep(seconds)
 
     def _has_moved(self) -> bool:
-        """Whether the answer has grown since the last call. Also true if it may wait inside a full
+        """True if the answer has grown since the last call. Also true if it may wait inside a full
         engine, which answers other requests meanwhile.
         """
         before = self._num_seen

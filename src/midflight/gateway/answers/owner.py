@@ -44,11 +44,11 @@ class OwnedRecord:
     said: Result
     """The reward (None if none was given), and the details that came with it."""
     rows_given: bool
-    """Whether the rows were handed over before. Then they are not here (I3)."""
+    """True if the rows were handed over before. Then they are not here (I3)."""
 
     @property
     def reward(self) -> float | None:
-        return cast("float | None", self.said.reward)  # a late one is refused where it is sent
+        return cast("float | None", self.said.reward)  # a late one is refused on arrival
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class _OwnedSession:
     task: Json
     due: float
     num_seen: int | None = 0
-    """The number of requests at the last look; None if one was running."""
+    """The number of requests at the last check. It is None if one was running."""
     record: SessionRecord | None = None
     rows_given: bool = False
     said: Result | None = None
@@ -69,8 +69,8 @@ class OwnedSessions:
     """The open and ended sessions of outside owners. Synchronous; times are those of the running
     event loop.
 
-    A session is looked at every `session_seconds`. It ends at the first look that finds nothing
-    running and no request since the look before. So it ends after at least that long without a
+    Every session is checked each `session_seconds`. It ends at the first check that finds nothing
+    running and no request since the check before. So it ends after at least that long without a
     request, and less than twice as long. Its record is then kept for `session_seconds`, for an
     owner that comes late; after that the reward stays None. All sessions have the same time to
     live, so the order in which they fall due is the order of insertion, and every move costs O(1).
@@ -160,7 +160,7 @@ class OwnedSessions:
         return given
 
     def has_reward(self, session_id: str) -> bool:
-        """Whether a reward was given that is a number. A reward of None does not count."""
+        """True if a reward was given that is a number. A reward of None does not count."""
         said = self._find(session_id).said
         return said is not None and said.reward is not None
 

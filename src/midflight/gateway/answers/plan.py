@@ -39,7 +39,7 @@ class EngineLimits:
     features: frozenset[Feature] = frozenset()
     """The features that every engine has."""
     honours_seed: bool = True
-    """Whether every engine honours seeds."""
+    """True if every engine honours seeds."""
     logprob_kinds: frozenset[LogprobKind] = frozenset({LogprobKind.SAMPLED})
     """The kinds of log-probabilities of all engines."""
 
@@ -58,7 +58,7 @@ class EngineLimits:
         )
 
     def lacking(self, engine: Capabilities) -> str:
-        """Why an engine that joins later does not meet these limits. Empty if it does."""
+        """Returns why an engine that joins later does not meet these limits. Empty if it does."""
         if engine.vocab_size != self.vocab_size:
             return f"its vocabulary has {engine.vocab_size} ids, that of the run {self.vocab_size}"
         if engine.max_context < self.max_context:
@@ -138,7 +138,7 @@ def params_for(
 def samples_the_policy(
     params: SamplingParams, defaults: SamplingParams | None, *, limits: EngineLimits
 ) -> bool:
-    """Whether the sampled distribution is the trainer's. It must have the session's temperature,
+    """True if the sampled distribution is the trainer's. It must have the session's temperature,
     and may be truncated only if engines record for each token what was kept.
 
     If an engine leaves the temperature out of its log-probabilities, they belong to another
@@ -230,8 +230,8 @@ class Job(msgspec.Struct, frozen=True, eq=False):
     fits.
     """
     loose: bool = False
-    """Whether the client asked for strict tools, but their calls are sampled without their
-    schemas.
+    """True if the client asked for strict tools, but their calls are sampled without
+    their schemas.
     """
 
 
@@ -258,8 +258,8 @@ class Planner:
         run: tuple[str, int],
         strict: bool = False,
     ) -> None:
-        """`run`: its name and seed. `strict`: a limit above the room there is gets refused instead
-        of lowered.
+        """`run` is its name and seed. With `strict` a limit above the room there is gets refused
+        instead of lowered.
         """
         self._tokenizer = tokenizer
         self._format = message_format
@@ -344,7 +344,7 @@ class Planner:
         return self._last
 
     def _strict_calls_lack(self, session: Session) -> bool:
-        """Whether calls amid free text are sampled without their schemas. In a training session
+        """True if calls amid free text are sampled without their schemas. In a training session
         they are, because a turn under a grammar is not the policy's and could not be trained. A
         strict gateway refuses the call instead.
         """
@@ -440,7 +440,7 @@ class Planner:
         )
 
     def _chat(self, call: CompletionCall, prompt: Prompt) -> ChatReading | None:
-        """How the answer is parsed. `None` if it is not a message."""
+        """Returns how the answer is parsed, or `None` if it is not a message."""
         source = call.sources[0]
         chosen = call.tool_choice
         if not isinstance(source, Messages):

@@ -67,7 +67,7 @@ class Ongoing:
         self.ended = False
         self.error: Exception | None = None
         self.delivered = False
-        """Whether some reader has received all of it."""
+        """True if some reader has received all of it."""
         self._readers: list[Reader] = []
         self._scope: asyncio.Timeout | None = None
 
@@ -94,7 +94,7 @@ class Ongoing:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has no reader, and no reader has received all of it."""
+        """True if it has no reader, and no reader has received all of it."""
         return not self._readers and not self.delivered
 
     @property
@@ -103,7 +103,7 @@ class Ongoing:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it was without a reader for too long. It will only be cleaned up."""
+        """True if it was without a reader for too long. It will only be cleaned up."""
         return self._scope is not None and self._scope.expired()
 
     def join(self, request: OpenRequest | None = None) -> Reader:
@@ -143,14 +143,14 @@ class Reader:
         self.ongoing = ongoing
         self._request = request
         self.gone = False
-        """Whether the client left before it had received everything."""
+        """True if the client left before it had received everything."""
         self.done = False
-        """Whether the last byte was sent."""
+        """True if the last byte was sent."""
         self.tell: Callable[[], None] | None = None
         """Sends news to the client at once, without a switch to the task that waits for them."""
         self.has_news = True
         self._marks: list[Mark] = [START] * len(ongoing.job.answers)
-        """How much of each answer the client has received; `_TOLD` for all of it."""
+        """The part of each answer that the client has received; `_TOLD` for all of it."""
         self._waiter: asyncio.Future[None] | None = None
 
     def wake(self, *, news: bool = False) -> None:
@@ -233,7 +233,7 @@ class RetryTicket:
     digest: bytes
     """The digest of the route and the body."""
     is_retry: bool
-    """Whether the client says that it has sent the request before."""
+    """True if the client says that it has sent the request before."""
 
 
 def retry_ticket(
@@ -244,8 +244,8 @@ def retry_ticket(
     path: str,
     body: bytes,
 ) -> RetryTicket | None:
-    """The ticket of a request. `None` without a session and without an idempotency key, because
-    then a retry cannot be told from a second request.
+    """The ticket of a request. Returns `None` without a session and without an idempotency key,
+    because then a retry cannot be told from a second request.
     """
     key = headers.get(b"idempotency-key", b"").decode("latin-1") or None
     if key is not None and len(key) > MAX_KEY_CHARS:
@@ -387,5 +387,5 @@ class Requests:
 
 
 def _says_retry(count: bytes | None) -> bool:
-    """Whether the header names a retry. SDKs count their retries from 0."""
+    """True if the header names a retry. SDKs count their retries from 0."""
     return count is not None and count.isdigit() and count.strip(b"0") != b""

@@ -167,7 +167,7 @@ def conversation(messages: Sequence[JsonObject], unread: UnreadFields) -> tuple[
 
 def _plain(message: JsonObject) -> Message | None:
     """Reads a message that has only a role and a text, as most have. Such a message needs no
-    further check. `None` for any other message.
+    further check. Returns `None` for any other message.
     """
     role = message.get("role")
     content = message.get("content")
@@ -340,7 +340,7 @@ class ChatExchange:
         self._num_streamed = 0
         """Tokens streamed so far, of all choices."""
         self._is_plain = not (self._logprobs or self._token_ids or self._usage_so_far)
-        """Whether two frames with content differ only in their text."""
+        """True if two frames with content differ only in their text."""
 
     def whole(self, reply: exchange.Reply, answers: Sequence[Answer]) -> Json:
         body = _envelope(
@@ -513,7 +513,7 @@ class ChatExchange:
         return deltas
 
     def _call(self, call: ToolCall, request_id: str, index: int, *, told: bool = True) -> _Object:
-        """A call as JSON. `told`: with its arguments."""
+        """A call as JSON. With `told` its arguments are included."""
         if call.name in self._custom:
             written: _Object = {
                 "name": call.name,

@@ -22,7 +22,7 @@ def assistant(content: str, *, reasoning: str = "", calls: Sequence[Json] = ()) 
 
 
 def ending(messages: Sequence[Message], *, opens: bool) -> Ending:
-    """How the prompt ends. With `opens` the last message is continued. It must then be the
+    """Returns how the prompt ends. With `opens` the last message is continued. It must then be the
     assistant's and must not end with a call.
     """
     if not opens:

@@ -29,8 +29,8 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
 
 MAX_TOKEN_ID = 2**31 - 1
-"""The largest id, because ids are kept in 32 bits. Whether the vocabulary has an id is checked
-later.
+"""The largest id, because ids are kept in 32 bits. A later check finds ids that the vocabulary does
+not have.
 """
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -284,7 +284,7 @@ def _listed(value: Json) -> list[Json]:
 
 
 def _scored(body: CompletionBody) -> int | None:
-    """The number of alternatives for each token of a prompt; `None` if prompts are not scored."""
+    """The number of alternatives for each token of a prompt. `None` if prompts are not scored."""
     asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((top for top in asked if top is not None), default=None)
 

@@ -31,8 +31,8 @@ class Reply(msgspec.Struct, frozen=True):
     headers: tuple[tuple[bytes, bytes], ...] = ()
     """Headers of the answer that report on the request."""
     around: dict[int, tuple[bytes, bytes]] = {}
-    """For each choice, the bytes before and after the text in an event in which only the text is
-    new.
+    """The bytes of each choice before and after the text in an event in which only the
+    text is new.
     """
 
 
@@ -125,13 +125,13 @@ class Dialect:
     broken: Callable[[Exchange, Fault], Json] = told_alone
     """The last frame of a stream that fails after it began."""
     named_events: bool = False
-    """Whether frames are preceded by an `event:` line with their `type`. No `[DONE]` ends such a
+    """True if frames are preceded by an `event:` line with their `type`. No `[DONE]` ends such a
     stream.
     """
 
 
 Alternatives: TypeAlias = Sequence[Likely]
-"""For each token the likeliest tokens at its place, with their log-probabilities."""
+"""The likeliest tokens at the place of each token, with their log-probabilities."""
 
 
 def call_id(request_id: str, index: int) -> str:

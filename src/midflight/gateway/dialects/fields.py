@@ -50,12 +50,12 @@ class Body(BaseModel):
     neutral: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {}
     """The values of other fields that ask for nothing."""
     samples: ClassVar[bool] = False
-    """Whether this object holds sampling parameters. Then a name that is close to one is
-    refused.
+    """True if this object holds sampling parameters. Then a name that is close to one
+    is refused.
     """
 
     def passed_over(self) -> str | None:
-        """Why this object is ignored as a whole; `None` if it is read."""
+        """Returns why this object is ignored as a whole, or `None` if it is read."""
         return None
 
 
@@ -147,7 +147,7 @@ def _mend(read: JsonValue, place: Sequence[int | str]) -> bool:
 
 def _check_values(body: bytes) -> None:
     """Refuses a body with too many values or keys. It counts keys, commas and brackets before
-    anything is parsed. Those inside texts count too; each of them is about one token.
+    anything is parsed. Characters inside texts count too; each of them is about one token.
     """
     keys = len(_KEY.findall(body)) if body.count(b":") > MAX_KEYS else 0
     if keys > MAX_KEYS:

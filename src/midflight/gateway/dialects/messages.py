@@ -119,8 +119,8 @@ def _other_type(status: int) -> str:
 
 
 def _ending(answer: Answer) -> dict[str, Json]:
-    """The reason why the message ended. If it calls tools, that is the reason, whatever ended its
-    text.
+    """The reason why the message ended. If it calls tools, that is the reason, even if its text
+    ended for another.
     """
     finish = answer.turn.finish
     if finish.reason is FinishReason.LENGTH:

@@ -246,7 +246,7 @@ class ClientTool(fields.Body):
     description: str | None = None
     input_schema: dict[str, JsonValue] | None = None
     strict: bool | None = None
-    """As in `tool_bodies.FunctionBody`."""
+    """See `tool_bodies.FunctionBody`."""
 
     def passed_over(self) -> str | None:
         return None if self.type is None else left_out(self.type, ("custom",))
@@ -344,7 +344,7 @@ class MessagesBody(_ANTHROPIC.on(PromptBody)):
         return _ANTHROPIC.asked(self, grammar=self._grammar())
 
     def choice(self, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]:
-        """Whether a tool must be called, and which."""
+        """Returns whether a tool must be called, and the name of the only tool that may be."""
         choosing = self.tool_choice
         if choosing is None or choosing.type == "auto":
             return (ToolChoice.AUTO if tools else ToolChoice.NONE), None
@@ -366,7 +366,7 @@ class MessagesBody(_ANTHROPIC.on(PromptBody)):
 
     @property
     def format_param(self) -> str:
-        """The field in which the client says what the answer must match."""
+        """The field in which the client constrains the answer."""
         return "output_format" if self.output_format is not None else "output_config.format"
 
     def _grammar(self) -> Grammar | None:

@@ -62,8 +62,8 @@ def thinks(
     thinking: bool | Mapping[str, JsonValue] | None,
     unread: UnreadFields,
 ) -> bool | None:
-    """Whether the model shall think, from the fields of several vendors. `None` leaves it to the
-    template.
+    """Returns whether the model should think, from the fields of several vendors. `None` leaves it
+    to the template.
     """
     if enable_thinking is not None:
         return enable_thinking
@@ -83,8 +83,8 @@ def thinks(
 def reasoning(
     given: Mapping[str, JsonValue] | None, unread: UnreadFields
 ) -> tuple[str | None, bool | None]:
-    """The effort, and whether the model shall think, from an object that routers to several vendors
-    accept.
+    """The effort, and whether the model should think, from an object that routers to several
+    vendors accept.
     """
     if given is None:
         return None, None

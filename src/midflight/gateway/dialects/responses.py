@@ -39,7 +39,7 @@ class ResponsesExchange:
     """One request for a response."""
 
     def __init__(self, body: bytes, kept: KeptResponses | None = None) -> None:
-        """`kept`: the earlier responses of the session."""
+        """`kept` holds the earlier responses of the session."""
         self.unread = UnreadFields()
         self._body = parse(ResponsesBody, body, unread=self.unread)
         self._kept = KeptResponses() if kept is None else kept
@@ -268,7 +268,7 @@ class OutputItems:
     """The items of one answer. Each event has the next sequence number."""
 
     def __init__(self, request_id: str, *, tools: Mapping[str, OfferedTool] = _NO_TOOLS) -> None:
-        """`tools`: the tools by the model's names for them. Calls are sent under the client's
+        """`tools` holds the tools by the model's names for them. Calls are sent under the client's
         names.
         """
         self.items: list[dict[str, Json]] = []
@@ -277,7 +277,7 @@ class OutputItems:
         self._request_id = request_id
         self._tools = tools
         self._text: str | None = None
-        """The text of the open item. None if all items are done."""
+        """The text of the open item. It is None if all items are done."""
         self._logprobs: list[Json] = []
         """Log-probabilities of the open item's tokens."""
 

@@ -61,7 +61,7 @@ class SamplingBody(OPENAI.on(ModelBody)):
     def names(
         self, max_tokens: str = "max_tokens", *, top_logprobs: str = "top_logprobs"
     ) -> Mapping[str, str]:
-        """The client's names for the parameters of `asked`, where they differ."""
+        """The client's names for the parameters of `asked`, if they differ."""
         grammar = "grammar" if self.grammar is None else self.grammar[0]
         return {"max_tokens": max_tokens, "top_logprobs": top_logprobs, "grammar": grammar}
 

@@ -82,7 +82,7 @@ _READERS: Mapping[str, Callable[..., object]] = {
     "stop_token_ids": _ids,
     "logit_bias": _biases,
 }
-"""Functions that turn the client's value of a parameter into ours, where they differ."""
+"""Functions that turn the client's value of a parameter into ours, if they differ."""
 
 
 class SamplingFields:

@@ -77,7 +77,7 @@ class FunctionBody(Body):
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
-    """Whether an optional call is sampled under its schema, as a required call always is."""
+    """True if an optional call is sampled under its schema, as a required call always is."""
 
     def tool(self, place: str) -> Tool:
         return function_tool(
@@ -213,7 +213,7 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
-    """As in `FunctionBody`."""
+    """See `FunctionBody`."""
     tools: Annotated[list["FunctionTool"], Field(max_length=MAX_TOOLS)] | None = None
     """The functions of a namespace."""
 
@@ -254,7 +254,7 @@ class OfferedTool(NamedTuple):
 
 
 def offered(bodies: Sequence[FunctionTool] | None) -> list[OfferedTool]:
-    """The tools in order, those of namespaces one by one. The description of a namespace stands
+    """The tools in order, those of namespaces one by one. The description of a namespace is put
     before that of its first function.
     """
     found: list[OfferedTool] = []

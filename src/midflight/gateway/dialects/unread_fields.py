@@ -306,8 +306,7 @@ are in no table are left out too.
 """
 
 MAX_UNREAD = 256
-"""The most fields in one request that are not read. SDKs and agents send some dozens.
-"""
+"""The most fields in one request that are not read. SDKs and agents send some dozens."""
 MAX_NAME = 80
 """The most letters of a name that are shown."""
 _MAX_HEADER = 2048
@@ -328,8 +327,8 @@ class UnreadFields:
     """The error of a strict gateway."""
 
     def note(self, param: str, fault: str | None = None, *, known: bool = True) -> None:
-        """Notes a field that is ignored. `fault`: why a strict gateway refuses it; `None` if it
-        does not.
+        """Notes a field that is ignored. `fault` is the reason for which a strict gateway refuses
+        it; `None` if it does not.
         """
         if fault is not None and self.refusal is None:
             self.refusal = RequestRejected(
@@ -371,7 +370,7 @@ class UnreadFields:
         self.refusal = self.refusal or error
 
     def headers(self, clamped: str = "") -> tuple[tuple[bytes, bytes], ...]:
-        """The headers of an answer that report on its request. `clamped`: the parameter that was
+        """The headers of an answer that report on its request. `clamped` is the parameter that was
         lowered, with its new value.
         """
         found: list[tuple[bytes, bytes]] = []
@@ -399,11 +398,11 @@ class UnreadFields:
 
 
 _PRINTABLE = b"?" * 32 + bytes(range(32, 127)) + b"?" * 129
-"""A table for `bytes.translate` that replaces what a header may not hold."""
+"""A table for `bytes.translate` that replaces bytes which a header may not hold."""
 
 
 def is_neutral(value: JsonValue, neutral: tuple[JsonValue, ...]) -> bool:
-    """Whether a value asks for nothing. `True` is not the same as 1 here."""
+    """True if a value asks for nothing. `True` is not the same as 1 here."""
     for known in neutral:
         if value == known and isinstance(value, bool) == isinstance(known, bool):
             return True

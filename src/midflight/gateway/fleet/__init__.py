@@ -1,1 +1,3 @@
-"""The engines: which one takes a request, when requests are held back, and what a pause is."""
+"""The engines of a gateway with their state: the choice of an engine for each request, holds, and
+pauses.
+"""

@@ -30,17 +30,17 @@ class EngineState:
     name: str
     version: Version
     error: BaseException | None
-    """Why it is in quarantine; `None` if it is not."""
+    """The reason for its quarantine. `None` if it is not in quarantine."""
     is_new: bool
-    """Whether it has been in quarantine since it was attached. It has yet to get the current
+    """True if it has been in quarantine since it was attached. It has yet to get the current
     weights.
     """
     on_probation: bool
-    """Whether it is in quarantine only for silence or nonsense. It may rejoin without a
+    """True if it is in quarantine only for silence or nonsense. It may rejoin without a
     handover.
     """
     reserved: bool
-    """Whether it keeps its version for an evaluation, or has yet to catch up after one."""
+    """True if it keeps its version for an evaluation, or has yet to catch up after one."""
     held_by: tuple[str, ...]
     paused_by: tuple[str, ...]
     num_requests: int
@@ -56,8 +56,8 @@ class Fleet:
     """
 
     def __init__(self, *, record: Record = unheard, come_back: bool = False) -> None:
-        """`come_back`: the process that starts the engines restarts them when they die, and ends
-        this process if it cannot. Then a request's time is stopped while no engine takes it.
+        """With `come_back` the process that starts the engines restarts them when they die, and
+        ends this process if it cannot. Then a request's time is stopped while no engine takes it.
         """
         self._come_back = come_back
         self.on_served: Callable[[Version], None] | None = None
@@ -78,9 +78,11 @@ class Fleet:
         reserved, and not held by name.
         """
         self._serving = Counter[Version]()
-        """How many engines out of quarantine and not reserved serve each version."""
+        """The number of engines that serve each version. Engines in quarantine and reserved engines
+        do not count.
+        """
         self._stands = dict.fromkeys((False, True), False)
-        """Whether the allowances of each line are stopped."""
+        """True if the allowances of each line are stopped."""
         self._holds = Holds()
         self._lines: dict[bool, WaitingLine[Lease]] = {
             evaluates: WaitingLine() for evaluates in (False, True)
@@ -105,9 +107,9 @@ class Fleet:
     def attach(
         self, engine: Engine, *, version: Version = 0, error: BaseException | None = None
     ) -> None:
-        """Adds a new engine, which is routable at once. `version` is what it attested. With an
-        `error` it has attested nothing and is in quarantine from its first moment; only `served`
-        makes it routable (I2, I7).
+        """Adds a new engine, which is routable at once. `version` is the version that it attested.
+        With an `error` it has attested nothing and is in quarantine from its first moment; only
+        `served` makes it routable (I2, I7).
         """
         if engine.name in self._members:
             raise ConfigError(
@@ -260,7 +262,7 @@ class Fleet:
         return True
 
     def quarantine(self, engine: str, error: BaseException, *, probation: bool = False) -> None:
-        """Puts an engine in quarantine, which ends its pauses. `probation`: nothing is known
+        """Puts an engine in quarantine, which ends its pauses. With `probation` nothing is known
         against its weights, so `HealthWatch` may let it rejoin. Otherwise only `served` ends the
         quarantine.
 
@@ -315,7 +317,7 @@ class Fleet:
         return [member.shared.engine.capabilities for member in takers if member is not None]
 
     def shares_evaluations(self) -> bool:
-        """Whether some engine takes requests of both kinds."""
+        """True if some engine takes requests of both kinds."""
         return not self._serving and self._kept_takes(evaluates=False) is not None
 
     def ticket(self) -> int:
@@ -353,14 +355,14 @@ class Fleet:
         self._pins.forget(affinity)
 
     def describe(self) -> str:
-        """Describes each engine and why it takes no request, for error messages."""
+        """Describes each engine and the reason why it takes no request, for error messages."""
         return "; ".join(_describe(state) for state in self.states()) or "no engine is attached"
 
     # --- State ------------------------------------------------------------------------------------
 
     def _keeps(self, engine: str) -> bool:
-        """Whether the engine keeps its version for an evaluation, or has yet to catch up after
-        one.
+        """True if the engine keeps its version for an evaluation, or has yet to catch
+        up after one.
         """
         return self._reserved is not None and self._reserved.engine == engine
 
@@ -419,7 +421,7 @@ class Fleet:
             lease.lose(error)
 
     def _only_held(self, evaluates: bool) -> bool:
-        """Whether a request waits only for a hold to end, or for an engine to come back. No
+        """True if a request waits only for a hold to end, or for an engine to come back. No
         deadline counts that time.
         """
         if self._holds.shut:
@@ -493,8 +495,8 @@ class Fleet:
         return did != serves
 
     def _count(self, member: Member, serves: Version | None) -> None:
-        """Counts the engine with this version instead of the one before; `None` counts it no
-        more.
+        """Counts the engine with this version instead of the one before. With `None` the engine is
+        counted no more.
         """
         if member.serves is not None:
             self._serving[member.serves] -= 1

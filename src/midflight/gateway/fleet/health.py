@@ -35,8 +35,8 @@ class StallWatch:
     def read(
         self, engine: str, health: EngineHealth | None, *, now: float, excused: bool = False
     ) -> str | None:
-        """Takes a reading (`None`: no answer). Returns what is wrong, or `None`. An engine that the
-        gateway itself holds is `excused`.
+        """Takes a reading. `None` means that the engine did not answer. Returns the fault of the
+        engine, or `None` if there is none. An engine that the gateway itself holds is `excused`.
         """
         record = self._records.setdefault(engine, _LastToken(-1, now))
         progress = record.progress if health is None else health.num_tokens + health.num_computed
@@ -89,8 +89,8 @@ class HealthWatch:
         stall_seconds: float,
         ends_pauses: bool = True,
     ) -> None:
-        """`ends_pauses`: a pause of an engine that rejoins has no owner, and is ended. If there is
-        another gateway, the pause may belong to a commit.
+        """With `ends_pauses` a pause of an engine that rejoins has no owner, and is ended. If there
+        is another gateway, the pause may belong to a commit.
         """
         self._fleet = fleet
         self._ends_pauses = ends_pauses

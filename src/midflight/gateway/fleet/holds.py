@@ -38,21 +38,21 @@ class Holds:
         return tuple(sorted(self._all | self._one.get(engine, set())))
 
     def held(self, engine: str) -> bool:
-        """Whether any owner holds the engine."""
+        """True if any owner holds the engine."""
         return bool(self._all) or self.held_alone(engine)
 
     def held_alone(self, engine: str) -> bool:
-        """Whether any owner holds this engine by its name."""
+        """True if any owner holds this engine by its name."""
         return engine in self._one
 
     @property
     def none(self) -> bool:
-        """Whether no engine is held."""
+        """True if no engine is held."""
         return not (self._all or self._one)
 
     @property
     def shut(self) -> bool:
-        """Whether all engines are held."""
+        """True if all engines are held."""
         return bool(self._all)
 
     def _drop_empty(self, engine: str) -> None:

@@ -22,7 +22,7 @@ class Lease:
     ) -> None:
         self.engine = member.shared.engine
         self.evaluates = evaluates
-        """Whether the request belongs to a session that the engine is reserved for."""
+        """True if the request belongs to a session that the engine is reserved for."""
         self.version = member.version
         """The version that the engine had attested when the request was placed. None of its tokens
         can be older.
@@ -31,7 +31,7 @@ class Lease:
         self.allowance = allowance
         self.lost: BaseException | None = None
         self.moved = False
-        """Whether the request goes on elsewhere although nothing is wrong with the engine or the
+        """True if the request goes on elsewhere although nothing is wrong with the engine or the
         request.
         """
         self._member = member
@@ -40,7 +40,7 @@ class Lease:
 
     @property
     def may_be_queued(self) -> bool:
-        """Whether the request may wait inside the engine, because the engine has more requests than
+        """True if the request may wait inside the engine, because the engine has more requests than
         it can serve at once.
         """
         return self._member.is_crowded
@@ -89,17 +89,17 @@ class Member:
         self.version = version
         self.error = error
         self.is_new = error is not None
-        """Whether it has attested nothing yet."""
+        """True if it has attested nothing yet."""
         self.on_probation = False
         self.leases: dict[Lease, None] = {}
         self.tokens_in_flight = 0
         self.num_queued = 0
         """Requests that wait inside it, at the last reading of its health."""
         self.is_in = False
-        """Whether it is in `loads`."""
+        """True if it is in `loads`."""
         self.serves: Version | None = None
-        """The version that it counts with among the engines that serve training; `None` if it does
-        not count.
+        """The version that it counts with among the engines that serve training. It is `None` if it
+        does not count.
         """
         self.emptied: asyncio.Event | None = None
         """Set at the end of its last request. `None` if no task waits for that."""
@@ -123,7 +123,7 @@ class Member:
             self._loads.add(self.shared.engine.name, tokens, full=self._is_full)
 
     def stand(self, *, takes: bool) -> None:
-        """Puts it into `loads` or takes it out. `takes`: whether requests may go there, as far as
+        """Puts it into `loads` or takes it out. `takes` is true if requests may go there, as far as
         the engine alone decides.
         """
         if takes:

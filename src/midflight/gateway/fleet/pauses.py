@@ -119,5 +119,5 @@ class OwnedEngine:
         return await self._engine.health()
 
     async def renew(self) -> None:
-        """Not part of the port: repeats a pause that is in force."""
+        """Repeats a pause that is in force. This is not part of the port."""
         await self._shared.renew()

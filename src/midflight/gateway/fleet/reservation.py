@@ -46,7 +46,7 @@ class Reservation:
             self.over.set()
 
     def let_pass(self, *, others: bool) -> None:
-        """Sets or clears `passable`. `others`: whether another engine is out of quarantine."""
+        """Sets or clears `passable`. `others` is true if another engine is out of quarantine."""
         if self.over.is_set() or others:
             self.passable.set()
         else:

@@ -14,8 +14,8 @@ newest version is taken. Below the 1.3 within which the load must stay even."""
 
 _CROWDED = 1.25
 """A session leaves its engine when the engine has this multiple of the mean load. Sessions differ
-so much in length that affinity alone leaves the heaviest of eight engines at 1.8 times the mean.
-The gap between this and 1.3 is room for requests that are on their way.
+so much in length that with affinity alone the heaviest of eight engines has 1.8 times the mean. The
+gap between this and 1.3 is room for requests that are on their way.
 """
 
 _Entry: TypeAlias = tuple[bool, int, int, str]
@@ -46,9 +46,9 @@ class Loads:
     def put(
         self, engine: str, *, version: Version, load: int, order: int, full: bool = False
     ) -> None:
-        """Adds an engine, or replaces its entry. `load`: prompt tokens plus output budget of the
-        requests there. Of equal engines the one with the lower `order` is taken. `full`: it has a
-        request for each of its slots, so that one more would wait.
+        """Adds an engine, or replaces its entry. `load` is the prompt tokens plus the output budget
+        of the requests there. If engines are equal, the one with the lower `order` is taken. `full`
+        means that it has a request for each of its slots, so that one more would wait.
         """
         self.drop(engine)
         entry = (full, load, order, engine)
@@ -85,8 +85,8 @@ class Loads:
         with a free slot come before full ones.
 
         `tokens` is the load that the request brings. Moving the request costs a prefill of that
-        size at most, so a smaller difference in load does not move it. `None` if there is no
-        engine.
+        size at most, so a smaller difference in load does not move it. Returns `None` if there is
+        no engine.
         """
         if not self._places:
             return None
@@ -134,8 +134,8 @@ class Pins:
         self._engines.pop(affinity, None)
 
     def forget_engine(self, engine: str) -> None:
-        """Forgets all pins to an engine that is gone. Its sessions are pinned again where they go
-        next.
+        """Forgets all pins to an engine that is gone. Its sessions are pinned again to the engine
+        that they go to next.
         """
         for affinity in [a for a, name in self._engines.items() if name == engine]:
             del self._engines[affinity]

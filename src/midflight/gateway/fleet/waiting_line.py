@@ -23,7 +23,7 @@ class WaitingLine(Generic[T]):
     """Requests that wait for a place, in order of their tickets. A resumed request keeps its
     ticket, so it goes first.
 
-    No request overtakes another: a place is offered to the first in line, and a new request stands
+    No request overtakes another: a place is offered to the first in line, and a new request waits
     behind all older tickets. Bounded by the requests that the gateway admits.
     """
 

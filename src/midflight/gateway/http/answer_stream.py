@@ -28,7 +28,7 @@ class WholeAnswer:
         self._exchange = exchange
         self._reply = reply
         self.started = False
-        """Whether something was sent. Then an error can no longer have a status of its own."""
+        """True if something was sent. Then an error can no longer have a status of its own."""
 
     async def tell(self, send: Send) -> None:
         """Waits for the end of the answer and sends it. The client's disconnection ends the wait
@@ -92,7 +92,7 @@ class AnswerStream:
         self._dialect = dialect
         self._failed = failed
         self.started = False
-        """As in `WholeAnswer`."""
+        """See `WholeAnswer`."""
 
     async def tell(self, send: Send) -> None:
         """Waits for news and sends them, until the answer ends or the client disconnects. An error

@@ -17,9 +17,9 @@ class Control:
     """Pauses and resumes all engines for the operator. There is one operation at a time, in order
     of arrival.
 
-    Pause while paused: nothing happens, the mode in force stays. Resume while not paused: engines
-    without another pause are told to resume, which is idempotent. Resume during a pause that is
-    still under way, or the reverse: it comes after.
+    A pause while paused does nothing, and the mode in force remains. A resume while not paused
+    tells engines without another pause to resume, which is idempotent. A resume during a pause that
+    is still under way comes after it, and the reverse.
     """
 
     def __init__(
@@ -31,9 +31,10 @@ class Control:
         pause_seconds: float = 30.0,
         verify_seconds: float = 0.1,
     ) -> None:
-        """`beside`: the generators of the engines that answer untrained requests. `pause_seconds`:
-        deadline of one engine's pause or resume. `verify_seconds`: time between the two readings
-        that verify a pause; larger catches slower engines and makes pausing a busy fleet slower.
+        """`beside` are the generators of the engines that answer untrained requests.
+        `pause_seconds` is the deadline of one engine's pause or resume. `verify_seconds` is the
+        time between the two readings that verify a pause. A larger value catches slower engines and
+        makes pausing a busy fleet slower.
         """
         self._fleet = fleet
         self._generators = (generator, *beside)
@@ -45,12 +46,12 @@ class Control:
 
     @property
     def paused(self) -> bool:
-        """Whether the operator's pause is in force."""
+        """True if the operator's pause is in force."""
         return self._paused
 
     @property
     def paused_since(self) -> float | None:
-        """The time when the operator began to hold requests, by the loop's clock. None while
+        """The time when the operator began to hold requests, by the loop's clock. It is None while
         requests are not held.
         """
         return self._held_since

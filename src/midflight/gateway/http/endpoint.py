@@ -179,7 +179,7 @@ class DisconnectWatch:
         self._end()
 
     def _end(self) -> None:
-        """Stops watching: the client has received the answer, or will not get one."""
+        """Stops watching, because the client has received the answer or will not get one."""
         self._timer.cancel()
         if self._task is not None:
             self._task.cancel()

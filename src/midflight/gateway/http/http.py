@@ -54,8 +54,8 @@ def build_app(
     now: Callable[[], float] = time.time,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> ASGIApp:
-    """The ASGI application. `ready`: whether an engine is routable. `control_token` guards pause,
-    continue and abort; `metrics_token` guards the metrics.
+    """The ASGI application. `ready` returns True if an engine is routable. `control_token` guards
+    pause, continue and abort; `metrics_token` guards the metrics.
 
     `now` gives Unix seconds for the `created` field and is used for nothing else.
     """
@@ -86,7 +86,9 @@ class AgentRouter:
     """
 
     def __init__(self, endpoints: Mapping[str, ASGIApp], rest: ASGIApp) -> None:
-        """`endpoints`: by path, for POST. Each also answers under `/s/<token>`."""
+        """`endpoints` holds the endpoints for POST by path. Each also answers under
+        `/s/<token>`.
+        """
         self._endpoints = endpoints
         self._rest = rest
 

@@ -221,8 +221,8 @@ def _json(schema: str) -> _Object:
 
 
 def _security() -> Json:
-    """A session's secret is read from any of these; the same secret may stand in the address
-    instead.
+    """A session's secret is read from any of these; the same secret may be in the
+    address instead.
     """
     return {
         "bearer": {"type": "http", "scheme": "bearer"},

@@ -107,7 +107,7 @@ class ServerRoutes:
     def __init__(
         self, gateway: Gateway, load: EngineLoad, *, ready: Callable[[], bool], token: str | None
     ) -> None:
-        """`ready`: whether an engine is routable. `token`: the operator's."""
+        """`ready` returns True if an engine is routable. `token` is the operator's."""
         self._gateway = gateway
         self._load = load
         self._ready = ready
@@ -154,7 +154,7 @@ class ServerRoutes:
         ]
 
     def _session(self, request: Request) -> Session | None:
-        """The session of the request; `None` for the operator. Raises the gateway's refusal for any
+        """The session of the request. `None` for the operator. Raises the gateway's refusal for any
         other request.
         """
         try:

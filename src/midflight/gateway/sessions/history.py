@@ -70,15 +70,15 @@ class Prompt:
 
     ids: tuple[int, ...]
     text: str | None
-    """As rendered or sent; `None` for a prompt of ids."""
+    """The text as rendered or sent. `None` for a prompt of ids."""
     history: bytes | None = None
-    """For a chat: the digest of its messages."""
+    """The digest of its messages, for a chat."""
     parent: Node | None = None
     respelled: bool = False
-    """Whether its text would have other ids if it were tokenised anew."""
+    """True if its text would have other ids if it were tokenised anew."""
     rewritten: bool = False
-    """Whether it holds a recorded reply, or another message in its place, that it does not continue
-    token by token.
+    """True if it holds a recorded reply that it does not continue token by token, or another
+    message in place of such a reply.
     """
     begun: str = ""
     """The content of its last message, if the answer continues that message. `history` then covers
@@ -126,7 +126,7 @@ class Node:
     policy_sampled: bool
     num_overshoot: int
     respelled: bool
-    """Whether its prompt's text would have other ids if it were tokenised anew."""
+    """True if its prompt's text would have other ids if it were tokenised anew."""
     prompt_digest: bytes | None
     """The digest of the prompt's text, if it had one."""
     num_letters: int
@@ -265,7 +265,7 @@ class RecordedTurns:
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
         self._turns = list(turns)
         self.in_session = False
-        """Whether the session itself generated and counted these turns. A turn that is not given
+        """True if the session itself generated and counted these turns. A turn that is not given
         again is then lost.
         """
 
@@ -356,7 +356,7 @@ def read(messages: Sequence[Message]) -> History:
 
 
 def assistant_reply(message: AssistantMessage) -> dict[str, Json]:
-    """The message that stands for an answer in the requests that follow."""
+    """The message that represents an answer in the requests that follow."""
     calls: list[Json] = [
         {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
         for c in message.tool_calls
@@ -365,8 +365,8 @@ def assistant_reply(message: AssistantMessage) -> dict[str, Json]:
 
 
 def digest(message: Message, calls: Mapping[str, int] | None = None) -> bytes:
-    """The name of one message. `calls`: the positions, by id, of the tool calls that the message
-    may answer.
+    """The name of one message. `calls` holds the positions, by id, of the tool calls that the
+    message may answer.
     """
     if message.get("role") == "assistant":
         meant = _reply_meaning(message)

@@ -58,7 +58,7 @@ class SessionRegistry:
         message_format: MessageFormat | None = None,
         shard: int | None = None,
     ) -> None:
-        """`shard`: the number of this gateway among several; the ids of its sessions then begin
+        """`shard` is the number of this gateway among several; the ids of its sessions then begin
         with it.
         """
         self._prefix = PREFIX if shard is None else f"{PREFIX}s{shard}-"
@@ -77,7 +77,7 @@ class SessionRegistry:
         """
 
     def __contains__(self, session_id: str) -> bool:
-        """Whether the session is live."""
+        """True if the session is live."""
         return session_id in self._live
 
     def __len__(self) -> int:

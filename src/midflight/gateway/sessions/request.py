@@ -66,7 +66,7 @@ class Asked:
 
 
 class ToolChoice(StrEnum):
-    """Whether the answer may, must or must not call a tool. With `NONE` the answer is not searched
+    """Says if the answer may, must or must not call a tool. With `NONE` the answer is not searched
     for calls: text that looks like a call is content.
     """
 
@@ -82,11 +82,11 @@ class CompletionCall(msgspec.Struct, frozen=True):
     asked: Asked = Asked()
     n: int = 1
     prompt_logprobs: int | None = None
-    """How many alternatives are reported for each token of a prompt. `None`: prompts are not
-    scored.
+    """The number of alternatives that are reported for each token of a prompt. With `None` prompts
+    are not scored.
     """
     stream: bool = False
-    """Whether the client wants parts of the answers before they are complete."""
+    """True if the client wants parts of the answers before they are complete."""
     default_max_tokens: int | None = None
     """The dialect's default. It holds if neither the client nor the session sets a limit. `None`
     means all the room there is.
@@ -95,13 +95,13 @@ class CompletionCall(msgspec.Struct, frozen=True):
     request_id: str | None = None
     """The client's own name for the request. The client may abort the request by this name."""
     may_abort: bool = False
-    """Whether the operator's abort ends the request with the tokens so far. Otherwise the request
+    """True if the operator's abort ends the request with the tokens so far. Otherwise the request
     is resumed.
     """
     prompt_param: str = "prompt"
     """The client's name for the prompt."""
     names: Mapping[str, str] = {}
-    """The client's names for fields of `Asked`, where they differ."""
+    """The client's names for fields of `Asked`, if they differ."""
     tool_choice: ToolChoice = ToolChoice.NONE
     forced_tool: str | None = None
     """The only tool that may be called with `REQUIRED`; `None` for any tool."""

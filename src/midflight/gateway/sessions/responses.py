@@ -1,7 +1,7 @@
 """The responses that a session keeps by id. Synchronous.
 
 A response is kept together with its items and with the messages as templates read them. A later
-request that names a response stands for the conversation up to it. So its recorded tokens are found
+request that names a response continues the conversation up to it. So its recorded tokens are found
 like those of any conversation that is sent again (I4). A response holds only what is new beyond the
 response that it continues. A named conversation grows with every response.
 """
@@ -113,7 +113,7 @@ class KeptResponses:
     def keep(
         self, response: Mapping[str, Json], messages: Sequence[Message], *, conversation: str | None
     ) -> None:
-        """Keeps a response. `messages`: the whole conversation, the reply included. Keeping a
+        """Keeps a response. `messages` is the whole conversation, the reply included. Keeping a
         response again changes only its body.
         """
         name = str(response["id"])
@@ -134,7 +134,7 @@ class KeptResponses:
 
     @property
     def _is_full(self) -> bool:
-        """Whether the oldest response must go. The newest one stays, however large it is."""
+        """True if the oldest response must go. The newest one stays, however large it is."""
         if len(self._responses) <= 1:
             return False
         return len(self._responses) > MAX_RESPONSES or self._num_bytes > MAX_BYTES

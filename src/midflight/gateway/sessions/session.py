@@ -93,10 +93,10 @@ class Session:
         count_all_choices: bool = False,
         kept: KeptResponses | None = None,
     ) -> None:
-        """`matcher`: one for all sessions of a gateway. `count_all_choices`: choices (n > 1) that
-        the agent did not continue are trained too; by default they are dropped(unchosen) if the
-        agent continued another. `kept`: the responses of the anonymous clients that share one
-        key.
+        """`matcher` is shared by all sessions of a gateway. With `count_all_choices` choices (n >
+        1) that the agent did not continue are trained too; by default they are dropped(unchosen) if
+        the agent continued another. `kept` holds the responses of the anonymous clients that share
+        one key.
         """
         self.session_id = session_id
         self.key = key
@@ -104,7 +104,7 @@ class Session:
         self.tracked = tracked
         self.count_all_choices = count_all_choices
         self.is_apart = False
-        """Whether the requests come from a judge or a simulated user. Engines of their own answer
+        """True if the requests come from a judge or a simulated user. Engines of their own answer
         these.
         """
         self.role_name = ""
@@ -112,7 +112,7 @@ class Session:
         self._matcher = matcher
         self._apart: Session | None = None
         self._main: Session | None = None
-        """For a role: the main session. A main session holds no reference to itself, so that its
+        """The main session, for a role. A main session holds no reference to itself, so that its
         end frees it at once, without a garbage collection.
         """
         self._roles: dict[str, Session] = {}
@@ -128,7 +128,7 @@ class Session:
         self._versions: set[Version] = set()
         """The versions of the tokens of all turns that are over, abandoned turns included."""
         self._asked: dict[bytes, int] = {}
-        """How often each prompt was requested, by `Prompt.name`."""
+        """The number of times that each prompt was requested, by `Prompt.name`."""
         self._dropped: dict[Reason, int] = {}
         self._num_requests = 0
         self._num_answered = 0
@@ -234,7 +234,7 @@ class Session:
 
     @property
     def awaits(self) -> bool:
-        """Whether the agent's last request has not been answered."""
+        """True if the agent's last request has not been answered."""
         return any(session._num_requests > session._num_answered for session in self._everyone)
 
     @property
@@ -413,8 +413,8 @@ def request_seed(
     prompt_ids: tuple[int, ...] | bytes,
     role: str = "",
 ) -> int:
-    """The seed of a rollout's request. It depends on the rollout, the role, the prompt and how
-    often the prompt was requested before, never on the order of arrival. `prompt_ids` may be packed
+    """The seed of a rollout's request. It depends on the rollout, the role, the prompt and the
+    number of its earlier requests, never on the order of arrival. `prompt_ids` may be packed
     already.
     """
     group = key.group

@@ -2,8 +2,8 @@
 
 I4: a prompt that continues a recorded turn holds that turn's ids verbatim; only the rest is
 tokenised. A template may write a reply otherwise than the model did: it may serialise arguments
-anew or trim blanks. The sampled ids stand if both texts mean the same, reasoning included, when the
-model's own message format reads them.
+anew or trim blanks. The sampled ids are kept if both texts mean the same, reasoning included, when
+the model's own message format reads them.
 
 I3: every generated token is trained in exactly one row, or has exactly one reason why not. The path
 from the root to a leaf is a row. The first leaf (in order of recording) that holds a token trains
@@ -47,7 +47,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation to be continued. `text` is what the template made of it."""
+    """A conversation to be continued. `text` is its rendering by the template."""
 
     text: str
     messages: Sequence[Message]
@@ -115,8 +115,8 @@ class Matcher:
         return text.rpartition(_PROBE)[2].strip() if _PROBE in text else ""
 
     def verbatim(self, nodes: Iterable[Node], text: str) -> tuple[Node, str] | None:
-        """The turn whose reply stands unchanged after its prompt in the text, and the text after
-        the reply.
+        """The turn whose reply follows its prompt unchanged in the text, and the text after the
+        reply.
         """
         for node in nodes:
             end = node.num_letters + node.num_reply_letters
@@ -138,7 +138,7 @@ class Matcher:
         return None
 
     def respelled(self, node: Node, text: str, rest: str, rest_ids: tuple[int, ...]) -> bool:
-        """Whether `text`, which continues `node` with `rest`, has other ids when it is tokenised
+        """True if `text`, which continues `node` with `rest`, has other ids when it is tokenised
         anew.
 
         Tokenisers cut at special tokens first. So it is enough to tokenise from the last special
@@ -162,7 +162,7 @@ class Matcher:
         return self.tokenizer.encode(text[first:last]) != lead + output + head
 
     def _ends_there(self, node: Node, tail: str) -> bool:
-        """Whether the message ends where the reply did, as far as the text shows it."""
+        """True if the message ends where the reply did, as far as the text shows it."""
         tail = tail.lstrip()
         own = self._own_end(node)
         if not tail:  # the reply itself is to be continued
@@ -185,7 +185,7 @@ class Matcher:
         return len(written)
 
     def _means_the_same(self, node: Node, chat: Chat, end: int) -> bool:
-        """Whether the text up to `end` means the same as the recorded reply. Calls are read in
+        """True if the text up to `end` means the same as the recorded reply. Calls are read in
         both, whether the agent saw them as calls or as content.
         """
         prompt = chat.text[: node.num_letters]
@@ -230,7 +230,7 @@ class TokenTree:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, matcher: Matcher | None = None) -> None:
-        """`matcher`: one for all trees of a gateway."""
+        """All trees of a gateway share the `matcher`."""
         self._tokenizer = tokenizer
         self._matcher = matcher or Matcher(tokenizer)
         self._roots: list[Node] = []
@@ -246,9 +246,7 @@ class TokenTree:
         """Turns that are not yet in the three collections above."""
         self.nodes: list[Node] = []
         self.num_branches = 0
-        """Turns that stand beside a turn of another request: a second root, or a second child of a
-        turn.
-        """
+        """Turns beside a turn of another request: a second root, or a second child of a turn."""
         self.num_rewritten = 0
         """Answered chats that hold a recorded reply, or another message in its place, but could not
         continue it token by token: the client edited the history, or the template writes it in
@@ -388,8 +386,8 @@ class TokenTree:
         return None
 
     def _is_rewritten(self, history: History, *, since: int) -> bool:
-        """Whether a message at place `since` or later repeats a recorded reply, or stands where one
-        was recorded.
+        """True if a message at place `since` or later repeats a recorded reply, or is in the place
+        of one.
         """
         return any(
             own in self._replies or history.before(place) in self._answered
@@ -465,8 +463,8 @@ def harvest(nodes: Sequence[Node], *, count_all_choices: bool = False) -> Harves
     """Makes rows of a tree. `nodes` are in order of recording. Paths without a trainable token give
     no row.
 
-    `count_all_choices`: choices that the agent did not continue are trained too, each as a row of
-    its own.
+    With `count_all_choices` choices that the agent did not continue are trained too, each as a row
+    of its own.
     """
     unchosen = set[Node]()
     if not count_all_choices and len(nodes) > 1:
@@ -512,7 +510,7 @@ its name takes as long as making the array.
 def _row(
     leaf: Node, path: Sequence[Node], *, trained: Set[Node], turn_of: Mapping[int, int]
 ) -> Row:
-    """`turn_of`: the place of each request among those that were answered."""
+    """`turn_of` is the place of each request among those that were answered."""
     kept, kept_lengths = _kept([node for node in path if node in trained], length=leaf.end)
     parts = [node.columns(trained=node in trained, turn=turn_of[node.request]) for node in path]
     columns = [leaf.packed_ids]

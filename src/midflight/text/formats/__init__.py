@@ -1,4 +1,4 @@
-"""The formats in which models write their messages. Tool calls and thinking stand between markers
+"""The formats in which models write their messages. Tool calls and thinking are between markers
 inside one text.
 """
 

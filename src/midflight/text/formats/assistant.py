@@ -21,10 +21,9 @@ class Tool:
     description: str = ""
     parameters: Mapping[str, Json] = field(default_factory=dict[str, Json])
     told_whole: bool = False
-    """Whether no part of a call is given out before the call is complete."""
+    """True if no part of a call is given out before the call is complete."""
     strict: bool = False
-    """Whether the arguments of every call must match `parameters`, even if the call is optional.
-    """
+    """True if the arguments of every call must match `parameters`, even if the call is optional."""
 
     def as_json(self) -> dict[str, Json]:
         """The tool as chat templates read it (OpenAI's form)."""
@@ -78,7 +77,7 @@ class ArgumentsPiece:
     index: int
     text: str
     last: bool = False
-    """Whether the call is complete."""
+    """True if the call is complete."""
 
 
 Piece: TypeAlias = ContentPiece | ReasoningPiece | CallPiece | ArgumentsPiece
@@ -154,7 +153,7 @@ class ToolFormat(Protocol):
 
     @property
     def announces(self) -> bool:
-        """Whether the opening marker stands before all calls."""
+        """True if the opening marker comes before all calls."""
         ...
 
     @property
@@ -171,7 +170,7 @@ class ToolFormat(Protocol):
 
     def read_bare(self, cursor: Cursor, calls: Calls) -> Reading[None] | None:
         """Reads a message whose first letter is `{`, if the format also writes calls without a
-        marker. `None` for other formats.
+        marker. Returns `None` for other formats.
         """
         ...
 

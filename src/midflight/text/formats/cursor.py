@@ -73,7 +73,7 @@ class Cursor:
         return found
 
     def literal(self, text: str) -> Reading[bool]:
-        """Takes `text` if it stands here, else nothing."""
+        """Takes `text` if it comes next, else nothing."""
         for place, letter in enumerate(text):
             if (yield from self.peek()) != letter:
                 self._back(text[:place])
@@ -83,7 +83,7 @@ class Cursor:
         return True
 
     def expect(self, text: str) -> Reading[None]:
-        """Takes `text`; raises `NotACall` if it does not stand here."""
+        """Takes `text`. Raises `NotACall` if it does not come next."""
         if not (yield from self.literal(text)):
             raise NotACall
 
@@ -160,10 +160,10 @@ class TrimmedText:
         """Whitespace at the end of the text so far."""
         self._begun = False
         self.touched = False
-        """Whether only whitespace came since the last `touch`."""
+        """True if only whitespace came since the last `touch`."""
 
     def touch(self) -> None:
-        """A marker stands here."""
+        """Takes note of a marker at this place."""
         self.touched = True
 
     def add(self, text: str) -> str:

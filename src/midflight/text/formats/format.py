@@ -47,7 +47,7 @@ _REASONING_SIGNS = tuple(
 
 
 def tool_format(name: str, tokenizer: Tokenizer) -> assistant.ToolFormat | None:
-    """The format of the model's calls. `None`: the model has no format of its own. Raises
+    """The format of the model's calls. It is `None` if the model has no format of its own. Raises
     `ConfigError` for an unknown name.
     """
     chosen = _chosen("tool_format", name, TOOL_FORMATS, _TOOL_SIGNS, tokenizer)
@@ -58,8 +58,8 @@ def tool_format(name: str, tokenizer: Tokenizer) -> assistant.ToolFormat | None:
 
 
 def reasoning_format(name: str, tokenizer: Tokenizer) -> Thinking | None:
-    """The form of the model's thinking. `None`: the model does not think. Raises `ConfigError` for
-    an unknown name.
+    """The form of the model's thinking. It is `None` if the model does not think. Raises
+    `ConfigError` for an unknown name.
     """
     chosen = _chosen("reasoning_format", name, REASONING_FORMATS, _REASONING_SIGNS, tokenizer)
     return None if chosen == NONE else _REASONING[chosen]
@@ -128,9 +128,9 @@ class MessageFormat:
         partly: bool = False,
     ) -> assistant.MessageParser:
         """A parser for one message. `prompt_text` shows whether the prompt opened the thinking.
-        `calls`: whether tool calls are looked for. `forced`: they are looked for even if free text
+        With `calls` tool calls are looked for. With `forced` they are looked for even if free text
         is not searched for them. `tools`, if they are known, give types to arguments that the
-        format writes without types. `partly`: calls are given out while they grow.
+        format writes without types. With `partly` calls are given out while they grow.
         """
         reads = calls and (forced or self._reads_free_calls)
         if self._thinking is None and not reads:
@@ -175,7 +175,7 @@ class MessageFormat:
 
     @property
     def announces_calls(self) -> bool:
-        """Whether a grammar can distinguish calls from the text around them."""
+        """True if a grammar can distinguish calls from the text around them."""
         return self._reads_free_calls and self._tools.announces
 
     def calls_amid_text(

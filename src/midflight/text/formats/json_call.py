@@ -10,8 +10,7 @@ from midflight.text.formats.cursor import SPACES, Cursor, NotACall, Reading
 from midflight.types import Json
 
 MAX_DEPTH = 200
-"""The deepest nesting of a call. Later readers recurse, and Python allows about 1000 levels.
-"""
+"""The deepest nesting of a call. Later readers recurse, and Python allows about 1000 levels."""
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _SCALAR_LETTERS = re.compile(r"[-+.0-9A-Za-z]+")
@@ -56,15 +55,15 @@ def read_object(cursor: Cursor, calls: Calls | None = None) -> Reading[dict[str,
 
 
 def _may_begin(members: Mapping[str, str]) -> bool:
-    """Whether arguments that come now belong to a call whose name is known."""
+    """True if arguments that come now belong to a call whose name is known."""
     if any(name in members for name in _ARGUMENTS):
         return False
     return members.get("name", "").startswith('"')
 
 
 def as_call(members: Mapping[str, str]) -> ToolCall:
-    """The call that an object stands for. It has a `name`, and `arguments` or `parameters`, of
-    which the first counts. These are an object, or a JSON string that holds one.
+    """The call that an object represents. The object has a `name`, and `arguments` or `parameters`,
+    of which the first counts. These are an object, or a JSON string that holds one.
 
     Other members are ignored. Raises `NotACall` for any other object.
     """
@@ -94,7 +93,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _is_writable(text: str) -> bool:
-    """Whether UTF-8 can hold the text. Half a surrogate pair can be escaped in JSON, but UTF-8
+    """True if UTF-8 can hold the text. Half a surrogate pair can be escaped in JSON, but UTF-8
     cannot hold it.
     """
     return not any("\ud800" <= letter <= "\udfff" for letter in text)

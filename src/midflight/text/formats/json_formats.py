@@ -110,7 +110,7 @@ class Llama3:
 
 def _tool_rules(name: str, tool: Tool) -> tuple[str, str]:
     """The rules of one tool's object, JSON token by JSON token. llguidance compares such tokens
-    when it decides between the object and other JSON that may stand in its place.
+    when it decides between the object and other JSON that may be in its place.
     """
     parts = ["{", '"name"', ":", " ", json.dumps(tool.name), ",", " ", '"parameters"', ":", " "]
     head = " ".join(literal(part) for part in parts)
@@ -128,7 +128,7 @@ class Mistral:
     """
 
     named: bool
-    """Whether the model is made to write the second form."""
+    """True if the model is made to write the second form."""
 
     opening = TOOL_CALLS
     announces = True

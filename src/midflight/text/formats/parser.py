@@ -48,8 +48,9 @@ class FormatParser:
         known: Sequence[assistant.Tool] = (),
         partly: bool = False,
     ) -> None:
-        """`tools` and `thinking`: `None` looks for no calls or for no thinking. `opened`: the text
-        begins inside the thinking block. `known`: the tools that may be called.
+        """If `tools` or `thinking` is `None`, it looks for no calls or for no thinking. With
+        `opened` the text begins inside the thinking block. `known` holds the tools that may be
+        called.
         """
         self._tools = tools
         self._thinking = thinking
@@ -62,8 +63,8 @@ class FormatParser:
         self._pieces: list[assistant.Piece] = []
         self.num_calls = 0
         self._told: int | None = None
-        """A mark of the cursor. The arguments of the open call were given out up to there. None: no
-        call is open.
+        """A mark of the cursor. The arguments of the open call were given out up to there. It is
+        None if no call is open.
         """
         self._end: int | None = None
         """A mark of the cursor: the end of these arguments, once it is known."""
@@ -180,7 +181,7 @@ class FormatParser:
         self._over()
 
     def _tell(self, told: int, *, last: bool = False) -> None:
-        """Gives out arguments that have become certain. `told`: the mark up to which they were
+        """Gives out arguments that have become certain. `told` is the mark up to which they were
         given out before.
         """
         sure = self._cursor.sure if self._end is None else self._end

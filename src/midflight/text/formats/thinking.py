@@ -7,7 +7,7 @@ from midflight.text.formats.lark import Lark
 
 
 class ThinkingState(Enum):
-    """How much of the thinking block the prompt already holds."""
+    """The part of the thinking block that the prompt already holds."""
 
     NOT = auto()
     OPENED = auto()
@@ -30,7 +30,9 @@ class Thinking:
         return (self.opening, self.closing)
 
     def begun(self, prompt_text: str | None) -> ThinkingState:
-        """How much of the block the prompt holds. A prompt of ids (`None`) holds nothing of it."""
+        """Returns how much of the block the prompt holds. A prompt of ids (`None`) holds nothing of
+        it.
+        """
         end = (prompt_text or "").rstrip()
         if end.endswith(self.opening):
             return ThinkingState.OPENED

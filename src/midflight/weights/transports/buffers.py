@@ -18,7 +18,7 @@ class StandingBuffers:
 
     def take(self, version: Version, num_bytes: int) -> mmap.mmap:
         """A buffer for the version: that of a released version, if it is as large. Other released
-        buffers are freed. `SlotBusy` until a release.
+        buffers are freed. Raises `SlotBusy` until a release.
         """
         if version in self._held:
             raise SlotBusy(

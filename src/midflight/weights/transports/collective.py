@@ -53,7 +53,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 MAX_GROUPS = 4
-"""Groups kept for the next version. Usually it is one; the others are left by members that ended
+"""Groups kept for the next version. Usually there is one. The others belong to members that ended
 without notice, or that came late and will come late again.
 """
 
@@ -67,8 +67,8 @@ class OutgoingVersion:
 
 
 class CollectiveService:
-    """Serves rounds, one after the other: gather the receivers that want the same bytes, meet them
-    in a group, broadcast, hang up.
+    """Serves rounds, one after the other. A round gathers the receivers that want the same bytes,
+    meets them in a group, broadcasts, and hangs up.
 
     | waits for | ended by |
     |---|---|
@@ -77,8 +77,8 @@ class CollectiveService:
     | all members in a new group | the last one, or `deadline_seconds` |
     | a bucket in everybody's hands | the last one, a peer's death at once, or `deadline_seconds` |
 
-    Whatever goes wrong in a round ends that round and its group only: its receivers find the
-    connection closed, and ask again.
+    An error in a round ends that round and its group only. Its receivers find the connection
+    closed, and ask again.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class CollectiveService:
         hashed = any(m.ask.workers is not None for m in members)
         digests = await self._in_thread(self._broadcast, group, data, hashed)
         self._keep(members, group)
-        # else it was released, and what was hashed may not be what was sent
+        # else it was released, and the bytes that were hashed may not be those that were sent
         if self._data(members[0].ask) is data:
             _answer([m for m in members if m.ask.workers is not None], Sent(digests))
 
@@ -260,15 +260,16 @@ class CollectiveService:
         return tuple(digests)
 
     async def _in_thread(self, deed: Callable[..., T], *args: object) -> T:
-        """Runs what blocks in the service's one thread; each call has its deadlines."""
+        """Runs a blocking call in the service's one thread. Each call has its deadlines."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, deed, *args)
 
     # --- Groups -----------------------------------------------------------------------------------
 
     def _standing(self, members: list[WaitingReceiver]) -> BroadcastGroup | None:
-        """The group of just these members, if all of them hold it too. Others that any of them was
-        in are dropped, and this one until its broadcast is over: a receiver has one group, and a
-        round that fails leaves none."""
+        """The group of exactly these members, if all of them hold it too. Other groups with any of
+        these members are dropped. This group is dropped too until its broadcast is over: a receiver
+        has one group, and a round that fails leaves none.
+        """
         names = _names(members)
         group = self._groups.get(names)
         self._groups = {n: g for n, g in self._groups.items() if not n & names}
@@ -313,23 +314,22 @@ def _names(members: list[WaitingReceiver]) -> frozenset[str]:
 
 
 BUCKET_BYTES = 64 * 2**20
-"""Large enough that a broadcast costs nothing beside its bytes, small enough to be through in a
+"""It is large enough that a broadcast costs nothing beside its bytes, and small enough to take a
 second on a slow network.
 """
 
 CLOSE_SECONDS = 2.0
-"""How long `close` waits for its threads. A broadcast to a receiver that was stopped outlives it,
-until its own deadline.
+"""The time that `close` waits for its threads. A broadcast to a receiver that was stopped outlives
+it, until its own deadline.
 """
 
 
 class CollectivePublisher:
-    """Versions wait in standing buffers until receivers ask for them: `publish` never waits for a
-    receiver.
+    """Keeps versions in buffers until receivers ask for them. `publish` never waits for a receiver.
 
     `CollectiveService` sends them in a thread of its own. A version can be fetched until its
-    `release`, also by engines that rejoin. As with the other transports, bytes released while they
-    are read arrive as `WeightsCorrupt`.
+    `release`, also by engines that rejoin. If bytes are released while they are read, the reader
+    gets `WeightsCorrupt`, as with the other transports.
     """
 
     def __init__(
@@ -344,14 +344,14 @@ class CollectivePublisher:
         threads: int = 1,
         transport: str = COLLECTIVE,
     ) -> None:
-        """`transport` is the word in its manifests: `direct` where a server's own workers are to
-        receive. `host`: the address of this machine that engines reach it by; it listens there
-        only. The bytes are not encrypted.
+        """`transport` is the word in its manifests: `direct` if a server's own workers receive.
+        `host` is the address of this machine that engines reach it by; it listens there only. The
+        bytes are not encrypted.
 
-        Receivers begin at once when there are as many as were told to come; else those that came
-        begin when `quiet_seconds` passed without another. `deadline_seconds` bounds the making of a
-        group and each bucket: 10 s for 64 MiB is a network of 50 Mbit/s. `nccl` sends from GPU to
-        GPU, which must be different ones.
+        Receivers begin at once when the expected number has come. Otherwise those that came begin
+        after `quiet_seconds` without another. `deadline_seconds` bounds the making of a group and
+        each bucket: 10 s for 64 MiB is a network of 50 Mbit/s. `nccl` sends from GPU to GPU, which
+        must be different ones.
         """
         self._threads = threads
         self._transport = transport

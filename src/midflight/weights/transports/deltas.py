@@ -26,16 +26,16 @@ class DeltaPublisher:
     A version is whole when it is the first or the `full_every`th since the last whole one, when
     names, shapes or dtypes have changed, and when its difference does not pay. A difference does
     not pay when it alone is more than `WORTH` of the whole, or when it is more than the whole with
-    those before it, so that no engine ever reads more than twice the size of the weights. Where a
+    those before it, so that no engine ever reads more than twice the size of the weights. If a
     first difference does not pay, the rest of the period is whole, and no difference is tried.
 
     A payload stays published while a version that is not released needs it, and so do the payloads
-    that lead to the newest version, because the next difference starts there. What is no longer
-    needed is released at the next publication. With versions released in order and at most
+    that lead to the newest version, because the next difference starts there. Payloads that are no
+    longer needed are released at the next publication. With versions released in order and at most
     `MAX_HELD` held, that takes four times the memory of the weights at worst (differences as large
-    as their whole version, and two whole versions). Where differences are small it takes twice that
-    memory after a refresh, and once at other times. In addition the newest version's bytes are kept
-    here, which is once the size of the weights.
+    as their whole version, and two whole versions). If differences are small, it takes twice the
+    memory of the weights after a refresh, and once at other times. In addition the newest version's
+    bytes are kept here, which is once the size of the weights.
     """
 
     def __init__(self, inner: Publisher, *, full_every: int, threads: int = 1) -> None:
@@ -51,18 +51,18 @@ class DeltaPublisher:
         self._standing = memoryview(b"")
         """The bytes of the newest version, packed."""
         self._newest: WeightManifest | None = None
-        """The version that the next difference starts from. `None` when `_standing` may not be a
-        published version.
+        """The version that the next difference starts from. It is `None` if `_standing` may not be
+        a published version.
         """
         self._num_untried = 0
-        """How many versions to publish whole before a difference is tried again."""
+        """The number of versions to publish whole before a difference is tried again."""
         self._held: dict[Version, WeightManifest] = {}
         self._inside: set[Version] = set()
         """The versions that the inner publisher holds."""
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
-        """Blocks for the comparison, the compression of what changed and one hash of the whole.
-        `SlotBusy` until a release.
+        """Blocks for the comparison, the compression of the changes and one hash of the whole.
+        Raises `SlotBusy` until a release.
         """
         self._check(version)
         self._release_unneeded()
@@ -78,7 +78,7 @@ class DeltaPublisher:
         return manifest
 
     def release(self, version: Version) -> None:
-        """Takes note only. A version that nothing needs any more is released at the next
+        """Takes note only. A version that is not needed any more is released at the next
         publication.
         """
         self._held.pop(version, None)
@@ -109,8 +109,8 @@ class DeltaPublisher:
             )
 
     def _is_due(self, base: WeightManifest, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether to try a difference. It is not tried where one as large as the last would be too
-        large.
+        """True if a difference should be tried. It is not tried if one as large as the last would
+        be too large.
         """
         if self._num_untried:
             self._num_untried -= 1
@@ -125,8 +125,8 @@ class DeltaPublisher:
     def _as_difference(
         self, base: WeightManifest, version: Version, tensors: Mapping[str, Tensor]
     ) -> WeightManifest | None:
-        """Publishes the version as a difference. `None` when that does not pay. Tensors are in the
-        base's order, which a transport may have chosen.
+        """Publishes the version as a difference. Returns `None` if that does not pay. Tensors are
+        in the base's order, which a transport may have chosen.
         """
         specs = repacked(base.tensors)
         limit = min(_room(base), int(WORTH * _size(specs)))
@@ -144,8 +144,8 @@ class DeltaPublisher:
     def _payload(
         self, specs: tuple[TensorSpec, ...], tensors: Mapping[str, Tensor], *, limit: int
     ) -> bytearray | None:
-        """The encoded difference. Meanwhile the new bytes take the place of the old. `None` as soon
-        as it is longer than `limit`.
+        """The encoded difference. Meanwhile the new bytes take the place of the old. Returns `None`
+        as soon as it is longer than `limit`.
         """
         payload = bytearray()
         old = views(specs, self._standing)
@@ -186,7 +186,7 @@ class DeltaPublisher:
 
 
 def _way(manifest: WeightManifest) -> set[Version]:
-    """The versions whose bytes lead to this one, itself among them."""
+    """The versions whose bytes lead to this one. It is among them."""
     way = {delta.base for delta in manifest.deltas}
     way.add(manifest.version)
     return way
@@ -202,6 +202,6 @@ def _size(specs: Iterable[TensorSpec]) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's own bytes where it is contiguous and on the CPU, else those of a copy."""
+    """The tensor's own bytes if it is contiguous and on the CPU, else those of a copy."""
     flat: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return flat

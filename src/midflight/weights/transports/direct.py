@@ -1,9 +1,8 @@
 """The companion's end of the direct transport. It asks the publisher on behalf of its server's
-workers, and both tell it whether all came.
+workers. The publisher and the workers both tell it whether all bytes have come.
 
-`DirectRound` is the state: what was asked, answered, sent and held. It never waits. `DirectFeed`
-waits, and decides nothing. The bytes pass through neither: they go from the trainer's memory into
-the workers.
+`DirectRound` is the state: asked, ordered, sent and held. It never waits. `DirectFeed` waits, and
+decides nothing. The bytes pass through neither: they go from the trainer's memory into the workers.
 """
 
 import asyncio
@@ -35,8 +34,8 @@ ATTEMPTS = 2
 failure goes to the handover.
 """
 LOOK_SECONDS = 0.01
-"""The time between two questions whether the last bucket is laid out. The workers have no way to
-say so unasked.
+"""The time between two questions whether the last bucket is laid out. The workers can only answer,
+so they cannot say so by themselves.
 """
 
 
@@ -59,7 +58,7 @@ class Leg:
     base: str = ""
     """The fingerprint of the version that they change, if they are a difference."""
     serves: bool = True
-    """Whether it is the last leg of a way, so that its version will be served."""
+    """True for the last leg of a way, whose version will be served."""
 
 
 def legs(manifest: WeightManifest, held: Set[str | None]) -> Sequence[Leg]:
@@ -102,15 +101,14 @@ class DirectRound:
     | ordered | `order` | the publisher's word that all is sent: `sent` |
     | sent | `sent` | what the workers hold: `landed` |
 
-    A failure raises `RoundBroken`, or `WeightsCorrupt` where another round would end in the same
-    way.
+    A failure raises `RoundBroken`, or `WeightsCorrupt` if another round would end in the same way.
     """
 
     def __init__(
         self, leg: Leg, *, member: str, group: str | None, workers: int, keeps: bool = False
     ) -> None:
-        """`group`: the group that these workers were in last, where it did not break. `member`
-        names the server to the publisher. `keeps`: differences from this version are expected.
+        """`group` is the group that these workers were in last, if it did not break. `member` names
+        the server to the publisher. With `keeps` differences from this version are expected.
         """
         self._leg = leg
         self._manifest = leg.sent
@@ -134,7 +132,7 @@ class DirectRound:
         )
 
     def order(self, answer: Answer, known: Join | None, *, host: str) -> TransferOrder:
-        """The order for the workers. `known`: the terms of the group that they were in last."""
+        """The order for the workers. `known` is the terms of the group that they were in last."""
         match answer:
             case Join():
                 self._terms = answer
@@ -169,14 +167,16 @@ class DirectRound:
         )
 
     def sent(self, answer: Answer | None) -> None:
-        """Takes the publisher's word that all is sent. `None` is a publisher that has hung up."""
+        """Takes the publisher's word that all is sent. `None` means that the publisher
+        has hung up.
+        """
         if not isinstance(answer, Sent):
             raise RoundBroken("the broadcast did not come to its end")
         self._digests = answer.digests
 
     def landed(self, states: Sequence[WorkerState]) -> Join | None:
-        """The terms of the group, which stays, when each worker holds just what was sent. `None`
-        while a worker still lays it out.
+        """The terms of the group, which remains, once each worker holds exactly the bytes that were
+        sent. `None` while a worker still lays them out.
         """
         if len(states) != self._workers:
             raise RoundBroken(f"the server has {len(states)} workers and had {self._workers}")
@@ -194,7 +194,9 @@ class DirectRound:
 
 
 def _first_difference(found: Sequence[str], sent: Sequence[str]) -> int:
-    """The number of the first bucket whose digest is another, or the number of buckets found."""
+    """The number of the first bucket whose digest differs. If none differs, it is the number of
+    buckets found.
+    """
     for number, (theirs, ours) in enumerate(zip(found, sent, strict=False)):
         if theirs != ours:
             return number
@@ -207,15 +209,15 @@ class DirectFeed:
     """
 
     def __init__(self, *, answer_seconds: float = 60.0) -> None:
-        """`answer_seconds`: how long the publisher may be busy with the rounds before ours. A
-        group's own deadlines come from it.
+        """`answer_seconds` is the time that the publisher may be busy with the rounds before ours.
+        A group's own deadlines come from it.
         """
         self._answer_seconds = answer_seconds
         self._member = secrets.token_hex(8)
         self._group: Join | None = None
         """The terms of the group that the workers are in, which no round has broken."""
         self._keeps = False
-        """Whether differences are expected: true from the first difference on."""
+        """True from the first difference on: then more are expected."""
 
     async def bring(self, manifest: WeightManifest, workers: ServerWorkers) -> None:
         """Waits for the publisher and the workers. Their deadlines, or the caller's, end the wait."""
@@ -265,7 +267,7 @@ class DirectFeed:
                     answer = read_answer(await reader.readline())
                 host: str = writer.get_extra_info("peername")[0]
                 await workers.receive(at.order(answer, known, host=host))
-                ended = await reader.readline()  # the publisher hangs up where the round failed
+                ended = await reader.readline()  # the publisher hangs up if the round failed
                 at.sent(read_answer(ended) if ended else None)
             finally:
                 writer.close()

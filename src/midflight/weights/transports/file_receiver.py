@@ -15,10 +15,10 @@ class FileReceiver:
     """Implements `ports.WeightReceiver`. It copies a version's bytes into memory of its own, then
     verifies the copy.
 
-    What the publisher does to its slot afterwards cannot reach the bytes that were verified (I7).
-    A file that shrinks is an error and not a crash, as it would be through a mapping. The lock of
-    the interpreter is free while bytes are read and hashed. The memory is aligned, writable, and
-    lives as long as the views, so that an engine may serve from it without copying again.
+    If the publisher writes to its slot afterwards, that cannot reach the bytes that were verified
+    (I7). A file that shrinks is an error. Through a mapping it would be a crash. The lock of the
+    interpreter is free while bytes are read and hashed. The memory is aligned, writable, and lives
+    as long as the views, so that an engine may serve from it without copying again.
     """
 
     def __init__(self, *, threads: int = 1) -> None:
@@ -49,7 +49,7 @@ class FileReceiver:
 
 
 def verify(manifest: WeightManifest, copies: Mapping[str, memoryview], *, threads: int) -> None:
-    """`WeightsCorrupt` unless the bytes are those that were published (I7)."""
+    """Raises `WeightsCorrupt` unless the bytes are those that were published (I7)."""
     found = fingerprint_views(manifest.tensors, copies, threads=threads)
     if found != manifest.fingerprint:
         raise WeightsCorrupt(

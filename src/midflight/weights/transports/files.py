@@ -1,5 +1,5 @@
-"""Versions as files that trainer and engines both see: one safetensors file per version, where its
-tensors lie, and what they hash to.
+"""Versions as files that trainer and engines both see. Each version is one safetensors file, with
+the places of its tensors and their hash.
 
 Format: eight bytes with the header's length N (little endian), N bytes of JSON, then the data that
 its offsets count from. Importing this needs no torch, so that the launcher and the rollout process
@@ -48,10 +48,10 @@ class _Entry(msgspec.Struct, frozen=True):
 def manifest_of(
     path: Path, *, version: Version, fitting: Callable[[Specs], Specs]
 ) -> WeightManifest:
-    """Reads and hashes the whole file, about a second per gigabyte. `RequestRejected` when no
+    """Reads and hashes the whole file, about a second per gigabyte. Raises `RequestRejected` if no
     engine could serve it.
 
-    `fitting` says which of its tensors to serve, and refuses a file that does not fit the model.
+    `fitting` chooses the tensors to serve, and refuses a file that does not fit the model.
     """
     try:
         specs = fitting(read_specs(path))
@@ -69,8 +69,8 @@ def manifest_of(
 
 
 def check_readable(manifest: WeightManifest) -> None:
-    """`RequestRejected` where no engine could read what a trainer says it published. Engines verify
-    the bytes themselves.
+    """Raises `RequestRejected` if no engine could read a version that a trainer says it published.
+    Engines verify the bytes themselves.
     """
     if manifest.transport not in TRANSPORTS:
         raise RequestRejected(
@@ -103,8 +103,8 @@ def check_readable(manifest: WeightManifest) -> None:
 
 
 def read_specs(path: Path) -> Specs:
-    """Where the tensors of a file lie; offsets from the beginning of the file. `ValueError` when it
-    is not whole.
+    """The places of the tensors of a file, as offsets from the beginning of the file. Raises
+    `ValueError` if the file is not whole.
     """
     size = _size(path)
     with path.open("rb") as file:
@@ -184,9 +184,9 @@ class FilePublisher:
     """Writes `<version>.safetensors` under another name, then renames it: a reader sees a whole
     file or none.
 
-    Nothing is synced to disk: after a power cut the trainer publishes again. Older files than the
-    newest `keep` are removed at each publish; an engine that has one open can read it to the end;
-    one that comes later gets an error and rejoins at the current version.
+    Nothing is synced to disk: after a power cut the trainer publishes again. Each publication
+    removes all files but the newest `keep`. An engine that has one open can read it to the end. An
+    engine that comes later gets an error and rejoins at the current version.
     """
 
     def __init__(self, folder: Path, *, keep: int = MAX_HELD, threads: int = 1) -> None:

@@ -2,7 +2,7 @@
 
 COLLECTIVE = "collective"
 DIRECT = "direct"
-"""The same broadcast, where a server's own workers take the bytes in: its companion asks for them."""
+"""The same broadcast, but a server's own workers take the bytes in. Its companion asks for them."""
 PULL = "pull"
 FILES = frozenset({"shared_memory", "file"})
 """The bytes of these are a file that engines read."""

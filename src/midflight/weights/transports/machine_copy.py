@@ -1,9 +1,9 @@
 """One copy of a version for all engines of a machine: a file in memory. The process that locks it
-first fetches into it, and the others map what it verified.
+first fetches into it, and the others map the verified file.
 
-A lock, and not a process id, says which process uses the file, because a lock ends with its
-process. So the next process goes on with a fetch that was killed, from what is there. A file that
-is not used any more is removed by its last user, or by `files.remove_stale`.
+A lock, and not a process id, shows which process uses the file, because a lock ends with its
+process. So if a fetch was killed, the next process goes on with the part that is there. The last
+user of a file removes it, or `files.remove_stale` does.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class MachineCopy:
         self._num_bytes = num_bytes
         self._tree_at = aligned(max(1, num_bytes), mmap.PAGESIZE)
         self.is_alone = is_alone
-        """Whether no other process uses it. Then there may be anything in it, and it may be written
-        to. Otherwise another process has found it whole.
+        """True if no other process uses the file. Then its contents may be anything, and it may be
+        written to. Otherwise another process has found it whole.
         """
         # Otherwise a full memory would kill the process at the first write.
         os.posix_fallocate(file, 0, self._tree_at)
@@ -85,7 +85,7 @@ class MachineCopy:
             raise
 
     def tree(self) -> bytes:
-        """The tree as it was kept; empty in a new file."""
+        """The tree as it was kept. It is empty in a new file."""
         size = os.fstat(self._file).st_size - self._tree_at
         if size <= 0:
             return b""
@@ -96,16 +96,18 @@ class MachineCopy:
         os.pwrite(self._file, tree, self._tree_at)
 
     def shared(self) -> mmap.mmap:
-        """A mapping to fetch into and to give away from. All processes see what is written to it."""
+        """A mapping to fetch into and to give away from. All processes see every write to it."""
         return mmap.mmap(self._file, self._tree_at)
 
     def own(self) -> memoryview:
-        """The same pages for a caller that may write. A page that it changes becomes its own."""
+        """The same pages for a caller that may write. Each page that the caller changes becomes its
+        own.
+        """
         mapped = mmap.mmap(self._file, self._tree_at, access=mmap.ACCESS_COPY)
         return memoryview(mapped)[: max(1, self._num_bytes)]
 
     def whole(self) -> None:
-        """Says that no process writes to it any more, so that others may use it too."""
+        """Marks the file as whole: no process writes to it any more, so others may use it too."""
         fcntl.flock(self._file, fcntl.LOCK_SH)
 
     def close(self) -> None:
@@ -122,8 +124,8 @@ class MachineCopy:
 
 
 def _locked(path: Path, until: float) -> tuple[int, bool] | None:
-    """The open file, and whether it is locked for this caller alone. `None` if that takes too
-    long.
+    """The open file, and True if it is locked for this caller alone. `None` if that
+    takes too long.
     """
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -139,7 +141,9 @@ def _locked(path: Path, until: float) -> tuple[int, bool] | None:
 
 
 def _lock(file: int) -> int | None:
-    """The lock that the file could be given, alone if possible; `None` where it has another's."""
+    """The lock that the file could be given, alone if possible. `None` if the file has another
+    lock.
+    """
     for lock in (fcntl.LOCK_EX, fcntl.LOCK_SH):
         with suppress(BlockingIOError):
             fcntl.flock(file, lock | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""The process group in which both ends of a broadcast meet, and the receiver on top of it, which
+"""The process group in which both ends of a broadcast meet, and the receiver above it. The receiver
 asks the publisher for a version, meets it in a group, receives and verifies.
 
-The group stands beside torch's default group, which engines' workers have for themselves.
+The group exists beside torch's default group, which engines' workers have for themselves.
 """
 
 import secrets
@@ -123,7 +123,7 @@ def listen(host: str) -> socket.socket:
 
 
 def serve_store(host: str) -> TCPStore:
-    """A new store for one group, on this address only. By default it would listen on all
+    """A new store for one group. It listens on this address only; by default it would listen on all
     addresses.
     """
     listener = listen(host)
@@ -134,10 +134,11 @@ def serve_store(host: str) -> TCPStore:
 
 
 def join_store(host: str, terms: Join) -> TCPStore:
-    """The store of the group in `terms`. `GroupBroken` when it does not answer by the deadline.
+    """The store of the group in `terms`. Raises `GroupBroken` if it does not answer by the
+    deadline.
 
     It is made in a thread of its own, because a client whose server was stopped waits for the
-    greeting for ever, whatever its timeout.
+    greeting for ever, even with a timeout.
     """
     seconds = timedelta(seconds=terms.deadline_seconds)
     return _within(
@@ -209,8 +210,8 @@ class CollectiveReceiver:
     """
 
     def __init__(self, *, threads: int = 1, answer_seconds: float = 60.0) -> None:
-        """`answer_seconds`: how long the publisher may be busy with the rounds before ours. A
-        group's own deadlines come from it.
+        """`answer_seconds` is the time that the publisher may be busy with the rounds before ours.
+        A group's own deadlines come from it.
         """
         self._threads = threads
         self._answer_seconds = answer_seconds
@@ -219,7 +220,7 @@ class CollectiveReceiver:
         self._one_at_a_time = threading.Lock()
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
-        """Bytes of each tensor by name. `EngineUnavailable` when the publisher or the group is
+        """Bytes of each tensor by name. Raises `EngineUnavailable` if the publisher or the group is
         gone, by the deadlines at the latest.
         """
         specs = repacked(manifest.tensors)

@@ -1,4 +1,6 @@
-"""The trainer's end of a transport, as a Protocol, and what every publisher needs to copy tensors."""
+"""The trainer's end of a transport, as a Protocol, and the functions that every publisher needs to
+copy tensors.
+"""
 
 import mmap
 from collections.abc import Mapping
@@ -12,8 +14,8 @@ from midflight.types import TensorSpec, Version, WeightManifest
 
 
 class Publisher(Protocol):
-    """Puts versions where engines can fetch them. It blocks and is not thread-safe: the trainer is
-    its one caller.
+    """Publishes versions for engines to fetch. It blocks and is not thread-safe: the trainer is its
+    one caller.
     """
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
@@ -27,8 +29,8 @@ class Publisher(Protocol):
         ...
 
     def close(self) -> None:
-        """Removes what was published. Idempotent. It does not wait for a publication under way in
-        another thread, which may fail.
+        """Removes everything that was published. Idempotent. It does not wait for a publication
+        under way in another thread, which may fail.
         """
         ...
 

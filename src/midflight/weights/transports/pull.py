@@ -47,19 +47,25 @@ from midflight.weights.transports.swarm import (
 )
 
 THREADS = 4
-"""How many threads fetch: twice what one source is asked for at once."""
+"""The number of threads that fetch. It is twice the number of buckets that one source is asked for
+at once.
+"""
 LOOK_SECONDS = 0.1
-"""The time between two questions what a source has, where it gets more or had too much to do."""
+"""The time between two questions to a source about its buckets, while it gets more or
+was too busy.
+"""
 CALM_SECONDS = 1.0
-"""The time between two such questions where the source has all."""
+"""The time between two such questions to a source that has all."""
 END_SECONDS = 1.0
-"""How long to wait for a thread that is still in a failed transfer's last question."""
+"""The time to wait for a thread that is still in a failed transfer's last question."""
 READ_BYTES = 2**20
 """After so many bytes a transfer counts as alive: a slow network has a bucket under way for
 minutes.
 """
 KEPT = 1
-"""How many versions are given away beside the one that is being fetched: the one that is served."""
+"""The number of versions that are given away beside the one that is being fetched. It is the one
+that is served.
+"""
 FAILURES = (OSError, http.client.HTTPException, msgspec.MsgspecError, ValueError)
 
 _log = logging.getLogger(__name__)
@@ -68,7 +74,7 @@ _tree = msgspec.json.Decoder(Tree)
 
 
 class BucketMissing(Exception):
-    """The source does not have what was asked for."""
+    """The source does not have the bucket that was asked for."""
 
 
 class SourceBusy(Exception):
@@ -76,8 +82,8 @@ class SourceBusy(Exception):
 
 
 class PullReceiver:
-    """Implements `ports.WeightReceiver`. It gives away what it has, until it has fetched another
-    version after the next.
+    """Implements `ports.WeightReceiver`. It gives a version away until it has fetched the second
+    one after it.
 
     The caller gets the machine's copy mapped as its own memory, so that engines of one machine have
     one copy of a version between them.
@@ -91,8 +97,8 @@ class PullReceiver:
         places: Sequence[Path] | None = None,
     ) -> None:
         """A source has failed after `answer_seconds` without a byte from it, and the transfer after
-        `patience` seconds without a megabyte. `places`: where the machine's copy may lie, the best
-        first. The default is /dev/shm, then the temporary folder.
+        `patience` seconds without a megabyte. `places` are the folders for the machine's copy, the
+        best first. The default is /dev/shm, then the temporary folder.
         """
         self._answer_seconds = answer_seconds
         self._patience = patience
@@ -102,16 +108,16 @@ class PullReceiver:
         self._server: BucketServer | None = None
         self._kept: dict[str, MachineCopy] = {}
         self.blamed = Counter[str]()
-        """How often a source, as host:port, sent wrong bytes."""
+        """The number of times that a source, named as host:port, sent wrong bytes."""
         self.num_bytes = 0
-        """How many bytes came over the network."""
+        """The number of bytes that came over the network."""
         for folder in self._places:
             remove_stale(PREFIX, folder=folder)
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
-        """Bytes of each tensor by name. `WeightsCorrupt` or `EngineUnavailable` when no source has
-        what is missing. The weights that an engine serves stay as they are. One `fetch` runs at a
-        time.
+        """Bytes of each tensor by name. Raises `WeightsCorrupt` or `EngineUnavailable` if no source
+        has the missing buckets. The weights that an engine serves stay as they are. One `fetch`
+        runs at a time.
         """
         try:
             sources = sources_in(manifest.location)
@@ -130,7 +136,7 @@ class PullReceiver:
             copy.close()
 
     def close(self) -> None:
-        """Gives nothing away any more. Callers keep what they have."""
+        """Stops giving buckets away. Callers keep the bytes that they have."""
         if self._server is not None:
             self._server.close()
         self._forget(None)
@@ -146,8 +152,8 @@ class PullReceiver:
         )
 
     def _filled(self, copy: MachineCopy, manifest: WeightManifest, sources: Sequence[str]) -> bool:
-        """Fetches what the copy lacks. `False` only where another engine said that the copy is
-        whole, and was wrong.
+        """Fetches the buckets that the copy lacks. Returns `False` only if another engine said that
+        the copy is whole, and was wrong.
         """
         fetch = _PullJob(
             manifest, copy, sources, answer_seconds=self._answer_seconds, patience=self._patience
@@ -170,8 +176,8 @@ class PullReceiver:
         return True
 
     def _give(self, fingerprint: str, fetch: "_PullJob", sources: Sequence[str]) -> None:
-        """Gives others what is here from now on. It listens at the address from which this machine
-        reaches the first source that answers, because others reach it there.
+        """Gives buckets of this version to others from now on. It listens at the address from which
+        this machine reaches the first source that answers, because others reach it there.
         """
         if self._server is None:
             host = _own_address(sources, self._answer_seconds)
@@ -281,8 +287,8 @@ class _PullJob:
             connections.close()
 
     def _look(self, connections: "_OpenSources") -> None:
-        """Asks the sources that are due what they have, and which others they know. A new source is
-        asked in the same round.
+        """Asks the sources that are due which buckets they have, and which other sources they know.
+        A new source is asked in the same round.
         """
         now = time.monotonic()
         with self._changed:
@@ -379,7 +385,7 @@ class _PullJob:
     # --- The tree ---------------------------------------------------------------------------------
 
     def _proven_tree(self, copy: MachineCopy, sources: Sequence[str]) -> tuple[Tree, bool]:
-        """The version's tree, which the fingerprint proves, and whether it is new here."""
+        """The version's tree, which the fingerprint proves, and True if it is new here."""
         kept = copy.tree()
         if kept:
             tree, _ = self._proven(kept)

@@ -31,9 +31,9 @@ class DeltaReceiver:
     """Wraps a receiver, and implements `ports.WeightReceiver`. A manifest without differences
     passes through.
 
-    From the first difference on, a standing copy of the last version fetched is kept, which is once
-    the size of the weights. Without differences there is none. If the copy is one of the versions
-    that the manifest's differences lead through, only the later differences are applied. Otherwise
+    From the first difference on, it keeps a copy of the last version fetched, which is once the
+    size of the weights. Without differences there is none. If the copy is one of the versions that
+    the manifest's differences lead through, only the later differences are applied. Otherwise
     (after a restart, or a period that was skipped) the whole version at the beginning is fetched
     first. The result is verified and copied for the caller. Versions in between are not verified,
     because an error in them would show in the result. If the result is wrong, the standing copy is
@@ -50,8 +50,8 @@ class DeltaReceiver:
         """
 
     def fetch(self, manifest: WeightManifest) -> Bytes:
-        """Bytes of each tensor by name. Waits for the fetch under way, which ends by itself.
-        `RequestRejected` for extents that make no sense, before anything is set aside for them.
+        """Bytes of each tensor by name. Waits for the fetch under way, which ends by itself. Raises
+        `RequestRejected` for extents that make no sense, before any memory is set aside for them.
         """
         check_extents(manifest)
         with self._one_at_a_time:
@@ -89,8 +89,8 @@ class DeltaReceiver:
     def _nearest(
         self, manifest: WeightManifest, specs: tuple[TensorSpec, ...]
     ) -> tuple[int, Bytes]:
-        """The number of differences that the weights to begin with include, and these weights. No
-        copy is kept until they are verified again.
+        """The number of differences that the first weights include, and these weights. No copy is
+        kept until they are verified again.
         """
         standing = self._standing
         self._standing = None

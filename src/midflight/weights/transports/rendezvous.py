@@ -1,8 +1,8 @@
-"""How receivers and the publisher of a collective transport meet before the bytes move.
+"""The meeting of receivers and the publisher of a collective transport, before the bytes move.
 
-This part never waits. A receiver asks for a version, and the publisher answers which group to meet
-in, by one line of JSON each way, over TCP. `Gathering` says when there are enough receivers for one
-broadcast. It needs no torch.
+This part never waits. A receiver asks for a version, and the publisher answers with the group to
+meet in, by one line of JSON each way, over TCP. `Gathering` decides when there are enough receivers
+for one broadcast. It needs no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_LINE = 2**16
 """The limit of a message with its newline, in bytes. No participant sends a longer one."""
 
 DIGEST_DIGITS = 32
-"""How many hex digits of a bucket's hash are sent."""
+"""The number of hex digits of a bucket's hash that are sent."""
 
 Backend = Literal["gloo", "nccl"]
 
@@ -38,9 +38,9 @@ class Ask(msgspec.Struct, frozen=True):
     group: str | None
     """The group that the receiver was last in, if it knows of no failure there."""
     expected: int | None = None
-    """How many receivers were told to come, where this one knows."""
+    """The number of receivers that were told to come, if this one knows it."""
     workers: int | None = None
-    """Present where a server's companion asks. So many ranks will come from the server, and the
+    """Present if a server's companion asks. So many ranks will come from the server, and the
     companion is not one of them.
     """
 
@@ -90,13 +90,13 @@ def line(message: Ask | Answer) -> bytes:
 
 
 def read_ask(data: bytes) -> Ask:
-    """The question in a line; `msgspec.MsgspecError` for anything else."""
+    """The question in a line. Raises `msgspec.MsgspecError` for anything else."""
     return _ask.decode(data)
 
 
 def read_answer(data: bytes) -> Answer:
-    """The answer in a line; `msgspec.MsgspecError` for anything else. A publisher that has ended
-    sends no data at all.
+    """The answer in a line. Raises `msgspec.MsgspecError` for anything else. A publisher that has
+    ended sends no data at all.
     """
     return _answer.decode(data)
 
@@ -117,7 +117,9 @@ class Address:
 
     @classmethod
     def parse(cls, location: str) -> Address:
-        """`ValueError` names what is missing, without the secret."""
+        """Reads a manifest's location. Raises `ValueError` if a part is missing. It names the part,
+        without the secret.
+        """
         url = urlsplit(location)
         token = url.path.removeprefix("/")
         if url.scheme != "tcp" or not url.hostname or not url.port or not token:
@@ -143,7 +145,7 @@ class WaitingReceiver:
 
     ask: Ask
     since: float
-    """When the receiver came, in seconds of the clock that `Gathering` gets."""
+    """The time when the receiver came, in seconds of the clock that `Gathering` gets."""
     answer: Callable[[Answer], None]
     hang_up: Callable[[], None]
 
@@ -152,9 +154,9 @@ class Gathering:
     """Receivers in the order in which they came. Those that want the same bytes as the first share
     one broadcast.
 
-    The broadcast begins when as many have come as one of them says were told to, or when none has
-    come for `quiet_seconds`. Engines are told of a version within milliseconds of each other, and
-    an engine that is late or comes back gets a broadcast of its own.
+    The broadcast begins when as many have come as one of them expects, or when none has come for
+    `quiet_seconds`. Engines are told of a version within milliseconds of each other, and an engine
+    that is late or comes back gets a broadcast of its own.
     """
 
     def __init__(self, *, quiet_seconds: float) -> None:
@@ -174,7 +176,7 @@ class Gathering:
         self._waiting = [m for m in self._waiting if m is not member]
 
     def seconds_left(self, now: float) -> float | None:
-        """Seconds until the next broadcast may begin; `None` while no receiver waits."""
+        """Seconds until the next broadcast may begin. `None` while no receiver waits."""
         together = self._together()
         if not together:
             return None

@@ -1,4 +1,6 @@
-"""Choosing a transport by name: the publisher by the configuration, the receiver by the manifest."""
+"""The choice of a transport by name: the publisher by the configuration, the receiver by the
+manifest.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ def receiver(*, threads: int = 1, stage_seconds: float = STAGE_SECONDS) -> Weigh
     """One receiver for all transports. It needs no torch, until a manifest says `collective` or
     `direct`.
 
-    `stage_seconds` are the handover's for one engine. A transport gives up a peer that says nothing
-    for a part of them, so that another try fits in.
+    `stage_seconds` are the handover's for one engine. A transport gives up a peer that is silent
+    for a part of that time, so that another try fits in.
     """
     return DeltaReceiver(ByTransport(threads=threads, stage_seconds=stage_seconds), threads=threads)
 

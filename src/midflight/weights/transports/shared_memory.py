@@ -34,7 +34,7 @@ class SharedMemoryPublisher:
 
     def __init__(self, name: str, *, folder: Path | None = None, threads: int = 1) -> None:
         """`name` begins the file's name. `folder` is /dev/shm by default, or the temporary folder
-        where that is missing or too small.
+        if /dev/shm is missing or too small.
         """
         if not name or "/" in name:
             raise ConfigError(
@@ -157,8 +157,8 @@ def _create(folder: Path, name: str, num_bytes: int) -> tuple[Path, int]:
 class SegmentPublisher:
     """A file for each version, which is kept until its release. The caller bounds their number.
 
-    Fresh memory costs a page fault for every page, so versions of one size are better off in
-    standing slots. Each file is locked while its publisher lives (see `files.remove_stale`).
+    Fresh memory costs a page fault for every page, so slots that are used again suit versions of
+    one size better. Each file is locked while its publisher lives (see `files.remove_stale`).
     """
 
     def __init__(self, name: str, *, folder: Path | None = None, threads: int = 1) -> None:

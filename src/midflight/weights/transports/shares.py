@@ -1,5 +1,5 @@
-"""The trainer's end of the pull transport. Each rank keeps what it has of a version in buffers of
-its own, hashes it and gives it away.
+"""The trainer's end of the pull transport. Each rank keeps its part of a version in buffers of its
+own, hashes it and gives it away.
 
 Nothing is put together on the first rank. FSDP2 gives each rank rows of every tensor, which lie in
 one piece of the whole tensor's bytes.
@@ -31,7 +31,7 @@ from midflight.weights.transports.swarm import Bucket, Leaf, Views, bucketed, cu
 
 
 class _RankBuckets(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others: the address that gives its buckets, and which they are."""
+    """A rank's message to the others: the address that gives its buckets, and the list of them."""
 
     url: str
     buckets: tuple[Bucket, ...]
@@ -59,9 +59,9 @@ def alone(told: bytes) -> list[bytes]:
 
 
 class PullPublisher:
-    """Keeps versions in standing buffers until their release. Any receiver that knows the address
-    in the manifest takes buckets of them. `publish` waits for no receiver. Beside the buffers it
-    takes no memory on a CPU, and a piece (`PIECE`) where tensors come from a GPU.
+    """Keeps versions in buffers until their release. Any receiver that knows the address in the
+    manifest takes buckets of them. `publish` waits for no receiver. Beside the buffers it takes no
+    memory on a CPU, and a piece (`PIECE`) if tensors come from a GPU.
     """
 
     def __init__(
@@ -74,9 +74,10 @@ class PullPublisher:
         rank: int = 0,
         gather: Callable[[bytes], list[bytes]] = alone,
     ) -> None:
-        """`host`: the address of this machine by which engines reach it; it listens there only.
-        `dtype`: floating-point tensors are served in it, by default as they are. `gather` tells all
-        ranks what each says, in the order of ranks. With several ranks all of them publish.
+        """`host` is the address of this machine by which engines reach it; it listens there only.
+        Floating-point tensors are served in `dtype`, by default as they are. `gather` gives each
+        rank the messages of all ranks, in the order of ranks. With several ranks all of them
+        publish.
         """
         self._threads = threads
         self._dtype = dtype
@@ -186,7 +187,7 @@ class PullPublisher:
 
 
 def _rows(tensor: DTensor, name: str) -> tuple[Tensor, int]:
-    """This rank's rows, and the number of the first. Ranks have equal numbers of rows, but for the
+    """This rank's rows, and the number of the first. Ranks have equal numbers of rows, except the
     last ranks, which have fewer or none.
     """
     placement = tensor.placements[0]

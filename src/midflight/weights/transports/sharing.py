@@ -1,5 +1,5 @@
-"""Giving buckets away over HTTP. A trainer's rank does this for the others, and so does every
-machine that has some of a version already.
+"""The HTTP server that gives buckets away. A trainer's rank runs one for the others, and so does
+every machine that has some of a version already.
 
 | `GET /SECRET/FINGERPRINT/...` | answer |
 |---|---|
@@ -7,7 +7,7 @@ machine that has some of a version already.
 | `held` | the numbers of the buckets that are here, and other sources that have some; a receiver that asks may say where it gives buckets away itself |
 | a number | the leaves of that bucket, one after the other |
 
-404 says that it is not here (yet), 503 that too many ask. All of it runs in threads, which mostly
+404 means that it is not here (yet), 503 that too many ask. All of it runs in threads, which mostly
 wait for the network with the interpreter lock released, and nothing of it is on the event loop that
 decodes.
 
@@ -32,7 +32,7 @@ from midflight.weights.transports.swarm import Tree, Views, sources_in
 from midflight.wire.edge import same_token
 
 FROM = "X-Midflight-Source"
-"""The header by which a receiver says where it gives away what it has."""
+"""The header in which a receiver names the address where it gives its buckets away."""
 IDLE_SECONDS = 60.0
 QUIET_SECONDS = 3600.0
 """After so long without a connection the server's loop wakes up, and finds nothing to do."""
@@ -41,17 +41,19 @@ MAX_CLIENTS = 1024
 MAX_SENDING = 16
 """The limit of buckets on their way at once."""
 TURN_SECONDS = 0.2
-"""How long a question waits for its turn. A receiver that is refused has other sources to ask."""
+"""The time that a question waits for its turn. A receiver that is refused has other
+sources to ask.
+"""
 MAX_TOLD = 8
-"""How many sources an answer names, drawn anew for each: enough that all find all in time, and few
-enough that a thousand do not ask a thousand.
+"""The number of sources that an answer names, drawn anew for each. It is large enough that all
+receivers find all sources in time, and small enough that a thousand do not ask a thousand.
 """
 MAX_HEARD = 4096
-"""How many sources are remembered for a version."""
+"""The number of sources that are remembered for a version."""
 
 
 class BucketInventory(msgspec.Struct, frozen=True):
-    """What a source says about a version."""
+    """A source's answer about its buckets of a version."""
 
     bits: bytes
     """Bit i says whether bucket i is here."""
@@ -70,11 +72,11 @@ class BucketInventory(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class SharedVersion:
-    """A version, or the buckets of it that are here. `held` grows while others ask."""
+    """A version, or the buckets of it that are here. `held` grows while receivers ask."""
 
     tree: Tree
     views: Sequence[Views | None]
-    """The views of each bucket; `None` where another owner has it."""
+    """The views of each bucket. `None` if another owner has it."""
     held: set[int]
     heard: dict[str, None] = field(default_factory=dict[str, None])
     """Other sources that have some buckets."""
@@ -85,7 +87,7 @@ class SharedVersion:
             self.heard[source] = None
 
     def told(self) -> BucketInventory:
-        """What a receiver is told that asks."""
+        """The answer to a receiver that asks which buckets are here."""
         known = tuple(self.heard)
         drawn = random.sample(known, min(MAX_TOLD, len(known)))
         bits = bytearray(-(-len(self.tree) // 8))
@@ -108,10 +110,11 @@ class BucketServer(ThreadingHTTPServer):
         super().__init__((host, 0), _BucketHandler)
         self.secret = secret
         self.shares: dict[str, SharedVersion] = {}
-        """The versions that are shared, by fingerprint. Threads read it while its owner changes it.
+        """The versions that are shared, by fingerprint. Threads read it while its owner
+        changes it.
         """
         self.num_bytes = 0
-        """How many bytes were given away so far."""
+        """The number of bytes that were given away so far."""
         self._counting = threading.Lock()
         self._room = threading.BoundedSemaphore(MAX_CLIENTS)
         self.sending = threading.BoundedSemaphore(MAX_SENDING)
@@ -204,7 +207,7 @@ class _BucketHandler(BaseHTTPRequestHandler):
 
 
 def _bucket_of(share: SharedVersion, number: str) -> Views | None:
-    """The leaves of the bucket of this number; `None` where it is not here, or not a number."""
+    """The leaves of the bucket of this number. `None` if it is not here, or not a number."""
     if not number.isdecimal() or len(number) >= 12:
         return None
     if int(number) not in share.held:

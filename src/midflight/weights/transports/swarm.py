@@ -1,4 +1,4 @@
-"""A version cut into buckets, each with its hashes, and what a receiver knows of the sources that
+"""A version cut into buckets, each with its hashes, and a receiver's knowledge of the sources that
 hold them. Nothing here waits or reads: `pull` does.
 
     fingerprint of the version      SHA-256 over all digests, names, dtypes and shapes
@@ -22,11 +22,13 @@ from midflight.models.sizes import PIECE, fingerprint_digests, piece_digest
 from midflight.types import TensorSpec
 
 AT_ONCE = 2
-"""How many buckets a receiver has under way from one source: while one is checked, the next is on
-its way.
+"""The number of buckets that a receiver has under way from one source. While one is checked, the
+next is on its way.
 """
 MAX_KNOWN = 16
-"""How many sources one receiver has at a time, so that a thousand do not ask a thousand."""
+"""The number of sources that one receiver has at a time, so that a thousand do not ask
+a thousand.
+"""
 STRIKES = 3
 """After so many failures without a bucket in between a source is not asked again."""
 
@@ -45,8 +47,8 @@ Tree = tuple[Bucket, ...]
 
 
 def cut(tensor: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """The parts that the owner of this stretch hashes at once. They are cut where whole tensors are
-    cut for their fingerprint too.
+    """The parts that the owner of this stretch hashes at once. They are cut at the same places as
+    whole tensors for their fingerprint.
     """
     while start < stop:
         end = min(stop, start - start % PIECE + PIECE)
@@ -71,8 +73,8 @@ def bucketed(leaves: Iterable[Leaf]) -> Iterator[Bucket]:
 
 
 def root(tree: Tree, specs: Sequence[TensorSpec]) -> str:
-    """The fingerprint of a version with such leaves. `ValueError` unless they cover each byte of
-    each tensor once.
+    """The fingerprint of a version with such leaves. Raises `ValueError` unless they cover each
+    byte of each tensor once.
     """
     leaves: list[tuple[int, int, int, bytes]] = []
     for bucket in tree:
@@ -118,7 +120,7 @@ def leaf_views(
 
 
 def is_right(bucket: Bucket, found: Views) -> bool:
-    """Whether these are the bytes that were published (I7)."""
+    """True if these are the bytes that were published (I7)."""
     pairs = zip(bucket, found, strict=True)
     return all(piece_digest(view) == leaf.digest for leaf, view in pairs)
 
@@ -127,8 +129,8 @@ def is_right(bucket: Bucket, found: Views) -> bool:
 
 
 def sources_in(location: str) -> tuple[str, ...]:
-    """The addresses in a manifest's location, `http://HOST:PORT/SECRET` with blanks between.
-    `ValueError` names what is missing, without the secret.
+    """The addresses in a manifest's location, `http://HOST:PORT/SECRET` with blanks between. Raises
+    `ValueError` if a part is missing. It names the part, without the secret.
     """
     found = tuple(location.split())
     for source in found:
@@ -152,16 +154,17 @@ class _KnownSource:
     under_way: int = 0
     strikes: int = 0
     gives_last: bool = False
-    """Whether it is asked last of the sources that hold a bucket."""
+    """True if the source is asked last among the sources that hold a bucket."""
 
 
 @dataclass(slots=True)
 class Transfer:
-    """Which bucket is to come from which source, until all are here or no source has the rest.
+    """Decides which bucket is fetched from which source, until all are here or no source has the
+    rest.
 
     A source whose bytes are wrong is asked for nothing more, and named in `blamed`. A source that
     fails `STRIKES` times is in `lost`. Any other source that has a bucket gives it. The trainer's
-    own addresses are asked last, so that engines give each other what they have.
+    own addresses are asked last, so that engines give their buckets to each other.
     """
 
     num_buckets: int
@@ -191,7 +194,7 @@ class Transfer:
 
     @property
     def is_lost(self) -> bool:
-        """Whether buckets are missing and no source is left to ask."""
+        """True if buckets are missing and no source is left to ask."""
         return bool(self._order) and not self._known
 
     def hear_of(self, source: str, *, gives_last: bool = False) -> bool:
@@ -216,8 +219,8 @@ class Transfer:
         return len(holds) == self.num_buckets
 
     def take(self) -> tuple[str, int] | None:
-        """The source that is to be asked now, and for which bucket. `None` where at the moment no
-        source can give what is missing.
+        """The source to ask now, and the bucket to ask for. `None` if at the moment no source can
+        give a missing bucket.
         """
         asked: list[tuple[bool, int, float, str]] = []
         for source, known in self._known.items():
@@ -240,7 +243,7 @@ class Transfer:
             known.strikes = 0
 
     def wrong(self, bucket: int) -> None:
-        """The bucket's bytes are not those that were published. Another source is to give it."""
+        """The bucket's bytes are not those that were published. Another source has to give it."""
         source = self._under_way[bucket]
         self._again(bucket)
         self._known.pop(source, None)
@@ -274,7 +277,7 @@ class Transfer:
         self.offers(source, ())
 
     def complaint(self) -> str:
-        """What is missing and why, for people."""
+        """A complaint for people: the missing buckets and the reason."""
         waiting = "no source is left"
         if self._known:
             places = ", ".join(map(place, self._known))

@@ -1,10 +1,10 @@
 """Runs inside vLLM's and SGLang's workers: a version comes straight from the trainer while the
 server generates, and a pause only swaps it in.
 
-This file imports torch and the standard library only. Where differences come it also imports numpy,
+This file imports torch and the standard library only. If differences come, it also imports numpy,
 xxhash and the file that reads them. A thread meets the trainer in a process group of its own,
 receives bucket by bucket, and lays the tensors out as the model has its own, beside those that are
-served. Every wait has a deadline, and whatever fails leaves the weights served as they are.
+served. Every wait has a deadline, and every failure leaves the weights served as they are.
 """
 
 import hashlib
@@ -34,9 +34,11 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
-"""Ways of computing that keep nothing of a layer's weights but what `exchange` exchanges."""
+"""Ways of computing that keep nothing of a layer's weights outside the attributes that `exchange`
+exchanges.
+"""
 HEX = 32
-"""How many digits of a bucket's SHA-256 are told."""
+"""The number of digits of a bucket's SHA-256 that are reported."""
 
 
 class GroupSeat:
@@ -93,7 +95,9 @@ READER = Path(__file__).resolve().parents[3] / "weights" / "frames.py"
 PIECE = 16 * 2**20
 """Bytes of a tensor that are hashed at once."""
 CHECKS = importlib.util.find_spec("xxhash") is not None and READER.exists()
-"""Whether differences may come. Only the bytes as a whole tell whether they led to the version."""
+"""True if differences may come. Only a digest of all bytes tells whether they led to
+the version.
+"""
 
 
 def fingerprint(tensors, data):
@@ -136,13 +140,13 @@ class IncomingVersion:
 
 
 class Landing:
-    """What a worker holds: the version that came last, and the version that is served. Its methods
-    never wait.
+    """The versions that a worker holds: the one that came last, and the one that is served. Its
+    methods never wait.
     """
 
     def __init__(self, prepare, swap):
-        """`prepare` makes of named tensors what `swap` takes. `swap` returns what was served
-        before, or `None` where that is gone.
+        """`prepare` turns named tensors into the argument of `swap`. `swap` returns the weights
+        that were served before, or `None` if they are gone.
         """
         self._prepare = prepare
         self._swap = swap
@@ -152,8 +156,8 @@ class Landing:
         self._kept = None  # (fingerprint, bytes) of the version that differences change
 
     def begin(self, order, *, index, workers):
-        """Starts to receive. The version that came before is forgotten, also where it is still on
-        its way: its thread ends by its deadline.
+        """Starts to receive. The version that came before is forgotten, even if it is still on its
+        way: its thread ends by its deadline.
         """
         if order["workers"] != workers:
             raise ValueError(
@@ -168,7 +172,7 @@ class Landing:
         thread.start()
 
     def state(self):
-        """The state of this worker, for the companion. `done` is true also where it failed."""
+        """The state of this worker, for the companion. `done` is true also after a failure."""
         coming = self._coming
         kept = self._kept
         if not CHECKS:
@@ -196,7 +200,7 @@ class Landing:
         }
 
     def holds(self, version):
-        """Whether the version is served, or has come and is ready."""
+        """True if the version is served, or has come and is ready."""
         if self._live == version:
             return True
         coming = self._coming
@@ -205,7 +209,7 @@ class Landing:
         return coming.order["version"] == version
 
     def take(self, version):
-        """Makes the version that was received the one that is served, between two steps. The other
+        """Serves the version that was received, between two steps. The version that was served
         becomes the received one, so that the exchange can be taken back.
         """
         coming = self._coming
@@ -254,7 +258,7 @@ class Landing:
         coming.done = True
 
     def _changed(self, payload, order):
-        """The bytes of the version that a difference leads to. Nothing is kept until it is
+        """Returns the bytes of the version that a difference leads to. Nothing is kept until it is
         verified: a difference that fails leaves neither version.
         """
         kept = self._kept
@@ -282,9 +286,9 @@ def _view(data, dtype, shape, offset, num_bytes):
 
 
 def can_stand_beside(model):
-    """Whether a model's weights may be made ready in other memory and exchanged. On a GPU recorded
-    graphs hold the old addresses, and layers that pack their weights keep them in places of their
-    own.
+    """True if a model's weights may be made ready in other memory and exchanged. They may not on a
+    GPU, where recorded graphs hold the old addresses, nor if layers pack their weights and keep
+    them in places of their own.
     """
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return False
@@ -298,8 +302,8 @@ def can_stand_beside(model):
 
 
 def beside(model):
-    """The same modules around parameters and buffers of their own. Loaders stay those of the model
-    that is served, so that what is exchanged holds nothing alive.
+    """The same modules around parameters and buffers of their own. The loaders are those of the
+    served model, so that exchanged tensors keep nothing else alive.
     """
     modules = {}
     tensors = {}
@@ -335,13 +339,13 @@ def beside(model):
 
 
 EXCHANGED = ("_parameters", "_buffers", "cpu_linear", "_cpu_unpacked_conv_weight")
-"""What `exchange` exchanges. The last two are vLLM's: on a CPU a layer computes with a packed copy
-of its weight, which `cpu_linear` holds, or keeps one that is not packed.
+"""The attributes that `exchange` exchanges. The last two are vLLM's: on a CPU a layer computes with
+a packed copy of its weight, which `cpu_linear` holds, or keeps one that is not packed.
 """
 
 
 def exchange(model, other):
-    """Gives each model what the other had. No byte is copied."""
+    """Exchanges the weights of two models. No byte is copied."""
     for ours, theirs in zip(model.modules(), other.modules(), strict=True):
         a = vars(ours)
         b = vars(theirs)

@@ -4,12 +4,13 @@
 SGLang finds it by the entry point beside it. The backend takes an answer's grammar from any token
 of the answer on.
 
-On a CPU requests may also have seeds, which SGLang by itself heeds only with kernels for GPUs, and
-adapters.
+On a CPU requests may also have seeds and adapters. SGLang by itself heeds seeds only with kernels
+for GPUs.
 
 The plugin also takes weights that come straight from the trainer. `/init_weights_update_group` for
-a group of our name begins to receive while SGLang generates, `/server_info` says what each worker
-holds, and `/update_weights_from_distributed` swaps it in between two steps, in a pause or not.
+a group of our name begins to receive while SGLang generates, `/server_info` lists the versions that
+each worker holds, and `/update_weights_from_distributed` swaps it in between two steps, in a pause
+or not.
 """
 
 import json
@@ -59,8 +60,8 @@ class SglangShape(BaseGrammarObject):
 
 
 class ShapeBackend(GuidanceBackend):
-    """A backend whose `ebnf` is what `Shapes` reads. No two requests share one, so nothing is put
-    into SGLang's cache.
+    """A backend whose `ebnf` is the text that `Shapes` reads. No two requests share one, so nothing
+    is put into SGLang's cache.
     """
 
     def __init__(self, server_args, tokenizer, vocab_size, eos_token_ids):
@@ -79,8 +80,8 @@ _generator = torch.Generator()
 
 
 def _with_seeds(info, cls, batch, vocab_size):
-    """Gives a batch that has just been made a place for the seeds of its requests, also where none
-    has one, because batches are merged row by row.
+    """Gives a batch that has just been made a place for the seeds of its requests. It does so even
+    if no request has one, because batches are merged row by row.
     """
     if torch.device(batch.device).type == "cpu" and info.sampling_seed is None:
         seeds = [_seed_of(request) for request in batch.reqs]
@@ -94,7 +95,7 @@ def _seed_of(request):
 
 
 def _given(seeds):
-    """The seeds, or `None` where no request has one, so that SGLang samples as it always does."""
+    """The seeds. `None` if no request has one, so that SGLang samples as it always does."""
     if seeds is None:
         return None
     if seeds.device.type == "cpu" and (seeds < 0).all():
@@ -109,9 +110,9 @@ def _sample(sample, probs, sampling_seed=None, positions=None):
 def _sample_truncated(
     sample, probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **rest
 ):
-    """Samples in place of SGLang, which dies where seeds and min-p meet in a batch. Its noise would
-    also be that of ranks here and not of ids: a request without truncation would say something else
-    when a request with truncation is beside it.
+    """Samples in place of SGLang, which dies if seeds and min-p meet in a batch. SGLang's noise
+    would also belong to ranks and not to ids here: a request without truncation would get other
+    tokens if a request with truncation is beside it.
     """
     seeds = _given(sampling_seed)
     if seeds is None or seeds.device.type != "cpu":
@@ -139,7 +140,7 @@ def _draw(draw, logprobs, seed, positions):
 GROUP = "midflight:"
 """The beginning of the name of a group that is ours. An order follows it, as JSON."""
 _landings = []
-"""One `Landing`, from when it is first asked for: a process has one manager of weights."""
+"""One `Landing`, from its first use on: a process has one manager of weights."""
 
 
 def _landing(manager):
@@ -199,7 +200,7 @@ def _begin(original, manager, asked):
 
 
 def _take(original, manager, asked):
-    """Swaps in all workers, or in none."""
+    """Swaps the version in, in all workers or in none."""
     if not asked.group_name.startswith(GROUP):
         return original(manager, asked)
     from sglang.srt.managers import io_struct
@@ -217,9 +218,10 @@ def _take(original, manager, asked):
 
 
 def _changed(original, scheduler, new_version):
-    """SGLang notes how many tokens each request has when the weights change. One that is in a step
-    under way gets one more of the old weights; one that waits while that step reads other prompts
-    does not."""
+    """SGLang notes how many tokens each request has when the weights change. A request in a step
+    under way gets one more token of the old weights. A request that waits while that step reads
+    other prompts does not.
+    """
     from sglang.srt.runtime_context import get_serving
     from sglang.srt.utils.weight_versions import WeightVersionEvent
 
@@ -233,8 +235,8 @@ def _changed(original, scheduler, new_version):
 
 
 def _under_way(scheduler):
-    """Requests that a step under way makes a token of. A step that reads a prompt's middle makes
-    none.
+    """The requests that get a token from a step under way. A step that reads the middle of a prompt
+    makes none.
     """
     batches = [batch for batch, _ in getattr(scheduler, "result_queue", ())]
     return [req for batch in batches for req in batch.reqs if not req.inflight_middle_chunks]
@@ -263,8 +265,8 @@ def _told(said, controller, asked):
 
 
 def _unpinned(original, *given, **named):
-    """Makes pinning of memory do nothing where there is no accelerator. SGLang's own LoRA pins
-    memory wherever it runs, and torch refuses that where there is nothing to copy it to.
+    """Makes pinning of memory do nothing if there is no accelerator. SGLang's own LoRA pins memory
+    on any machine, and torch refuses that if there is no device to copy it to.
     """
     if not torch.accelerator.is_available():
         torch.Tensor.pin_memory = lambda tensor, *_: tensor

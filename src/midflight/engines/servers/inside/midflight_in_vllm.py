@@ -1,4 +1,4 @@
-"""Runs inside vLLM, in each of its processes: a plugin that lets an answer go on in the middle of a
+"""Runs inside vLLM, in each of its processes. This plugin lets an answer go on in the middle of a
 grammar.
 
 vLLM finds it by the entry point beside it. The plugin replaces only how the grammar of a request is

@@ -1,5 +1,5 @@
-"""Runs inside servers: seeds of single tokens. They give an answer that goes on after an
-interruption the noise that it would have had.
+"""Runs inside servers. It makes seeds of single tokens, so that an answer that goes on after an
+interruption gets the same noise as without it.
 """
 
 import hashlib

@@ -1,9 +1,11 @@
-"""Runs inside servers: what one answer may say next, by llguidance, from any token of it on.
+"""Runs inside servers. It finds the tokens that may come next in one answer, by llguidance, from
+any token of the answer on.
 
 A server starts a grammar with the request, and an answer that goes on after an abort is a new
-request to the server. So each request says its grammar, the tokens that the answer has already, its
-ends, and how many tokens must come before an end. The servers' own machinery of grammars does the
-rest. The server's interpreter has no Midflight, so this file imports only what is there.
+request to the server. So each request has its grammar, the tokens that the answer has already, its
+ends, and the number of tokens that must come before an end. The servers' own machinery of grammars
+does the rest. The server's interpreter has no Midflight, so this file imports only packages that
+are there.
 """
 
 import json
@@ -19,13 +21,13 @@ _LIMITS = {"max_lexer_states": 20_000, "verbose_errors": False}
 
 
 class Shape:
-    """What one answer may say next. The answer is over with an end of turn after a complete
-    answer.
+    """Says which tokens may come next in one answer. The answer is over if an end of turn follows a
+    complete answer.
     """
 
     def __init__(self, matcher, *, ends, barred, least):
-        """`ends` are ends of turn. Before `least` tokens have come, tokens in `barred` may not,
-        unless the grammar leaves nothing else.
+        """`ends` are ends of turn. Before `least` tokens have come, tokens in `barred` are not
+        allowed, unless the grammar leaves nothing else.
         """
         self._matcher = matcher
         self._ends = frozenset(ends)
@@ -46,8 +48,8 @@ class Shape:
         return True
 
     def num_allowed(self, tokens):
-        """How many of the tokens the grammar allows, one after the other. The answer stays where it
-        is.
+        """Returns how many of the tokens the grammar allows, one after the other. The answer stays
+        where it is.
         """
         return 0 if self.ended else self._matcher.validate_tokens(tokens)
 
@@ -61,8 +63,8 @@ class Shape:
             self._matcher.rollback(num)
 
     def fill(self, words, fill):
-        """Writes what may come next to one row of bits, int32 [V / 32]. `fill` asks the matcher for
-        it.
+        """Writes the tokens that may come next to one row of bits, int32 [V / 32]. `fill` gets them
+        from the matcher.
         """
         fill(self._matcher)
         if self.num_tokens >= self._least:
@@ -77,7 +79,7 @@ class Shape:
 
 
 class Shapes:
-    """Compiles the grammars of requests. Servers call it in threads of theirs."""
+    """Compiles the grammars of requests. Servers call it in threads of their own."""
 
     def __init__(self, tokenizer, vocab_size):
         """`tokenizer` is one of `transformers`. `vocab_size` is the number of bits of a row."""
@@ -89,7 +91,7 @@ class Shapes:
 
     def shape(self, said):
         """`said`: JSON of `grammar`, in llguidance's notation, the tokens `after` which it begins,
-        and `ends`, `barred` and `least` of `Shape`. `ValueError` where the grammar does not
+        and `ends`, `barred` and `least` of `Shape`. Raises `ValueError` if the grammar does not
         compile, or forbids those tokens.
         """
         said = json.loads(said)

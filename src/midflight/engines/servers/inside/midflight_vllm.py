@@ -1,11 +1,11 @@
 """Runs inside vLLM's workers: makes the weights of a model folder live. It is loaded by
 `--worker-extension-cls midflight_vllm.Loader`.
 
-vLLM's interpreter has no Midflight, so this file imports only what is there. It is called between
-two steps, in a pause, by `POST /collective_rpc`.
+vLLM's interpreter has no Midflight, so this file imports only packages that are there. It is called
+between two steps, in a pause, by `POST /collective_rpc`.
 
-It also takes weights that come straight from the trainer, by vLLM's own routes, where vLLM was
-started with `--weight-transfer-config '{"backend": "midflight"}'`. `/init_weight_transfer_engine`
+If vLLM was started with `--weight-transfer-config '{"backend": "midflight"}'`, it also takes
+weights that come straight from the trainer, by vLLM's own routes. `/init_weight_transfer_engine`
 begins to receive while vLLM generates, and `/update_weights` in a pause only swaps.
 """
 
@@ -39,7 +39,7 @@ class Loader:
         return True
 
     def midflight_grammars(self) -> bool:
-        """Whether answers can go on in the middle of a grammar. That needs the plugin beside this
+        """True if answers can go on in the middle of a grammar. That needs the plugin beside this
         file, and llguidance as the maker of vLLM's masks.
         """
         if "midflight_in_vllm" not in sys.modules:
@@ -48,7 +48,7 @@ class Loader:
 
     def midflight_seeds(self) -> bool:
         """Makes the noise of requests with a seed a function of seed and position, so that it is
-        the same after a resume. Returns whether it is.
+        the same after a resume. Returns True if it is.
 
         vLLM's newer runners do so themselves. The older one draws from a generator for each
         request, which would begin anew with each attempt. On a CPU it cannot wind the generator
@@ -77,7 +77,7 @@ class Loader:
         return len(names)
 
     def midflight_landed(self) -> dict[str, object] | None:
-        """What this worker holds of the weights that came straight from the trainer. `None` where
+        """The state of the weights that came straight from the trainer to this worker. `None` if
         vLLM was started without our backend.
         """
         engine = self.weight_transfer_engine
@@ -87,14 +87,14 @@ class Loader:
 NEWER_RUNNERS = ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.cpu.model_runner")
 """The modules of runners whose noise is a function of seed and position."""
 OLDER_RUNNER = ("_sample", "input_batch", "requests", "discard_request_mask")
-"""What the older runner must have, so that its noise can be made such a function."""
+"""The attributes that the older runner must have, so that its noise can be made such a function."""
 
 
 def _reload(model: nn.Module, model_config: object, tensors: Iterable[tuple[str, Tensor]]) -> None:
     device = next(model.parameters()).device
     if device.type == "cpu":
         _forget_packed_experts(model)
-    # The context makes every operation slower, so it is entered only where it changes something.
+    # The context makes every operation slower, so it is entered only if it changes something.
     with nullcontext() if device.type == "cpu" else torch.device(device):
         reload.initialize_layerwise_reload(model)
         model.load_weights(tensors)
@@ -117,7 +117,7 @@ class TakeBody:
 
 
 class DirectTransfer(WeightTransferEngine):
-    """vLLM's end of the direct way for weights. What is ordered comes in the background, and an
+    """vLLM's end of the direct way for weights. A version is received in the background, and an
     update swaps it in.
     """
 
@@ -137,8 +137,8 @@ class DirectTransfer(WeightTransferEngine):
         pass
 
     def update_weights(self, update_info: dict) -> None:
-        """Takes the place of vLLM's own, which in the end waits for an accelerator and fails where
-        there is none.
+        """Takes the place of vLLM's own method, which in the end waits for an accelerator and fails
+        if there is none.
         """
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
@@ -182,9 +182,8 @@ WeightTransferEngineFactory.register_engine("midflight", DirectTransfer)
 
 def _unloaded(tensor: Tensor, served: nn.Module) -> Tensor:
     """A tensor's form before it is loaded, for a layer beside the `served` one. It keeps the
-    loaders of `served`, so that what was exchanged keeps nothing alive. After a first reload the
-    form of `served` has a loader that takes in what is for `served`, and drops the rest without a
-    word.
+    loaders of `served`, so that exchanged tensors keep nothing alive. After a first reload the form
+    of `served` has a loader that loads tensors of `served` only, and drops all others silently.
     """
     form = restore_layer_refs(to_meta_tensor(tensor), served)
     form.weight_loader = reload._get_original_loader(form)
@@ -192,8 +191,8 @@ def _unloaded(tensor: Tensor, served: nn.Module) -> Tensor:
 
 
 def _sample_seeded(runner, left_out: dict[str, torch.Generator], *args):
-    """Takes the place of the runner's `_sample`. `left_out`: the generators of requests whose
-    prompts are not read to their end, by id. Samples of such requests are discarded, and their
+    """Takes the place of the runner's `_sample`. `left_out` holds by id the generators of requests
+    whose prompts are not read to their end. Samples of such requests are discarded, and their
     generator would be wound back.
     """
     batch = runner.input_batch
@@ -225,8 +224,8 @@ def _tensors(folder: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
 
 def _forget_packed_experts(model: nn.Module) -> None:
     """Drops the kernels of experts, so that they are made again. On a CPU experts compute with
-    packed weights too. These are packed where the kernel is made, and a kernel that is there
-    already would read the new weights as if they were packed.
+    packed weights too. These are packed when the kernel is made, and an existing kernel would read
+    the new weights as if they were packed.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
