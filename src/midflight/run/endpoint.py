@@ -17,8 +17,8 @@ NAME = "endpoint.json"
 MIN_TOKEN_LENGTH = 16
 MAX_TOKEN_LENGTH = 512
 TOKEN_VARIABLE = "MIDFLIGHT_CONTROL_TOKEN"
-"""The variable that may hold the control token. Children do not get it: an agent could score itself
-with what it inherits.
+"""The variable that may hold the control token. Child processes do not get it: an agent that
+inherited the token could score itself.
 """
 
 

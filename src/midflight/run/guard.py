@@ -175,10 +175,10 @@ def _let_go(kept: Sequence[int]) -> None:
 
 
 def _kill_session(session: int) -> None:
-    """Kills every process in it, of whichever group, and this one last.
+    """Kills every process in the session, of whichever group, and this one last.
 
-    A process that has been sent SIGKILL starts no other any more. So nothing is left when a look
-    finds nobody new.
+    A process that has been sent SIGKILL cannot start another. So when a search finds no new
+    process, none is left.
     """
     killed = {os.getpid()}
     found = _members(session) - killed

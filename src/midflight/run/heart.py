@@ -1,5 +1,5 @@
-"""The heartbeat of a part: every second it tells the launcher what it does and waits for, so that a
-part that stands still is found. Torch-free.
+"""The heartbeat of a part: every second it tells the launcher what it does and waits for, so that
+the launcher notices a part that stands still. The module does not import torch.
 
 A part beats from a thread, so that the launcher hears of it while its event loop is blocked. Each
 beat says when the loop last turned. A process that is stopped, or that holds the interpreter, does
@@ -25,7 +25,7 @@ START_SECONDS = 600.0
 interpreter, and longer while it computes or reads.
 """
 ENDLESS = 1e9
-"""The limit of what has no limit, such as an operator's pause. JSON has no infinity."""
+"""The limit of a wait that has none, such as an operator's pause. JSON has no infinity."""
 
 
 class Doing(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class Doing(msgspec.Struct, frozen=True):
     """It holds the event loop, and another part judges for how long it may."""
 
     def excused(self, now: float) -> bool:
-        """Whether it may still last."""
+        """True if it may still last."""
         return self.computes or (self.limit is not None and now - self.since < self.limit)
 
 
@@ -71,7 +71,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     doing: tuple[Doing, ...] = ()
     absences: tuple[Absence, ...] = ()
     counters: str = ""
-    """What the part has to do, in a few words."""
+    """The part's outstanding work, in a few words."""
     at: float | None = None
     """When the beat was sent; None where its times are already of the receiver's clock."""
     cpu_seconds: float = 0.0
@@ -116,8 +116,8 @@ class Heartbeat:
         self.ask: Callable[[], LoopReport] = LoopReport
         """Called on the event loop every second; must not wait."""
         self.beside: Callable[[], tuple[Doing, ...]] = tuple
-        """Called before each beat, beside the loop: returns what is known of the loop while that is
-        blocked.
+        """Called before each beat, in the beat's thread. Returns work that is known to be under way
+        while the loop is blocked.
         """
         self.work: Callable[[], tuple[float, int]] = _own_work
         """Called before each beat, beside the loop: returns processor seconds and bytes so far. The

@@ -20,7 +20,9 @@ from midflight.run.heart import Beat, Heartbeat
 T = TypeVar("T")
 
 SEATED_VARIABLE: Final = "MIDFLIGHT_SEATED"
-"""Set for a part whose parent is not the launcher: its beats say what the launcher cannot see."""
+"""Set for a part whose parent is not the launcher. Its beats then carry the numbers that the
+launcher cannot read itself.
+"""
 TEACHER: Final = "teacher"
 """The name of the engine process that scores what others generate."""
 
@@ -35,7 +37,7 @@ class ProcessKind(StrEnum):
 
 
 class Purpose(StrEnum):
-    """What a rollout process is started for."""
+    """The purpose of a rollout process."""
 
     TRAIN = "train"
     """It makes rollouts for our trainer; the launcher ends it."""
@@ -59,8 +61,8 @@ class EngineSpec(msgspec.Struct, frozen=True, tag="engine"):
     socket_fd: int
     token: str
     segment: str
-    """Begins the names of what the run keeps in memory and in temporary folders, on whichever
-    machine; no other run has it.
+    """The beginning of the names of all memory segments and temporary folders of the run, on every
+    machine. No other run has it.
     """
     version: int = 0
     url: str | None = None
@@ -152,8 +154,8 @@ class ModelReady(msgspec.Struct, frozen=True, tag="model_ready"):
     folder: str
     version: int
     checkpoint: int | None = None
-    """The version of the checkpoint that the model is from, on resume. What was trained after it
-    waits again.
+    """The version of the checkpoint that the model is from, on resume. Groups that were trained
+    after it wait again.
     """
     alarms: tuple[str, ...] = ()
     """The trainer's alarms until now. The journal lacks them, which the rollout process writes."""
@@ -180,7 +182,7 @@ class WarmStart(msgspec.Struct, frozen=True, tag="warm_start"):
 
 
 class Verdict(StrEnum):
-    """What the failure of a part means for the run."""
+    """The consequence of a part's failure for the run."""
 
     CONFIG = "config"
     """The configuration or the data is to blame. A restart would not help, and the message says
@@ -190,7 +192,7 @@ class Verdict(StrEnum):
     """A budget is spent, or the disk is full. A restart would not help, and the message says all.
     """
     LOST = "lost"
-    """The part lost another part, whose own failure says more."""
+    """The part lost another part, whose own failure explains more."""
     CRASH = "crash"
     """The failure was not foreseen: the traceback is shown, and a restart may help."""
     KILLED = "killed"
@@ -208,8 +210,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
-    """A message of the launcher itself: a part died and is started again after `seconds`. That may
-    happen `left` more times for now; None is no limit.
+    """A message of the launcher itself: a part died and is started again after `seconds`. At
+    present this may happen `left` more times; None means without limit.
     """
 
     part: str
@@ -234,7 +236,7 @@ class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
 
 
 class Notice(msgspec.Struct, frozen=True, tag="words"):
-    """Something for people to read, such as what the model wrote."""
+    """A text for people, such as an answer of the model."""
 
     text: str
 
@@ -302,8 +304,8 @@ class FirstWork:
 
 
 class PartLost(MidflightError):
-    """Another process of the run did not answer. That process says why it ended; the ring may start
-    again.
+    """Another process of the run did not answer. That process reports why it ended. The ring may
+    start again.
     """
 
 
@@ -313,7 +315,7 @@ class ServerLost(MidflightError):
     """
 
     was_killed = False
-    """Whether a user or the kernel killed it."""
+    """True if a user or the kernel killed it."""
 
 
 async def serve_while(main: Coroutine[Any, Any, T], *services: Coroutine[Any, Any, None]) -> T:

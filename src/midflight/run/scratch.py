@@ -1,8 +1,8 @@
-"""Scratch folders: a run keeps them in memory or among temporary files, and removes those that
+"""Scratch folders. A run keeps them in memory or among temporary files, and removes those that
 killed runs left there.
 
 A lock, and not a process id, says whether a folder is in use: it ends with its process, and holds
-between containers too. What a killed run left has no lock any more.
+between containers too. A folder that a killed run left is no longer locked.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ def segment_name(folder: Path) -> str:
 
 @contextmanager
 def scratch_folder(name: str = PREFIX) -> Generator[Path]:
-    """An empty folder whose name begins with `name`, in memory where there is a place for it.
+    """Yields an empty folder whose name begins with `name`, in memory if there is a place for it.
 
-    No other run removes it while this process lives. It is removed at the end of the block, or by
-    the next run on this machine, where this process was killed.
+    No other run removes it while this process lives. It is removed at the end of the block, or, if
+    this process was killed, by the next run on this machine.
     """
     try:
         folder, lock = _locked_folder(SHARED, name)

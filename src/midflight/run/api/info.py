@@ -21,7 +21,7 @@ API_VERSION = 1
 
 
 class Info(msgspec.Struct, frozen=True):
-    """What answers here."""
+    """The name and state of the process that answers at this address."""
 
     api_version: int
     run: str

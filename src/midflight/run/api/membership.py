@@ -52,7 +52,7 @@ class MemberState(msgspec.Struct, frozen=True, omit_defaults=True):
     version: Version
     requests: int
     error: str | None = None
-    """Why it is in quarantine."""
+    """The reason for its quarantine."""
 
 
 class EngineLeftAnswer(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class EngineLeftAnswer(msgspec.Struct, frozen=True):
 
 
 class EngineNeeds(msgspec.Struct, frozen=True):
-    """What an engine must be like to join."""
+    """The requirements that an engine must meet to join."""
 
     midflight: str
     model_path: str

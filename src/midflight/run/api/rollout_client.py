@@ -62,7 +62,9 @@ class RolloutClient:
         await self._post("finish", {"version": version})
 
     async def restart(self, checkpoint: Version, *, least: Version = 0) -> WentOn:
-        """Restarts as `TrainerService` does. Where it is called twice, the second number holds."""
+        """Restarts as `TrainerService` does. If it is called twice, the second call's number
+        holds.
+        """
         answer = await self._post("restart", {"version": checkpoint, "least": least})
         return msgspec.json.decode(answer, type=WentOn)
 

@@ -181,7 +181,7 @@ class TrainerRoutes:
 
     async def _weights(self, request: Request) -> Response:
         """Waits until every engine serves the version, is reserved, or is in quarantine. The
-        answer's `served_version` is what the engines serve then.
+        answer's `served_version` is the version that the engines serve by then.
         """
         body = await body_of(request, WeightsBody)
         self._book.check_version(body.version)

@@ -1,5 +1,5 @@
-"""What the trainer asks of the rollout side: it draws a batch, reports a step and hands over
-weights.
+"""The trainer's interface to the rollout side: the trainer draws a batch, reports a step and hands
+over weights.
 """
 
 from typing import Protocol
@@ -25,9 +25,9 @@ class RolloutService(Protocol):
         ...
 
     async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
-        """Groups that the batch of this version is likely to have. They are in no lease, and each
-        is given once. Waits until there are some, with at least `tokens` tokens. The answer is
-        None when the batch is there: it alone says what the step is made of.
+        """Returns groups that the batch of this version is likely to have. They are in no lease,
+        and each is given once. Waits until there are some, with at least `tokens` tokens. Returns
+        None when the batch is there: the batch alone says what the step is made of.
         """
         ...
 
@@ -44,7 +44,9 @@ class RolloutService(Protocol):
         ...
 
     async def checkpointed(self, version: Version) -> None:
-        """A checkpoint of this version is on disk: what was trained up to it is final (I8)."""
+        """Reports that a checkpoint of this version is on disk. All training up to it is then final
+        (I8).
+        """
         ...
 
     async def finish(self, version: Version) -> None:
@@ -61,12 +63,14 @@ class CopyAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TrainerService(RolloutService, Protocol):
-    """What a foreign trainer may ask for too: it may not wait for ever, and it may go back while
-    the gateway and the engines stay.
+    """The interface for a foreign trainer. It may limit its wait for a batch, and it may go back to
+    a checkpoint while the gateway and the engines stay.
     """
 
     async def take_within(self, train_version: Version, *, seconds: float) -> PackedBatch | None:
-        """As `take`, but None when there is no batch yet after `seconds`; 0 looks once."""
+        """Does what `take` does, but returns None if there is no batch after `seconds`. With 0 it
+        looks once.
+        """
         ...
 
     async def take_back(self, lease: int) -> None:
@@ -93,7 +97,7 @@ class TrainerService(RolloutService, Protocol):
 
     @property
     def over(self) -> bool:
-        """Whether a trainer has said `finish`: no batch comes any more."""
+        """True if a trainer has said `finish`: no more batches come."""
         ...
 
 

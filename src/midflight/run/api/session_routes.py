@@ -84,7 +84,7 @@ class Sampling(StrictBody, frozen=True):
 class OpenBody(StrictBody, frozen=True):
     sampling: Sampling = Sampling()
     tracked: bool = True
-    """Whether the record has rows; without them it only counts."""
+    """True if the record has rows. A record without rows is only counted."""
     count_all_choices: bool = False
     """Choices (n > 1) that the agent did not go on from get rows too, and are not
     dropped(unchosen).

@@ -1,7 +1,8 @@
-"""What the trainer was handed, made and published.
+"""The trainer's batches, steps and published versions.
 
-`StepBook` refuses what comes out of turn, and fills in what a report leaves out. A version is one
-step: it begins at `train_version` and makes `train_version + 1`. Synchronous; it never waits.
+`StepBook` refuses calls that come out of turn, and fills in the fields that a report leaves out. A
+version is one step: it begins at `train_version` and makes `train_version + 1`. Synchronous; it
+never waits.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class StepBook:
             self._open[batch.lease] = _OpenBatch(batch.train_version, now, tokens)
 
     def check_life(self, life: int) -> None:
-        """`OutOfTurn` for a trainer in whose place another goes on."""
+        """Raises `OutOfTurn` for a trainer that another trainer has replaced."""
         if life < self._life:
             raise OutOfTurn(
                 f"trainer {life} of this run was given up, and trainer {self._life} goes on in its "
@@ -113,7 +114,9 @@ class StepBook:
         )
 
     def repeats(self, said: DoneBody) -> bool:
-        """Whether this was the last report. Its answer did not arrive, so it is sent again."""
+        """True if this report equals the last one. The sender repeats a report whose answer did not
+        arrive.
+        """
         if said == self._last_said:
             return True
         if not self._forgot:
@@ -157,8 +160,8 @@ class StepBook:
         self._saved = max(self._saved, version)
 
     def check_saved(self, version: Version) -> None:
-        """A checkpoint holds steps that were made: what is trained later must not count as
-        final.
+        """Raises `OutOfTurn` if the checkpoint is newer than the newest step made. A checkpoint may
+        only hold steps that were made, because later training must not count as final.
         """
         if version > self._made:
             raise OutOfTurn(
@@ -193,8 +196,8 @@ class StepBook:
 
 
 class DoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trainer's report of a step; what it leaves out is filled in. Times are seconds of
-    CLOCK_MONOTONIC: on the sender's machine where it gives `now`, else on this one.
+    """A trainer's report of a step. Fields that it leaves out are filled in. Times are seconds of
+    CLOCK_MONOTONIC: on the sender's machine if it gives `now`, else on this one.
     """
 
     lease: int

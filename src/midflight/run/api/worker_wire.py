@@ -66,7 +66,7 @@ class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
     error: str | None = None
     trace: str | None = None
     ends_run: bool = False
-    """Whether the error is one of the configuration, which ends the run."""
+    """True if the error is one of the configuration, which ends the run."""
     components: dict[str, float] = {}
     metrics: dict[str, float] = {}
     turns: tuple[float, ...] = ()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Every attempt at a run has its own. Of its tokens, only the control token is known outside."""
+    """The tokens of one attempt at a run. Only the control token is known outside the run."""
 
     gateway: str
     """The URL of the first gateway."""

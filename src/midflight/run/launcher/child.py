@@ -55,7 +55,7 @@ SPECS = {
     parts.ProcessKind.WORKER: parts.WorkerSpec,
     parts.ProcessKind.TRAINER: parts.TrainerSpec,
 }
-"""What each kind of process is told."""
+"""The type of spec that each kind of process receives."""
 
 
 def part_main(
@@ -123,8 +123,8 @@ def report(error: BaseException, launcher: parts.LauncherPipe) -> None:
 
 
 def failure_of(error: BaseException) -> parts.Failed:
-    """What the launcher must know of an error. Where errors came together, one that a restart
-    cannot mend says most.
+    """Returns the message that tells the launcher of an error. If several errors came together, one
+    that a restart cannot mend is reported.
     """
     found = [_verdict(one) for one in every_error(error)]
     verdict, message = found[0]
@@ -155,7 +155,7 @@ def _verdict(error: BaseException) -> tuple[parts.Verdict, str]:
 
 
 def stop(task: asyncio.Task[None]) -> None:
-    """Cancels the part. What hangs then ends with the process."""
+    """Cancels the part. If it hangs after that, its process is ended all the same."""
     task.cancel()
     end_soon(1)
 

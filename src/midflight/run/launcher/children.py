@@ -63,8 +63,8 @@ class Children:
         self._model = asyncio.get_running_loop().create_future()
 
     def model_ready(self, model: ModelReady) -> None:
-        """Specs wait no longer. A later trainer brings what it has by a handover, and is ignored
-        here.
+        """Records the model, so that specs wait no longer. A later trainer brings its model by a
+        handover, and its message is ignored here.
         """
         if not self._model.done():
             self._model.set_result(model)

@@ -1,5 +1,5 @@
-"""How long the tasks of datasets take to be drawn. It is found out by drawing some, and what is
-counted is work, not the time that passes.
+"""Measures how long it takes to draw the tasks of datasets. It draws some of them, and counts the
+work that this takes, not the time that passes.
 """
 
 import time
@@ -23,8 +23,8 @@ class TakesLonger(Exception):
 
 
 class TaskDrawing:
-    """Measures a drawing, of which it hears each entry. It counts from the first one on: what is
-    imported or made before takes its time once, however many tasks there are.
+    """Measures a drawing, entry by entry. It counts from the first entry on: imports and
+    preparation before that take their time once, however many tasks there are.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""How a command's work is run until its end, or until a signal or another thread asks for its end.
-It may run in any thread and beside any event loop.
+"""Runs a command's work until its end, or until a signal or another thread asks for its end. It may
+run in any thread and beside any event loop.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ class Stop:
                 self._cancel()
 
     def reaches(self, cancel: Callable[[], None] | None) -> None:
-        """From now on `cancel` asks the command to end, at once where somebody has asked already.
-        It is called from any thread. None says that the command has ended.
+        """Sets the function that asks the command to end. If an end has been asked for already, it
+        is called at once. It is called from any thread. None means that the command has ended.
         """
         with self._lock:
             self._cancel = cancel
@@ -48,13 +48,13 @@ class Stop:
 
 
 def main_task(main: Coroutine[Any, Any, object], *, stop: Stop | None = None) -> int:
-    """Runs `main` to its end and returns 0. A signal of `STOPS`, or `stop`, cancels it: then it
-    returns 130, 143 or 129. A second one cuts short what it waits for while it ends, so that parts
-    are killed and not waited for. `nohup` stays in force.
+    """Runs `main` to its end and returns 0. A signal of `STOPS`, or `stop`, cancels it: then the
+    return value is 130, 143 or 129. A second signal cuts short the waits of its end, so that parts
+    are killed without waiting for them. `nohup` stays in force.
 
-    Signals reach the main thread of a program alone: elsewhere they stay as they are. Where an
-    event loop runs already, as in a notebook, `main` runs in a thread of its own, for which this
-    one waits; a `KeyboardInterrupt` while it waits is SIGINT.
+    Signals reach only the main thread of a program; in other threads their handlers stay as they
+    are. If an event loop runs already, as in a notebook, `main` runs in a thread of its own, and
+    this thread waits for it. A `KeyboardInterrupt` during that wait counts as SIGINT.
     """
     asked = stop or Stop()
     if _loop_runs():

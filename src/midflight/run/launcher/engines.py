@@ -88,9 +88,10 @@ class Engines:
         memory: Callable[[], str],
         holds: bool,
     ) -> None:
-        """`memory` says in sentences what there is, what the parts are estimated to take, and what
-        helps. With `holds`, requests wait for an engine for as long as one is started, however
-        often that is killed; else the run ends when nothing comes of it, see `killed_starts`.
+        """`memory` says in sentences how much memory there is, how much the parts are estimated to
+        take, and what helps. With `holds`, requests wait for an engine as long as one is being
+        started, however often it is killed. Without it the run ends when no start can succeed, see
+        `killed_starts`.
         """
         self._config = config
         self._places = places
@@ -106,7 +107,7 @@ class Engines:
         self.parts: dict[str, EnginePart] = {}
         self._up: dict[str, asyncio.Event] = {}
         self._apart = set[str]()
-        """Engines that answer what is not trained, and nothing else."""
+        """The engines that only answer requests that are not trained on."""
         self._spent = set[str]()
         """Engines that wait for a restart to come back."""
         self._reminders: dict[str, asyncio.TimerHandle] = {}
@@ -193,8 +194,8 @@ class Engines:
         return replace(part, place=await self._elsewhere(part.name), joins=True)
 
     def _killed_early(self, failure: PartFailed) -> PartFailed:
-        """The failure of an engine that was killed while it started. After some kills it also says
-        what can be done. `RunFailed` where no engine can be started.
+        """Returns the failure of an engine that was killed while it started. After some kills its
+        text also names remedies. Raises `RunFailed` if no engine can be started.
         """
         name = failure.part
         num = self._killed.add(name)
@@ -223,7 +224,7 @@ class Engines:
                     raise
 
     async def _life(self, part: EnginePart) -> PartFailed:
-        """Waits for the end of one process, which nobody asked for, and returns why it ended."""
+        """Waits for the unexpected end of one process, and returns its failure."""
         self._up[part.name] = asyncio.Event()
         try:
             engine = await self._start(part)
@@ -290,8 +291,8 @@ class Engines:
 
     async def _announce(self, part: EnginePart) -> None:
         """Tells the gateway where the engine is. Waits until the engine serves, and then for the
-        gateway. The gateway may not serve yet, and it asks the engine what it is, which takes the
-        longer the larger its weights are.
+        gateway. The gateway may not serve yet, and it asks the engine about itself, which takes
+        longer the larger the engine's weights are.
         """
         from midflight.run.api.membership import EngineAddress
 
@@ -314,14 +315,16 @@ class Engines:
             )
 
     def _others(self, name: str, among: Collection[str]) -> Sequence[str]:
-        """The other engines `among` these parts. For an engine whose answers are trained, only such
-        engines.
+        """Returns the other engines `among` these parts. For an engine whose answers are trained
+        on, only such engines are returned.
         """
         unlike = set[str]() if name in self._apart else self._apart
         return sorted((self.parts.keys() & among) - {TEACHER, name} - unlike)
 
     async def _give_up(self, name: str) -> None:
-        """Tells the gateway that nobody need wait for this engine. Waits for its answer."""
+        """Tells the gateway that this engine will not come back, so that requests do not wait for
+        it. Waits for the gateway's answer.
+        """
         with suppress(PartLost):  # nobody asks anything of it then
             async with self._members() as members:
                 await members.leave(
@@ -333,8 +336,8 @@ class Engines:
                 )
 
     async def _may_restart(self, failure: PartFailed, *, counts: bool) -> bool:
-        """Waits for an engine's back-off. Returns whether the engine has left the run meanwhile, as
-        one does that answers what is not trained.
+        """Waits for an engine's back-off. Returns True if the engine has left the run meanwhile.
+        Only an engine whose answers are not trained on does that.
 
         Raises the failure when the budget is spent, unless another engine serves or can still come
         up: then the wait is longer.
@@ -363,7 +366,7 @@ class Engines:
         return left
 
     def _said_of(self, engines: Sequence[str]) -> str:
-        """What these engines do now, as a sentence."""
+        """Returns a sentence about the present state of these engines."""
         serving = [name for name in engines if name in self._serving]
         if serving:
             return f"{', '.join(serving)} goes on"

@@ -26,9 +26,9 @@ from midflight.trajectories.pairs import BESIDE, STORE, store_path
 CONFIG = "config.toml"
 JOURNAL = "metrics.jsonl"
 ROWS = "data.jsonl"
-"""What a Python program gave as data, an object a line."""
+"""The rows that a Python program gave as data, one object a line."""
 POSTED = "posted.jsonl"
-"""What clients gave as tasks. Only `--overwrite` removes it."""
+"""The tasks that clients posted. Only `--overwrite` removes this file."""
 PRODUCTS = (
     "endpoint.json",
     JOURNAL,
@@ -45,7 +45,7 @@ DRAFTS = (
     *(f".{name}.new" for name in (CONFIG, MACHINE, JOURNAL, "summary.json", "view.json")),
     ".endpoint.json.writing",
 )
-"""What a kill leaves of files that are written whole."""
+"""The drafts of files that are written whole. A killed process leaves them behind."""
 TRACKED = ("shards", "trackers", "tensorboard", "wandb", "mlruns", "trackio")
 MODELS = ("checkpoints", "first", "start", "reference", "model", "adapter", "weights")
 LOGS = "logs"
@@ -54,7 +54,9 @@ FAILED_LOGS = "failed-logs"
 
 
 def kept(folder: Path) -> str | None:
-    """What a new run would delete there, in words; none where nothing is worth keeping."""
+    """Returns the valuable contents of the folder that a new run would delete, in words, or None if
+    there are none.
+    """
     if (folder / "model").exists() or (folder / "adapter").exists():
         return "a finished run"
     if can_go_on(folder):
@@ -70,8 +72,8 @@ def can_go_on(folder: Path) -> bool:
 
 
 def prepare(folder: Path, config: Config, *, resume: bool) -> None:
-    """Cleans the folder for a new run, and writes its whole configuration there. Only what an
-    earlier run made is removed.
+    """Cleans the folder for a new run, and writes its whole configuration there. Only files that an
+    earlier run made are removed.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,8 +91,8 @@ def prepare(folder: Path, config: Config, *, resume: bool) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Removes what a run made. Its logs stay, because they say why it crashed, and so does what it
-    was given, because it begins again from that.
+    """Removes the files that a run made. Its logs stay, because they say why it crashed. The files
+    that it was given stay too, because a new run begins from them.
     """
     for name in PRODUCTS:
         (folder / name).unlink(missing_ok=True)
@@ -99,8 +101,8 @@ def clear(folder: Path) -> None:
 
 
 def num_bytes_of_run(folder: Path) -> int:
-    """Bytes of what a run leaves there and another writes anew: a new run deletes it, one that goes
-    on replaces it.
+    """Returns the size in bytes of the models that a run left there. A new run deletes them, and
+    one that goes on replaces them.
     """
     num_bytes = 0
     for name in MODELS:
@@ -159,8 +161,8 @@ def set_aside(folder: Path, config: Config) -> None:
 
 
 def replaces(folder: Path) -> bool:
-    """Whether the run in the folder has made its first step, so that nobody wants the one before it
-    any more.
+    """True if the run in the folder has made its first step. From then on the run before it is no
+    longer needed.
     """
     if (folder / "model").exists() or (folder / "adapter").exists():
         return True
@@ -170,7 +172,7 @@ def replaces(folder: Path) -> bool:
 
 
 def _is_step(line: bytes) -> bool:
-    """Whether the line says that a step was made. A line that a crash cut short does not."""
+    """True if the line reports a step. A line that a crash cut short does not."""
     with suppress(msgspec.DecodeError):
         return isinstance(decode_line(line), StepLine)
     return False

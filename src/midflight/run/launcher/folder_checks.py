@@ -1,4 +1,4 @@
-"""Whether a run may begin or go on in its folder. Everything here reads only."""
+"""Checks that a run may begin or go on in its folder. Everything here reads only."""
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence

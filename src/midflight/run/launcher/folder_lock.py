@@ -1,7 +1,7 @@
 """The lock on a run's folder, which one process holds at a time.
 
 It is a lock of the system on the file `lock`. The parts that write into the folder inherit it, so
-it ends with the last of them, however they die. What the file says is for people, and for the
+it ends with the last of them, however they die. The text in the file is for people, and for the
 process that comes after a crash.
 """
 
@@ -22,9 +22,9 @@ from midflight.run.launcher import replaced_files
 from midflight.run.launcher.folder import FAILED_LOGS, put_back, replaces, unwritable
 
 ENDING_SECONDS = 60.0
-"""So long the parts of a launcher that was killed may take to end. They end by themselves in a few
-seconds, or their guards kill them; on a busy machine both come late. What still lives then is
-named.
+"""The seconds that the parts of a killed launcher may take to end. They end by themselves in a few
+seconds, or their guards kill them; on a busy machine both come late. A part that still runs after
+that is named.
 """
 
 
@@ -37,10 +37,11 @@ def check_free(folder: Path) -> None:
 
 @contextmanager
 def hold_folder(folder: Path, say: Callable[[str], None]) -> Generator[FileIO]:
-    """Holds the folder, which is made. Yields the lock, for the processes that write there too.
+    """Makes the folder and holds it. Yields the lock, for the processes that write there too.
 
-    `ConfigError` names who holds it already. What a killed process left is taken over, and `say`
-    hears of it. A run that is aside is put back, or let go, at the beginning and at the end.
+    Raises `ConfigError` with the present holder if there is one. The folder of a killed process is
+    taken over, and `say` reports that. A run that was set aside is put back, or deleted, at the
+    beginning and at the end.
     """
     is_new = not folder.exists()
     try:
@@ -87,8 +88,8 @@ def _give_back(folder: Path, lock: FileIO) -> None:
 
 
 def restore(folder: Path, say: Callable[[str], None]) -> bool:
-    """Puts back a run that is aside, where nobody makes one in its place. Returns whether it did;
-    where it can't, `say` hears why.
+    """Puts back a run that was set aside, unless another process is making one in its place.
+    Returns True if it did. If it cannot, `say` gets the reason.
 
     Waits for the last parts of a launcher that is gone, at most `ENDING_SECONDS`.
     """
@@ -150,7 +151,7 @@ def _delete_gone(folder: Path, say: Callable[[str], None]) -> None:
 
 def _locked(path: Path) -> FileIO:
     """Takes the lock. Waits for the last parts of a launcher that is gone, at most
-    `ENDING_SECONDS`. Where a living process holds it, it is refused at once.
+    `ENDING_SECONDS`. Refuses at once if a living process holds it.
     """
     deadline = time.monotonic() + ENDING_SECONDS
     while True:

@@ -1,8 +1,8 @@
-"""A proxy that gives a run with several gateways one address. It forwards each request, as it is, to
-the gateway whose session the request names.
+"""A proxy that gives a run with several gateways one address. It forwards each request, as it is,
+to the gateway whose session the request names.
 
-It has no state: an id begins with its gateway (`mf-s1-...`), so a front that was started again, or
-a second one, knows as much.
+It has no state: the id of a session begins with its gateway (`mf-s1-...`). So a restarted front, or
+a second one, forwards requests just as well.
 """
 
 import re
@@ -47,7 +47,7 @@ _OF_HOP = {
 }
 """Headers of one connection, which are made anew for the next."""
 OPENS = f"{PREFIX}/sessions"
-"""A session may be opened at any gateway; what its id says then is where it lives."""
+"""A session may be opened at any gateway. Its id then names the gateway that holds it."""
 
 
 class Routes:

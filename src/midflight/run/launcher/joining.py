@@ -1,4 +1,4 @@
-"""What `midflight join` does: one engine in this process becomes a member of a run anywhere, and
+"""Implements `midflight join`: one engine in this process becomes a member of a run anywhere, and
 leaves it in order. This imports torch for an engine of ours.
 
 | loop | consumes | waits for | unblocked by |
@@ -63,9 +63,9 @@ class GatewayAccess:
 
 
 async def asked(door: GatewayAccess, *, name: str, patience_seconds: float) -> EngineNeeds:
-    """Asks what the run needs of an engine. Waits for the answer, at most `patience_seconds`.
-    `ConfigError` where there is none, the token is wrong, the run has another version, or the name
-    is taken.
+    """Asks the run for its requirements on an engine. Waits for the answer, at most
+    `patience_seconds`. Raises `ConfigError` if there is no answer, the token is wrong, the run has
+    another version, or the name is taken.
     """
     if not re.fullmatch(r"https?://[^\s/?#@]+/?", door.url):
         raise ConfigError(

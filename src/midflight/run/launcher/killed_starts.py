@@ -1,18 +1,18 @@
-"""Counts how often engines are killed while they start, which the kernel does to processes for which
-there is no memory. Synchronous.
+"""Counts how often engines are killed while they start, which the kernel does to processes for
+which there is no memory. Synchronous.
 
-A start that was killed is no death of the model, so it spends no restart (`restarts`). But where
-each start of every engine that could do the work was killed `MAX_KILLED` times, and none of them
-has come up in between, another start would end as those did. What counts is that nothing worked,
-never how long it took.
+A killed start is not the model's fault, so it spends no restart (`restarts`). But if every engine
+that could do the work was killed `MAX_KILLED` times at its start, and none of them came up in
+between, another start would end in the same way. Only the number of failed starts counts, never the
+time that they took.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 MAX_KILLED = 10
-"""Starts in a row: enough for somebody who ends engines by hand, or for a program that takes all
-memory for some minutes.
+"""Starts in a row. It leaves room for a user who ends engines by hand, and for a program that takes
+all memory for some minutes.
 """
 
 
@@ -47,7 +47,7 @@ def is_told(num: int) -> bool:
 
 
 def why_killed(num: int, name: str, memory: str) -> str:
-    """The words for a user whose engine was killed `num` times in a row."""
+    """Returns the message for a user whose engine was killed `num` times in a row."""
     return (
         f"{name} was killed {num} times in a row while it started, which the kernel does where "
         f"memory is short. {memory}"

@@ -1,6 +1,6 @@
-"""What the commands that start something do. Each returns an exit status.
+"""Implements the commands that start processes. Each function returns an exit status.
 
-The launcher never imports torch; whatever computes does so in a child process.
+The launcher never imports torch: all computation happens in child processes.
 """
 
 import shutil
@@ -71,11 +71,10 @@ def train(
     own_loss: str | None = None,
     program: Program | None = None,
 ) -> int:
-    """Ctrl-C ends it within five seconds, with everything written and nothing left running;
-    `--resume` goes on from there.
+    """Trains a model. Ctrl-C ends it within five seconds, with everything written and nothing left
+    running; `--resume` goes on from there.
 
-    It works in any thread, and in a notebook. `own_loss` is what a loss of the user's own says of
-    itself.
+    It works in any thread, and in a notebook. `own_loss` is the description of the user's own loss.
     """
     program = program or Program()
     folder = Path(config.run.folder)
@@ -118,8 +117,8 @@ def train(
 
 
 def rollouts(config: Config, *, overwrite: bool = False, token: str | None) -> int:
-    """Runs engines, gateway and rollouts for a trainer that somebody else brings, until that has
-    finished, or until Ctrl-C.
+    """Runs engines, gateway and rollouts for the user's own trainer, until that has finished, or
+    until Ctrl-C.
     """
     if config.environment.sampling.truncates_the_policy and not derived.trains_truncated(
         config, trainer_is_ours=False
@@ -162,14 +161,14 @@ def rollouts(config: Config, *, overwrite: bool = False, token: str | None) -> i
 
 
 def announce(terminal: Terminal, address: str, token: ControlToken) -> None:
-    """Says the address, and the token where nobody knows it yet."""
+    """Prints the address, and the token if it is new."""
     terminal.say(f"ready: {address}")
     if token.is_new:
         terminal.say(f"control token: {token.value}")
 
 
 def warn(terminal: Terminal, config: Config, *, anonymous: bool) -> None:
-    """Says who can reach the gateway, where others can."""
+    """Warns of everyone who can reach the gateway, if others can."""
     host = config.gateway.host
     if config.cluster.kind != "local" and is_loopback(host):
         host = "the gateway's machine"  # its loopback would be nobody else's

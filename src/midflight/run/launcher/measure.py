@@ -1,11 +1,11 @@
-"""A short measurement of a model, which tells how it answers the tasks of a project and how quickly
-engine and trainer compute here.
+"""A short measurement of a model: how it answers the tasks of a project, and how quickly engine and
+trainer compute on this machine.
 
     python -m midflight.run.launcher.measure THREADS
 
-It reads a configuration from standard input, and writes `ModelMeasurements` as JSON, or a text that says
-what is wrong. It is bounded by work, not by the clock: it takes so many tokens, fewer of a larger
-model.
+It reads a configuration from standard input, and writes `ModelMeasurements` as JSON, or a text with
+the error. It is bounded by work, not by the clock: it takes a fixed number of tokens, fewer for a
+larger model.
 """
 
 import random
@@ -72,7 +72,7 @@ class Questions:
 
 
 class Measurement:
-    """Measures one model. Its methods block, and say what they do."""
+    """Measures one model. Its methods block, and report their progress."""
 
     def __init__(self, config: Config, trial: TrialReport, *, threads: int) -> None:
         assert config.model.path is not None
@@ -255,7 +255,7 @@ class Measurement:
 
 
 def _requests(prompts: Sequence[Sequence[int]], tokens: int) -> list[GenerateRequest]:
-    """Requests whose answers have exactly so many tokens."""
+    """Returns requests whose answers have exactly `tokens` tokens."""
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     return [
         GenerateRequest(f"{number:032x}", tuple(prompt), len(prompt), sampling)

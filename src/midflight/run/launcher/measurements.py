@@ -5,8 +5,8 @@ Importing this needs no torch.
 import msgspec
 
 ENDED_SHARE = 0.9
-"""Where this share of the answers ended by themselves, few answers would be cut short at the length
-of the longest of them.
+"""If this share of the answers ended by themselves, a limit at the length of the longest would cut
+few answers short.
 """
 FAIR_TOKENS = 256
 """A model that talks should have ended an answer within so many tokens."""

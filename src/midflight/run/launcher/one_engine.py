@@ -1,5 +1,5 @@
-"""What `midflight engine` does: one process holds the gateway, one engine behind it, and the routes
-that give this engine weights. This imports torch.
+"""Implements `midflight engine`: one process holds the gateway, one engine behind it, and the
+routes that give this engine weights. This imports torch.
 """
 
 import asyncio
@@ -46,9 +46,9 @@ async def serve_engine(
     alarmed: Callable[[str], None],
 ) -> None:
     """Serves until it is cancelled, or until the engine dies: nothing is started again here.
-    `ready` gets the URL, `alarmed` what is wrong.
+    `ready` gets the URL, and `alarmed` gets the text of each alarm.
 
-    Where there is a token, everything but `/health` asks for it.
+    If there is a token, every route except `/health` requires it.
     """
     remove_left()
     with listen(host, port) as listener:
@@ -101,8 +101,8 @@ class OneEngineSite:
         *,
         scorer: Scorer | None = None,
     ) -> None:
-        """Waits for clients, for ever; ended by cancellation. When somebody outside commits a
-        version, the fleet serves it.
+        """Waits for clients, for ever; ended by cancellation. When a client commits a version, the
+        fleet serves it.
         """
         metrics = Metrics()
         metrics.registry.register(EngineCollector(engine.reading))

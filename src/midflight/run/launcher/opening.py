@@ -12,29 +12,37 @@ from midflight.config.sections import Config
 
 
 def beginning(config: Config) -> str:
-    """What a run will be, before it is known whether machine and user's code can do it."""
+    """Returns the plan of a run, before it is known whether the machine and the user's code can
+    carry it out.
+    """
     return "\n".join(_beginning(config))
 
 
 def training(config: Config, *, own_loss: str | None = None) -> str:
-    """What `midflight train` says once that is known."""
+    """Returns the lines that `midflight train` prints once the machine and the user's code are
+    checked.
+    """
     return "\n".join([*_learning(config, own_loss), _where(config), *_notes(config)])
 
 
 def rolling_out(config: Config) -> str:
-    """What `midflight rollouts` says once that is known. Loss and weights are somebody else's."""
+    """Returns the lines that `midflight rollouts` prints after the checks. The loss and the weights
+    are those of the user's trainer.
+    """
     theirs = "trainer: yours, which draws batches and publishes weights at the address below"
     return "\n".join([theirs, _where(config), *_notes(config)])
 
 
 def serving(config: Config, *, logs: bool = True) -> str:
-    """What `midflight serve` says, and `midflight engine`, which writes no logs."""
+    """Returns the line that `midflight serve` prints, and `midflight engine`, which writes no
+    logs.
+    """
     where = f"; logs: {config.run.folder / 'logs'}" if logs else ""
     return f"serving {_model(config)} with {_engines(config)}{where}"
 
 
 def evaluating(config: Config) -> str:
-    """What `midflight evaluate` says."""
+    """Returns the line that `midflight evaluate` prints."""
     tasks = ", ".join(
         f"{source.num_heldout} of {source.origin}" for source in config.environment.sources
     )
@@ -50,7 +58,7 @@ def loss_lines(config: Config, own_loss: str | None) -> tuple[str, ...]:
 
 
 def warm_start(config: Config) -> str | None:
-    """What a warm start learns from, and until when. None where there is no warm start."""
+    """Returns the data and the end of a warm start, or None if there is no warm start."""
     section = config.warm_start
     if not section.is_made:
         return None
@@ -60,7 +68,7 @@ def warm_start(config: Config) -> str | None:
 
 
 def remarks(config: Config) -> tuple[str, ...]:
-    """What may surprise."""
+    """Returns remarks on settings that may surprise the user."""
     found = [*notes(config)]
     cores = derived.core_note(config, os.cpu_count() or 1)
     if cores:

@@ -67,7 +67,7 @@ class Findings(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     prompt: SamplePrompt | None = None
     own_loss: str | None = None
-    """What a loss of the user's own says of itself."""
+    """The description of the user's own loss."""
     sources: tuple[SourceFindings, ...] = ()
 
 
@@ -75,7 +75,7 @@ class Inspection:
     """Looks at one configuration. Every problem is found, not only the first."""
 
     def __init__(self, config: Config, *, doing: Callable[[str], None] = lambda _: None) -> None:
-        """`doing` hears what is done next, as a verb with its object."""
+        """`doing` receives each next action, as a verb with its object."""
         self._config = config
         self._doing = doing
         self._problems: list[str] = []
@@ -173,7 +173,7 @@ class Inspection:
             return Tokenizer.load(Path(folder))
 
     def _prompt(self, source: Source, tokenizer: Tokenizer) -> SamplePrompt | None:
-        """The first task's prompt, which is what the plainest environment and a warm start send."""
+        """Returns the first task's prompt, as the plainest environment and a warm start send it."""
         config = self._config
         task = source.training[0]
         try:

@@ -19,16 +19,16 @@ def ignore_message(message: Message) -> None:
 
 @dataclass(slots=True)
 class Program:
-    """What it gives to its run, and how it hears of it."""
+    """A Python program's objects and data for its run, and its ways to follow and stop the run."""
 
     objects: bytes = given.NOTHING
-    """What the run's processes get of it, packed."""
+    """The objects that the run's processes receive from it, packed."""
     rows: Path | None = None
-    """A file of what it gives as data. The run's folder gets a copy."""
+    """A file with the program's data. The run's folder gets a copy."""
     console: Console | None = None
     """The console on which the run is shown. None is standard output."""
     stop: Stop = field(default_factory=Stop)
     hear: Callable[[Message], None] = ignore_message
     """Hears everything that the parts say, in the launcher's thread. Must not raise or wait."""
     summary: Summary | None = None
-    """How the run went, once it has ended."""
+    """The run's summary, once it has ended."""

@@ -1,5 +1,5 @@
-"""Proves, before anything is started, whether trainer, embedded engine and export compute what a
-model computes. `midflight check-model`, the dry run and docs/models.md show the proofs.
+"""Checks, before anything is started, that trainer, embedded engine and export compute the same as
+the model. `midflight check-model`, the dry run and docs/models.md show the proofs.
 
     python -m midflight.run.launcher.proofs DIR MAX_CONTEXT      writes them as JSON
 """
@@ -130,8 +130,8 @@ def line(proof: Proof) -> str:
 
 
 def main() -> None:
-    """Writes whether each part is right, with a line about it. Where something is wrong with the
-    folder, it writes that.
+    """Writes for each part whether it is right, with a line about it. If the folder cannot be used,
+    it writes the error.
     """
     with trying() as trial:
         try:

@@ -74,7 +74,7 @@ class TrainerRanks:
         await serve_while(first_rank, *other_ranks)
 
     async def end(self) -> None:
-        """Kills what is left of a life that failed. Waits for the ends of its processes."""
+        """Kills the remaining processes of a life that failed. Waits until they have ended."""
         await self._children.stop(seconds=0.0, only=ProcessKind.TRAINER)
 
     async def _rank(self, spec: TrainerSpec, place: Place) -> None:

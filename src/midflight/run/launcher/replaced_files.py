@@ -1,17 +1,17 @@
-"""How a run that another one replaces is set aside, and put back unless the other makes its first
+"""Sets a run aside that another one replaces, and puts it back unless the other makes its first
 step.
 
-Everything is done by renames within one file system. What a crash leaves, at any instant, says by
-its name how to go on:
+Everything is done by renames within one file system. After a crash at any instant, the name of the
+folder that is left says how to go on:
 
 | in the run's folder | what it holds | how to go on |
 |---|---|---|
 | `.overwritten-moving` | a part of the run; the rest is in its place | the part is moved back |
-| `.overwritten` | the whole run; what is in its place is the new run's | the new run's is moved away, then the whole run back |
-| `.overwritten-gone`, `.overwritten-gone1`, ... | what nobody wants any more | it is deleted |
+| `.overwritten` | the whole run; the files in its place are the new run's | the new run's is moved away, then the whole run back |
+| `.overwritten-gone`, `.overwritten-gone1`, ... | a run that is no longer needed | it is deleted |
 
-The functions are synchronous, hold no lock and may be called again after a crash in their midst:
-whoever calls them holds the folder.
+The functions are synchronous and hold no lock, because their caller holds the folder. They may be
+called again after a crash in their midst.
 """
 
 import os
@@ -38,22 +38,22 @@ class ReplacedFiles(msgspec.Struct, frozen=True):
     root: str
     """Absolute, or relative to the run's folder: then the run's folder may be moved meanwhile."""
     aside: str | None
-    """The folder that they are moved to, on the same file system. None is the folder whose name
-    says how far things are.
+    """The folder that they are moved to, on the same file system. None stands for the folder whose
+    name says how far the renames have come.
     """
     names: tuple[str, ...]
-    """What a run may have there, in the order in which it is moved. It is moved back in the
-    opposite order.
+    """The files that a run may have there, in the order in which they are moved. They are moved
+    back in the opposite order.
     """
 
 
 def is_left(folder: Path) -> bool:
-    """Whether a run is aside there, wholly or in part."""
+    """True if a run was set aside there, wholly or in part."""
     return (folder / ASIDE).is_dir() or (folder / MOVING).is_dir()
 
 
 def is_aside(folder: Path) -> bool:
-    """Whether a whole run is aside there, so that what is in its place is of a new one."""
+    """True if a whole run was set aside there. The files in its place are then a new run's."""
     return (folder / ASIDE).is_dir()
 
 
@@ -90,8 +90,8 @@ def _check_entry(folder: Path, path: Path) -> None:
 
 
 def set_aside(folder: Path, places: Sequence[ReplacedFiles]) -> None:
-    """Moves what the places name. `OSError` where something cannot be moved: then everything is
-    back in its place.
+    """Moves the files that the places name. Raises `OSError` if something cannot be moved: then
+    everything is back in its place.
     """
     assert not is_left(folder), f"{folder} has a run aside already"
     moving = folder / MOVING
@@ -121,8 +121,8 @@ def _move_out(folder: Path, place: ReplacedFiles) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Moves the run back that is aside, and away what a new run has made in its place:
-    `delete_gone` deletes that.
+    """Moves the run back that was set aside. The files that a new run has made in its place are
+    moved away first, and `delete_gone` deletes them.
     """
     if is_aside(folder):
         places = _places_in(folder / ASIDE)
@@ -144,8 +144,8 @@ def put_back(folder: Path) -> None:
 
 
 def _move_away(folder: Path, place: ReplacedFiles, gone: Path) -> None:
-    """Moves what a new run has made in a place. What lies on another file system is deleted at
-    once.
+    """Moves away the files that a new run has made in a place. Files on another file system are
+    deleted at once.
     """
     root = folder / place.root
     for name in place.names:
@@ -160,8 +160,9 @@ def _move_away(folder: Path, place: ReplacedFiles, gone: Path) -> None:
 
 
 def _move_back(folder: Path, place: ReplacedFiles) -> None:
-    """Moves the old run's files of a place back. Each name is either aside or in its place. What is
-    in its place all the same was written by somebody else meanwhile, and is deleted.
+    """Moves the old run's files of a place back. Each name is either set aside or in its place. A
+    file that is found in both was written by another program meanwhile, and is deleted from the
+    place.
     """
     root = folder / place.root
     aside = _aside_of(folder, place)
@@ -185,8 +186,8 @@ def let_go(folder: Path) -> None:
 
 
 def delete_gone(folder: Path) -> None:
-    """Deletes what nobody wants any more, which may take long. `OSError` where that is not
-    possible.
+    """Deletes the runs that are no longer needed, which may take long. Raises `OSError` if that is
+    not possible.
     """
     for gone in folder.glob(f"{GONE}*"):
         run = gone / ASIDE

@@ -1,6 +1,7 @@
-"""How often a part may be started again without having done anything in between. Synchronous.
+"""Budgets of restarts: how often a part may be started again without having worked in between.
+Synchronous.
 
-A part that has worked since its last start has earned its restarts back, and what was spent comes
+A part that has worked since its last start has earned its restarts back, and spent restarts come
 back with time. So a part that dies now and then goes on for ever, and one that cannot work ends the
 run. How long a restart waits follows from the deaths alone, so that a part that works for a moment
 between two deaths is not started again and again at once.
@@ -79,18 +80,18 @@ class RestartBudgets:
         return self._budgets.setdefault(part, RestartBudget(self._size))
 
     def is_further(self, step: int) -> bool:
-        """Whether the run has come to a step that it had not reached before. Steps that it makes
-        once more are no work.
+        """True if the run has come to a step that it had not reached before. Steps that it makes a
+        second time do not count as work.
         """
         before = self._furthest
         self._furthest = max(self._furthest, step)
         return step > before
 
     def spend_on(self, failures: BaseException, *, now: float, possible: bool = True) -> Restarted:
-        """Takes a restart of the part whose failure ended the others', and says so. Raises the
-        failure where none is left or `possible`.
+        """Takes a restart of the part whose failure ended the other parts, and returns a report of
+        it. Raises the failure if no restart is left or `possible` is false.
 
-        Where parts ended together, an error that a restart cannot mend says most.
+        If several parts ended together, an error that a restart cannot mend takes precedence.
         """
         for one in every_error(failures):
             if not isinstance(one, PartFailed):

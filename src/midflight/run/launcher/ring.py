@@ -181,8 +181,8 @@ class Ring:
     def _gateways_and_workers(
         self, access: Access, purpose: Purpose
     ) -> Sequence[Coroutine[Any, Any, None]]:
-        """The loops that keep them. That of the first gateway is the first, because its end is the
-        end of a run without a trainer.
+        """Returns the loops that keep them running. The loop of the first gateway comes first,
+        because its end is the end of a run without a trainer.
         """
         worker_token = secrets.token_urlsafe(24)
         gateways = Gateways(
@@ -218,8 +218,8 @@ class Ring:
     # --- While it runs ----------------------------------------------------------------------------
 
     async def _spare(self, worker: str) -> None:
-        """Tells the gateway whose agents the worker runs. Waits for its answer, `stall_seconds` at
-        most: a gateway that does not answer hangs itself.
+        """Tells the worker's gateway that no agent is to blame for the worker's end. Waits for its
+        answer, `stall_seconds` at most: a gateway that does not answer hangs itself.
         """
         # only here and for engines does the launcher ask anybody
         from midflight.run.api import worker_wire as wire
@@ -298,8 +298,8 @@ class Ring:
     # --- Its end ----------------------------------------------------------------------------------
 
     async def _end(self) -> None:
-        """Waits for the parts' ends, and for what they still said; a cancellation kills them at
-        once.
+        """Waits until the parts have ended, and then for their last messages. A cancellation kills
+        the parts at once.
         """
         for part in self._gateways:
             part.place.refuse()
@@ -310,6 +310,8 @@ class Ring:
         await self.children.last_words(self._hear_last)
 
     def _hear_last(self, name: str, message: Message) -> None:
-        """The last status counts. That connections break now alarms nobody."""
+        """Handles a message that arrives after the part's end: only its status counts. Connections
+        that break at this time raise no alarm.
+        """
         if isinstance(message, Progress):
             self._on_message(Progress(self._statuses.whole(name, message.status)))

@@ -49,7 +49,7 @@ core.
 
 
 class Run:
-    """Shows a run, measures it, and writes down what it leaves behind."""
+    """Shows a run, measures it, and writes its records."""
 
     def __init__(
         self,

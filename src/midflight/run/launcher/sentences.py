@@ -6,8 +6,8 @@ from midflight.run.parts import Alarm, Message, Notice, Restarted, Stalled
 
 
 def sentence(message: Message) -> str | None:
-    """What a message says to whoever looks at the terminal. None where it says nothing, or is
-    drawn.
+    """Returns the line that the terminal shows for a message, or None if the message says nothing
+    or is drawn.
     """
     match message:
         case Restarted(part, error, left, seconds):

@@ -42,12 +42,14 @@ class SignsOfLife:
         """When it began to serve. None before that."""
         self.beat = Beat(None)
         self.lateness = Lateness(BEAT_SECONDS, memory_seconds=memory_seconds)
-        """How late its beats come. Beats before and after which it may have held the interpreter
+        """The lateness of its beats. Beats before and after which it may have held the interpreter
         do not count.
         """
         self.state = "?"
         self.condemned: str | None = None
-        """Why the rollout process asks for its end. None while it does not."""
+        """The reason why the rollout process asks for this process's end, or None if it does
+        not.
+        """
         self._seen = Work(now=now)
         """Its work, as the system says."""
         self._told = Work(now=now)

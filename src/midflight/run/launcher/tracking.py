@@ -21,7 +21,7 @@ from midflight.run.launcher.folder import LOGS
 from midflight.trackers.process import LAST_SECONDS, TrackerMessage
 
 ENDING_SECONDS = 60.0
-"""So long trackers may take to send what is left, once a run has finished."""
+"""The seconds that trackers may take to send their last numbers, once a run has finished."""
 ALONE_SECONDS = LAST_SECONDS + 5.0
 """So long the process may take to end by itself, once the launcher is gone. It notices that, and has
 a limit of its own.
@@ -29,8 +29,8 @@ a limit of its own.
 
 
 class Tracking:
-    """Starts the process and ends it. Synchronous: a thread reads what the process says, and `hear`
-    passes it on in the thread that draws the terminal.
+    """Starts the process and ends it. Synchronous: a thread reads the process's messages, and
+    `hear` passes them on in the thread that draws the terminal.
     """
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:

@@ -21,9 +21,9 @@ STAYS = "The trainer goes on from its last checkpoint; engines, gateway and agen
 
 
 class TrainerRestarts:
-    """Starts the trainer again when it fails. Where another life cannot help, the failure is
-    raised, and all parts may start again: there is no checkpoint yet, the trainer did not come up
-    beside the others, or its budget is spent.
+    """Starts the trainer again when it fails. If another life cannot help, the failure is raised,
+    and all parts may start again. That is so if there is no checkpoint yet, if the trainer did not
+    come up beside the others, or if its budget is spent.
     """
 
     def __init__(

@@ -1,9 +1,10 @@
-"""A trial: a process that tries something for a command, and is waited for as long as it moves.
+"""A trial: a process that tries something for a command. The command waits for it as long as it
+moves.
 
-The process writes lines of JSON to its standard output: what it does now, a text each time, and at
-last its answer. A trial that stands still for `stall_seconds` is ended, and its last words and its
-stack are shown. Nothing else limits it: on a slow or busy machine it takes as long as it takes, and
-the wait says so. Importing this needs no torch.
+The process writes lines of JSON to its standard output: a text for each action that it begins, and
+at last its answer. A trial that stands still for `stall_seconds` is ended, and its last action and
+its stack are shown. Nothing else limits it: on a slow or busy machine it may take long, and the
+wait says so. Importing this needs no torch.
 """
 
 import faulthandler
@@ -32,12 +33,12 @@ STACK_LOOKS = 3
 FRAMES = 4
 _LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
 OF_OTHERS = tuple(f'File "{place}' for place in ("<", *_LIBRARIES))
-"""The beginnings of the frames of libraries, which wait for what the user's own code asked for."""
+"""Frames that begin so belong to libraries. The user's own frames, which called them, say more."""
 LAST_LINES = 5
 
 
 class TrialFailed(Exception):
-    """The trial gave no answer. The text says why, after the words for what was tried."""
+    """A trial that gave no answer. The text names the trial and then the reason."""
 
 
 def to_terminal(text: str) -> None:
@@ -51,8 +52,8 @@ def to_terminal(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TrialWait:
-    """How a command waits for a trial. `what` says what the trial does, as a participle: `trying
-    the configuration`.
+    """A command's wait for a trial. `what` names the trial's work, as a participle: `trying the
+    configuration`.
     """
 
     what: str
@@ -117,7 +118,9 @@ def _followed(process: subprocess.Popen[bytes], patience: TrialWait) -> tuple[by
 
 
 def _doing(out: bytes) -> str:
-    """The last whole line that says what it does; empty before the first."""
+    """Returns the last whole line with the process's present action, or an empty string before the
+    first.
+    """
     lines = out.split(b"\n")[:-1]
     try:
         return msgspec.json.decode(lines[-1], type=str) if lines else ""
@@ -185,13 +188,13 @@ def _paragraph(head: str, lines: Sequence[str]) -> str:
 
 
 class TrialReport:
-    """Writes what the process does, and its answer. It does not wait for them to be read."""
+    """Writes the process's actions, and its answer. It does not wait until they are read."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def doing(self, what: str) -> None:
-        """Says what is done from now on, as a verb with its object: `imports 'my_env:solve'`."""
+        """Reports the next action, as a verb with its object: `imports 'my_env:solve'`."""
         self.answer(msgspec.json.encode(what))
 
     def answer(self, line: bytes) -> None:
@@ -203,8 +206,8 @@ class TrialReport:
 
 @contextmanager
 def trying() -> Generator[TrialReport]:
-    """Surrounds all that the process does. What other code prints meanwhile goes to standard error,
-    and is no answer.
+    """Surrounds all the work of the process. Output that other code prints meanwhile goes to
+    standard error, so that it is not mistaken for the answer.
     """
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)
     sys.stdout.flush()

@@ -1,5 +1,5 @@
-"""A viewer beside a run. Its address is there from the beginning; its process is started when
-somebody opens the address first.
+"""A viewer beside a run. Its address is open from the beginning, and its process starts when a
+browser first opens the address.
 
 The viewer reads the run's folder and knows nothing of its processes: it can't stop the run, and the
 run does not need it.

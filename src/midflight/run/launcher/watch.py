@@ -1,4 +1,4 @@
-"""The watch over a ring's processes: what the watchdog finds is shown and ended.
+"""The watch over a ring's processes: it shows what the watchdog finds, and ends those processes.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|

@@ -6,18 +6,18 @@ nothing moves. Synchronous: `ProcessWatch` looks every second, and acts.
 |---|---|
 | condemned | the rollout process asks for the end of a worker |
 | stopped | the process is in state T, and its last beat is `stall_seconds` old |
-| silent | its last beat is as old; older, where what it did may hold the interpreter |
+| silent | its last beat is as old; older, if its work may hold the interpreter |
 | blocked | it beats, but its event loop has not turned for as long; not where an agent holds it, which the rollout process judges |
-| idle | what it does takes processor time or reads and writes, and did neither for as long |
+| idle | its work takes processor time or reads and writes, and did neither for as long |
 | absent | an engine is in quarantine for as long, started before that, and a trainer could have brought it weights all the time |
-| standing | nothing has moved for as long (a counter of the run, a part that began), and no limit of anything that is done has time left |
+| standing | nothing has moved for as long (a counter of the run, a part that began), and no work under way is still within its limit |
 
-To each `stall_seconds` comes the delay of signs of life, as it was measured: of this process, of
-half of all parts, or of the part itself. A machine that is too busy to let a part beat in time is
-no reason to end it.
+To each `stall_seconds` the measured delay of signs of life is added: that of this process, of half
+of all parts, or of the part itself. A machine that is too busy to let a part beat in time is no
+reason to end it.
 
 Processes are judged here. Agents are judged by the crew of their rollout process, which knows their
-deadlines and who blocks whom.
+deadlines and which agent blocks which.
 """
 
 import math
@@ -125,8 +125,8 @@ class Watchdog:
         self._weights = self._clock()
 
     def progress(self, counters: object) -> None:
-        """How far the run is, in any form that can be compared. While it stays equal nothing moves
-        but parts that begin, or end what may take long."""
+        """Takes the progress of the run, in any form that can be compared. While it stays equal,
+        nothing moves except parts that begin, or parts whose end may take long."""
         if counters != self._counters:
             self._counters = counters
             self._move()
@@ -154,7 +154,7 @@ class Watchdog:
         return self._standing(now)
 
     def due(self) -> bool:
-        """Whether a report is due, because nothing moves in the run though something waits. The
+        """True if a report is due, because nothing moves in the run although some part waits. The
         first is due after `stall_seconds`, each further one at twice the time.
         """
         if not self._waits() or self.stood() < self._report_after:
@@ -175,8 +175,8 @@ class Watchdog:
         return self._stall_seconds + max(pulse.lateness.worst(now), self._delay(now))
 
     def _allowed(self, pulse: SignsOfLife, now: float) -> float:
-        """Seconds that a process may be silent, or its loop blocked. There is no limit while what
-        may hold the interpreter computes or reads.
+        """Returns the seconds that a process may be silent, or its loop blocked. There is no limit
+        while work that may hold the interpreter computes or reads.
         """
         heavy = [doing for doing in pulse.beat.doing if doing.heavy]
         bound = self._bound(pulse, now)
@@ -245,8 +245,8 @@ class Watchdog:
         return None
 
     def _standing(self, now: float) -> Sequence[HungProcess]:
-        """Blames the last part in a chain of parts that wait, where nothing moves, nothing that is
-        done may last longer, and nobody outside is waited for.
+        """Blames the last part in a chain of parts that wait. It does so if nothing moves, no work
+        under way is still within its limit, and no part waits for someone outside.
         """
         stood = now - self._moved
         if stood < self._stall_seconds + self._delay(now) + REST_SECONDS:
@@ -276,8 +276,8 @@ class Watchdog:
         return [doing.whom for doing in pulse.beat.doing if doing.whom]
 
     def _chain(self, name: str) -> list[str]:
-        """A chain from a part that waits to one that waits for nobody. Where all wait for each
-        other it is the longest without a repetition.
+        """Returns a chain from a part that waits to one that waits for no other. If all wait for
+        each other, it is the longest chain without a repetition.
         """
         longest = [name]
         chains = [[name]]
@@ -307,7 +307,7 @@ class Watchdog:
         return f"{stood}: {words}{does}"
 
     def report(self) -> str:
-        """What every part does and for whom it waits, with ages."""
+        """Returns the work of every part and the parts that it waits for, with ages."""
         now = self._clock()
         lines: list[str] = []
         for pulse in self.pulses.values():

@@ -21,7 +21,9 @@ machine has no room for it.
 
 
 class Workers:
-    """Keeps them running, whatever agents do to them. Which worker is whose, the gateways know."""
+    """Keeps them running, whatever agents do to them. The gateways know which worker belongs to
+    which of them.
+    """
 
     def __init__(
         self,

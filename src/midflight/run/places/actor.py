@@ -159,8 +159,8 @@ class PlaceActor:
         self._address = address
         self._told: dict[str, ActorChild] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
-        """An actor has no main task whose group these could be in: they end with their processes,
-        and with the actor.
+        """The tasks that follow the processes. An actor has no main task whose group could hold
+        them: they end with their processes, and with the actor.
         """
         self._listener: socket.socket | None = None
         self._is_recalled = False

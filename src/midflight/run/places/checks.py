@@ -1,4 +1,4 @@
-"""Whether a cluster has what a run asks for, found out before anything is started: there is one
+"""Checks, before anything is started, that a cluster has all that a run asks for. There is one
 sentence for each thing that is missing.
 
 Every machine is asked by a seat of its own, which takes none of its resources.
@@ -32,7 +32,7 @@ ROUNDING = 1e-6
 WHERE = "{where}"
 """Stands in a sentence for the machines of which it is true."""
 NOT_THERE = ("No module named 'midflight", "cannot import name")
-"""Ray's words for a machine whose Python does not have our package, or has an older one."""
+"""Ray's messages for a machine whose Python does not have our package, or has an older one."""
 
 
 async def check_cluster(
@@ -156,8 +156,8 @@ def _has_all(machine: Machine, wanted: Mapping[str, float]) -> bool:
 
 
 def _room(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
-    """Whether all seats with which a run begins find room at once, whether or not it is in use now.
-    The answer is exact: all ways to place the seats are tried.
+    """Checks that all seats with which a run begins find room at once, in use or not. The answer is
+    exact: all ways to place the seats are tried.
     """
     asked = seat_resources(config)
     ranks = config.trainer.ranks
@@ -237,8 +237,8 @@ def _engines_beside(
     *,
     most: int,
 ) -> int | None:
-    """The number of engines, `most` at most, that have room there beside so many gateways and
-    ranks. None where these themselves have no room.
+    """Returns the number of engines, `most` at most, that have room there beside so many gateways
+    and ranks. Returns None if the gateways and ranks themselves have no room.
     """
     fits = most
     for name in {name for wanted in asked.values() for name in wanted}:

@@ -68,7 +68,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def said_of(machines: Sequence[Machine]) -> str:
-    """The number of machines, and what they have together, whether or not it is in use."""
+    """Returns the number of machines and their total resources, in use or not."""
     totals: dict[str, float] = {}
     for machine in machines:
         for name, amount in machine.resources.items():
@@ -210,8 +210,8 @@ class ClusterPlace:
             self._closed()
 
     async def ask(self, method: str, *given: object, of: str, hurry: bool = False) -> Any:
-        """Asks the seat; all questions go this way. Where no answer comes, the seat is lost,
-        whatever became of it: `PartFailed` of the part `of`.
+        """Asks the seat; all questions go this way. If no answer comes, the seat counts as lost,
+        for whatever reason, and `PartFailed` of the part `of` is raised.
 
         A seat that cannot be reached is asked again for as long as its machine is listed, at most
         `lost_seconds`; with `hurry`, at most `KILL_SECONDS`.
@@ -365,8 +365,8 @@ class RayPlaces:
         environ: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
-        """`resources` are what a seat of each kind asks for. `environ` is for all processes. `say`
-        is told what is waited for.
+        """`resources` are the resources that a seat of each kind asks for. `environ` is for all
+        processes. `say` gets a message about each wait.
         """
         self._cluster = cluster
         self._resources = resources
@@ -488,7 +488,7 @@ class RayPlaces:
         *,
         for_ever: bool = False,
     ) -> AsyncGenerator[None]:
-        """Holds a wait for seats: the user is told again and again what it waits for. `RunFailed`
+        """Surrounds a wait for seats and reports it to the user again and again. Raises `RunFailed`
         after `wait_seconds`, unless the wait may last `for_ever`.
         """
         loop = asyncio.get_running_loop()

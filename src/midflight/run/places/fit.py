@@ -1,13 +1,13 @@
-"""Whether a run fits its hardware: processor cores, memory, and the width of its model.
+"""Checks that a run fits its hardware: processor cores, memory, and the width of its model.
 
-An option that cannot be meant so is refused, in a sentence that says what there is. One that is
-only large is allowed, and the user is told.
+A value that must be a mistake is refused, in a sentence that names the present hardware. One that
+is only large is allowed, and the user is told.
 
 | refused | when |
 |---|---|
 | threads of one process, or of all that compute | more than `THREADS_PER_CORE` for each core |
-| memory that is taken in any case, of all parts together | more than `CERTAIN_SHARE` times what there is |
-| memory in the worst case, of one part | more than `WORST_SHARE` times what there is |
+| memory that is taken in any case, of all parts together | more than `CERTAIN_SHARE` times the memory there |
+| memory in the worst case, of one part | more than `WORST_SHARE` times the memory there |
 | the rank of adapters | more than the width of the model |
 
 Four engines on two cores work, only slower. Memory of GPUs is not counted here.
@@ -80,7 +80,7 @@ def misfits(config: Config, hardware: Hardware, *, trains: bool = True) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """What is wrong with an option."""
+    """The fault of an option."""
 
     option: str
     sentence: str
@@ -130,8 +130,8 @@ def memory_note(
 
 
 def memory_words(config: Config, hardware: Hardware, *, trains: bool) -> str:
-    """The words for a user with too little memory: what there is, what the run takes at most, its
-    largest parts, and the remedy.
+    """Returns the text for a user with too little memory: the memory that there is, the most that
+    the run takes, its largest parts, and the remedy.
     """
     # no part has all the memory of a cluster
     there = f"{_memory_of(hardware)}, and " if config.cluster.kind == "local" else ""

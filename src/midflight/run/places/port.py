@@ -1,7 +1,7 @@
 """The ports of the ring: a place, and a process there, wherever that is.
 
-A place holds what must outlive a process: the listening socket, so that the address stays the same
-through restarts, and on a cluster the GPUs.
+A place holds the things that must outlive a process: the listening socket, so that the address
+stays the same through restarts, and on a cluster the GPUs.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ class PartFailed(RunFailed):
 class Child(Protocol):
     """A part of the run in a process of its own, here or elsewhere.
 
-    It imports what it needs as soon as it is started, and waits for its spec. It sends messages;
-    its prints go to its log. It never outlives the launcher, and the processes of its session never
+    It imports its modules as soon as it is started, and waits for its spec. It sends messages; its
+    prints go to its log. It never outlives the launcher, and the processes of its session never
     outlive it (`run/guard.py`).
     """
 
@@ -64,7 +64,7 @@ class Child(Protocol):
 
     @property
     def was_started(self) -> bool:
-        """Whether `start` has ended. It has not where it was cut short."""
+        """True if `start` has ended. It has not ended if it was cut short."""
         ...
 
     @property
@@ -137,8 +137,8 @@ class Place(Protocol):
 
     @property
     def is_recalled(self) -> bool:
-        """Whether it is about to be taken away, alone or with its machine: parts that can leave it
-        in order should.
+        """True if it is about to be taken away, alone or with its machine. Parts that can leave it
+        in order should do so.
         """
         ...
 
@@ -158,9 +158,9 @@ class Place(Protocol):
         listens: bool = False,
         inherited: Sequence[HasDescriptor] = (),
     ) -> Child:
-        """A process that is to be started there. `objects` are what the program gives to its run,
-        pickled. `inherited` are files of the launcher that it gets under their numbers, where it is
-        on the launcher's machine.
+        """Returns a process that is to be started there. `objects` are the objects that the program
+        gives to its run, pickled. `inherited` are files of the launcher that the process gets under
+        their numbers, if it runs on the launcher's machine.
         """
         ...
 
@@ -192,7 +192,7 @@ class Places(AbstractAsyncContextManager["Places", None], Protocol):
 
     @property
     def spread(self) -> bool:
-        """Whether places may be on different machines."""
+        """True if places may be on different machines."""
         ...
 
     async def watch(self) -> None:
@@ -210,9 +210,9 @@ class Places(AbstractAsyncContextManager["Places", None], Protocol):
         for_ever: bool = False,
         wants: Wants | None = None,
     ) -> Place:
-        """A place whose socket listens at `host`; by default at an address that the other parts
-        reach. Waits until there is room for it; ended by that, by cancellation, or, unless
-        `for_ever`, by a limit: `RunFailed`. `ConfigError` where it cannot listen there.
+        """Returns a place whose socket listens at `host`; by default at an address that the other
+        parts can reach. Waits until there is room for it; ended by that, by cancellation, or,
+        unless `for_ever`, by a limit: `RunFailed`. Raises `ConfigError` if it cannot listen there.
         """
         ...
 

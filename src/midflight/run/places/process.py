@@ -28,7 +28,8 @@ last `KEPT_LOG_BYTES`.
 LAST_LINES = 20
 """So many lines of the log are in an error."""
 KEPT_FROM_CHILDREN = frozenset((TOKEN_VARIABLE, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-"""Variables that open the run, or the cluster that it runs on: an agent could use what it inherits.
+"""Variables that give access to the run, or to the cluster that it runs on. Child processes do not
+inherit them, because an agent could use them.
 """
 
 
@@ -52,9 +53,9 @@ class LocalChild:
         objects: bytes = given.NOTHING,
         cwd: Path | None = None,
     ) -> None:
-        """`inherited` are sockets and files that it gets under their numbers. `objects` are what
-        the program gives to its run, pickled. `cwd` is its working folder, if that is not the one
-        of this process.
+        """`inherited` are sockets and files that the process gets under their numbers. `objects`
+        are the objects that the program gives to its run, pickled. `cwd` is its working folder, if
+        that is not the one of this process.
         """
         self._objects = objects
         self._cwd = cwd
@@ -158,9 +159,9 @@ class LocalChild:
         return PartFailed(said, part=self.name, was_killed=status in KILLS)
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends the signal without asyncio's own way, which may take the exit status from the task
-        that waits for it. The processes of a worker's agents are asked to end with the worker; its
-        guard kills what is left when it has ended.
+        """Sends the signal directly. asyncio's own way may take the exit status from the task that
+        waits for it. The processes of a worker's agents are asked to end with the worker, and its
+        guard kills the rest when the worker has ended.
         """
         if not self.running:
             return

@@ -17,7 +17,9 @@ class Vitals:
 
 
 def vitals_of(pid: int) -> Vitals:
-    """Where there is no /proc, the process seems to run and never to compute."""
+    """Returns the vitals of a process. Without /proc, the process seems to run and never to
+    compute.
+    """
     try:
         # The command's name, in brackets, may itself hold brackets and spaces: the fields start
         # after the last one.

@@ -1,10 +1,10 @@
-"""How many rollouts run at once, for training and for evaluations: the numbers that are set, else
-what the engines hold just now.
+"""The number of rollouts that run at once, for training and for evaluations. It is the configured
+number, else as many as the engines can hold just now.
 
 A request that an engine cannot decode at once waits inside it, counted as open, and only grows old
 there. So there are as many rollouts as the engine has slots, or room for keys, and more where
-agents spend part of their time in tools. Whatever the engines hold, the bound on age holds
-(`buffer.staleness`): that is the hard limit, this is the soft one.
+agents spend part of their time in tools. The bound on age holds in any case (`buffer.staleness`):
+that is the hard limit, this is the soft one.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ MEMORY = 0.98
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """How many may run, and what limits them: the option that is `set`, the `slots` or `keys` of
-    engines, or the bound on `staleness`.
+    """The number of rollouts that may run, and its limit: the option that is `set`, the `slots` or
+    `keys` of engines, or the bound on `staleness`.
     """
 
     number: int
@@ -48,8 +48,8 @@ class InFlight:
 
 
 class Capacity:
-    """Follows the engines that take requests, the time that agents spend asking, and the length of
-    what they ask. Synchronous.
+    """Follows the engines that take requests, the time that agents spend on requests, and the
+    length of their requests. Synchronous.
     """
 
     def __init__(self, config: Config, fleet: Fleet) -> None:
@@ -72,8 +72,8 @@ class Capacity:
         self._moved()
 
     def training(self) -> InFlight:
-        """How many rollouts of training may run; a group fits in any case. Rollouts of an
-        evaluation on the same engines are subtracted.
+        """Returns the number of training rollouts that may run; a group fits in any case. Rollouts
+        of an evaluation on the same engines are subtracted.
         """
         held, reason = self._holds(evaluates=False)
         # an equal part: the other gateways use the same engines
@@ -87,7 +87,9 @@ class Capacity:
         return InFlight(number, reason)
 
     def full(self, running: int) -> Wait | None:
-        """Why no further group may start beside so many rollouts; None if one may."""
+        """Returns the reason why no further group may start beside so many rollouts, or None if one
+        may.
+        """
         may = self.training()
         if running + self._config.rollout.group_size <= may.number:
             return None
@@ -101,7 +103,7 @@ class Capacity:
         return InFlight(max(1, slots), reason)
 
     def limits(self) -> dict[str, tuple[int, str]]:
-        """How many rollouts of each kind may run, and why."""
+        """Returns for each kind the number of rollouts that may run, and the reason."""
         training = self.training()
         evaluating = self.evaluating()
         return {

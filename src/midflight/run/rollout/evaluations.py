@@ -22,7 +22,7 @@ from midflight.weights.handover import Handover
 
 
 class Phases(Protocol):
-    """Hears what the run is doing, to show it."""
+    """Receives the run's present activity, to show it."""
 
     def begin_phase(self, phase: Phase, *, num_tasks: int = 0) -> None: ...
 
@@ -72,7 +72,7 @@ class Evaluations:
         handover: Handover,
         sessions: Sessions,
     ) -> None:
-        """`every` is the number of versions between two evaluations, 0 for none. Where the version
+        """`every` is the number of versions between two evaluations, 0 for none. If the version
         that falls due is not published, the next published one takes its place.
         """
         self._sessions = ReservedSessions(sessions)
@@ -110,9 +110,9 @@ class Evaluations:
 
     @asynccontextmanager
     async def making_way(self) -> AsyncGenerator[None]:
-        """Within the block a version may be handed over. Waits for an evaluation by all engines.
-        Where an evaluation has the only engine that could take the version, waits for it too, for
-        `pin_seconds` at most: rollouts that are unfinished then have failed.
+        """Surrounds a handover of a version. Waits for an evaluation by all engines. If an
+        evaluation has the only engine that could take the version, waits for that too, for
+        `pin_seconds` at most. Rollouts that are unfinished by then have failed.
         """
         async with self._all_engines:
             reservation = self._sessions.reservation
@@ -138,7 +138,7 @@ class Evaluations:
             self._due.set()
 
     def _falls_due(self, version: Version, before: Version) -> bool:
-        """Whether a multiple of `every` lies behind `before` and up to `version`."""
+        """True if a multiple of `every` lies above `before` and at most at `version`."""
         if not self._tasks or not self._every:
             return False
         return version // self._every > before // self._every

@@ -29,7 +29,7 @@ class Lending:
         self._engine = engine
         self._num_waits = 0
         self._at_work = set[int]()
-        """Leases of batches that the trainer has, and whose steps it has not reported."""
+        """Leases of batches that the trainer holds and whose steps it has not reported."""
         self._is_lent = False
         if engine is not None:
             fleet.lent = engine

@@ -67,7 +67,7 @@ class Attachable(Engine, Protocol):
 
 
 Ask = Callable[[EngineAddress, Path | None, bool], Awaitable[About]]
-"""Asks an engine what it is: whether it sees that file, and, where the bool is true, which weights
+"""Asks an engine about itself: whether it sees that file, and, if the bool is true, which weights
 it was started with. The latter takes seconds.
 """
 
@@ -107,14 +107,14 @@ class JoinTerms:
     """The folder that the run's engines were started from."""
     settings: Mapping[str, Leaf]
     transport: str | None
-    """How weights will come; None where they stay as they are."""
+    """The transport of weights, or None if they stay as they are."""
     weights: Path
     """The folder of weights that come as files."""
     drain_seconds: float
     stall_seconds: float
-    """An engine that says what it is must be attached within this time, or it counts as hung. A
-    member that had no connection for as long, and did not say where it is either, is removed: its
-    machine is gone. When the engine is back, it joins again.
+    """An engine that has described itself must be attached within this time, or it counts as hung.
+    A member that had no connection for as long, and did not give its address either, is removed:
+    its machine is gone. When the engine is back, it joins again.
     """
 
 
@@ -152,8 +152,8 @@ class _KnownEngine:
 
 
 class Members:
-    """Implements `EngineMembership`. Between two waits its state is whole: what is refused or cancelled has
-    changed nothing.
+    """Implements `EngineMembership`. Between two waits its state is whole: a refused or cancelled
+    call has changed nothing.
     """
 
     def __init__(
@@ -367,8 +367,8 @@ class Members:
                 )
 
     def _is_apart(self, name: str) -> bool:
-        """Whether the engine keeps the weights that the run began or went on with, in all its
-        lives: it gets no others, and is asked for its own.
+        """True if the engine keeps the weights with which the run began or went on, in all its
+        lives. It gets no others, and only its own are asked for.
         """
         return self._serving.home(name) is self._serving.apart
 
@@ -462,8 +462,8 @@ def standing(state: EngineState) -> str:
 
 @contextlib.contextmanager
 def _nonce(folder: Path) -> Generator[Path | None]:
-    """A file that holds a word of its own, for the block. None where it cannot be written: whether
-    an engine sees our files is not known then.
+    """Yields a file that holds a random word, for the block. Yields None if the file cannot be
+    written: then it is unknown whether an engine sees our files.
     """
     path = folder / f"{NONCE}{secrets.token_hex(8)}"
     try:
@@ -482,7 +482,9 @@ def _word(nonce: Path) -> str:
 
 
 def _obstacle(transport: str | None, folder: Path, location: str) -> str:
-    """Why an engine that does not see the gateway's files gets no weights; empty where it does."""
+    """Returns the reason why an engine that does not see the gateway's files gets no weights, or an
+    empty string if it does get them.
+    """
     if transport == "shared_memory":
         return (
             'weights.transport is "shared_memory", and it runs on another machine; set it to '

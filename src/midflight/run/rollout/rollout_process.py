@@ -402,7 +402,7 @@ class RolloutProcess:
     @asynccontextmanager
     async def _hosting(self, serving: Serving) -> AsyncGenerator[Hosting]:
         """Agents run in workers, whose code this process never sees, or here. Here they talk to the
-        gateway in memory, and like any other agent they may not pause it. Waits at its end for
+        gateway in memory, and like any other agent they may not pause it. At its end, waits for
         requests that are still being answered.
         """
         if self._spec.worker_token is not None:
@@ -526,7 +526,9 @@ class RolloutProcess:
     def _common_routes(
         self, serving: Serving, owned: OwnedSessions, board: Board | None
     ) -> Sequence[BaseRoute]:
-        """The routes of every purpose: what is here, and sessions for agents that others run."""
+        """Returns the routes of every purpose: information about this process, and sessions for
+        agents that run elsewhere.
+        """
         served = serving.fleet.served_version
         token = self._spec.control_token
         sessions = SessionRoutes(

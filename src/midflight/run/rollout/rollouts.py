@@ -36,7 +36,7 @@ from midflight.types.facts import GroupClosed, GroupFinished, Record, SlotFreed,
 
 MAX_FAILED_GROUPS = 8
 """The run fails after so many groups in a row without a reward, or without a request to the model.
-That is no bad luck: something is broken.
+So many in a row are no coincidence: something is broken.
 """
 
 
@@ -281,7 +281,7 @@ class RolloutStream:
         """Ends a run whose environment always fails, or never asks the model: it must not look like
         a run that is merely slow.
 
-        Without any engine no group can succeed, so that failures are not counted: the launcher
+        Without any engine no group can succeed, so failures are not counted then: the launcher
         starts engines again, or ends the run and names them.
         """
         self._silent(trajectories)

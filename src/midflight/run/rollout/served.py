@@ -1,4 +1,5 @@
-"""What engines serve: the gateway that hands versions over tells the others that share its engines.
+"""The versions that engines serve. The gateway that hands versions over tells the others that share
+its engines.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -8,7 +9,7 @@ The owner holds an engine, pauses it, commits, attests, and lets it go on. The o
 of these at once. Until they do they count with the version before: their admission is then stricter
 than it need be, and never laxer (I2). The version that a token was sampled by comes from its
 engine. A request that another gateway sends to a paused engine waits there. While the owner is away
-no version moves, so that its last word holds.
+no version moves, so its last message stays true.
 """
 
 import asyncio
@@ -41,11 +42,13 @@ AGAIN_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ShardRole:
-    """Which of `gateway.shards` a process is."""
+    """One gateway process among the `gateway.shards`."""
 
     number: int = 0
     ask: "Ask | None" = None
-    """How the process hears what engines serve; the one that hands versions over has none."""
+    """The way in which the process learns the versions that engines serve. The owner, which hands
+    versions over, has none.
+    """
     again: bool = False
     """The process died, and goes on from its store; the trainer and the other shards did not stop.
     It has yet to hear what engines serve.
@@ -58,7 +61,7 @@ class EngineWord(msgspec.Struct, frozen=True):
     version: Version
     held: bool = False
     away: str | None = None
-    """Why the engine takes no requests of rollouts."""
+    """The reason why the engine takes no requests of rollouts."""
 
 
 class ServedWord(msgspec.Struct, frozen=True):
@@ -148,8 +151,8 @@ class Follower:
     """Lets the fleet of another gateway follow the owner's words."""
 
     def __init__(self, fleet: Fleet, ask: Ask, *, answer_seconds: float) -> None:
-        """An engine that hangs, and has not said within `answer_seconds` (`run.stall_seconds`)
-        which version it serves, is asked again. One whose process dies is asked again at once."""
+        """An engine that hangs, and has not told its version within `answer_seconds`
+        (`run.stall_seconds`), is asked again. One whose process dies is asked again at once."""
         self._fleet = fleet
         self._ask = ask
         self._answer_seconds = answer_seconds
@@ -200,8 +203,8 @@ class Follower:
             self._fleet.release(state.name, OWNER)
 
     async def rejoin(self, engine: str) -> bool:
-        """An engine is let in if it serves what the owner says that it does. Waits for its answer;
-        `False` at once while it is asked already.
+        """Lets an engine in if it serves the version that the owner has announced for it. Waits for
+        the engine's answer. Returns `False` at once if the engine is being asked already.
         """
         found = next((one for one in self._fleet.engines() if one.name == engine), None)
         said = self._said.get(engine)

@@ -175,8 +175,8 @@ class Serving:
             self.follower = Follower(self.fleet, self.role.ask, answer_seconds=stall_seconds)
 
     async def watch(self) -> None:
-        """Reads the health of all engines. Where another gateway hands versions over, follows it
-        too. Ended by its task group.
+        """Reads the health of all engines. If another gateway hands versions over, follows it too.
+        Ended by its task group.
         """
         owns = self.follower is None
         async with asyncio.TaskGroup() as watches:
@@ -226,8 +226,9 @@ class Serving:
         return self.apart if engine in self._names_apart else self.fleet
 
     def give_up(self, engine: str) -> None:
-        """The engine has left, and it is not known when it comes back. Where it was the last engine
-        for requests that are not trained on, these fail at once until one joins.
+        """Gives up an engine that has left, and of which it is not known when it comes back. If it
+        was the last engine for requests that are not trained on, these fail at once until one
+        joins.
         """
         if engine in self._names_apart and not self.apart.states():
             self.beside.forsake(
@@ -252,7 +253,7 @@ class Serving:
         )
 
     def rollout_bound(self) -> RolloutBound:
-        """The last bound on a rollout, by what was measured until now."""
+        """Returns the last bound on a rollout, from the rates measured so far."""
         pace = self.gateway.pace
         return rollout_bound(
             self._environment,
@@ -262,11 +263,13 @@ class Serving:
         )
 
     def routable(self) -> bool:
-        """Whether some engine takes requests."""
+        """True if some engine takes requests."""
         return any(state.error is None for state in self.fleet.states())
 
     def trouble(self) -> str:
-        """Which engines take no requests, as a sentence; empty where all do."""
+        """Returns a sentence with the engines that take no requests, or an empty string if all
+        do.
+        """
         away = [
             f"{state.name} is in quarantine ({state.error})"
             for state in self.states()

@@ -1,5 +1,5 @@
-"""What the rollout process is doing, for the launcher: what waits here for which part, which
-rollouts run, and which engines are away.
+"""The state of the rollout process, for the launcher: the work that waits here for other parts, the
+rollouts that run, and the engines that are away.
 """
 
 import asyncio
@@ -53,7 +53,9 @@ class RolloutStanding:
         self._whereabouts: Callable[[str], Whereabouts] = lambda _: HERE
         self._board: Board | None = None
         self._grown: dict[str, tuple[tuple[int, int], float]] = {}
-        """How far the answers of the oldest rollouts are, and since when, by session."""
+        """The progress of the oldest rollouts' answers, and since when it stands there, by
+        session.
+        """
 
     def watch(
         self,
@@ -125,7 +127,9 @@ class RolloutStanding:
         )
 
     def _parted(self) -> tuple[list[RunningRollout], list[RunningRollout]]:
-        """The rollouts whose agents run, and those that wait for a worker, the oldest first."""
+        """Returns the rollouts whose agents run, and those that wait for a worker, the oldest
+        first.
+        """
         run = list[RunningRollout]()
         wait = list[RunningRollout]()
         if self._agents is None:
@@ -152,7 +156,7 @@ class RolloutStanding:
         return grew + seconds - asyncio.get_running_loop().time()
 
     def _growth(self, session: str) -> tuple[tuple[int, int], float]:
-        """How far the session's answers are, and since when."""
+        """Returns the progress of the session's answers, and since when it stands there."""
         now = asyncio.get_running_loop().time()
         asked = self._serving.gateway.registry.get(session)
         far = (asked.num_requests, asked.num_growing)
@@ -172,7 +176,7 @@ class RolloutStanding:
         return tuple(absent.values())
 
     def _waits_for(self, session: str, spent: RolloutTime) -> str:
-        """What a rollout waits for, with its progress."""
+        """Returns a sentence that says what a rollout waits for, with its progress."""
         asked = self._serving.gateway.registry.get(session)
         if not spent.waits:
             return f"is in its agent's hands, which took {spent.own:.0f} s by itself"

@@ -102,7 +102,7 @@ def _in_words(counts: Mapping[Reason, int]) -> dict[str, int]:
 def resumed(
     books: Books, groups: Iterable[GroupScores], unfinished: Iterable[Unfinished]
 ) -> facts.Resumed:
-    """What holds of the run so far, for observers that count."""
+    """Returns the state of the run so far, for observers that count."""
     scored = Counter[str]()
     failed = Counter[str]()
     rewards = defaultdict[str, float](float)
@@ -235,9 +235,9 @@ class RolloutSystem:
         *,
         checkpoint: Version | None,
     ) -> None:
-        """Goes on after a crash. With a checkpoint the whole ring has crashed: what the checkpoint
-        has is final, everything else waits or runs again (I8). Without one this process alone has
-        crashed: what was leased or trained still is.
+        """Goes on after a crash. With a checkpoint the whole ring has crashed: the contents of the
+        checkpoint are final, and everything else waits or runs again (I8). Without one, this
+        process alone has crashed: leased groups stay leased and trained groups stay trained.
         """
         serving = agents.serving
         passes = agents.config.curriculum.passes

@@ -1,6 +1,6 @@
-"""Conversations to learn from: each message of the assistant, calls of tools too, after the prompt
-that the chat template makes of the messages before it. The gateway sends an engine the same prompt,
-so that the model learns what it samples later.
+"""Conversations to learn from. They hold each message of the assistant, calls of tools included,
+after the prompt that the chat template makes of the messages before it. The gateway sends an engine
+the same prompt, so the model learns the answers that it samples later.
 """
 
 import json

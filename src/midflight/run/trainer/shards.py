@@ -90,8 +90,8 @@ class ShardedRollouts:
         await self._all(lambda shard: shard.finish(version))
 
     async def restart(self, checkpoint: Version) -> WentOn:
-        """All go on under one number. Where one shard has leased further than others, the number is
-        above the version of that lease.
+        """Restarts all shards under one number. If one shard has leased further than others, the
+        number is above the version of that lease.
         """
         self._parts.clear()
         said = await self._all(lambda shard: shard.restart(checkpoint))

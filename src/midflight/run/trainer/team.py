@@ -127,8 +127,8 @@ class Wire:
 
 @contextmanager
 def together() -> Generator[None]:
-    """Surrounds the work of all ranks. A connection that breaks during it is the death of another
-    rank. That rank says why it died, so the error here is `PartLost`.
+    """Surrounds the work of all ranks. A connection that breaks during it means that another rank
+    has died. That rank reports why it died, so the error here is `PartLost`.
     """
     try:
         yield
@@ -260,7 +260,7 @@ def _done(
     keep: int,
     wire: Wire,
 ) -> Callable[[], object] | None:
-    """Does a deed. Returns what is left to do beside the next deeds."""
+    """Carries out one deed. Returns the work that is left to do beside the next deeds."""
     match deed:
         case Step(batch):
             trainer.step(from_bytes(batch))
@@ -289,8 +289,8 @@ def _published(trainer: PolicyTrainer, wire: Wire, deed: Publish) -> WeightManif
 
 
 def _whole(trainer: PolicyTrainer) -> dict[str, Tensor]:
-    """All tensors, each whole. Those that are spread over ranks are put together one by one; a rank
-    that is not the first keeps none.
+    """Returns all tensors, each whole. Those that are spread over ranks are put together one by
+    one. A rank that is not the first keeps none.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in named_tensors(trainer.model).items():

@@ -112,7 +112,8 @@ async def run_trainer(spec: TrainerSpec, launcher: LauncherPipe) -> None:
     """Runs to the last step. Waits for batches and handovers (see `TrainingLoop`); ended by its
     steps or by the launcher.
 
-    The first rank makes or loads the model and warms it up; the others begin with what it wrote.
+    The first rank makes or loads the model and warms it up; the others begin with the files that it
+    wrote.
     """
     config = Config.model_validate_json(spec.config)
     if spec.rank > 0:
@@ -203,11 +204,11 @@ def _service(spec: TrainerSpec) -> RolloutClient | ShardedRollouts:
 async def _first(
     config: Config, launcher: LauncherPipe, alarm: Callable[[str], None]
 ) -> tuple[PreTrainedModel, Layout]:
-    """The model that the ring starts with, proven and warmed up. Waits for the warm start, between
-    whose steps it may be cancelled.
+    """Returns the model that the ring starts with, proven and warmed up. Waits for the warm start,
+    between whose steps it may be cancelled.
 
-    It is saved for engines and other ranks. Where the loss asks for a reference, it is saved as
-    that too, which a resumed run keeps.
+    It is saved for engines and other ranks. If the loss asks for a reference, it is saved as the
+    reference too, which a resumed run keeps.
     """
     run = Path(config.run.folder)
     with _loading(launcher):
@@ -262,8 +263,8 @@ def _pairing(
 def _layout(
     config: Config, model: PreTrainedModel, alarm: Callable[[str], None] | None = None
 ) -> Layout:
-    """How rows must lie for the model's numbers to be right, which is proven here. A slow layout is
-    an alarm, once.
+    """Returns the layout of rows under which the model's numbers are right, which is proven here. A
+    slow layout raises an alarm, once.
     """
     layout, found = proven_layout(model, max_context=config.model.max_context)
     if layout is not Layout.PACKED and alarm is not None:

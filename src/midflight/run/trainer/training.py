@@ -38,7 +38,7 @@ class Report(Protocol):
     def metrics(self) -> Mapping[str, float]: ...
     @property
     def skipped(self) -> str | None:
-        """Why the step left the weights as they were; `None` if it made an update."""
+        """The reason why the step left the weights as they were, or `None` if it made an update."""
         ...
 
     @property
@@ -136,7 +136,9 @@ class TrainingLoop:
         self._staged: Version | None = None
 
     async def run(self) -> None:
-        """Ends by itself after the last step; any failure ends it and cancels what it started."""
+        """Waits for batches, steps and handovers. Ends by itself after the last step; any failure
+        ends it and cancels the tasks that it started.
+        """
         async with asyncio.TaskGroup() as tasks:
             drawn = tasks.create_task(self._service.take(self._trainer.version))
             handovers = deque([tasks.create_task(self._hand_over(await self._publish()))])

@@ -35,8 +35,8 @@ EVALUATED = 256
 SCREENED = 64
 """The number of those that are tried first: a standard error of at most 0.0625."""
 FAR = 0.19
-"""Three standard errors. Where the accuracy of the first is so far below the target, it is the
-answer: the others would not bring it there.
+"""Three standard errors. If the accuracy on the first answers is so far below the target, it is
+returned at once: the others would not bring it there.
 """
 
 
@@ -79,8 +79,8 @@ async def warm_start(
 ) -> None:
     """Trains on the examples until exact match on the held-out ones, sampled, reaches the target.
 
-    Steps go on while the accuracy of earlier weights is measured. Where it reaches the target,
-    those weights are put back: the model is the same as if the steps had waited.
+    Steps go on while the accuracy of earlier weights is measured. If it reaches the target, those
+    weights are put back: the model is the same as if the steps had waited.
 
     Waits for its own steps and measurements, each in a thread; ended by the accuracy, by
     `max_steps`, or by cancellation between steps.

@@ -314,7 +314,7 @@ class LoopWatch:
             connection.close()
 
     def _culprit(self) -> str | None:
-        """The session whose agent is on the loop's stack."""
+        """Returns the session whose agent is on the loop's stack."""
         current = asyncio.current_task(self._loop)
         return None if current is None else self._sessions.get(current)
 
