@@ -34,9 +34,9 @@ REMEDY = 'play it with sandbox = { kind = "docker" } in the source\'s options, o
 def furnished_by(
     context: Path, said: str, *, image: str, kind: str, beside: Sequence[str]
 ) -> BoxSetup:
-    """Finds what a box of this kind begins with, for an environment of that folder or of an image.
-    `beside` are further folders that are written to. `ConfigError` for an environment that would
-    have to be built where nothing can build it, or for files that are put where nothing can be put.
+    """Finds the contents with which a box of this kind begins, for an environment of that folder or
+    of an image. `beside` are further writable folders. Raises `ConfigError` if the environment has
+    to be built and nothing can build it here, or if files have to be put where nothing can be put.
     """
     if kind == "docker" and (image or (context / "Dockerfile").exists()):
         return BoxSetup(image=image, build=None if image else context)

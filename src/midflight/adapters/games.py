@@ -1,5 +1,5 @@
-"""Games as conversations: what a game shows is the user's message, and what the model answers is
-its move.
+"""Games as conversations: the game's text is the user's message, and the model's answer is its
+move.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Move:
     reward: float = 0.0
     ended: bool = False
     valid: bool = True
-    """Whether the answer was a move at all."""
+    """True if the answer was a move at all."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
@@ -30,13 +30,13 @@ class Game(Protocol):
     name: str
 
     async def begin(self) -> str:
-        """Begins the game, and returns what the model is shown at first. Waits for the game, until
-        the rollout's deadline.
+        """Begins the game, and returns the text that the model is shown first. Waits for the game,
+        until the rollout's deadline.
         """
         ...
 
     async def move(self, said: str) -> Move:
-        """Makes a move. Waits as `begin` does. What it raises fails the rollout, which is then not
+        """Makes a move. Waits as `begin` does. An error fails the rollout, which is then not
         scored.
         """
         ...
@@ -44,8 +44,8 @@ class Game(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GameBound:
-    """The bound on games that never end. `unfinished` is what an unfinished game earns in addition
-    to what it has earned. None leaves it without a score.
+    """The bound on games that never end. `unfinished` is the reward of an unfinished game, in
+    addition to the rewards of its moves. None leaves it without a score.
     """
 
     max_turns: int
@@ -58,8 +58,8 @@ class GameBound:
 
 
 async def play_game(task: Task, client: Any, game: Game, *, bound: GameBound) -> Result:
-    """Plays one game. Each answer earns what its move earns. Waits for answers and moves, or until
-    its caller cancels it.
+    """Plays one game. Each answer gets the reward of its move. Waits for answers and moves, or
+    until its caller cancels it.
     """
     shown = await game.begin()
     messages: list[dict[str, Json]] = with_observation(
@@ -118,7 +118,7 @@ def _result(
 
 
 async def ask_model(client: Any, messages: list[dict[str, Json]]) -> dict[str, Json] | None:
-    """The model's message. None where the conversation has filled its context."""
+    """Returns the model's message, or None if the conversation has filled its context."""
     try:
         said = await client.chat.completions.create(model="policy", messages=messages)
     except Exception as error:

@@ -49,8 +49,8 @@ class HarborTask:
 
     @classmethod
     def of(cls, folder: Path, kind: str) -> "HarborTask":
-        """The task in a folder. `ConfigError` names what it lacks, or what a box of this kind
-        cannot give.
+        """Returns the task in a folder. Raises `ConfigError` with the parts that it lacks, or that
+        a box of this kind cannot give.
         """
         said = f"the task of Harbor in {folder}"
         if not (folder / "instruction.md").is_file():
@@ -166,8 +166,8 @@ async def chat(task: Task, client: Any, box: Box) -> None:
 
 
 async def _scored(said: str, found: HarborTask, box: Box) -> Result:
-    """Runs the tests, and waits for them. First they remove what the agent has put where they and
-    their rewards go.
+    """Runs the tests, and waits for them. First they remove any files that the agent has put into
+    their place or that of their rewards.
     """
     own = f"{TESTS}/{secrets.token_hex(8)}"
     folder = found.folder / "tests"

@@ -16,8 +16,8 @@ from midflight.types import Json, Result, Task
 
 NAME = "textarena"
 MAX_MOVES = 1000
-"""How many moves of other players may come in a row: more are a game that does not wait for
-ours.
+"""The number of moves of other players that may come in a row. With more, the game does not wait
+for ours.
 """
 
 
@@ -132,8 +132,8 @@ class TextArenaGame:
         return Move("", float(rewards[self._seat]), ended=True, metrics={"game/spoilt": spoilt})
 
     def _until_ours(self, *, ended: bool) -> tuple[bool, str]:
-        """Lets the others move until the policy is asked. Returns whether the game has ended, and
-        what the policy is shown.
+        """Lets the others move until it is the policy's turn. Returns whether the game has ended,
+        and the text that the policy is shown.
         """
         for _ in range(MAX_MOVES):
             if ended:

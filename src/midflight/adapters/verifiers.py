@@ -36,9 +36,9 @@ def tasks(
     options: dict[str, Json] | None = None,
     env: str = "",
 ) -> list[dict[str, Json]]:
-    """At most `size` tasks of the taskset of that id, whose own options are `options`. `harness` is
-    the agent's program, by default that of the taskset, or else ours. `env` is another environment
-    to play it in. `ConfigError` where it cannot be trained.
+    """Returns at most `size` tasks of the taskset of that id, whose own options are `options`.
+    `harness` is the agent's program, by default that of the taskset, or else ours. `env` is another
+    environment to play it in. Raises `ConfigError` if it cannot be trained.
     """
     told: dict[str, Json] = {
         "taskset": taskset,
@@ -174,7 +174,7 @@ def _made(told: str, size: int) -> tuple[Any, Sequence[Any]]:
 
 
 def _prepare(vf: Any) -> None:
-    """Registers our agent, which asks what the task asks and has no tools. It also lets all clients
+    """Registers our agent, which sends the task's prompt and has no tools. It also lets all clients
     share one set of trusted certificates, because reading them takes as long as an episode.
     """
     if CHAT in sys.modules:

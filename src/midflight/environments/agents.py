@@ -1,4 +1,4 @@
-"""How an agent is run: with which client, on which thread, and on its own copy of the task. A
+"""Runs an agent with its client, on a thread if it needs one, and on its own copy of the task. A
 rollout has an `AgentHost` do that.
 """
 
@@ -43,9 +43,9 @@ class AgentHost(Protocol):
     """Runs agents, in this process or in others."""
 
     async def run(self, task: Task, session: SessionHandle) -> object:
-        """Runs an agent on its own copy of the task. Waits for what it returns, which is not
-        checked yet, and raises what it raises. It is ended by the agent, or by cancellation, after
-        which nothing comes from the agent any more.
+        """Runs an agent on its own copy of the task. Waits for its return value, which is not
+        checked yet, and raises the agent's errors. It is ended by the agent, or by cancellation,
+        after which nothing comes from the agent any more.
         """
         ...
 
@@ -53,7 +53,7 @@ class AgentHost(Protocol):
         self, task: Task, attempts: Sequence[Unjudged], *, name: str
     ) -> Sequence[Result]:
         """Scores attempts of one group that `run` returned, under a name in the place of a session.
-        Waits for the functions that do it, and raises what they raise.
+        Waits for the reward functions, and raises their errors.
         """
         ...
 
@@ -123,7 +123,7 @@ class AgentsHere:
 
 
 def is_async(environment: Environment) -> bool:
-    """Whether the environment is to be awaited. Otherwise it is a plain function."""
+    """True if the environment has to be awaited. Otherwise it is a plain function."""
     call = getattr(environment, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(environment) or inspect.iscoroutinefunction(call)
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 Said: TypeAlias = "Result | float | None"
-"""What a worker outside posts for a rollout: its reward, or a whole result."""
+"""The outcome that a worker outside posts for a rollout: its reward, or a whole result."""
 OUTSIDE = "a worker outside"
-"""What an unclaimed rollout waits for."""
+"""The name of the thing that an unclaimed rollout waits for."""
 MAX_REMEMBERED = 10_000
-"""How many ended claims are remembered with their rewards, so that a worker may send a reward
-again. After that it gets an error.
+"""The number of ended claims that are remembered with their rewards, so that a worker may send a
+reward again. After that it gets an error.
 """
 
 
@@ -39,7 +39,7 @@ class Offer:
 
 
 def reward_in(said: Said) -> float | None:
-    """The number of a reward. What is posted has been checked, so that no reward is late."""
+    """Returns the number of a reward. It was checked when it was posted, so no reward is late."""
     return cast("float | None", said.reward) if isinstance(said, Result) else said
 
 
@@ -56,7 +56,7 @@ class Board:
         self._ended: OrderedDict[str, asyncio.Future[Said]] = OrderedDict()
         self._waiting: list[asyncio.Future[None]] = []
         self._unclaimed: dict[str, Stopwatch] = {}
-        """How long the rollouts that are offered or claimed were unclaimed, by session."""
+        """The time that each offered or claimed rollout was unclaimed, by session."""
         self._claimed_at: float | None = None
         """When a worker claimed a rollout last."""
         self._ended_at = -math.inf
@@ -107,7 +107,7 @@ class Board:
         return Whereabouts(OUTSIDE, waits=True) if session_id in self._offered else HERE
 
     def unclaimed_seconds(self, session_id: str) -> float:
-        """How long a rollout under way has waited for a worker."""
+        """Returns the seconds that a rollout under way has waited for a worker."""
         waited = self._unclaimed.get(session_id)
         return 0.0 if waited is None else waited.seconds()
 
@@ -219,7 +219,7 @@ class Claimed:
             self.board.withdraw(offer)
 
     def excused_seconds(self, session_id: str) -> float:
-        """See `AgentsHere.excused`: the wait for a worker is nobody's fault."""
+        """See `AgentsHere.excused`: no rollout is to blame for the wait for a worker."""
         return self.board.unclaimed_seconds(session_id)
 
 

@@ -39,7 +39,7 @@ def key_of(section: UntrackedSection) -> str:
 
 @dataclass(slots=True)
 class RolloutClientState:
-    """What all clients of one rollout share."""
+    """The state that all clients of one rollout share."""
 
     section: UntrackedSection
     pool: Callable[[], Any]
@@ -61,7 +61,7 @@ class RolloutClientMixin:
     def untracked(self) -> Self:
         """A client for judges and simulated users. None of its tokens is recorded or trained. It
         asks `environment.untracked.url`, or the engines that are reserved for this, whose weights
-        stay as they are. `ConfigError` where a run has neither.
+        stay as they are. Raises `ConfigError` if a run has neither.
 
         While these do not answer, requests raise `UntrackedUnavailable`, and a rollout that ends
         then has failed, whatever it returns (I10).
@@ -152,7 +152,7 @@ class Client(RolloutClientMixin, AsyncOpenAI):
     with_options = copy
 
     async def request(self, *args: Any, **options: Any) -> Any:
-        """Does what the SDK's method does. Waits for the answer, and for further tries."""
+        """Sends a request as the SDK's method does. Waits for the answer, and for further tries."""
         try:
             answer = await super().request(*args, **options)
         except (APIConnectionError, APIStatusError) as error:
@@ -173,7 +173,7 @@ class PlainClient(RolloutClientMixin, OpenAI):
     with_options = copy
 
     def request(self, *args: Any, **options: Any) -> Any:
-        """Does what the SDK's method does. Waits for the answer, and for further tries."""
+        """Sends a request as the SDK's method does. Waits for the answer, and for further tries."""
         try:
             answer = super().request(*args, **options)
         except (APIConnectionError, APIStatusError) as error:

@@ -25,7 +25,7 @@ from midflight.types import Json, Result, Task
 from midflight.wire.client import Answered
 
 TRIES = 3
-"""How often a request that no engine could answer is tried, as the SDK does."""
+"""The number of tries of a request that no engine could answer, as in the SDK."""
 FULL = 429
 """The gateway has too many requests."""
 AWAY = 503
@@ -55,14 +55,14 @@ async def ask_with_retries(post: Post, session: SessionHandle, body: bytes) -> A
 
 
 def is_worth_a_try(status: int, number: int) -> bool:
-    """Whether to ask again after `number` tries. A full gateway is asked as long as it is full,
-    which is no fault of the rollout.
+    """True if another request is worth a try after `number` tries. A full gateway is asked as long
+    as it is full, because the rollout is not to blame for that.
     """
     return status == FULL or (status == AWAY and number < TRIES)
 
 
 def wait_seconds(number: int) -> float:
-    """How long to wait after `number` tries before the next."""
+    """Returns the seconds to wait after `number` tries before the next."""
     return min(LONGEST_WAIT_SECONDS, WAIT_SECONDS * number)
 
 
@@ -184,8 +184,8 @@ class BuiltInLoop:
             return await self._scored(attempt, episode)
 
     def _class_of(self, task: Task) -> StatefulClass | None:
-        """The class of a task's environment. Where there are several, the task's column
-        `environment` names it; `TaskFieldMissing` where it names none of them.
+        """Returns the class of a task's environment. If there are several, the task's column
+        `environment` names it; raises `TaskFieldMissing` if it names none of them.
         """
         if len(self._classes) < 2:
             return next(iter(self._classes.values()), None)
@@ -330,7 +330,9 @@ async def judged(rewards: Rewards, task: Task, waiting: Sequence[Unjudged]) -> l
 
 
 def _named(label: str, found: object) -> dict[str, Any]:
-    """The components in what an environment's own reward returned. They are not checked yet."""
+    """Returns the components in the return value of an environment's own reward. They are not
+    checked yet.
+    """
     if not isinstance(found, Mapping):
         return {label: found}
     parts = cast("Mapping[object, object]", found)
@@ -338,8 +340,8 @@ def _named(label: str, found: object) -> dict[str, Any]:
 
 
 def with_observation(messages: list[dict[str, Json]], observation: str) -> list[dict[str, Json]]:
-    """The conversation with what the environment showed at first. It is added to the last message
-    if that is the user's.
+    """Returns the conversation with the environment's first observation. It is added to the last
+    message if that is the user's.
     """
     if not messages or messages[-1].get("role") != "user":
         return [*messages, {"role": "user", "content": observation}]

@@ -1,10 +1,10 @@
 """The crew: the worker processes, and the rollouts that they run. It is synchronous except for
 `run`, which waits for one agent.
 
-A rollout waits in line until a worker takes it. The seconds that were no fault of its own do not
-count against its deadline. If its worker is lost, the rollout has failed where it is to blame.
-Otherwise it begins again with another worker, which is given its completed turns (I8), and neither
-its retries nor its deadline have been used up. The blame lies
+A rollout waits in line until a worker takes it. Seconds for which it is not to blame do not count
+against its deadline. If its worker is lost, the rollout has failed if it is to blame. Otherwise it
+begins again with another worker, which is given its completed turns (I8), and neither its retries
+nor its deadline have been used up. The blame lies
 
 - with no rollout, where the launcher says that the worker was stopped from outside;
 - with the rollout that blocked its worker's event loop, as the worker's own watch saw;
@@ -61,13 +61,13 @@ and knows why.
 MEMORY = 4
 """A delay is remembered for this many times `stall_seconds`."""
 GRACE_SECONDS = 5.0
-"""How long an agent, with its `finally` blocks, may take to end after its rollout."""
+"""The seconds that an agent, with its `finally` blocks, may take to end after its rollout."""
 MAX_LEFT = 16
-"""How many agents of ended rollouts, such as threads that sleep, a worker may have left running.
-With more the worker is started anew.
+"""The number of agents of ended rollouts, such as threads that sleep, that a worker may have left
+running. With more the worker is started anew.
 """
 MAX_LOST = 3
-"""How many workers a rollout may lose before it counts as the cause of their death."""
+"""The number of workers that a rollout may lose before it counts as the cause of their death."""
 
 
 class Recorder(Protocol):
@@ -94,7 +94,7 @@ class Assignment:
     excused: float = 0.0
     tools: ToolTime = field(default_factory=lambda: ToolTime())
     num_lost: int = 0
-    """How many workers died with it, and may have died through it."""
+    """The number of workers that died while they ran it, and may have died because of it."""
     attempts: str | None = None
     """The attempts of a group that has ended and is to be scored, as JSON. Then there is no agent,
     and `session` is only a name.
@@ -116,15 +116,15 @@ class Whereabouts(NamedTuple):
     part: str
     """The worker that has it or for which it waits; empty where agents run in this process."""
     waits: bool = False
-    """Whether it is in line for a place there."""
+    """True if it is in line for a place there."""
 
 
 HERE = Whereabouts("")
 
 
 class WorkerOutlet(Protocol):
-    """Sends to one worker. It is synchronous. What is sent to a worker that has gone is lost, like
-    everything that was there.
+    """Sends messages to one worker. It is synchronous. Messages to a worker that has gone are lost,
+    like everything that was there.
     """
 
     def run(self, job: Assignment) -> None: ...
@@ -147,7 +147,7 @@ class Seat:
     where: str = ""
     condemned: bool = False
     spared: bool = False
-    """Whether no agent is to blame for the worker's end."""
+    """True if no agent is to blame for the worker's end."""
 
     def guilty(self) -> str | None:
         """The session that is to blame for the worker's death."""
@@ -193,13 +193,13 @@ class Crew:
         self._seats: dict[str, Seat] = {}
         self._jobs: dict[str, Assignment] = {}
         self.alone = False
-        """Whether every rollout is alone in its worker, because one was seen to block its loop."""
+        """True if every rollout is alone in its worker, because one was seen to block its loop."""
 
     # --- AgentHost --------------------------------------------------------------------------------
 
     async def run(self, task: Task, session: SessionHandle) -> object:
-        """As the port says. Waits for a worker and for the agent there. It is ended also by the
-        loss of workers, when the agent is to blame.
+        """Runs an agent, see `AgentHost.run`. Waits for a worker and for the agent there. It is
+        ended also by the loss of workers, when the agent is to blame.
         """
         return await self._ended(self._assignment(task, session))
 
@@ -218,8 +218,8 @@ class Crew:
         )
 
     async def _ended(self, job: Assignment) -> object:
-        """Waits for what the worker says about an assignment. It begins the assignment again
-        elsewhere while that is lost through no fault of its own.
+        """Waits for the worker's answer to an assignment. It begins the assignment again elsewhere
+        if that is lost and is not to blame.
         """
         loop = asyncio.get_running_loop()
         session_id = job.session.session_id
@@ -241,7 +241,7 @@ class Crew:
     async def judge(
         self, task: Task, attempts: Sequence[Unjudged], *, name: str
     ) -> Sequence[Result]:
-        """As the port says, in a worker. Waits as `run` does."""
+        """Scores attempts in a worker, see `AgentHost.judge`. Waits as `run` does."""
         written = json.dumps([asdict(attempt) for attempt in attempts])
         job = self._assignment(task, GroupName(name), attempts=written)
         return cast("Sequence[Result]", await self._ended(job))
@@ -362,8 +362,8 @@ class Crew:
         seat.jobs.clear()
 
     def _loss(self, seat: Seat, job: Assignment) -> AgentFailed | AgentLost:
-        """The error of a rollout whose worker is gone. It says whether the rollout has failed or
-        begins again.
+        """Returns the error of a rollout whose worker is gone. The error says whether the rollout
+        has failed or begins again.
         """
         if seat.spared:
             return AgentLost(f"{seat.name} was ended for what no agent did")
@@ -400,7 +400,7 @@ class Crew:
         return found
 
     def _hangs(self, seat: Seat) -> str | None:
-        """Why the worker is to be ended, if it is."""
+        """Returns the reason for which the worker has to be ended, or None if it need not be."""
         silence = self._silence(seat)
         culprit = seat.culprit
         grace = GRACE_SECONDS + self._delay
@@ -424,8 +424,8 @@ class Crew:
         return None
 
     def _holds_up(self, seat: Seat, culprit: str, silence: float) -> str | None:
-        """Why the worker is to be ended for an agent that blocks it and holds up others, if it
-        is.
+        """Returns the reason for which the worker has to be ended, if an agent blocks it and holds
+        up others, or None.
         """
         is_alone = len(seat.jobs) == 1
         if is_alone or silence < self._bound():

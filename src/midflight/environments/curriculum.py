@@ -1,8 +1,8 @@
 """Chooses the task of a source that is tried next, by how often its rollouts have passed lately.
 
 A draw follows from the seed, its position, the groups that have ended and the tasks under way. The
-order in which those ended does not matter. A resumed run therefore draws what the run before it
-would have drawn.
+order in which those ended does not matter. A resumed run therefore draws the same tasks as the run
+before it would have drawn.
 """
 
 import random
@@ -58,7 +58,7 @@ class SourcePools:
         for place in sorted(self._ended):
             self._free[self.pool(place)].append(place)
         self.sizes = {pool: len(places) for pool, places in self._free.items()}
-        """How many tasks each pool has, including those under way."""
+        """The number of tasks in each pool, including those under way."""
 
     def restore(self, ended: Iterable[tuple[int, Passes]]) -> None:
         """Learns from groups that had ended before any task was begun here."""
@@ -140,8 +140,8 @@ class SourcePools:
                 return place
 
     def _side(self, chance: random.Random) -> Sequence[Sequence[int]]:
-        """The pools to draw from: all of them, or one side by the target. Where that side is empty
-        they are all.
+        """Returns the pools to draw from: all of them, or one side by the target. If that side is
+        empty, it returns all.
         """
         every = list(self._free.values())
         target = self._section.target
@@ -161,8 +161,8 @@ def _nth(pools: Iterable[Sequence[int]], number: int) -> int:
 
 
 class Curriculum:
-    """Chooses the task of each position of the stream, and learns how it went. Sources keep their
-    shares. Posted tasks, whose epochs are below 0, are tried once each and are no part of it.
+    """Chooses the task of each position of the stream, and records its outcome. Sources keep their
+    shares. Posted tasks, whose epochs are below 0, are tried once each and are not part of it.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Curriculum:
 
     def choose(self, source: int, epoch: int, index: int) -> None:
         """Chooses the task of a position whose turn it is. Without a curriculum, the position keeps
-        the task that it has.
+        its task.
         """
         if self._pools:
             chance = random.Random(f"{self._seed}|curriculum|{epoch}|{index}")
@@ -211,7 +211,7 @@ class Curriculum:
         self._pools[source].end(place, (key, num_passed, len(rewards)))
 
     def restore(self, groups: Iterable[GroupScores]) -> None:
-        """Takes what was chosen before a crash, and how it went."""
+        """Takes over the choices made before a crash, and their outcomes."""
         ended = defaultdict[int, list[tuple[int, Passes]]](list)
         for group in groups:
             key = group.key
@@ -227,7 +227,7 @@ class Curriculum:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """How many tasks each pool has, in all sources."""
+        """Returns the number of tasks in each pool, over all sources."""
         sizes = dict.fromkeys([pool.value for pool in Pool], 0)
         for source in self._pools:
             for pool, size in source.sizes.items():
@@ -236,7 +236,9 @@ class Curriculum:
 
     @property
     def pass_rate(self) -> float | None:
-        """Which share passed of the rollouts that pass rates look back on; None without any."""
+        """Returns the share of passed rollouts among those that pass rates look back on, or None if
+        there are none.
+        """
         scored = sum(source.scored for source in self._pools)
         if not scored:
             return None

@@ -23,24 +23,24 @@ class RolloutsOfOneVersion(Protocol):
     """Runs one rollout. `RolloutRunner` implements it."""
 
     async def run(self, key: RolloutKey, task: Task, *, version: Version) -> Trajectory:
-        """The trajectory of a rollout. Where a version other than `version` sampled any of its
-        tokens, it has no reward, and an error that says so.
+        """Returns the trajectory of a rollout. If a version other than `version` sampled any of its
+        tokens, it has no reward, and its error names that.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SourceScore:
-    """What an evaluation found on one source."""
+    """The result of an evaluation on one source."""
 
     source: str
     mean_reward: float | None
     """The mean over the scored tasks; None if there is none (I10: a failure is no zero)."""
     num_scored: int
     num_failed: int
-    """How many tasks have no reward."""
+    """The number of tasks that have no reward."""
     error: str | None = None
-    """Why the first of these has none. Each says so in its `RolloutEnded`."""
+    """The reason why the first of these has none. Each `RolloutEnded` holds its own."""
     at: dict[str, float] = field(default_factory=dict[str, float])
     """For a suite: how it sampled, `pass@k` and `best@k`."""
 
@@ -101,14 +101,14 @@ class Evaluator:
         self._suites = suites
 
     def num_rollouts(self, tasks: Sequence[Task]) -> int:
-        """How many rollouts an evaluation has, including its suites."""
+        """Returns the number of rollouts of an evaluation, including its suites."""
         return len(tasks) + sum(len(suite.tasks_of(tasks)) for suite in self._suites)
 
     async def run(
         self, tasks: Sequence[Task], *, version: Version, over: asyncio.Event | None = None
     ) -> tuple[SourceScore, ...]:
-        """The scores of each source in order of appearance. Waits for all rollouts, each of which
-        its deadline ends. Cancellation ends them all.
+        """Returns the scores of each source in order of appearance. Waits for all rollouts, each of
+        which its deadline ends. Cancellation ends them all.
 
         Every scored task was answered by `version` alone. Once `over` is set it ends the unfinished
         rollouts, whose tasks have then failed.
@@ -128,7 +128,7 @@ class Evaluator:
         return every
 
     def _kept(self, tasks: Sequence[Task]) -> set[int]:
-        """The positions of the tasks whose rollouts are kept: the first of each source."""
+        """Returns the positions of the tasks whose rollouts are kept: the first of each source."""
         kept = set[int]()
         seen = Counter[str]()
         for i, task in enumerate(tasks):

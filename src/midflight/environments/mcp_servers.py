@@ -2,7 +2,7 @@
 again when they are lost.
 
 A call that a server's death cuts off fails its rollout (I10), because it is not known whether the
-call was made. What the tool itself says is an answer, also when it is an error.
+call was made. A reply of the tool itself is an answer, even when it is an error.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 CONNECTION_CLOSED = -32000
 """The protocol's own code for a connection that ended under a call."""
 CLOSE_SECONDS = 5.0
-"""How long a server may take to end after its connection is closed."""
+"""The seconds that a server may take to end after its connection is closed."""
 
 
 class McpServerLost(EnvironmentFailed):
@@ -217,7 +217,7 @@ class McpServers:
         self._tasks = asyncio.TaskGroup()
         self._of_run: list[McpServer] = []
         self.start_seconds = sum([section.start_seconds for section in sections], 0.0)
-        """How long all of them may take to come up, one after another."""
+        """The seconds that all of them may take to come up, one after another."""
 
     async def __aenter__(self) -> McpServers:
         """Makes the servers of the run. They come up when the first rollout needs them. One that

@@ -20,8 +20,8 @@ from midflight.types import Task
 POSTED_EPOCH = -1
 """The epoch in the keys of posted tasks. Their index is their line in the file."""
 MAX_WAITING = 10_000
-"""How many posted tasks may wait: hours of work for most runs. A client that posts more is told to
-come back.
+"""The number of posted tasks that may wait: hours of work for most runs. A client that posts more
+is told to come back.
 """
 
 
@@ -68,9 +68,9 @@ class PostedTasks:
         return len(self) - self._drawn
 
     def post(self, rows: Sequence[Columns]) -> range:
-        """Takes all rows or none, and returns their places. `RequestRejected` names the first row
-        that makes no task or whose content is held out. `Overloaded` says that too many tasks are
-        waiting.
+        """Takes all rows or none, and returns their places. Raises `RequestRejected` with the first
+        row that makes no task or whose content is held out. Raises `Overloaded` if too many tasks
+        are waiting.
         """
         for number, row in enumerate(rows):
             self._check(number, row)

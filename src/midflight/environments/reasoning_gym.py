@@ -1,11 +1,11 @@
 """Tasks from the `reasoning-gym` package, split into training and held-out by content.
 
-Seeds cannot split: reasoning-gym makes entry i of a dataset from seed + i, so that the entries of
-seeds 0 and 1 are the same except for one, and distinct seeds draw the same words anyway. Here a
-hash of the content and the seed decides: contents of low hash are held out. Size and options do not
-matter, so that a content once held out stays held out when the numbers change. Only where a dataset
-has too few contents for that, the limit between low and high moves until both sides have what was
-asked for.
+Seeds cannot split: reasoning-gym makes entry i of a dataset from seed + i, so the entries of seeds
+0 and 1 are the same except for one, and distinct seeds draw the same words anyway. Here a hash of
+the content and the seed decides: contents of low hash are held out. Size and options do not matter,
+so a content once held out stays held out when the numbers change. Only if a dataset has too few
+contents for that, the limit between low and high moves until both sides have as many as was asked
+for.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from midflight.types import Json, Task
 HELDOUT_SHARE = 1 / 8
 """Share of all contents on the held-out side: about what the defaults (256 beside 2000) ask for."""
 MAX_DRAWS_PER_TASK = 32
-"""How many entries are drawn per content asked for, at most. It bounds the search in a dataset that
-repeats itself.
+"""The most entries that are drawn for each content asked for. It bounds the search in a dataset
+that repeats itself.
 """
 BARREN_DRAWS = 8
 """After this many draws without a new content, per content known, a dataset counts as exhausted.

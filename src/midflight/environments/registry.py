@@ -63,8 +63,8 @@ def environment_name(found: Environment) -> str:
 
 
 def load_environment(entry: str) -> Environment:
-    """The environment at `module:function`. The current folder is searched too. `ConfigError` says
-    what is wrong and how to mend it.
+    """Returns the environment at `module:function`. The current folder is searched too. Raises
+    `ConfigError` with the fault and its remedy.
     """
     such_as = "midflight.environments.single_turn:answer"
     found = load_entry(entry, option="environment.entry", such_as=such_as)
@@ -142,7 +142,7 @@ class AgentProgram:
 
     @property
     def cancels(self) -> bool:
-        """Whether its agents can be cancelled. Threads end by themselves."""
+        """True if its agents can be cancelled. Threads end by themselves."""
         return self.environment is None or is_async(self.environment)
 
     def check_columns(self, tasks: Sequence[Task]) -> None:
@@ -173,8 +173,8 @@ class AgentProgram:
 
 
 class ScoredAgents:
-    """Implements `AgentHost` around another one. Reward functions score what the environment gives
-    in `fields`.
+    """Implements `AgentHost` around another one. Reward functions score the `fields` that the
+    environment returns.
     """
 
     def __init__(self, host: AgentHost, rewards: Rewards) -> None:
@@ -182,8 +182,8 @@ class ScoredAgents:
         self._rewards = rewards
 
     async def run(self, task: Task, session: SessionHandle) -> Result | Unjudged:
-        """As the port says. An environment that returns nothing but None could not run its agent,
-        and is not scored (I10).
+        """Runs an agent, see `AgentHost.run`. An environment that returns nothing but None could
+        not run its agent, and is not scored (I10).
         """
         said = await result_of(await self._host.run(task, session), task=task)
         if isinstance(said, Unjudged):

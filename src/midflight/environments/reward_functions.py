@@ -33,7 +33,7 @@ OF_MANY = (
     "log_extra",
     "sandbox",
 )
-"""The same for a function of TRL's shape, whose columns are lists."""
+"""The same for a function with TRL's signature, whose columns are lists."""
 SHAPE = (
     "a reward is `def name(completion, answer) -> float` with the parameters it needs of task, "
     "messages, completion and the task's columns, or of TRL's shape, `def name(completions, "
@@ -49,7 +49,7 @@ class Dialogue:
     messages: list[dict[str, Json]]
     """The whole conversation, including the prompt."""
     num_prompt: int
-    """How many of the messages are the prompt."""
+    """The number of messages that belong to the prompt."""
     completion_ids: list[int] = field(default_factory=list[int])
     """The token ids of all answers, where a function asks for them."""
     fields: Mapping[str, Json] = field(default_factory=dict[str, Json])
@@ -93,7 +93,7 @@ class RewardFunction:
     """One of `environment.rewards`."""
 
     sandbox: Sandbox | None = None
-    """The sandbox in which a function that asks for one runs what the model wrote."""
+    """The sandbox for the model's programs, for a function that asks for one."""
 
     def __init__(self, section: RewardSection, function: Callable[..., object]) -> None:
         """`ConfigError` names file, line and function if it cannot be called."""
@@ -301,7 +301,7 @@ class Rewards:
 
     @property
     def asks_for_episodes(self) -> bool:
-        """Whether some function of a group wants the environments' objects, which are in the
+        """True if some function of a group wants the environments' objects, which are in the
         processes of the rollouts.
         """
         return any("environments" in function.named for function in self.of_group)

@@ -53,8 +53,8 @@ class FateSink(Protocol):
     def session_closed(
         self, key: RolloutKey, *, masked: Mapping[Reason, int], dropped: Mapping[Reason, int]
     ) -> None:
-        """Takes what the gateway itself masked and dropped in a tracked session. It is called once
-        for every session that was opened.
+        """Takes the tokens that the gateway itself masked and dropped in a tracked session. It is
+        called once for every session that was opened.
         """
         ...
 
@@ -67,8 +67,8 @@ class FateSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the environment's part of a rollout ended. Its reward is None exactly if `error` says
-    why, or if the environment returned None.
+    """The outcome of the environment's part of a rollout. Its reward is None exactly if `error`
+    holds the reason, or if the environment returned None.
     """
 
     result: Result
@@ -81,14 +81,14 @@ class Outcome:
 
 
 GRACE_SECONDS = 5.0
-"""How long an agent may take to end after it was cancelled, and again after it was cancelled a
-second time: it may have things to close.
+"""The seconds that an agent may take to end after it was cancelled, and again after it was
+cancelled a second time: it may have things to close.
 """
 OWN = __file__.rpartition("/")[0]
 """The folder of this package, in which no user's agent is."""
 MAX_ABANDONED = 100
-"""How many agents may live on though they were cancelled twice. Each may hold memory, or spin. More
-of them end the run.
+"""The number of agents that may live on although they were cancelled twice. Each may hold memory,
+or spin. More of them end the run.
 """
 
 
@@ -142,7 +142,7 @@ class RolloutRunner:
         The earliest comes first.
         """
         self.times: dict[str, RolloutTime] = {}
-        """What the seconds of rollouts are spent on whose agents run, by session."""
+        """The time of each rollout whose agent runs, by its uses, by session."""
 
     async def run(
         self, key: RolloutKey, task: Task, *, version: Version | None = None
@@ -204,8 +204,8 @@ class RolloutRunner:
             raise
 
     async def _outcome(self, task: Task, session: SessionHandle) -> Outcome:
-        """Runs the agent on a task of its own, in no group: what the agent does to its task it does
-        to itself, and nothing waits for ever for its end.
+        """Runs the agent on its own copy of the task, in no group. So the agent's changes to its
+        task affect only itself, and nothing waits for ever for its end.
         """
         spent = self._time(session.session_id)
         allowance = Allowance(self._rollout_seconds, left=spent.left)
@@ -360,8 +360,8 @@ class RolloutRunner:
 
 
 MAX_TRACE = 20_000
-"""How many characters of a traceback are kept: the end, where the error is. A traceback of a
-library's retries can have many times as many.
+"""The number of characters of a traceback that are kept. The end is kept, where the error is. A
+traceback of a library's retries can be many times longer.
 """
 
 
@@ -382,7 +382,7 @@ def _unscored_role(task: Task, name: str) -> BadReward:
 
 
 def num_versions(rows: tuple[Row, ...]) -> int:
-    """How many versions sampled the generated tokens of these rows."""
+    """Returns the number of versions that sampled the generated tokens of these rows."""
     versions = set[int]()
     for row in rows:
         versions.update(row.versions[row.generated].tolist())

@@ -1,5 +1,5 @@
-"""What the seconds of a rollout are spent on: its agent's own work, which is limited, and
-everything that it waits for. It is synchronous.
+"""The time of a rollout, by its uses: its agent's own work, which is limited, and all its waits. It
+is synchronous.
 
     own    = seconds with no request under way, less what its host excuses:
              no place to run, a busy machine, tools within their limits
@@ -97,11 +97,13 @@ class RolloutTime:
 
     @property
     def waits(self) -> bool:
-        """Whether a request is under way."""
+        """True if a request is under way."""
         return self._watch.waits
 
     def why_late(self) -> str:
-        """Which limit the rollout has reached, what counted and what did not, and the remedy."""
+        """Returns a text with the limit that the rollout has reached, the seconds that counted,
+        those that did not, and the remedy.
+        """
         own = self.own
         requests = self._watch.read()
         tools = self._host.tool_seconds(self._session_id)

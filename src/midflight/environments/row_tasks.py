@@ -1,4 +1,4 @@
-"""Tasks from rows of a user's own: their prompts and answers, and which of them are held out.
+"""Tasks from the user's own rows: their prompts and answers, and the held-out ones among them.
 
 As with datasets of reasoning-gym, a hash of content and seed decides. The contents of lowest hash
 are held out, so that the order of the rows does not matter. A row whose content this source or
@@ -171,7 +171,7 @@ def _short(value: Json) -> str:
 
 
 def _template_columns(prompt: str, option: str) -> tuple[str, ...] | None:
-    """The columns that a format names. None where the prompt is the name of a column."""
+    """Returns the columns that a format names, or None if the prompt is the name of a column."""
     if "{" not in prompt and "}" not in prompt:
         return None
     try:
@@ -261,7 +261,7 @@ class RowSource:
     """One source over rows. The contents of all rows are looked at only where that is needed."""
 
     def __init__(self, section: SourceSection, *, name: str, number: int, seed: int) -> None:
-        """Opens what the section names. `number` is its place in `environment.sources`."""
+        """Opens the rows that the section names. `number` is its place in `environment.sources`."""
         self._section = section
         self._seed = seed
         self._option = f"environment.sources.{number}"

@@ -22,9 +22,9 @@ Columns = dict[str, Json]
 CHUNK = 16 * 2**20
 """Bytes looked through at a time for the ends of lines."""
 SHOWN = 80
-"""How many letters of a broken row are shown."""
+"""The number of letters of a broken row that are shown."""
 MAX_ITERATED = 1_000_000
-"""How many rows an iterable may have, which is kept in memory as a whole."""
+"""The number of rows that an iterable may have, which is kept in memory as a whole."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -45,8 +45,8 @@ class SourceRows(Protocol):
 
 
 def open_rows(path: Path, *, option: str) -> SourceRows:
-    """The rows of a file or folder, by the ending of its name. `ConfigError` says what is wrong
-    with it. Only the file is kept open.
+    """Opens the rows of a file or folder, by the ending of its name. Raises `ConfigError` with the
+    fault. Only the file is kept open.
     """
     if path.is_dir():
         return DatasetRows(_saved(path, option), str(path))

@@ -1,5 +1,5 @@
-"""Checks what an environment returned: a number, or a `Result`. Nothing unchecked becomes a reward
-(I10).
+"""Checks the return value of an environment: a number, or a `Result`. Nothing unchecked becomes a
+reward (I10).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from midflight.types.rollouts import RoleRecord
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Rewards travel as float32: beyond this they would arrive as infinity."""
 MAX_TURNS = 10_000
-"""How many answers of one rollout may have rewards of their own: each takes a number for every
-rollout in the batch.
+"""The number of answers of one rollout that may have rewards of their own. Each takes a number for
+every rollout in the batch.
 """
 UNSCORED = Result(None)
 

@@ -98,8 +98,8 @@ class SeededStream:
             self._pass_over()
 
     def requeue(self, key: GroupKey, task: Task) -> GroupKey:
-        """Puts a task before all new ones and behind those that were requeued earlier. Returns its
-        new key, whose attempt is one higher.
+        """Puts a task before all new ones and behind earlier requeued ones. Returns its new key,
+        whose attempt is one higher.
         """
         again = GroupKey(key.epoch, key.index, key.attempt + 1)
         self._requeued.append((again, task))

@@ -24,7 +24,7 @@ class Source:
     training: Sequence[Task]
     heldout: Sequence[Task] = ()
     shuffle: bool = True
-    """Whether each pass through the tasks has an order of its own."""
+    """True if each pass through the tasks has an order of its own."""
     num_left_out: int = 0
     """Rows that are on neither side, because their content is held out already."""
     held_ranks: Ranks = field(default_factory=lambda: np.zeros(0, np.uint64))

@@ -17,7 +17,7 @@ NO_TOOLS = frozenset({"reset", "reward", "close"})
 
 
 def is_stateful(found: object) -> bool:
-    """Whether it is a class of this shape: with `reset`, and not called like a function."""
+    """True if it is a class of this shape: with `reset`, and not called like a function."""
     if not inspect.isclass(found) or "__call__" in vars(found):
         return False
     return callable(getattr(found, "reset", None))
@@ -67,7 +67,7 @@ class Episode:
         return self._of.scores
 
     async def reset(self, task: Task) -> str | None:
-        """Waits for the object's `reset`. What that returns is shown to the model after the
+        """Waits for the object's `reset`. Its return value is shown to the model after the
         prompt.
         """
         found = await call_with_named(self.instance.reset, {**task.data, "task": task}, task)

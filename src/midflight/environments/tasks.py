@@ -22,8 +22,8 @@ def posted_tasks(
     heldout: Iterable[Source] = (),
     seed: int = 0,
 ) -> PostedTasks | None:
-    """The posted tasks of the run in a folder; None where it has no posted source. Tasks whose
-    content `heldout` sources hold out are refused.
+    """Returns the posted tasks of the run in a folder, or None if the run has no posted source.
+    Tasks whose content `heldout` sources hold out are refused.
     """
     names = source_names(sections)
     for number, section in enumerate(sections):

@@ -1,4 +1,4 @@
-"""How long an agent ran tools that have limits of their own. It is synchronous."""
+"""The time that an agent spends in tools that have limits of their own. It is synchronous."""
 
 import asyncio
 from typing import Final

@@ -29,8 +29,8 @@ from midflight.errors import ConfigError, EnvironmentFailed, nearest
 from midflight.types import Json
 
 MAX_HUNG = 64
-"""How many calls in threads may still run after their deadline: each holds memory, or spins. With
-more, rollouts fail and say so.
+"""The number of calls in threads that may still run after their deadline. Each holds memory, or
+spins. With more, rollouts fail with an error that names this.
 """
 SHAPE = (
     "a tool is `def name(a: int, b: str = '') -> str` with a type for each parameter, async "
@@ -234,8 +234,8 @@ def _plain(schema: Any) -> Any:
 
 
 def load_tools(entries: Sequence[str]) -> list[CallableTool | type]:
-    """The functions as tools, and the classes with state as they are. `ConfigError` says what is
-    wrong and where.
+    """Returns the functions as tools, and the classes with state as they are. Raises `ConfigError`
+    with the fault and its place.
     """
     found: list[CallableTool | type] = []
     for entry in entries:
@@ -345,7 +345,9 @@ class Toolbox:
         return answer
 
     async def _called(self, tool: ToolSource, written: str) -> str:
-        """The answer as text. `ToolMissed` says what the model is told instead."""
+        """Returns the answer as text. Raises `ToolMissed` with the text that the model gets
+        instead.
+        """
         try:
             arguments = json.loads(written or "{}")
         except ValueError as error:

@@ -64,8 +64,8 @@ mkdir -p "$start" && cd "$start" || exit 125
 cd / && find $folders -mindepth 1 -maxdepth 1 -print0 | tar -cf /dev/fd/$after --null -T - || : >/dev/fd/$after
 exit $status
 """
-"""A script that puts into the folders what earlier programs left there, runs a program, and saves
-what is in the folders then.
+"""A script that restores the folders as earlier programs left them, runs a program, and saves the
+folders' contents.
 """
 
 
@@ -164,7 +164,7 @@ class Bubblewrap:
         return words
 
     def _mounts(self, files: Sequence[tuple[str, int]], folders: Sequence[str]) -> list[str]:
-        """The words that say what the program sees of files, and where it may write."""
+        """Returns the arguments that give the program its files and its writable folders."""
         size = str(self._limits.disk_mb * 2**20)
         words = ["--proc", "/proc", "--dev", "/dev"]
         for path in (WORK, "/tmp", "/dev/shm", *folders):

@@ -1,6 +1,4 @@
-"""The port of sandboxes: what a sandbox is given, what it returns, and the limits of its
-processes.
-"""
+"""The port of sandboxes: the input and the result of a program, and the limits of its processes."""
 
 import asyncio
 import io
@@ -20,12 +18,12 @@ Ended = Literal["time", "memory", "output"]
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """How a program ended, and what it wrote."""
+    """The end of a program, and its output."""
 
     status: int | None
     """Its exit status, or below 0 the number of a signal. None if a limit ended it."""
     stdout: str
-    """What it wrote, cut to the limit. Bytes that are no UTF-8 are replaced."""
+    """Its standard output, cut to the limit. Bytes that are not UTF-8 are replaced."""
     stderr: str
     seconds: float
     ended_by: Ended | None = None
@@ -49,9 +47,9 @@ class Sandbox(Protocol):
         """Runs a program, and waits for its end. A limit or cancellation ends it too, after which
         nothing of it runs any more.
 
-        `files` are put into its working folder, by paths relative to that. What the program leaves
-        behind is gone with it. `SandboxLost` if there is no sandbox to run it in: that says nothing
-        about the program, so that nothing must be scored by it.
+        `files` are put into its working folder, by paths relative to that. Files that the program
+        leaves behind are gone with it. Raises `SandboxLost` if there is no sandbox to run it in.
+        That says nothing about the program, so nothing may be scored by it.
         """
         ...
 
@@ -65,8 +63,8 @@ class Sandbox(Protocol):
 
 
 class Box(Protocol):
-    """A sandbox for several programs, one after another. A program finds in its folders what the
-    one before it left.
+    """A sandbox for several programs, one after another. A program finds the folders as the one
+    before it left them.
     """
 
     async def run(
@@ -85,7 +83,7 @@ class Box(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BoxSetup:
-    """What a box begins with."""
+    """The contents with which a box begins."""
 
     folders: Sequence[str] = ()
     """The folders that its programs write to, by absolute path."""
@@ -97,8 +95,8 @@ class BoxSetup:
     """A folder with a Dockerfile, which is built for the box."""
     files: Mapping[str, str | bytes] = field(default_factory=dict[str, "str | bytes"])
     seconds: float = 3600.0
-    """How long a box elsewhere lives. After that its maker ends it, even if this process has
-    died.
+    """The seconds that a box elsewhere lives. After that its maker ends it, even if this process
+    has died.
     """
 
 

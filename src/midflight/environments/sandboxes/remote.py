@@ -105,8 +105,8 @@ class Remote:
 
 
 class RemoteBox:
-    """A box on another machine. Implements `Box`. What a program writes goes into files of the box,
-    of which no more is fetched than the limit.
+    """A box on another machine. Implements `Box`. A program's output goes into files of the box, of
+    which no more is fetched than the limit.
     """
 
     def __init__(self, shell: Shell, limits: SandboxSection, *, start: str) -> None:
@@ -178,8 +178,9 @@ class RemoteBox:
         await self._done(f"base64 -d <{HERE}/given | gzip -d | tar -x -o -m -f - -C /")
 
     async def _fetched(self, name: str, most: int) -> bytes:
-        """At most `most` bytes of what was written. A client may give an answer with a part missing
-        and without an error: Docker's skips what has come along with the head of the answer.
+        """Fetches at most `most` bytes of the output. A client may give an answer with a part
+        missing and without an error: Docker's skips the bytes that come along with the head of the
+        answer.
         """
         for _ in range(FETCHES):
             _, said = await self._shell(
@@ -207,8 +208,8 @@ class RemoteBox:
             return await self._run(script, seconds)
 
     async def _ran_out(self) -> bool:
-        """Whether the kernel has ended a process of the box because of its memory. It is False
-        where the kernel does not say.
+        """True if the kernel has ended a process of the box because of its memory. It is False if
+        the kernel does not report that.
         """
         _, said = await self._shell(
             "sed -n 's/^oom_kill //p' /sys/fs/cgroup/memory.events 2>/dev/null || true",

@@ -67,8 +67,8 @@ class Trusted:
 
 
 def _kill(pid: int) -> None:
-    """Ends the process group, and with it what the process has left behind there. The session is
-    that of the worker, whose guard ends what a worker leaves.
+    """Ends the process group, and with it the processes that were left behind there. The session is
+    that of the worker. The worker's guard ends the processes that a worker leaves.
     """
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
