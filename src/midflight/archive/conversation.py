@@ -75,7 +75,7 @@ class ConversationView:
 
     group: GroupView
     rollout: RolloutBrief | None
-    """None where it goes on."""
+    """None while the rollout goes on."""
     key: RolloutKey
     branches: tuple[BranchView, ...]
     """Empty where nothing of the rollout can be trained on: such tokens are not kept."""
@@ -301,7 +301,7 @@ def _floor(rows: Sequence[Row], num_stale: int) -> int:
 
 
 def _common(row: Row, other: Row) -> int:
-    """How many tokens at the beginning are the same."""
+    """Returns the number of tokens at the beginning that are the same."""
     number = min(len(row.token_ids), len(other.token_ids))
     differs = np.flatnonzero(row.token_ids[:number] != other.token_ids[:number])
     return int(differs[0]) if len(differs) else number

@@ -21,7 +21,7 @@ class Credit:
     """The advantages of each rollout by answer. The last column is for all further answers, too."""
 
     note: str
-    """How these differ from what was trained, or why there are none."""
+    """The difference between these and the trained values, or the reason why there are none."""
     answers: dict[tuple[RolloutKey, str], NDArray[np.float64]] = field(
         default_factory=dict[tuple[RolloutKey, str], NDArray[np.float64]]
     )

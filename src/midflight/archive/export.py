@@ -31,7 +31,7 @@ class ExportFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportChoice:
-    """Which rollouts are exported; without a choice these are all that have a reward."""
+    """The rollouts to export. Without a choice these are all that have a reward."""
 
     kind: Kind = Kind.TRAINING
     """Rollouts that the run learns from, or those of held-out tasks. The latter are for reading and
@@ -44,7 +44,7 @@ class ExportChoice:
     """
     sources: tuple[str, ...] = ()
     min_margin: float = 0.0
-    """How much larger the reward of the better of a pair must be."""
+    """The least difference between the reward of the better of a pair and that of the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,7 +24,7 @@ _TOLD = "FROM beside.said JOIN beside.told ON number = said.rowid WHERE said MAT
 
 
 class GroupOrder(StrEnum):
-    """The order of groups. Where two are equal, the newest comes first."""
+    """The order of groups. If two are equal, the newest comes first."""
 
     NEWEST = "newest"
     OLDEST = "oldest"
@@ -50,7 +50,7 @@ _MEASURES: Mapping[GroupOrder, Sequence[tuple[str, str]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFilter:
-    """Which groups are asked for. A field that is empty lets all groups through."""
+    """The groups that are asked for. A field that is empty lets all groups through."""
 
     kind: Kind = Kind.TRAINING
     """The groups that the run learns from, or the held-out tasks of its evaluations."""
@@ -79,7 +79,7 @@ class RolloutBrief:
     key: RolloutKey
     reward: float | None
     error: str | None
-    """Why there is no reward."""
+    """The reason why there is no reward."""
     failure: str | None
     """The class of that error."""
     truncated: bool
@@ -89,12 +89,12 @@ class RolloutBrief:
     metrics: Mapping[str, float]
     tokens: Mapping[tuple[Fate, Reason | None], int]
     found: bool = False
-    """Whether it holds the words that were looked for."""
+    """True if it holds the words of the search."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpochScore:
-    """How a task went in one epoch, over all its groups of that epoch."""
+    """The results of a task in one epoch, over all its groups of that epoch."""
 
     epoch: int
     scored: int
@@ -114,11 +114,11 @@ class GroupView:
     task: Task
     state: State
     reason: Reason | None
-    """Why it was dropped."""
+    """The reason why it was dropped."""
     version: Version | None
     """The version that the step on it made, or is meant to make."""
     final: bool
-    """Whether a checkpoint has that step."""
+    """True if a checkpoint has that step."""
     rollouts: tuple[RolloutBrief, ...]
     epochs: tuple[EpochScore, ...] = field(default=())
 
@@ -137,7 +137,7 @@ class GroupView:
 
     @property
     def fate(self) -> str:
-        """Whether the group was trained, was dropped, or goes on, in words."""
+        """The group's state in words: trained, dropped, or still under way."""
         match self.state:
             case State.TRAINED:
                 return f"trained, made version {self.version}"
@@ -384,7 +384,7 @@ def _found(store: StoreReader, words: str, groups: Sequence[Columns]) -> frozens
 def _epochs(
     store: StoreReader, tasks: Sequence[bytes], passed: float
 ) -> Mapping[bytes, tuple[EpochScore, ...]]:
-    """How each task went each time that it was drawn."""
+    """Returns the results of each task, one for each epoch in which it was drawn."""
     distinct = set(tasks)
     marks = ", ".join("?" * len(distinct))
     scores = defaultdict[bytes, list[EpochScore]](list)

@@ -1,5 +1,5 @@
-"""Reads a run's journal while the run may still write it: the whole journal at first, and at later
-looks what was appended.
+"""Reads a run's journal while the run may still write it: first the whole journal, and later the
+lines that were appended.
 """
 
 import os
@@ -16,8 +16,8 @@ from midflight.observe.named import named
 
 JOURNAL = "metrics.jsonl"
 MARK_BYTES = 64
-"""How many of the bytes that were read last are compared at the next look: a file that was written
-anew may have the inode number of the one before.
+"""The number of the last bytes read that are compared at the next read. They are needed because a
+new file may have the inode number of the one before.
 """
 
 
@@ -35,8 +35,8 @@ class Tail:
         self._mark = b""
 
     def new(self) -> tuple[bool, list[bytes]]:
-        """Says whether the file was written anew since the last look, as after a crash, and gives
-        the new lines. Those of a file that was written anew begin at its beginning.
+        """Returns whether the file was written anew since the last call, as after a crash, and the
+        new lines. If it was written anew, these are all its lines.
 
         A file that is not there has no lines.
         """
@@ -84,10 +84,10 @@ class JournalReader:
         self.num_unread = 0
 
     def refresh(self) -> bool:
-        """Reads what was appended, and says whether anything is new. It reads everything again
-        where a resumed run has dropped the lines of lost steps.
+        """Reads the appended lines, and returns whether there were any. It reads everything again
+        if a resumed run has dropped the lines of lost steps.
 
-        `RunGone` where the folder is not there any more.
+        Raises `RunGone` if the folder is not there any more.
         """
         if not self._folder.is_dir():
             raise RunGone(

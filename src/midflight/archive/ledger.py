@@ -53,7 +53,7 @@ class Ledger:
     in_flight: int
     """Tokens of completed turns of rollouts that go on. They are in no account yet."""
     mistakes: tuple[str, ...]
-    """What does not add up; empty where every token is in one place."""
+    """The errors in the accounts. It is empty if every token is in one place."""
 
     @property
     def balanced(self) -> bool:
@@ -89,8 +89,8 @@ def _sources(store: StoreReader) -> tuple[LedgerLine, ...]:
 
 
 def _accounts(store: StoreReader, total: Mapping[tuple[Fate, Reason | None], int]) -> Accounts:
-    """The accounts of the run. A group whose step was made counts as trained, in a checkpoint or
-    not. A group that is to be run again counts with its next try.
+    """Returns the accounts of the run. A group whose step was made counts as trained, in a
+    checkpoint or not. A group that will run again counts with its next try.
     """
     groups = Counter[str]()
     dropped = Counter[str]()

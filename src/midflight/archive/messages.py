@@ -41,12 +41,12 @@ class RecordedMessage:
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     written: bool = False
-    """Whether the model wrote it; otherwise the model read it."""
+    """True if the model wrote it. Otherwise the model read it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """How the template opens and ends messages of a role."""
+    """The texts with which the template opens and ends messages of a role."""
 
     role: str
     opening: str
@@ -86,8 +86,9 @@ class MessageReader:
     def messages(
         self, token_ids: Int32, generated: Bool, pieces: Sequence[str]
     ) -> tuple[RecordedMessage, ...]:
-        """The messages of a record; the arguments are [T] each. Without a chat template, what the
-        model read is a message of the user, and what it wrote one of the assistant.
+        """Returns the messages of a record; the arguments are [T] each. Without a chat template,
+        text that the model read is a message of the user, and text that it wrote one of the
+        assistant.
         """
         starts = list(accumulate(map(len, pieces), initial=0))
         text = "".join(pieces)

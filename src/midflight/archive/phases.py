@@ -47,7 +47,7 @@ class RunPhase:
     bound: Bound = Bound.UNKNOWN
     advice: str = ""
     waits: dict[str, float] = field(default_factory=dict[str, float])
-    """Seconds by who waited for whom."""
+    """Seconds by the side that waited and the side that it waited for."""
 
     @property
     def seconds(self) -> float:
@@ -99,15 +99,15 @@ class RunCapacity:
     """The slots and cores that the run had."""
 
     slots: int | None = None
-    """How many requests may decode together: the slots of the engines, or the rollouts that may run
-    where these are fewer.
+    """The number of requests that may decode together: the slots of the engines, or the rollouts
+    that may run if these are fewer.
     """
     cores: CoreUse = field(default_factory=CoreUse)
 
 
 def room_of(folder: Path) -> RunCapacity:
-    """Reads the room from the configuration of the run in this folder. Where that cannot be read,
-    nothing is known.
+    """Reads the room from the configuration of the run in this folder. If that cannot be read,
+    every field of the result is unknown.
     """
     try:
         config = load_config(folder / "config.toml")

@@ -23,7 +23,7 @@ from midflight.types import Json
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
 MAX_DEPTH = 3
-"""How many folders deep a search goes: `runs/team/name` is found from the folder of `runs`, and no
+"""The depth of a search in folders: `runs/team/name` is found from the folder of `runs`, and no
 whole disk is read.
 """
 
@@ -51,7 +51,7 @@ class RunDescription:
     condition: RunCondition
     step: int
     steps: int | None
-    """How many steps were asked for; None where the configuration does not say."""
+    """The number of steps that were asked for, or None if the configuration does not say."""
     reward: float | None
     """Mean reward of the training rollouts since the step before the last."""
     heldout: float | None
@@ -59,7 +59,7 @@ class RunDescription:
     started: str
     """When the last start was, as local time."""
     seconds: float
-    """How long it had run when its last line was written, over all its starts."""
+    """The seconds that it had run when its last line was written, over all its starts."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,13 @@ class ArchivedRun:
 
     @cached_property
     def readings(self) -> JournalReader:
-        """The reader of the run's journal. It is kept, so that each look reads only what is new."""
+        """The reader of the run's journal. It is kept, so that each call reads only new lines."""
         return read_folder(self.folder)
 
     def journal(self) -> JournalReader:
-        """The journal with what was appended until now. `RunGone` where the run was deleted."""
+        """Returns the journal with the lines that were appended until now. Raises `RunGone` if the
+        run was deleted.
+        """
         self.readings.refresh()
         return self.readings
 
@@ -119,7 +121,9 @@ class ArchivedRun:
         )
 
     def condition(self, step: int, steps: int | None) -> RunCondition:
-        """The condition of a run that has made `step` of `steps`, by its lock and what it made."""
+        """Returns the condition of a run that has made `step` of `steps`, by its lock and its
+        files.
+        """
         holder = holder_of(self.folder)
         if holder is not None:
             return RunCondition.RUNNING if holder.lives else RunCondition.CRASHED

@@ -22,7 +22,7 @@ _MARKS = {"system": "#", "user": ">", "assistant": "<", "tool": "="}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleChoice:
-    """Which rollouts are shown; without a choice these are the newest."""
+    """The rollouts to show. Without a choice these are the newest."""
 
     number: int
     kind: Kind = Kind.TRAINING
@@ -62,8 +62,8 @@ def chosen(folder: Path, choice: SampleChoice) -> list[RolloutKey]:
 
 
 def in_words(seen: ConversationView, *, whole: bool = False) -> str:
-    """The messages of a rollout in order. `>` marks what the model read, `<` what it wrote. Long
-    messages are cut unless `whole`.
+    """Returns the messages of a rollout in order. `>` marks text that the model read, `<` text that
+    it wrote. Long messages are cut unless `whole`.
     """
     lines = _head(seen)
     for at, branch in enumerate(seen.branches):

@@ -22,8 +22,8 @@ from midflight.trajectories.database import decode_rows, decode_scored, naming
 from midflight.types import Kind
 
 AT_ONCE = 200
-"""How many rollouts one transaction adds: about 30 ms at 300 tokens each, so that no page is kept
-waiting.
+"""The number of rollouts that one transaction adds: about 30 ms at 300 tokens each, so that no page
+waits long.
 """
 SHAPE = 2
 """The version of the index's tables. An index of another version is made anew."""
@@ -31,7 +31,7 @@ SHAPE = 2
 
 @dataclass(frozen=True, slots=True)
 class IndexProgress:
-    """How far the index is: how many of the rollouts in the store can be found."""
+    """The progress of the index: how many of the rollouts in the store can be found."""
 
     done: int
     total: int
@@ -58,8 +58,8 @@ class WordIndex:
 
     @staticmethod
     def query(words: str) -> str:
-        """The query for FTS5. Each word is the beginning of a word; what is in quotes is searched
-        as it is.
+        """Returns the query for FTS5. Each word is the beginning of a word. Text in quotes is
+        searched as it is.
         """
         terms: list[str] = []
         for phrase, word in re.findall(r'"([^"]*)"|(\S+)', words):
@@ -71,7 +71,9 @@ class WordIndex:
         return " ".join(terms)
 
     def grow(self, seconds: float) -> IndexProgress:
-        """Adds what the store has and the index has not. It takes at most about `seconds`."""
+        """Adds the rollouts that the store has and the index has not. It takes at most about
+        `seconds`.
+        """
         end = time.monotonic() + seconds
         tokenizer = Tokenizer.load(self._folder / "start")
         with closing(self._open()) as index, reading(self._folder, self._kind) as store:

@@ -136,8 +136,8 @@ def store_folder_of(folder: Path) -> Path | None:
 
 
 def copy_in_words(folder: Path) -> str | None:
-    """A sentence that says that a copy of the run's store is read, and how old it is. None where
-    the store itself is read.
+    """Returns a sentence that says that a copy of the run's store is read, and how old it is.
+    Returns None if the store itself is read.
     """
     _, copy = readable(folder, store_folder_of(folder))
     if copy is None:

@@ -29,8 +29,8 @@ from midflight.observe.timeline import (
 from midflight.types import Kind, TurnTimes
 
 NEWEST_BYTES = 4 * 2**20
-"""How much is read of a long timeline, and of each earlier part of it: about ten thousand rollouts,
-in a tenth of a second.
+"""The number of bytes that are read of a long timeline, and of each earlier part of it: about ten
+thousand rollouts, in a tenth of a second.
 """
 
 NEAR_BYTES = 4096
@@ -42,7 +42,7 @@ _decode = msgspec.json.Decoder(Timed).decode
 @contextmanager
 def _uncollected() -> Generator[None]:
     """Turns the garbage collector off for a while. It would take more time than the reading, and
-    what is read has no cycles.
+    the objects that are read have no cycles.
     """
     was = gc.isenabled()
     gc.disable()
@@ -62,7 +62,7 @@ class Times:
     folder: Path
     part: "TimelinePart | None" = None
     newest: int = NEWEST_BYTES
-    """How many bytes of a longer timeline are read at first, where no part is asked for."""
+    """The number of bytes of a longer timeline that are read at first, if no part is asked for."""
     rollouts: list[RolloutTimed] = field(default_factory=list[RolloutTimed])
     """Rollouts of training tasks."""
     evaluated: list[RolloutTimed] = field(default_factory=list[RolloutTimed])
@@ -74,8 +74,8 @@ class Times:
     _was_read: bool = False
 
     def refresh(self) -> bool:
-        """Reads what is new, and says whether anything is. Lines of a later version of Midflight
-        are passed over.
+        """Reads the new lines, and returns whether there were any. Lines of a later version of
+        Midflight are skipped.
         """
         if self.part is None:
             self._tail = self._tail or Tail(self.folder / TIMELINE, newest=self.newest)

@@ -2,9 +2,9 @@
 engine, step, handover and evaluation on one time axis.
 
 The format is that of Chrome's trace events, as JSON. Times are microseconds since the run began.
-Slices of a track lie beside or inside each other, never across. An estimate says so in its
-arguments: when an engine began to take a version in, and what an agent did between two answers,
-which only the agent knows.
+Slices of a track lie beside or inside each other, never across. Two kinds of slices are estimates
+and are marked as such in their arguments: the time at which an engine began to take a version in,
+and an agent's work between two answers, which only the agent knows.
 """
 
 import heapq
@@ -147,7 +147,7 @@ def _alarm(alarm: AlarmLine) -> TraceEvent:
 
 @dataclass(frozen=True, slots=True)
 class _GroupEnd:
-    """What became of a group: the step that was made on it, or when and why it was dropped."""
+    """The end of a group: the step that was made on it, or when and why it was dropped."""
 
     step: timeline.StepTimed | None = None
     dropped: timeline.DropTimed | None = None
@@ -340,7 +340,7 @@ NOWHERE = (0, 0)
 
 
 def phases(turn: TurnTimes, *, began: float, ended: float) -> Iterator[tuple[str, float, float]]:
-    """Name, beginning and end of what a turn went through: waiting for an engine, the reading of
+    """Yields name, beginning and end of the phases of a turn: waiting for an engine, the reading of
     its prompt, and the tokens of each version.
     """
     marks: list[tuple[float, str]] = [(turn.began, "queued")]
@@ -375,7 +375,7 @@ def merged(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]
 
 
 def _fates(lines: Sequence[timeline.Timed]) -> Mapping[tuple[int, ...], _GroupEnd]:
-    """What became of each group at last: a batch that was taken back is followed by another."""
+    """Returns the last fate of each group: a batch that was taken back is followed by another."""
     steps = {
         line.lease: line
         for line in lines
