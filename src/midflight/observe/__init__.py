@@ -1,3 +1,3 @@
-"""What a run shows of itself: facts come in, and go out as terminal, journal, summary, plot and
-metrics. No torch.
+"""The numbers that a run shows: facts come in, and go out as terminal, journal, summary, plot and
+metrics. It does not import torch.
 """

@@ -1,5 +1,5 @@
-"""Tells whether a process moves. What waits for a process goes on waiting as long as it moves,
-however slow or busy the machine is.
+"""Tells whether a process moves. A wait for a process goes on as long as the process moves, however
+slow or busy the machine is.
 
 A process moves when it or one of its descendants takes processor time, reads or writes, waits for a
 processor that others have, or says something. A process that does none of this for long hangs.
@@ -31,8 +31,8 @@ about the other process.
 
 @dataclass(frozen=True, slots=True)
 class ProcessWork:
-    """What a process and its descendants have done since they began, and whether one of them is
-    ready to run.
+    """The work that a process and its descendants have done since they began, and whether one of
+    them is ready to run.
     """
 
     cpu_seconds: float
@@ -170,11 +170,11 @@ class ProcessActivity:
         self._was_runnable = False
         self._said = ""
         self.what = "takes processor time"
-        """What the process did when it moved last."""
+        """The process's last activity, as a verb."""
 
     @property
     def seconds(self) -> float:
-        """How long it has watched the process."""
+        """Returns the seconds since it began to watch the process."""
         return self._clock() - self.began
 
     def look(self, said: str = "") -> float:
@@ -192,7 +192,7 @@ class ProcessActivity:
         return now - self._moved
 
     def _moves(self, said: str, now: float) -> str | None:
-        """What the process does, as a verb; None where it does nothing that counts."""
+        """Returns the process's activity, as a verb, or None if it does nothing that counts."""
         work = self._work(self._pid)
         before = self._before
         if work is None or before is None:

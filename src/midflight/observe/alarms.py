@@ -1,4 +1,4 @@
-"""What people should look at while a run goes on, as `Alarmed` facts for terminal, journal and
+"""Conditions of a run that people should look at, as `Alarmed` facts for terminal, journal and
 Prometheus. docs/metrics.md lists the alarms.
 """
 
@@ -43,8 +43,8 @@ WHY_DROPPED = {
     ),
     Reason.SKIPPED: "its step was not made; look at the trainer's readings in the journal",
 }
-"""What is done about a group that training loses. Groups without a difference are left out on
-purpose, and requeued ones come again.
+"""The remedy for each reason for which training loses a group. Groups without a difference are left
+out on purpose, and requeued ones come again.
 """
 
 USE_THE_CLIENT = (

@@ -1,4 +1,4 @@
-"""Which side of a run waits for the other, and which option to change."""
+"""Finds the side of a run that the other waits for, and the option to change."""
 
 from midflight.config.cores import CoreUse
 from midflight.observe.status import Bound
@@ -22,9 +22,8 @@ def find_bottleneck(
     bounds the run.
 
     An engine computes all the time even for a single request. Beside a trainer that seldom waits,
-    the share of its slots that are free therefore counts as its idle share, where that is known.
-    Beside a trainer that waits, an engine that computes all the time is what the trainer waits for,
-    however few its requests.
+    the share of its free slots, if known, therefore counts as its idle share. A trainer that waits
+    beside an engine that computes all the time waits for that engine, however few its requests.
     """
     if engine_busy is None or trainer_busy is None:
         return Bound.UNKNOWN, ""

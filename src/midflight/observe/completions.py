@@ -1,4 +1,4 @@
-"""What the model writes, shown to people every few steps: numbers alone don't tell when a reward is
+"""Answers of the model, shown to people every few steps. Numbers alone do not tell when a reward is
 won by nonsense.
 """
 
@@ -131,8 +131,8 @@ def indented(text: str, mark: str) -> str:
 
 
 def visible(text: str) -> str:
-    """The text as a terminal may print it: a model must not steer the terminal by what it writes.
-    Characters that cannot be printed become dots, tabs become blanks, and lines stay.
+    """Returns the text as a terminal may print it. A model must not steer the terminal by its
+    answers. Characters that cannot be printed become dots, tabs become blanks, and lines stay.
     """
     return "".join(map(_visible_sign, text))
 

@@ -1,4 +1,4 @@
-"""Why rollouts failed: the class of an error, how often each was seen, and the frames of a
+"""The failures of rollouts: the class of an error, how often each was seen, and the frames of a
 traceback that are the user's own code.
 """
 
@@ -8,8 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 MAX_CLASSES = 16
-"""How many classes are told apart. Code that makes up a class for each failure would fill logs and
-metrics without this bound.
+"""The number of classes that are told apart. Without this bound, code that makes up a class for
+each failure would fill logs and metrics.
 """
 OTHER = "other"
 NO_REWARD = "no reward"
@@ -63,8 +63,9 @@ _STANDARD = sysconfig.get_path("stdlib")
 
 
 def own_frames(trace: str) -> list[str]:
-    """The last places of a formatted traceback in the user's own files, such as `score.py:12 in
-    score: return 1 / 0`. Where no frame is the user's, it is the last place of all.
+    """Returns the last places of a formatted traceback in the user's own files, such as
+    `score.py:12 in score: return 1 / 0`. If no frame is the user's, it returns the last place of
+    all.
     """
     frames = list(_FRAME.finditer(trace))
     users = [frame for frame in frames if _is_users(frame["file"])]

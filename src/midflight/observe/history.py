@@ -1,4 +1,4 @@
-"""What a journal holds, read from its file."""
+"""The contents of a journal, read from its file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SURVIVING = ("trained_tokens", "max_token_staleness")
 
 @dataclass(frozen=True, slots=True)
 class JournalHistory:
-    """What a journal holds, in order."""
+    """The lines of a journal, in order."""
 
     steps: tuple[StepLine, ...] = ()
     evaluations: tuple[EvaluationLine, ...] = ()
@@ -64,7 +64,7 @@ class JournalHistory:
 
     @property
     def seconds(self) -> float:
-        """How long the run had run when the last of these lines was written."""
+        """Returns the seconds that the run had run when the last of these lines was written."""
         latest = 0.0
         for lines in (self.steps, self.evaluations, self.resumes):
             for line in lines:

@@ -1,5 +1,5 @@
-"""What a run has to learn from: how long rollouts are and how much of them is trained, how many
-were cut short, and how far the rewards of a group differ.
+"""The material that a run learns from: how long rollouts are and how much of them is trained, how
+many were cut short, and how far the rewards of a group differ.
 """
 
 import math
@@ -25,7 +25,7 @@ def histogram(values: Sequence[float]) -> Histogram:
     """Counts values, of which there is at least one, in bins of equal width from the smallest to
     the largest. There are `MAX_BINS` bins, or fewer where whole numbers do not need as many.
 
-    Where all values are alike there is one bin, half to each side of them.
+    If all values are alike there is one bin, half to each side of them.
     """
     low = min(values)
     high = max(values)
@@ -113,8 +113,9 @@ class Learning:
         )
 
     def _curriculum(self) -> dict[str, float]:
-        """`refilled/...` counts groups whose rewards were all alike, `drawn/...` tasks that were
-        begun. `pool/...` and `pass_rate` are those of the last task that was drawn.
+        """Returns the numbers of the curriculum. `refilled/...` counts groups whose rewards were
+        all alike, and `drawn/...` counts tasks that were begun. `pool/...` and `pass_rate` are
+        those of the last task that was drawn.
         """
         counts = Counter(self._refilled)
         counts.update(f"drawn/{drawn.pool}" for drawn in self._drawn)

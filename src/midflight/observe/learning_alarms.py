@@ -48,14 +48,14 @@ class LearningOptions:
     max_tokens: int
     max_context: int
     learning_rate: float | None
-    """None where another program trains."""
+    """None if another program trains."""
     usual_rate: float
     """The learning rate that is usual for a model of this size."""
     draws_by_pass_rate: bool = False
     draws_others: bool = False
-    """Whether `rollout.drop_zero_spread` replaces groups that are alike."""
+    """True if `rollout.drop_zero_spread` replaces groups whose rewards are alike."""
     compares: bool = True
-    """Whether the rewards of a group are compared, so that a group that is alike teaches
+    """True if the rewards of a group are compared, so that a group whose rewards are alike teaches
     nothing.
     """
     masks_truncated: bool = False

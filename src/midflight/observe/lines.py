@@ -72,7 +72,7 @@ class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation"
 
 
 class AlarmLine(msgspec.Struct, frozen=True, kw_only=True, tag="alarm", tag_field="kind"):
-    """An alarm that the terminal showed, because somebody should look at it."""
+    """An alarm that the terminal showed, because a person should look at it."""
 
     version: Version
     step: int
@@ -114,8 +114,8 @@ class MemberLine(msgspec.Struct, frozen=True, kw_only=True, tag="engine", tag_fi
 
 
 class ResumeLine(msgspec.Struct, frozen=True, kw_only=True, tag="resume", tag_field="kind"):
-    """The run went on from the checkpoint of `version`. The lines of later steps are gone; what
-    was done in them is still counted in the totals.
+    """The run went on from the checkpoint of `version`. The lines of later steps are gone, but
+    their work still counts in the totals.
     """
 
     version: Version

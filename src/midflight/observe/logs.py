@@ -1,9 +1,9 @@
 """Logs as one JSON object a line, for machines that collect them: `--log-format json`. By default
 they are text, and nothing here is used.
 
-Keys: `time` (UTC), `level`, `process`, `logger`, `message`, and `trace` where there is a traceback.
-What libraries of other languages write by themselves, and stacks that are asked for, stay as they
-are.
+Keys: `time` (UTC), `level`, `process`, `logger`, `message`, and `trace` if there is a traceback.
+Output that libraries of other languages write by themselves, and stacks that are asked for, stay as
+they are.
 """
 
 import io
@@ -30,7 +30,7 @@ def json_line(
     trace: str = "",
     numbers: Mapping[str, object] | None = None,
 ) -> str:
-    """The line without its end. What has no value is left out."""
+    """Returns the line without its end. Keys without a value are left out."""
     record: dict[str, object] = {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "level": level,

@@ -13,14 +13,14 @@ from midflight.version import described
 
 MACHINE = "machine.json"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "openai")
-"""Packages whose version may change what a run does."""
+"""Packages whose version may change the results of a run."""
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _PROCESSORS = Path("/proc/cpuinfo")
 
 
 def machine() -> dict[str, str]:
-    """The description of this machine by name, in the order in which it is shown. What is not known
-    is left out. It has no name of a host or a user.
+    """Returns the description of this machine by name, in the order in which it is shown. Unknown
+    parts are left out. It has no name of a host or a user.
     """
     found: dict[str, str | None] = {
         "midflight": described(),
@@ -38,7 +38,9 @@ def machine() -> dict[str, str]:
 
 
 def processors_of(folder: Path) -> int | None:
-    """How many processors the machine of the run in this folder had; None where it is not known."""
+    """Returns the number of processors of the machine of the run in this folder, or None if it is
+    not known.
+    """
     try:
         said = json.loads((folder / MACHINE).read_bytes())["processors"]
         return int(said.partition(" x ")[0])

@@ -1,8 +1,8 @@
 """The peak memory of a run: proportional set sizes of a process and all its descendants, so that
 shared pages count once.
 
-This works on Linux only. Where /proc is missing, the peak comes from the kernel's own accounting,
-which counts shared pages in each process.
+This works on Linux only. Without /proc, the peak comes from the kernel's own accounting, which
+counts shared pages in each process.
 """
 
 import resource

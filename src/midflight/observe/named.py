@@ -9,8 +9,8 @@ from midflight.observe.lines import EvaluationLine, Line, StepLine
 
 
 def named(line: Line) -> dict[str, float]:
-    """The numbers of a step, or of one source in an evaluation. Other lines have none. What was not
-    measured, or is not finite, is left out.
+    """Returns the numbers of a step, or of one source in an evaluation. Other lines have none.
+    Numbers that were not measured, or are not finite, are left out.
     """
     match line:
         case StepLine():

@@ -18,8 +18,9 @@ class Observers:
     def __init__(
         self, observers: Sequence[facts.Record], *, of: Mapping[type, Sequence[facts.Record]] = {}
     ) -> None:
-        """`of` names the observers that apply the facts of a type, where most would pass over it:
-        to ask all of them about each fact costs more than what one of them does with it.
+        """`of` names the observers that apply the facts of a type. It is for types that most
+        observers pass over: to ask all of them about each fact costs more than the work of the one
+        that applies it.
         """
         self._reported = set[facts.Record]()
         self._observers = observers

@@ -147,10 +147,10 @@ def draw_in_process(
     folder: Path, *, title: str, seconds: float, patient: bool = False
 ) -> str | None:
     """Draws a run's `plot.png` in a process of its own, because matplotlib may take long to be
-    imported. Waits for it, for `seconds` at most. Where it is `patient`, only the time counts in
-    which the process does nothing.
+    imported. Waits for it, for `seconds` at most. If it is `patient`, only the time in which the
+    process does nothing counts.
 
-    Returns why there is no plot, with the remedy; None where there is one.
+    Returns the reason why there is no plot, with the remedy, or None if there is one.
     """
     command = [sys.executable, "-m", "midflight.observe.plot", str(folder), title]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as drawing:

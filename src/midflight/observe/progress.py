@@ -1,4 +1,6 @@
-"""What has happened in a run so far: facts added up to what terminal, journal and summary show."""
+"""The events of a run so far: facts added up to the numbers that terminal, journal and summary
+show.
+"""
 
 import time
 from collections import Counter, defaultdict, deque
@@ -231,8 +233,8 @@ class RunState:
         self._unsaved.append((step.version, step.num_tokens))
 
     def _resumed(self, resumed: facts.Resumed) -> None:
-        """Takes counts from the store, which knows what was recorded after the journal's last
-        line.
+        """Takes counts from the store, which knows of rollouts that were recorded after the
+        journal's last line.
         """
         accounts = resumed.accounts
         failed = sum(resumed.failed.values())
@@ -272,7 +274,7 @@ class RunState:
 
     @property
     def seconds(self) -> float:
-        """How long the run has run, over all its starts."""
+        """Returns the seconds that the run has run, over all its starts."""
         return self._before + self._clock() - self._began
 
     def status(self) -> Status:

@@ -120,9 +120,11 @@ class Metrics:
         self.requests: Callable[[], Mapping[str, int]] = dict
         """Requests under way, by engine: those that it decodes, and those that wait inside it."""
         self.in_flight: Callable[[], Mapping[str, tuple[int, str]]] = dict
-        """How many rollouts may run at once, by kind, and which option says so."""
+        """Returns the number of rollouts that may run at once, by kind, and the option that sets
+        it.
+        """
         self.engines: Callable[[], Mapping[str, int]] = dict
-        """How many engines are serving, joining, in quarantine or leaving."""
+        """Returns the number of engines that are serving, joining, in quarantine or leaving."""
         self.memory: Callable[[], Mapping[tuple[str, str], int]] = dict
         """Resident bytes of the run's processes, by kind and pid."""
         r.register(self)
@@ -277,8 +279,8 @@ class Metrics:
         )
 
     def _forget(self, engine: str) -> None:
-        """Removes what says how an engine is now, for it is no member any more. The counters of
-        what it has done stay.
+        """Removes the gauges of an engine's present state, because it is no longer a member. The
+        counters of its past work stay.
         """
         for gauge in (self._quarantined, self._served, self._running):
             with suppress(KeyError):
@@ -312,8 +314,8 @@ class Metrics:
         return found
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics that are read when somebody asks: what there is to learn from of late, and
-        the accounts over all starts of the run.
+        """Yields the metrics that are read at each scrape: the material of recent steps, and the
+        accounts over all starts of the run.
         """
         yield from self._now()
         yield from self._answers()

@@ -1,4 +1,4 @@
-"""How numbers, durations, sizes and shares are written for people."""
+"""Writes numbers, durations, sizes and shares for people."""
 
 from midflight.observe.status import SourceStatus
 from midflight.types import Unclaimed

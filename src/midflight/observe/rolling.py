@@ -52,11 +52,13 @@ class Mean:
 
 
 SLACK_SECONDS = 120.0
-"""How late an interval may arrive and still be counted exactly. A step's report is never under way
-for so long.
+"""The seconds that an interval may arrive late and still be counted exactly. A step's report is
+never under way for so long.
 """
 MAX_SPANS = 50_000
-"""How many spans of a side are kept, a few MB, before the older half is settled in any case."""
+"""The number of spans of a side that are kept, a few MB. Beyond that the older half is settled in
+any case.
+"""
 
 
 @dataclass(slots=True)
@@ -108,7 +110,7 @@ def common_length(a: Spans, b: Spans) -> float:
 
 
 class Overlap:
-    """How long two sides were busy, and both together, since `begin`.
+    """The time that two sides were busy, and both together, since `begin`.
 
     Spans that lie further back than `SLACK_SECONDS` before the newest end of both sides are settled
     into sums and forgotten, so that memory stays flat however long the run is. An interval that
@@ -124,12 +126,12 @@ class Overlap:
         self._began: float | None = None
 
     def begin(self, at: float) -> None:
-        """Begins to count. What was before `at` does not count."""
+        """Begins to count. The time before `at` does not count."""
         self._began = at
         self._line = at
 
     def finish(self, at: float) -> None:
-        """Ends the count. What is after `at` does not count."""
+        """Ends the count. The time after `at` does not count."""
         self._end = at
         self._sides = (self._sides[0].cut(at), self._sides[1].cut(at))
 

@@ -14,9 +14,7 @@ K = TypeVar("K")
 
 
 class Phase(StrEnum):
-    """What a run is doing, in the order it does it; an evaluation in mid-training belongs to
-    `TRAINING`.
-    """
+    """The phases of a run, in their order. An evaluation in mid-training belongs to `TRAINING`."""
 
     STARTING = "starting"
     WARM_START = "warm start"
@@ -26,7 +24,7 @@ class Phase(StrEnum):
 
 
 class Bound(StrEnum):
-    """Which side the other one waits for."""
+    """The side that the other one waits for."""
 
     UNKNOWN = "unknown"
     GENERATION = "generation-bound"
@@ -80,7 +78,7 @@ class SourceStatus:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether its scores can't be compared, because too many tasks are missing from one of
+        """True if its scores can't be compared, because too many tasks are missing from one of
         them.
         """
         total = self.num_heldout + self.num_failed
@@ -110,7 +108,7 @@ class LearningStatus:
     reward_spread: float | None = None
     """Standard deviation of the rewards within a group."""
     zero_spread_share: float | None = None
-    """Share of the groups whose rewards are all alike, which teach nothing."""
+    """The share of the groups whose rewards are all alike. Such groups teach nothing."""
     turns_mean: float | None = None
     """Answers of the model in a rollout that got a reward."""
     components: dict[str, float] = field(default_factory=dict[str, float])
@@ -129,8 +127,8 @@ class LearningStatus:
 
 @dataclass(frozen=True, slots=True)
 class IdleTime:
-    """`who` was idle because of `for_whom` for `seconds` in all, which are `share` of the training
-    phase.
+    """The side `who` was idle for `seconds` in all because of the side `for_whom`. `share` is their
+    share of the training phase.
     """
 
     who: str
@@ -166,7 +164,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class MemberChanges:
-    """Which engines joined and left since this process of the run began."""
+    """The engines that joined and left since this process of the run began."""
 
     joined: tuple[str, ...] = ()
     """Engines that joined while the run went on, and have not left."""
@@ -177,7 +175,7 @@ class MemberChanges:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a run is doing and how it goes. Every field has a default, so that a launcher can show
+    """The state and the progress of a run. Every field has a default, so that a launcher can show
     the phases in which no rollout process lives yet.
     """
 
@@ -187,14 +185,14 @@ class Status:
     steps: int = 0
     version: int = 0
     seconds: float = 0.0
-    """How long the run has run, over all its starts."""
+    """The seconds that the run has run, over all its starts."""
     start_seconds: float = 0.0
     """Seconds since this start."""
     eta_seconds: float | None = None
     """Seconds until the last step; none before two steps."""
     warm_start: WarmStartStatus | None = None
     evaluated: int = 0
-    """How many of the `to_evaluate` tasks of the present evaluation are answered."""
+    """The number of the `to_evaluate` tasks of the present evaluation that are answered."""
     to_evaluate: int = 0
     reward: float | None = None
     """Mean of recent training rollouts over all sources."""
@@ -222,7 +220,7 @@ class Status:
     dropped: dict[str, int] = field(default_factory=dict[str, int])
     """Groups by reason."""
     accounts: Accounts | None = None
-    """None where nothing is trained."""
+    """None if nothing is trained."""
     engine_busy: float | None = None
     """Share of the training phase in which some engine computed; none before it."""
     slots_used: float | None = None
@@ -234,7 +232,7 @@ class Status:
     """Share of the training phase in which engine and trainer computed at the same time."""
     bound: Bound = Bound.UNKNOWN
     advice: str = ""
-    """Which option to change, in a few words."""
+    """The option to change, in a few words."""
     unclaimed: Unclaimed | None = None
     """The rollouts that wait for workers outside, where such workers run the agents."""
     sample: facts.Shown | None = None

@@ -29,7 +29,7 @@ class SourceSummary:
 
 @dataclass(frozen=True, slots=True)
 class StartNotes:
-    """What the run said at its start."""
+    """The remarks that the run printed at its start."""
 
     loss: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -76,8 +76,8 @@ class Summary:
 
 
 def past_seconds(folder: Path) -> float:
-    """How long the run in this folder has run before it goes on. Its last summary says so, or its
-    journal where it was killed since.
+    """Returns the seconds that the run in this folder has run before it goes on. They come from its
+    last summary, or from its journal if it was killed since.
     """
     path = folder / "summary.json"
     seconds = 0.0
@@ -95,8 +95,8 @@ def summarise(
     before: float = 0.0,
     said: StartNotes = StartNotes(),
 ) -> Summary:
-    """The summary of a run whose last status this is. `primary` is the source whose held-out score
-    counts; `before` is how long the starts before this one ran, in seconds.
+    """Returns the summary of a run from its last status. `primary` is the source whose held-out
+    score counts; `before` is the time that the starts before this one ran, in seconds.
     """
     sources = {source.name: _source_summary(source) for source in status.sources}
     first = sources.get(primary) if primary is not None else None

@@ -185,7 +185,9 @@ def plain_line(status: Status) -> str:
 
 
 def learning(status: Status) -> list[tuple[str, str]]:
-    """What the last steps had to learn from, and the trainer's readings of them."""
+    """Returns the lines about the material of the last steps, and about the trainer's readings of
+    them.
+    """
     said = (
         ("groups", _groups(status)),
         ("tasks", _tasks(status)),
@@ -196,7 +198,9 @@ def learning(status: Status) -> list[tuple[str, str]]:
 
 
 def progress(status: Status) -> tuple[int, int, str]:
-    """How far the phase is: how many are done, of how many (0 if unknown), and what is counted."""
+    """Returns the progress of the phase: the number done, the total number (0 if unknown), and the
+    name of the unit.
+    """
     if status.phase is Phase.WARM_START and status.warm_start is not None:
         return status.warm_start.step, status.warm_start.max_steps, "step"
     if status.phase is Phase.EVALUATION:

@@ -88,7 +88,7 @@ class CommitTimed(msgspec.Struct, frozen=True, tag="commit", tag_field="kind"):
 
 
 class WaitTimed(msgspec.Struct, frozen=True, tag="wait", tag_field="kind"):
-    """`who` was idle because of `for_whom`."""
+    """The side `who` was idle because of the side `for_whom`."""
 
     who: str
     for_whom: str
@@ -114,12 +114,12 @@ class DropTimed(msgspec.Struct, frozen=True, tag="dropped", tag_field="kind"):
 
 
 class EngineTimed(msgspec.Struct, frozen=True, tag="engine", tag_field="kind"):
-    """An engine was lost or came back. Where `event` is set, it joined or left the run."""
+    """An engine was lost or came back. If `event` is set, it joined or left the run."""
 
     engine: str
     at: float
     lost: str | None
-    """Why it was lost; None where it came back."""
+    """The reason why it was lost, or None if it came back."""
     event: str | None = None
 
 

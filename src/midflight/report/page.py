@@ -28,7 +28,7 @@ from midflight.types import Fate, Json, Reason
 
 FORMATS = {".html": "page.html", ".md": "page.md"}
 MAX_SAMPLES = 3
-"""How many samples of each kind are shown: a page is read by people."""
+"""The number of samples of each kind that are shown: a page is read by people."""
 SHOWN = {
     "best": "reward was highest",
     "worst": "reward was lowest",
@@ -61,7 +61,7 @@ class ReportSample:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What the page says about one run."""
+    """The contents of the page about one run."""
 
     title: str
     folder: str
@@ -79,7 +79,7 @@ class RunReport:
     machine: Mapping[str, str]
     loss: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    """What could not be shown, and why."""
+    """The parts that could not be shown, and the reasons."""
 
 
 @dataclass(slots=True)

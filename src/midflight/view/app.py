@@ -28,8 +28,8 @@ from midflight.wire.hosts import guarded, is_loopback
 LOOKS = {"auto": None, "light": False, "dark": True}
 LOOKS_COOKIE = "midflight_looks"
 PATIENCE_SECONDS = 120.0
-"""How long a page may take to be drawn. For a long run on a busy machine it takes longer than
-NiceGUI's three seconds.
+"""The seconds that a page may take to be drawn. For a long run on a busy machine it takes longer
+than NiceGUI's three seconds.
 """
 
 _log = logging.getLogger(__name__)

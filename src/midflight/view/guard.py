@@ -1,5 +1,5 @@
-"""Lets only those look who know the token, where there is one. The token comes in the address once,
-and in a cookie from then on.
+"""Shows pages only to browsers with the token, if there is one. The token comes in the address
+once, and in a cookie from then on.
 """
 
 import secrets

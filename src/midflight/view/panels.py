@@ -26,7 +26,7 @@ SEEDS_ASIDE = ("run.seed", "run.name")
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One chart. `note` says in words what it shows."""
+    """One chart. `note` describes it in words."""
 
     title: str
     options: Mapping[str, Any]
@@ -141,7 +141,9 @@ def thinned(points: Points) -> Points:
 
 
 def of_run(past: JournalHistory) -> list[Panel]:
-    """The charts in the order of the page. What was never measured has no chart."""
+    """Returns the charts in the order of the page. Numbers that were never measured have no
+    chart.
+    """
     steps = past.steps
     found = [
         _reward(past),
@@ -272,7 +274,7 @@ def _length_histograms(steps: Sequence[StepLine]) -> Panel | None:
 
 
 def _lengths_of(steps: Sequence[StepLine], name: str) -> Counter[int]:
-    """How many rollouts of the last steps had each length."""
+    """Returns the number of rollouts of the last steps that had each length."""
     found = Counter[int]()
     for step in steps[-RECENT_STEPS:]:
         histogram = (step.histograms or {}).get(name)
@@ -292,8 +294,8 @@ def _in_bars(counts: Mapping[int, int], lows: range) -> list[int]:
 
 
 def idle_shares(past: JournalHistory) -> dict[str, Points]:
-    """The share of the time since the step before in which one was idle because of the other, by
-    `who for whom`.
+    """Returns, by `who for whom`, the share of the time since the step before in which one side was
+    idle because of the other.
     """
     found: defaultdict[str, Points] = defaultdict(list)
     names = _keys(step.waits for step in past.steps)

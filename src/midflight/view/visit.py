@@ -1,5 +1,5 @@
-"""The runs that a viewer shows, and the visit of one page: its run, the others, and what its
-address asks for.
+"""The runs that a viewer shows, and the visit of one page: its run, the other runs, and the filters
+in its address.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ class RunFolders:
                 open_runs([folder])  # this says what is wrong with the folder
 
     def runs(self) -> tuple[ArchivedRun, ...]:
-        """The runs that are there now. One that was looked at before is the same object, with what
-        it has read.
+        """Returns the runs that are there now. A run that was visited before is the same object,
+        with everything that it has read.
         """
         found = [folder for folder in self._given if is_run(folder)]
         below: list[Path] = []
@@ -55,8 +55,8 @@ class RunFolders:
 
 @dataclass(frozen=True, slots=True)
 class PageRequest:
-    """One page that somebody looks at. All its filters are in its address, so that links and
-    reloads keep them.
+    """A request for one page. All its filters are in its address, so that links and reloads keep
+    them.
     """
 
     run: ArchivedRun

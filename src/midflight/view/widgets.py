@@ -1,4 +1,4 @@
-"""How pages look: their style, headings, tables and charts.
+"""The elements of pages: their style, headings, tables and charts.
 
 A chart is a canvas, which neither a keyboard nor a screen reader reads. Everything important in it
 is therefore beside it as text or links.
@@ -107,7 +107,7 @@ def figure(
     height: int = 230,
     on_click: Callable[[Any], None] | None = None,
 ) -> tuple[ui.echart, ui.label]:
-    """A chart with its heading. `note` says in words what it shows. Returns the chart and the label
+    """Draws a chart with its heading. `note` describes it in words. Returns the chart and the label
     of the note.
     """
     with ui.element("div"):
@@ -136,8 +136,8 @@ def at_first(page: ui.element, *, look: str) -> str:
 
 
 def _still(element: ui.element) -> str:
-    """The element and its content. A chart is an empty space of its size, and so is what can be
-    typed into until it answers.
+    """Returns the element and its content as HTML. A chart is an empty space of its size, and so is
+    an input field until it answers.
     """
     told = {name: value for name, value in element.props.items() if isinstance(value, str)}
     told["class"] = " ".join(element.classes)

@@ -1,5 +1,5 @@
-"""The page of one rollout: what the agent saw beside what is trained. The colour of a token shows
-the property that was chosen.
+"""The page of one rollout: the tokens that the agent saw beside those that are trained. The colour
+of a token shows the chosen property.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ MANY = (
 GAIN = "0,114,178"
 LOSS = "213,94,0"
 MAX_TOKENS = 20_000
-"""How many tokens of a branch are drawn. The JSON has all of them."""
+"""The number of tokens of a branch that are drawn. The JSON has all of them."""
 
 STYLE = """
 .said { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1.4fr); gap: 4px 20px; width: 100%; padding: 8px 0; border-bottom: 1px solid var(--line); }
@@ -374,7 +374,7 @@ def _tint_link(visit: PageRequest, name: str, tint: TokenColouring, *, chosen: b
 
 
 def _difference(seen: ConversationView) -> None:
-    """Shows the difference between what the agent got and what is trained."""
+    """Shows the difference between the tokens that the agent got and those that are trained."""
     section("Seen and trained")
     uses = Counter[str]()
     for branch in seen.branches:

@@ -29,9 +29,11 @@ from midflight.view.visit import PageRequest
 ON_A_PAGE = 25
 REFRESH_SECONDS = 5.0
 GROW_SECONDS = 0.25
-"""How long words are indexed before a page is shown, and at each refresh after that."""
+"""The seconds for which words are indexed before a page is shown, and at each refresh after
+that.
+"""
 MAX_LETTERS = 140
-"""How many letters of a question are shown."""
+"""The number of letters of a question that are shown."""
 
 STYLE = """
 .filters { display: flex; flex-wrap: wrap; gap: 8px 12px; align-items: end; }
@@ -284,7 +286,7 @@ def _question(group: GroupView) -> str:
 
 
 def _whole_question(data: Mapping[str, Json]) -> str:
-    """What the task asks, as far as it says that in words."""
+    """Returns the task's question, as far as the task holds it in words."""
     for name in ("question", "prompt", "word"):
         value = data.get(name)
         if isinstance(value, str):
@@ -333,7 +335,7 @@ def _fate(visit: PageRequest, group: GroupView, steps: Mapping[int, int]) -> str
 
 
 def _errors(group: GroupView) -> str:
-    """Why rollouts of the group failed, each reason once."""
+    """Returns the reasons why rollouts of the group failed, each once."""
     failed = [rollout for rollout in group.rollouts if rollout.reward is None]
     errors = dict.fromkeys(rollout.error or "no reward, and no error" for rollout in failed)
     notes = [

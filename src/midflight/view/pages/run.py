@@ -1,5 +1,5 @@
-"""The page of a run: how it goes, what is wrong and what to do, and every number of its journal as
-a chart. It can show several runs over each other.
+"""The page of a run: its progress, its problems with their remedies, and every number of its
+journal as a chart. It can show several runs over each other.
 """
 
 import time
@@ -27,14 +27,15 @@ REFRESH_SECONDS = 3.0
 LATEST_SECONDS = 15.0
 """The next look comes after this time at the latest, however much a look costs."""
 SHARE = 0.012
-"""The share of a core that the viewer's process may take while a run's page is open. Where looking
-costs more, it looks less often.
+"""The share of a core that the viewer's process may take while a run's page is open. If a refresh
+costs more, the page refreshes less often.
 """
 RECENT_ROLLOUTS = 512
 """The times of rollouts are means over this many."""
 LATELY_BYTES = 2**20
-"""How much of the timeline is read at first, some thousand rollouts. Shares of time, failures by
-environment and the times of rollouts come from it and from what is appended later.
+"""The number of bytes of the timeline that are read at first, some thousand rollouts. Shares of
+time, failures by environment and the times of rollouts come from them and from the lines appended
+later.
 """
 MAX_ALARMS = 20
 
@@ -198,7 +199,7 @@ def _eta(past: JournalHistory, steps: int | None) -> str:
 
 
 def _findings(visit: PageRequest, times: Times) -> None:
-    """Shows what somebody should look at, each with a link and what to do."""
+    """Shows the findings that need attention, each with a link and a remedy."""
     past = visit.run.readings.past
     widgets.section("Findings")
     _failures(visit, times, past)

@@ -18,9 +18,9 @@ from midflight.view.visit import PageRequest
 
 REFRESH_SECONDS = 5.0
 MAX_BARS = 2000
-"""How many bars of a track are drawn, the newest: more than anybody tells apart."""
+"""The number of bars of a track that are drawn, the newest. More could not be told apart."""
 BEFORE_STEP_SECONDS = 5.0
-"""How many seconds before a step are shown where a step is asked for."""
+"""The seconds before a step that are shown if a step is asked for."""
 GAP_SECONDS = 0.02
 """Pauses of an engine shorter than this are not drawn."""
 
@@ -245,7 +245,7 @@ def _waits(times: Times) -> None:
 
 
 def _steps(visit: PageRequest, times: Times) -> None:
-    """The last steps as a table, for those who do not point at the chart."""
+    """Shows the last steps as a table, for readers who do not point at the chart."""
     widgets.section("Last steps")
     steps = {line.version: line.step for line in visit.run.readings.past.steps}
     pause = {commit.version: commit for commit in times.commits}
