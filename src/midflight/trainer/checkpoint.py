@@ -95,8 +95,8 @@ class StagedCheckpoint:
 
 
 def stage(trainer: PolicyTrainer, *, cursor: str) -> StagedCheckpoint:
-    """Copies what a checkpoint holds to CPU memory, between two steps. No rank waits for another.
-    The trainer may step on when it returns.
+    """Copies the contents of a checkpoint to CPU memory, between two steps. No rank waits for
+    another. The trainer may step on when it returns.
 
     Tensors that every rank has whole are in the shards of rank 0.
     """

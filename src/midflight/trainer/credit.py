@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How rewards become advantages."""
+    """The options that turn rewards into advantages."""
 
     advantage: Advantage = "grpo"
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
     mask_truncated: bool = False
-    """Whether rollouts that were cut short stay out of the loss; their rewards count in their
+    """True if rollouts that were cut short stay out of the loss. Their rewards still count in their
     groups.
     """
     teacher_weight: float = 0.0
@@ -57,8 +57,9 @@ class Scoring:
         earned: Float[Tensor, "M K"],
         components: Mapping[str, Float[Tensor, " M"]],
     ) -> Float[Tensor, "M K+1"]:
-        """Per rollout and answer, in float64; `room` is what its answers left of their limits, in
-        tokens, `earned` what each of them got. Answers from K on have the last column."""
+        """Returns advantages per rollout and answer, in float64. `room` is the part of their limits
+        that its answers left unused, in tokens, and `earned` the reward of each answer. Answers
+        from K on have the last column."""
         penalty = advantages.overlong_penalty(
             room, buffer=self.overlong_buffer, penalty=self.overlong_penalty
         )
@@ -109,8 +110,8 @@ def scoring_of(config: Config) -> Scoring:
 def token_advantages(
     batch: PackedBatch, scoring: Scoring, rollout_of_token: Index
 ) -> NDArray[np.float64]:
-    """[N - R], shifted: the rollout's advantage on each of its tokens, and what the teacher thinks
-    of that token.
+    """Returns [N - R], shifted: the rollout's advantage on each of its tokens, and the teacher's
+    part for that token.
     """
     # Imported here, because it imports transformers, which a reader of runs does not need.
     from midflight.trainer.model.microbatch import shift
@@ -184,7 +185,7 @@ def answer_advantages(batch: PackedBatch, scoring: Scoring) -> NDArray[np.float6
 
 
 def _earned(batch: PackedBatch, scoring: Scoring) -> NDArray[np.float64]:
-    """[M, K]: what each rollout's answers earned."""
+    """Returns [M, K]: the rewards of each rollout's answers."""
     if batch.turn_rewards is None or not len(batch.rewards):
         return np.zeros((len(batch.rewards), 0))
     if scoring.whole_rollouts and batch.turn_rewards.any():

@@ -1,9 +1,9 @@
 """A critic: a second model that predicts at each token the reward still to come, and so gives each
 token its own advantage.
 
-A reward arrives with the last trained token of its rollout. What an answer earned by itself arrives
+A reward arrives with the last trained token of its rollout. The reward of a single answer arrives
 with the last token of that answer. A rollout's tokens are taken in the order in which they lie in
-the batch, its rows one after the other, whatever prompts and tools wrote between.
+the batch, its rows one after the other. Tokens of prompts and tools between them do not matter.
 """
 
 import copy
@@ -32,7 +32,7 @@ from midflight.trainer.tokens import LossTokens
 
 @dataclass(frozen=True, slots=True)
 class Valuation:
-    """How values make advantages, and how they are learned."""
+    """The options of a critic: how its values make advantages, and how it learns them."""
 
     learning_rate: float = 3e-4
     discount: float = 1.0
@@ -64,8 +64,8 @@ class ValueModel(TokenModel):
 
 
 def value_model_of(model: PreTrainedModel, layout: Layout = Layout.PACKED) -> ValueModel:
-    """A copy of a policy's decoder, without its output layer. What is frozen in the policy (the
-    base of adapters) is frozen in the copy.
+    """Returns a copy of a policy's decoder, without its output layer. Parameters that are frozen in
+    the policy (the base of adapters) are frozen in the copy.
     """
     if model.base_model is model:
         raise ConfigError(
@@ -77,8 +77,8 @@ def value_model_of(model: PreTrainedModel, layout: Layout = Layout.PACKED) -> Va
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValuedTokens:
-    """A step's tokens with advantages, and what the critic learns from: the values that it gave
-    when the step began, and the returns. [K]
+    """A step's tokens with advantages, and the targets of the critic: the values that it gave when
+    the step began, and the returns. [K]
     """
 
     tokens: LossTokens
@@ -167,8 +167,9 @@ class Critic:
 
 
 def _at_the_end(tokens: LossTokens) -> Float[Tensor, " K"]:
-    """The reward that arrives with each token: what is still to come at it, less what is still to
-    come at the rollout's next token. It is the reward at the last token, and 0 at most others.
+    """Returns the reward that arrives with each token: the reward still to come at it, less the
+    reward still to come at the rollout's next token. It is the reward at the last token, and 0 at
+    most others.
     """
     order = tokens.rollout.argsort(stable=True)
     to_come = tokens.advantage[order]

@@ -1,12 +1,12 @@
-"""A step that starts before its batch is whole: what can be done with single groups while others
-are still generated.
+"""A step that starts before its batch is whole: it works on single groups while others are still
+generated.
 
-The batch decides. When it is there, all that a group's part depends on is compared, number by
-number. If one group that was begun is not in it, or is there with other numbers, everything begun
-is thrown away. So a wrong guess of the next batch costs only time. Nothing is trained twice or
-lost: leases are of whole batches, and what was begun ends with the process.
+The batch decides. When it is there, all numbers on which a group's part depends are compared with
+it. If one group that was begun is not in it, or is there with other numbers, all early work is
+thrown away. So a wrong guess of the next batch costs only time. Nothing is trained twice or lost:
+leases are of whole batches, and early work ends with the process.
 
-| what is done early | where |
+| early work | condition |
 |---|---|
 | the gradient, as sums whose denominators are put in at the end | each token's loss needs its group alone: one update a step, advantages within groups, no part of the loss that looks beyond a token |
 | log-probabilities under the weights that begin the step | the step begins with a forward over its batch, which `updates_per_step` or a part of the loss asks for |
@@ -42,7 +42,7 @@ OVER_THE_BATCH: frozenset[Advantage] = frozenset({"reinforce_pp", "gae"})
 
 @dataclass(frozen=True, slots=True)
 class EarlyOptions:
-    """What can be done early."""
+    """The kinds of work that can be done early."""
 
     gradient: bool
     scores: bool
@@ -52,7 +52,7 @@ class EarlyOptions:
     def of(
         cls, objective: Objective, scoring: Scoring, *, updates: int, ranks: int
     ) -> EarlyOptions:
-        """What can be done for steps of so many `updates`, by so many `ranks`."""
+        """Returns the kinds of early work for steps of so many `updates`, by so many `ranks`."""
         if ranks > 1 or scoring.teacher_weight:
             return cls(False, False, False)
         scores = objective.needs_scores(updates_per_step=updates)
@@ -66,7 +66,7 @@ class EarlyOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EarlyPart:
-    """Some groups, and what was done for them."""
+    """Some groups, and the early work for them."""
 
     tokens: LossTokens
     record: StepRecord
@@ -80,12 +80,12 @@ class EarlyPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EarlyWork:
-    """What was done for some tokens of a batch."""
+    """The early work for some tokens of a batch."""
 
     parts: tuple[tuple[EarlyPart, Index, Index], ...] = ()
     """Each part with the indices of its tokens, and where these are in the batch."""
     gradient: bool = False
-    """Whether the gradient of these tokens is in the model."""
+    """True if the gradient of these tokens is in the model."""
 
     @property
     def where(self) -> Index:

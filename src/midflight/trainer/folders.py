@@ -221,7 +221,7 @@ def corrupt(path: Path, what: str) -> CheckpointCorrupt:
 
 
 def sync(path: Path) -> None:
-    """Waits for the disk, so that a rename is never ahead of what it names."""
+    """Waits for the disk, so that a rename is never ahead of the files that it names."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,5 +1,5 @@
-"""The effective loss: one objective, at most one weight, masks, one reduction. What may be combined
-is settled in `config.loss_checks`.
+"""The effective loss: one objective, at most one weight, masks, one reduction. `config.loss_checks`
+says which of them may be combined.
 
 Each of them is a row of `config.formulas` and a function of `formulas`, which is called with the
 values that its parameters name:
@@ -11,7 +11,7 @@ values that its parameters name:
 | `behaviour`, `proximal` | log µ, log π_prox |
 | `advantage`, `age` | A; the version that begins the step minus the version that sampled the token |
 | those of `WHOLE` | of the token's whole rollout, or of its place in the batch |
-| `rho`, `log_rho`, `all_log_rho`, `log_inverse`, `sequence`, `num_sequences` | for weights, masks and `WHOLE`, which get all tokens at once where one looks beyond a token |
+| `rho`, `log_rho`, `all_log_rho`, `log_inverse`, `sequence`, `num_sequences` | for weights, masks and `WHOLE`, which get all tokens at once if one looks beyond a token |
 | `reference` | log π_ref, for divergences |
 
 and with the options of its row.
@@ -38,10 +38,10 @@ from midflight.trainer.formulas.corrections import log_ratio
 
 Result = TypeVar("Result")
 Values = Mapping[str, object]
-"""What functions are called with, by name."""
+"""The arguments of functions, by name."""
 
 PER_TOKEN = ("policy", "ratio", "log_ratio", "behaviour", "proximal", "advantage", "age")
-"""What a loss may look at of a token."""
+"""The values of a token that a loss may use."""
 
 WHOLE: Mapping[str, Callable[..., Tensor]] = {
     "sequence_log_ratio": losses.sequence_log_ratio,
@@ -49,8 +49,8 @@ WHOLE: Mapping[str, Callable[..., Tensor]] = {
     "mean_ratio": losses.geometric_mean_ratio,
     "selected": losses.largest_covariance,
 }
-"""What a loss may look at beyond a token, without gradient, and the functions that make it of all
-tokens.
+"""The values beyond a token that a loss may use, without gradient, and the functions that make them
+of all tokens.
 """
 
 _BEYOND = frozenset({"sequence", "all_log_rho", *WHOLE})
@@ -81,8 +81,8 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenValues:
-    """What is known of tokens, without gradient: of a whole (mini-)batch, or of a part of it where
-    nothing looks beyond a token. [T]
+    """The known values of tokens, without gradient: of a whole (mini-)batch, or of a part of it if
+    the objective does not look beyond a token. [T]
     """
 
     now: Float[Tensor, " T"]
@@ -99,7 +99,7 @@ class TokenValues:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
-    """What multiplies or shapes each token's loss, under stop-gradient. [T]"""
+    """The factors and values that shape each token's loss, under stop-gradient. [T]"""
 
     proximal: Float[Tensor, " T"]
     weight: Float[Tensor, " T"]
@@ -109,7 +109,7 @@ class Factors:
     masked: Mapping[str, Bool[Tensor, " T"]]
     """For each mask by name, the tokens that it takes out."""
     whole: Mapping[str, Tensor]
-    """Those of `WHOLE` that the objective looks at."""
+    """The values of `WHOLE` that the objective uses."""
 
     def at(self, where: Int[Tensor, " k"]) -> Factors:
         masked = {name: gone[where] for name, gone in self.masked.items()}
@@ -128,8 +128,8 @@ class TokenLosses:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a step minimises. `Objective.of` makes one from the configuration, and refuses what
-    would count a ratio twice.
+    """The loss that a step minimises. `Objective.of` makes one from the configuration, and refuses
+    combinations that would count a ratio twice.
     """
 
     loss: Loss = field(default_factory=lambda: loss_of(ObjectiveSection(), CorrectionSection()))
@@ -190,7 +190,7 @@ class Objective:
         return any(not _BEYOND.isdisjoint(parameters(function)) for function in functions)
 
     def needs_scores(self, *, updates_per_step: int) -> bool:
-        """Whether a step begins with a forward over all of the batch. With one update the training
+        """True if a step begins with a forward over all of the batch. With one update the training
         forward serves for both.
         """
         return self.looks_beyond or (updates_per_step > 1 and not self.is_interpolated)
@@ -281,7 +281,7 @@ class Objective:
         return TokenLosses(loss, *self._clipped(values, known))
 
     def values(self, policy: Float[Tensor, " T"], known: TokenValues, factors: Factors) -> Values:
-        """What a loss may look at, by name."""
+        """Returns the values that a loss may use, by name."""
         return {**self._values(policy, known, factors.proximal), **factors.whole}
 
     def _values(

@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """How gradients become steps."""
+    """The options that turn gradients into steps."""
 
     learning_rate: float
     betas: tuple[float, float] = (0.9, 0.95)

@@ -1,4 +1,6 @@
-"""What a step did: the readings of its tokens and updates, and the report that is made of them."""
+"""The results of a step: the readings of its tokens and updates, and the report that is made of
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _NOT_RECORDED = 255
 
 
 class Skip(StrEnum):
-    """Why a step left the weights as they were."""
+    """The reason why a step left the weights as they were."""
 
     NO_TOKENS = "no_tokens"
     NOT_FINITE = "not_finite"
@@ -35,8 +37,8 @@ class Skip(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepReport:
-    """What a step did. Its version is made in any case: a skipped step publishes the weights it
-    found under the next number.
+    """The results of a step. Its version is made in any case: a skipped step publishes the weights
+    it found under the next number.
     """
 
     version: Version
@@ -80,7 +82,7 @@ class StepRecord:
     num_early: int = 0
     """Tokens of groups that were begun before the batch was whole."""
     critic: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What a critic measured, by name."""
+    """A critic's measurements, by name."""
 
     @classmethod
     def of(cls, tokens: LossTokens, *, masks: Sequence[str]) -> StepRecord:
@@ -127,7 +129,7 @@ class StepRecord:
 
     @property
     def skipped(self) -> Skip | None:
-        """Why no update was made; none if one was."""
+        """The reason why no update was made, or None if one was."""
         if not self.losses:
             return Skip.NO_TOKENS
         if self.num_skipped < len(self.losses):

@@ -37,7 +37,7 @@ from midflight.types import PackedBatch, Version
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """What a step takes, and when it is not made."""
+    """The options of a step, and the conditions under which it is skipped."""
 
     updates_per_step: int = 1
     max_staleness: int = 4
@@ -72,7 +72,7 @@ class Update:
         return torch.searchsorted(self.where, at)
 
     def known(self, now: Tensor, proximal: Tensor, at: Tensor) -> TokenValues:
-        """What is known of the tokens `at`; `now` and `proximal` are theirs already."""
+        """Returns the known values of the tokens `at`; `now` and `proximal` are already theirs."""
         t = self.tokens
         return TokenValues(
             now=now,
@@ -132,9 +132,7 @@ class Stepper:
         return self._policy.budget if self._ahead.any else 0
 
     def begin(self, tokens: LossTokens) -> None:
-        """Does for some groups of the next batch what can be done without the others; see
-        `early`.
-        """
+        """Does the early work for some groups of the next batch, see `early`."""
         record = self._new_record(tokens)
         proximal = self._policy.scores(tokens.predictions) if self._ahead.scores else None
         reference = None

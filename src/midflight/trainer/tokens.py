@@ -125,7 +125,7 @@ def _admitted(
     mask_truncated: bool,
     max_missing_share: float,
 ) -> tuple[NDArray[np.bool_], dict[Reason, int]]:
-    """Which tokens are in the loss, [N], and how many were kept out of it, by reason."""
+    """Returns which tokens are in the loss, [N], and how many were kept out of it, by reason."""
     trainable = batch.loss_mask
     missing = trainable & ~_is_logprob(batch.logprobs)
     _check_missing(int(missing.sum()), int(trainable.sum()), max_share=max_missing_share)

@@ -44,7 +44,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How a step fits into memory and time. Nothing here changes what is computed, apart from
+    """The options that fit a step into memory and time. They do not change its results, apart from
     rounding.
     """
 
@@ -52,18 +52,20 @@ class Scale:
     compute_dtype: torch.dtype | None = None
     """Precision of forward and backward; None is that of the weights."""
     layout: Layout = Layout.PACKED
-    """How rows lie in a micro-batch. The model must be right in it (`trainer.model.probe`)."""
+    """The layout of rows in a micro-batch. The model must be right in it
+    (`trainer.model.probe`).
+    """
     activation_checkpointing: bool = False
     compile: bool = False
     routing_replay: bool = False
-    """Whether tokens of a mixture go to the experts that an engine recorded; not in compiled
+    """True if tokens of a mixture go to the experts that an engine recorded; not in compiled
     layers.
     """
 
     @property
     def by_modules(self) -> bool:
-        """Whether something is done to the model's modules, which a plain family then goes through
-        like any other.
+        """True if an option changes the model's modules. A plain family is then computed by its
+        modules, like any other.
         """
         return self.activation_checkpointing or self.compile or self.compute_dtype is not None
 
@@ -73,8 +75,8 @@ class PolicyTrainer:
     skipped: the admission of new groups follows the version, and a step that gave none would stop
     it.
 
-    With several ranks each has a trainer, and all take the same steps with the same batches: each
-    computes its share of the micro-batches, and what is known of the whole batch is made whole on
+    With several ranks each has a trainer, and all take the same steps with the same batches. Each
+    computes its share of the micro-batches, and the values of the whole batch are made whole on
     every rank, so that each decides alike.
     """
 
@@ -183,8 +185,8 @@ class PolicyTrainer:
         return self._stepper.early_tokens
 
     def begin(self, groups: PackedBatch) -> None:
-        """Does for some groups, which the next batch is expected to have, what can be done without
-        the others; see `early`.
+        """Does the early work for some groups that the next batch is expected to have, see
+        `early`.
         """
         check_fits(groups, self.model)
         tokens = self._tokens(groups, max_missing_share=1.0)

@@ -59,8 +59,8 @@ class Runs:
     lengths: tuple[int, ...]
     contexts: tuple[int, ...]
     keys: Int[Tensor, " S"] | None = None
-    """Where the tokens lie that each row attends to, row after row: its context, then its own
-    tokens. None where there are no contexts.
+    """The places of the tokens that each row attends to, row after row: its context, then its own
+    tokens. None if there are no contexts.
     """
 
     @classmethod
@@ -79,11 +79,12 @@ class Runs:
 
     @cached_property
     def under_each_other(self) -> tuple[list[Int[np.ndarray, "R L"]], Int[np.ndarray, " N"]]:
-        """Tables of places in the flat row, and where each token of the flat row lies in them.
+        """Returns tables of places in the flat row, and the place of each token of the flat row in
+        them.
 
         A row of a table is a row with its context. Rows are longest first, and filled up on the
-        right with their last place. Where a token lies counts through all tables, read row by row,
-        one after the other.
+        right with their last place. A token's place counts through all tables, read row by row, one
+        after the other.
         """
         own = np.repeat(self.lengths, self.counts)
         contexts = np.repeat(self.contexts, self.counts)
@@ -120,8 +121,8 @@ def _alike(lengths: Int[np.ndarray, " R"]) -> list[list[int]]:
 
 
 LAID: Final[ContextVar[Runs | None]] = ContextVar("midflight_runs", default=None)
-"""How the micro-batch lies that this thread computes. It is not handed through the model, because
-many architectures do not pass on arguments that they do not know.
+"""The rows of the micro-batch that this thread computes. They are not handed through the model,
+because many architectures do not pass on arguments that they do not know.
 """
 
 
@@ -301,7 +302,7 @@ def _flash(
 
 
 def _begins(lengths: Int[Tensor, " R"]) -> Int[Tensor, " R+1"]:
-    """Where rows of these lengths begin, and where the last one ends."""
+    """Returns the beginnings of rows of these lengths, and the end of the last one."""
     return nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 

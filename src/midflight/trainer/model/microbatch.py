@@ -29,12 +29,12 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class Layout(StrEnum):
-    """How the rows of a micro-batch lie, from the fastest way to the one that fits every model that
-    takes rows.
+    """The layout of the rows of a micro-batch, from the fastest one to the one that fits every
+    model that takes rows.
     """
 
     PACKED = "packed"
-    """Rows lie end to end, and what they share is there only once. The model's attention is
+    """Rows lie end to end, and their common tokens are there only once. The model's attention is
     ours.
     """
     PADDED = "padded"
@@ -71,7 +71,9 @@ def inputs(token_ids: NDArray[Scalar], row_offsets: NDArray[np.integer[Any]]) ->
 
 
 def shifted_offsets(row_offsets: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """Where rows begin after `shift` and `inputs`: every row is one shorter. [R + 1]"""
+    """Returns the beginnings of rows after `shift` and `inputs`: every row is one shorter. [R
+    + 1]
+    """
     return np.asarray(row_offsets, np.int64) - np.arange(len(row_offsets))
 
 
@@ -172,7 +174,7 @@ class Predictions:
     targets: Index
     """[K], the tokens to predict"""
     kept: Kept | None = None
-    """What the tokens were drawn from; None: each from the whole vocabulary"""
+    """The ids that each token was drawn from. None: each from the whole vocabulary."""
     experts: UInt8 | None = None
     """[N, B], the experts that the engine sent each input token to, where it recorded them"""
 
@@ -190,7 +192,7 @@ class MicroBatch:
 
     input_ids: Int[Tensor, "R L"]
     runs: Runs | None
-    """How packed rows lie; None where rows lie under each other."""
+    """The layout of packed rows, or None if rows lie under each other."""
     position_ids: Int[Tensor, "1 N"] | None
     """The place of each token in its row, for packed rows. Other rows begin at their first token,
     as the model counts by itself.
@@ -198,12 +200,12 @@ class MicroBatch:
     attention_mask: Int[Tensor, "R L"] | None
     """1 for tokens and 0 for padding, where there is padding."""
     inputs: Int[Tensor, " k"]
-    """Where in `input_ids`, read row by row, the predictions are made."""
+    """The places in `input_ids`, read row by row, at which the predictions are made."""
     targets: Int[Tensor, " k"]
     predictions: Int[Tensor, " k"]
-    """Which of the `Predictions` these are."""
+    """The numbers of these predictions among the `Predictions`."""
     kept: Kept | None
-    """As in `Predictions`, for these predictions."""
+    """The ids that these predictions were drawn from, see `Predictions`."""
     experts: UInt8 | None = None
     """[N, B], as in `Predictions`; tokens that rows share have the experts of the first row."""
 
@@ -478,8 +480,8 @@ def _pack(
 def _places(
     predictions: Predictions, row: _RowSpan, stretch: _Stretch, *, start: int, shared: int
 ) -> Index:
-    """Where in the micro-batch a row's predictions are made. Its first ones may lie in the tokens
-    that its family shares, which begin at `shared`.
+    """Returns the places in the micro-batch at which a row's predictions are made. Its first ones
+    may lie in the tokens that its family shares, which begin at `shared`.
     """
     at = predictions.inputs[row.chosen] - row.begin
     return np.where(at < stretch.context, shared + at, start + at - stretch.context)

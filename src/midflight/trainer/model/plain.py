@@ -37,8 +37,9 @@ core's second cache, of 2 MiB or more.
 
 
 def can_be_plain(model: PreTrainedModel) -> bool:
-    """Whether this module computes the model: it must be of a plain family in which all numbers of
-    a head are turned. It must be in float32, because in their norms modules round other precisions.
+    """True if this module computes the model. The model must be of a plain family in which all
+    numbers of a head are turned. It must be in float32, because in their norms modules round other
+    precisions.
     """
     if not is_plain(model) or model.dtype != torch.float32:
         return False

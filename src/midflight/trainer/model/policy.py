@@ -175,8 +175,8 @@ def _longest_context(model: PreTrainedModel) -> int | None:
 
 @torch.no_grad()
 def has_plain_head(model: PreTrainedModel) -> bool:
-    """Whether logits are one linear layer on the last hidden states, and nothing is scaled or
-    capped after it. It is tried out on three tokens.
+    """True if logits are one linear layer on the last hidden states, and nothing is scaled or
+    capped after it. This is tried out on three tokens.
     """
     layer = model.get_output_embeddings()
     if type(layer) is not nn.Linear or model.base_model is model:

@@ -1,5 +1,4 @@
-"""The layout in which the trainer computes what the model computes, found before a run costs
-anything.
+"""Finds the layout in which the trainer's results equal the model's, before a run costs anything.
 
 Four rows, two of which begin alike, go through `Policy` as in a step, and each through the model
 alone. Log-probabilities and the gradient of a step must agree. The first layout in which they do is

@@ -121,11 +121,11 @@ def token_scores(
     chunk: int = CHUNK,
     kept: Kept | None = None,
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"] | None]:
-    """log softmax(z / temperature) at the targets, and the entropy of that distribution in nats
-    where it is asked for; z = hidden weight^T + bias.
+    """log softmax(z / temperature) at the targets, and the entropy of that distribution in nats if
+    it is asked for; z = hidden weight^T + bias.
 
-    Where ids were cut off, the distribution is over the `kept` ones. Numbers are in float32
-    (float64 for float64 inputs), and both have gradients for hidden, weight and bias.
+    If ids were cut off, the distribution is over the `kept` ones. Numbers are in float32 (float64
+    for float64 inputs), and both have gradients for hidden, weight and bias.
     """
     rows = max(1, chunk // weight.shape[0])
     scores = cast(
@@ -230,8 +230,8 @@ def _logits(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b. Where the precisions allow it, this makes no other tensor of the size of
-    `total`, which is the size of the layer.
+    """total += a b. If the precisions allow it, this makes no other tensor of the size of `total`,
+    which is the size of the layer.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
