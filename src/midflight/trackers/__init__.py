@@ -1,5 +1,5 @@
-"""Copies of what a run measures to other people's trackers, each an extra; one that fails never
-stops a run. `Tracker` is what each is, and what a user's own derives from.
+"""Copies a run's measurements to other services' trackers, each an extra. A tracker that fails
+never stops a run. `Tracker` is the base class of each, and of a user's own.
 """
 
 from midflight.trackers.tracker import TrackedRun as TrackedRun

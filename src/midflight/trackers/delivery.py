@@ -1,5 +1,5 @@
-"""Tells a tracker what a run's journal holds, and remembers what was told, so that a run that goes
-on tells nothing twice.
+"""Sends the lines of a run's journal to a tracker, and records which lines were sent, so that a run
+that goes on sends nothing twice.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,15 +25,16 @@ COLUMNS = ("source", "task", "reward", "prompt", "completion")
 
 
 class DeliveryLog:
-    """What was told to one tracker. It is a file in the run's folder with a line for each, such as
-    `step 12`. The first line is `id` with what finds the run again.
+    """The lines that were sent to one tracker. It is a file in the run's folder with a line for
+    each, such as `step 12`. The first line is `id` with the key by which the tracker finds the run
+    again.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.id: str | None = None
         self.timeline = 0
-        """How many lines of the timeline were told."""
+        """The number of lines of the timeline that were sent."""
         self._keys: dict[str, int] = {}
         if path.exists():
             for line in path.read_text().splitlines():
@@ -70,8 +71,8 @@ class DeliveryLog:
 
 
 def key_of(line: Line) -> str | None:
-    """The name of a line among what was told, with the step after the first blank. None for lines
-    that are not told.
+    """Returns the key of a line in the log, with the step after the first blank, or None for lines
+    that are not sent.
     """
     match line:
         case StepLine():

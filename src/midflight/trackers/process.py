@@ -1,10 +1,10 @@
 """The process of a run's trackers: `python -m midflight.trackers.process FOLDER`, started by the
 launcher.
 
-It reads the journal, which holds what a slow tracker has not been told yet, so that nothing queues
-up in memory and nothing is left out. Each tracker has a thread of its own: one that hangs delays
-neither another tracker nor the run. Standard input stays open for as long as the run goes on. Once
-it ends, or the launcher dies, the process tells everything that is left, and ends.
+It reads the journal, which keeps the lines that a slow tracker has not received yet. So nothing
+queues up in memory and nothing is left out. Each tracker has a thread of its own: one that hangs
+delays neither another tracker nor the run. Standard input stays open for as long as the run goes
+on. Once it ends, or the launcher dies, the process sends the remaining lines, and ends.
 """
 
 import os
@@ -30,10 +30,12 @@ from midflight.trackers.tracker import Tracker, made
 LOOK_SECONDS = 0.5
 """Seconds between two looks at the journal."""
 AT_ONCE = 256
-"""How many rollouts a tracker is given together: the past of a run that goes on may be long."""
+"""The number of rollouts that a tracker is given together. The past of a run that goes on may be
+long.
+"""
 LAST_SECONDS = 120.0
-"""How long this process may tell what is left once the launcher is gone. While the launcher lives,
-it ends this process.
+"""The seconds for which this process may send the remaining lines once the launcher is gone. While
+the launcher lives, it ends this process.
 """
 
 
@@ -45,7 +47,7 @@ class TrackerMessage(msgspec.Struct, frozen=True):
 
 
 class TrackerThread(threading.Thread):
-    """Tells one tracker what the journal says, until `ending` is set and everything is told."""
+    """Sends the journal's lines to one tracker, until `ending` is set and all are sent."""
 
     def __init__(self, name: str, config: Config, folder: Path, ending: threading.Event) -> None:
         super().__init__(name=name, daemon=True)
@@ -82,8 +84,8 @@ class TrackerThread(threading.Thread):
         return tracker
 
     def _tell(self, tracker: Tracker) -> None:
-        """Tells what is new. A file that was written anew is read from its beginning: `DeliveryLog` knows
-        which of its lines were told.
+        """Sends the new lines. A file that was written anew is read from its beginning:
+        `DeliveryLog` knows which of its lines were sent.
         """
         _, lines = self._tail.new()
         for line in lines:
@@ -132,7 +134,9 @@ _out = threading.Lock()
 
 
 def say(said: TrackerMessage) -> None:
-    """Tells the launcher. If the launcher is gone, this process goes on with what is left."""
+    """Sends the launcher a message. If the launcher is gone, this process goes on with its
+    remaining work.
+    """
     with _out, suppress(OSError):
         os.write(1, msgspec.json.encode(said) + b"\n")
 

@@ -106,8 +106,8 @@ class TensorBoard(Tracker):
 
 
 def _cell(cell: str | float | None) -> str:
-    """The text of a cell in a Markdown table, where a line is a row and a bar ends a cell. What a
-    model writes is not taken as HTML.
+    """Returns the text of a cell in a Markdown table, where a line is a row and a bar ends a cell.
+    Text of the model is not taken as HTML.
     """
     if cell is None:
         return ""
@@ -161,7 +161,7 @@ class WeightsAndBiases(Tracker):
 
 
 def _has_key() -> bool:
-    """Whether W&B would find a key without asking."""
+    """True if W&B would find a key without asking."""
     with suppress(OSError, netrc.NetrcParseError):
         return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators("api.wandb.ai"))
     return False

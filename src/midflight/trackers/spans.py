@@ -14,8 +14,8 @@ from midflight.observe.timeline import CommitTimed, RolloutTimed, RunStarted, Ti
 from midflight.types import Json
 
 COMMITS = 64
-"""How many handovers are remembered for the pauses of rollouts. A rollout that lasted longer shows
-the last of them.
+"""The number of handovers that are kept for the pauses of rollouts. A rollout that lasted longer
+shows the last of them.
 """
 
 _decode = msgspec.json.Decoder(Timed).decode

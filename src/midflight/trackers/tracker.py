@@ -16,21 +16,21 @@ from midflight.types import Json
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What a tracker is opened for."""
+    """The run that a tracker is opened for."""
 
     name: str
     """`run.name`."""
     project: str
     """`observe.project`, under which a service lists the run."""
     folder: Path
-    """The run's folder. What a tracker writes on this machine goes into a folder of its own there,
-    which `--overwrite` removes: `folder / NAME`, or `trackers`.
+    """The run's folder. A tracker's files on this machine go into a folder of its own there, which
+    `--overwrite` removes: `folder / NAME`, or `trackers`.
     """
     config: Mapping[str, Json]
     """Every option by its key, such as `rollout.max_staleness`."""
     id: str | None = None
-    """What `open` returned at the first start of a run that goes on, or an empty text where it
-    returned None. It is None at the first start.
+    """The value that `open` returned at the first start of a run that goes on, or an empty text if
+    it returned None. It is None at the first start.
     """
 
 
@@ -40,7 +40,7 @@ class Tracker:
 
     All methods are called from one thread of a process of its own, in which the tracker may wait
     and fail: neither reaches the run. `step` is the number of the optimiser step. Steps that a
-    resumed run makes again are told again only where `rewind` removed the first ones.
+    resumed run makes again are sent again only if `rewind` removed the first ones.
     """
 
     def open(self, run: TrackedRun) -> str | None:
@@ -65,7 +65,7 @@ class Tracker:
         columns: Sequence[str],
         rows: Sequence[Sequence[str | float | None]],
     ) -> None:
-        """Shows samples of what the model wrote, a row for each."""
+        """Shows samples of the model's answers, a row for each."""
 
     def picture(self, name: str, png: Path) -> None:
         """Shows a plot of the whole run, when it has ended."""
@@ -76,14 +76,14 @@ class Tracker:
         """
 
     def rewind(self, step: int) -> bool:
-        """The run goes on after `step`, and what was told about later steps is lost. Returns
-        whether it was removed, so that these steps can be told again.
+        """The run goes on after `step`, and the records of later steps are lost. Returns True if
+        they were removed from the service, so that these steps can be sent again.
         """
         return False
 
     def flush(self) -> None:
-        """Makes visible what was told so far. It is called about once a second while there is
-        something new.
+        """Makes the records so far visible. It is called about once a second while there are new
+        ones.
         """
 
     def close(self, summary: Mapping[str, float | str]) -> None:
