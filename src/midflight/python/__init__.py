@@ -1,3 +1,3 @@
-"""Midflight as a library: `Trainer`, for scripts, threads and notebooks. It asks the launcher for
-what the command line asks it for.
+"""Midflight as a library: `Trainer`, for scripts, threads and notebooks. It uses the launcher as
+the command line does.
 """

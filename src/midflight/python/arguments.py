@@ -1,5 +1,5 @@
-"""Turns what a Python program asks for into a configuration. Functions become entries, rows become
-a file.
+"""Turns the arguments of a Python program into a configuration. Functions become entries, rows
+become a file.
 """
 
 import re
@@ -25,8 +25,8 @@ Weighted = Sequence[object]
 
 
 class RowsFile:
-    """What was given as data, an object a line. The file is temporary, and is deleted with this
-    object.
+    """The rows that were given as data, one object a line. The file is temporary, and is deleted
+    with this object.
     """
 
     def __init__(self, rows: Iterable[object]) -> None:
@@ -114,8 +114,8 @@ class CheckedRun:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of `Trainer` that say what is trained, and on what. `source` are the options of
-    the data.
+    """The arguments of `Trainer` for the model, the rewards and the data. `source` are the options
+    of the data.
     """
 
     model: str | Path | None

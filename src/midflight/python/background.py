@@ -83,7 +83,7 @@ class BackgroundRun:
 
     @property
     def summary(self) -> Summary | None:
-        """The summary of a run that is over, however it ended. None where it never began."""
+        """The summary of a run that is over, however it ended, or None if it never began."""
         return self._program.summary
 
     def check(self) -> None:

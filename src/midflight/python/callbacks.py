@@ -1,4 +1,4 @@
-"""The functions of a program that hear what a run does."""
+"""The functions of a program that receive the events of a run."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What a program sees of a run's folder, while the run goes on and afterwards: lines of the journal
+"""A program's view of a run's folder, while the run goes on and afterwards: lines of the journal
 and rollouts of the store.
 """
 
@@ -54,7 +54,7 @@ class RolloutRecord:
     sample: int
     """Its number within its group, from 0."""
     reward: float | None
-    """None where it could not be scored; `error` says why."""
+    """None if it could not be scored; `error` holds the reason."""
     components: Mapping[str, float]
     metrics: Mapping[str, float]
     fields: Mapping[str, Json]

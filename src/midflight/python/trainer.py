@@ -53,8 +53,8 @@ def console(*, shown: bool) -> Console:
 
 
 class Trainer:
-    """One run and its folder. `train` may be called again, which starts the run a second time;
-    `resume` or `overwrite` say what that means.
+    """One run and its folder. `train` may be called again, which starts the run a second time:
+    `resume` goes on with it, and `overwrite` replaces it.
 
     model: a Hugging Face model folder, or a GGUF file; none makes a small model, as `config` says.
     data: a list of dicts, a Dataset, a path, an iterator, a function that returns one, or
@@ -256,8 +256,8 @@ class Trainer:
     # --- Looking at it, while it runs and afterwards ----------------------------------------------
 
     def metrics(self) -> Iterator[StepLine]:
-        """The steps so far, then each as it is made, until the run is over. Where this trainer was
-        not started, the steps in the folder. docs/metrics.md has the keys.
+        """Yields the steps so far, then each as it is made, until the run is over. If this trainer
+        was not started, it yields the steps in the folder. docs/metrics.md has the keys.
         """
         if self._under_way is None:
             put_back_at(self.folder)
@@ -290,16 +290,16 @@ class Trainer:
         return pandas.DataFrame(rows).set_index("step") if rows else pandas.DataFrame()
 
     def rollouts(self) -> Iterator[RolloutRecord]:
-        """Every rollout that has ended, in the order of the tasks, with its conversation and what
-        it was worth.
+        """Yields every rollout that has ended, in the order of the tasks, with its conversation and
+        its reward.
         """
         if not self.running:
             put_back_at(self.folder)
         return rollouts_of(self.folder)
 
     def evaluate(self, model: str | Path | None = None) -> Mapping[str, float | None]:
-        """The mean reward on the held-out tasks of each source. By default that of the trained
-        model, or of the model that training begins with, before there is one.
+        """Returns the mean reward on the held-out tasks of each source. By default the model is the
+        trained one, or, before there is one, the model that training begins with.
         """
         if not self.running:
             put_back_at(self.folder)

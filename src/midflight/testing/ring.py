@@ -1,5 +1,5 @@
-"""A small ring in this process: the production parts of a run, over whatever engines and trainer a
-test or an experiment brings.
+"""A small ring in this process: the production parts of a run, over the engines and the trainer of
+a test or an experiment.
 
 It runs on virtual time with scripted engines and a `SimulatedTrainer`, or on the real clock with
 embedded engines and the real trainer. `ScriptedScorer` is a teacher whose scores follow from token

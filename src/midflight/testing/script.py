@@ -1,6 +1,6 @@
 """Models without weights. The next token of `Script` is a hash of everything before it, so that
-every answer is known beforehand. `Replies` says what a test wrote down: tool calls, code, anything
-that an agent should read.
+every answer is known beforehand. `Replies` gives replies that a test wrote down: tool calls, code,
+anything that an agent should read.
 """
 
 import math
@@ -71,7 +71,7 @@ class Script:
     itself.
     """
     by_version: bool = False
-    """Whether other weights (another version) choose other tokens."""
+    """True if other weights (another version) choose other tokens."""
 
     def start(self, request: GenerateRequest) -> int:
         """The hash of the seed and the ids so far."""
@@ -215,10 +215,9 @@ class Replies:
 
     `rule` makes the text of the reply from the text of the prompt. As a mapping, it holds texts
     that a prompt may contain and the reply to each. The key that comes last in the prompt counts,
-    or the empty key where the prompt has none of them. Without an empty key such a request is
-    refused.
+    or the empty key if the prompt has none of them. Without an empty key such a request is refused.
 
-    A reply depends on the prompt alone, so that a resumed request goes on where it was (I5). Its
+    A reply depends on the prompt alone, so a resumed request goes on where it was (I5). Its
     log-probabilities are made up from the seed and every id before, so that a request that misses,
     repeats or changes a token has others.
     """

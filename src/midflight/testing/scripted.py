@@ -51,7 +51,7 @@ An engine that is given features beyond these records the requests for them in
 """
 
 _MAX_RECORDED = 100_000
-"""How many requests and calls are remembered for tests: a long simulation must not grow without
+"""The number of requests and calls that are kept for tests: a long simulation must not grow without
 end.
 """
 
@@ -107,7 +107,7 @@ class ScriptedEngine:
         self.stage_seconds = stage_seconds
         self.commit_seconds = commit_seconds
         self.ignores_pause = False
-        """Whether the engine says that it paused, and goes on."""
+        """True if the engine reports that it paused, and goes on."""
         self.mangle: Callable[[types.Chunk], Iterable[types.Chunk]] | None = None
         """Applied to every chunk before it is sent: makes malformed answers."""
         self.requests: deque[types.GenerateRequest] = deque(maxlen=_MAX_RECORDED)
@@ -195,8 +195,8 @@ class ScriptedEngine:
         self.unstall()
 
     def exhaust(self) -> None:
-        """Behaves as if memory were full: it goes on with what it has, and takes no new weights
-        until `revive`.
+        """Behaves as if memory were full: it goes on with its present requests and weights, and
+        takes no new weights until `revive`.
         """
         self._exhausted = True
 
@@ -450,7 +450,7 @@ class ScriptedEngine:
         return self._chunk(running, kept, running.run.finish, version)
 
     def _decoded(self, running: _ScriptedRequest) -> int:
-        """How many whole tokens are done of those being decoded."""
+        """Returns the number of finished tokens of those being decoded."""
         if running.decoding is None or not self.step_seconds:
             return 0
         since, most = running.decoding

@@ -300,9 +300,9 @@ def run_virtual(
     """Runs a coroutine (or an async function without arguments) to its end on a fresh virtual clock
     that starts at 0.
 
-    Raises what the coroutine raises, `DeadlockError` if it cannot end, `LeakedTasks` if it left tasks
-    behind, which are cancelled first, and whatever a callback or an unobserved task raised. With a
-    seed, every failure carries a note with that seed.
+    Raises the coroutine's own error, `DeadlockError` if it cannot end, and `LeakedTasks` if it left
+    tasks behind, which are cancelled first. Raises the error of a callback or an unobserved task,
+    too. With a seed, every failure carries a note with that seed.
     """
     loop = VirtualTimeLoop(seed=seed, max_seconds=max_seconds)
     try:
@@ -331,8 +331,8 @@ def _run(loop: VirtualTimeLoop, main: Coroutine[Any, Any, T]) -> T:
 
 
 def _end_leftovers(loop: VirtualTimeLoop) -> None:
-    """Cancels what is left and lets it clean up. What refuses to end is abandoned, because the run
-    has failed anyway.
+    """Cancels the remaining tasks and lets them clean up. Tasks that refuse to end are abandoned,
+    because the run has failed anyway.
     """
     leftovers = loop.pending()
     for task in leftovers:

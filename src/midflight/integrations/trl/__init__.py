@@ -1,5 +1,5 @@
 """TRL's asynchronous GRPO: `AsyncGRPOConfig` and `AsyncGRPOTrainer` with the arguments of trl 1.16.
-docs/from-trl.md says what each becomes.
+docs/from-trl.md gives the option for each.
 """
 
 from midflight.integrations.trl.config import AsyncGRPOConfig

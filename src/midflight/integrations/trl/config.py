@@ -1,4 +1,4 @@
-"""The options of trl 1.16's `AsyncGRPOConfig`, and what each becomes here. Names and defaults are
+"""The options of trl 1.16's `AsyncGRPOConfig`, and their counterparts here. Names and defaults are
 those of trl and of `transformers.TrainingArguments`; neither is imported.
 """
 
@@ -81,8 +81,8 @@ GENERAL: Mapping[str, Any] = {
     "use_cpu": False,
     "resume_from_checkpoint": None,
 }
-"""Those of `TrainingArguments` that mean something here, with their defaults; but for `adam_beta2`,
-which is 0.999 there.
+"""The options of `TrainingArguments` that mean something here, with their defaults, except for
+`adam_beta2`, which is 0.999 there.
 """
 
 HARMLESS = frozenset(
@@ -335,8 +335,8 @@ class AsyncGRPOConfig:
         return max(1, math.ceil(num_rows * self.num_train_epochs / self.groups_per_step))
 
     def tables(self, *, model: str, num_rows: int | None) -> dict[str, dict[str, Any]]:
-        """The configuration, by section. Where trl's default belongs to machinery that is not here,
-        an option that was not given keeps our default.
+        """Returns the configuration, by section. If trl's default belongs to machinery that is not
+        here, an option that was not given keeps our default.
         """
         steps = self.steps(num_rows)
         device = "cpu" if self.use_cpu or not Path("/dev/nvidiactl").exists() else "cuda"
@@ -465,7 +465,7 @@ class AsyncGRPOConfig:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether it can be imported. A folder without Python files is no package."""
+    """True if the package can be imported. A folder without Python files is not a package."""
     found = find_spec(package)
     return found is not None and found.origin is not None
 

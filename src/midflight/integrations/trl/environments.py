@@ -14,8 +14,8 @@ NOT_TOOLS = ("reset", "get_reward")
 
 
 def environment_class(factory: Factory, *, name: str | None = None) -> type:
-    """A class whose objects pass everything on to what the factory makes. `ConfigError` where that
-    has no `reset`.
+    """Returns a class whose objects pass every call on to the object that the factory makes. Raises
+    `ConfigError` if that object has no `reset`.
     """
     found = factory if inspect.isclass(factory) else type(factory())
     if not callable(getattr(found, "reset", None)):

@@ -30,8 +30,8 @@ class TrainOutput(NamedTuple):
 
 
 class AsyncGRPOTrainer:
-    """Takes trl's arguments; docs/from-trl.md says what becomes of each. `ConfigError` for an
-    argument that has no meaning here says what to use.
+    """Takes trl's arguments; docs/from-trl.md gives the counterpart of each. Raises `ConfigError`
+    for an argument that has no meaning here, and names the one to use.
     """
 
     def __init__(
