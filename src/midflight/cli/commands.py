@@ -1,5 +1,5 @@
-"""The command line, from `sys.argv` to an exit status. What a command does is in
-`run.launcher.launch`, imported when it runs.
+"""The command line, from `sys.argv` to an exit status. The commands themselves are in
+`run.launcher.launch`, which is imported when one runs.
 """
 
 import json
@@ -510,8 +510,8 @@ def _report(error: MidflightError, *, debug: bool) -> int:
 
 
 def _usage(error: Exception) -> int:
-    """Shows what is wrong with an option, with its help. Any other error is a bug, and is raised
-    with its traceback.
+    """Shows the fault of an option, with its help. Any other error is a bug, and is raised with its
+    traceback.
     """
     show = getattr(error, "show", None)
     status = getattr(error, "exit_code", None)

@@ -1,4 +1,4 @@
-"""The command `completion`: what a shell reads to complete commands, options and paths."""
+"""The command `completion`: the script by which a shell completes commands, options and paths."""
 
 import os
 from enum import StrEnum
@@ -14,7 +14,7 @@ class ShellName(StrEnum):
 
 
 VARIABLE = "_MIDFLIGHT_COMPLETE"
-"""Set by a shell that asks what may follow."""
+"""The variable that a shell sets when it asks for completions."""
 HOW = """Prints the completion of a shell.
 
 bash: midflight completion bash > ~/.local/share/bash-completion/completions/midflight

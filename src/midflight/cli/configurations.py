@@ -96,8 +96,8 @@ def config_of_model(model: Path, given: Mapping[str, object], overrides: Sequenc
 
 
 def engine_options(path: Path) -> dict[str, object]:
-    """The options in the `[engine]` of a file, by the keys of the configuration. They are for one
-    engine that joins somebody else's run.
+    """Returns the options in the `[engine]` of a file, by the keys of the configuration. They are
+    for one engine that joins a run of another user.
     """
     section = config_of_file(path, [], None).engine.model_dump(
         exclude_unset=True, exclude={"count", "dtype"}, mode="json"
@@ -114,8 +114,8 @@ def check_engine(config: Config) -> None:
 
 
 def check_sizes(config: Config, *, trains: bool = True) -> None:
-    """`ConfigError` unless the run fits this machine. Of a cluster, `check_places` looks at the
-    machines. `trains`: our trainer is a part.
+    """Raises `ConfigError` unless the run fits this machine. On a cluster, `check_places` checks
+    the machines. `trains` is true if our trainer is a part.
     """
     from midflight.run.places.fit import misfits, this_hardware
 
@@ -151,11 +151,12 @@ def check_new(folder: Path, *, making: str = "a model") -> None:
 def preflight(
     config: Config, *, objects: bytes = given.NOTHING, meanwhile: Callable[[], None] = lambda: None
 ) -> Findings:
-    """The checks that need the machine and the user's code. `ConfigError` with all that is wrong.
+    """Runs the checks that need the machine and the user's code. Raises `ConfigError` with all
+    faults.
 
     They run in a process of their own, because this one does without torch and without the user's
-    modules. Waits for that as long as it moves, and says what it waits for; `meanwhile` is done
-    beside it. `objects` are what a Python program gives to its run, packed.
+    modules. Waits for that process as long as it moves, and reports the wait; `meanwhile` is called
+    beside it. `objects` are the objects that a Python program gives to its run, packed.
     """
     agent = agent_of(config.environment)
     kind = config.objective.kind
@@ -178,9 +179,9 @@ def preflight(
 def proofs(
     model: Path, max_context: int, *, stall_seconds: float = RunSection().stall_seconds
 ) -> list[tuple[bool, str]]:
-    """Whether trainer, embedded engine and export compute what the model computes, each with a line
-    about it. `ConfigError` where the folder is no model. Waits for a process that tries them as
-    long as that moves, and says what it waits for.
+    """Returns whether trainer, embedded engine and export compute the same as the model, each with
+    a line about it. Raises `ConfigError` if the folder is not a model. Waits for a process that
+    tries them as long as that moves, and reports the wait.
     """
     put_back_at(model)
     model = model_folder(model)
@@ -199,9 +200,9 @@ def proofs(
 
 
 def measured(config: Config) -> ModelMeasurements:
-    """How the model of a configuration answers its tasks, and how quickly engine and trainer
-    compute here, each with half of the cores. `ConfigError` where the model cannot be asked. Waits
-    for a process that tries it as long as that moves, and says what it waits for.
+    """Measures how the model of a configuration answers its tasks, and how quickly engine and
+    trainer compute here, each with half of the cores. Raises `ConfigError` if the model cannot be
+    asked. Waits for a process that tries it as long as that moves, and reports the wait.
     """
     patience = TrialWait(
         f"measuring the model in {str(config.model.path)!r}", config.run.stall_seconds
@@ -230,7 +231,7 @@ def _answer(
     given: bytes = b"",
     meanwhile: Callable[[], None] = lambda: None,
 ) -> bytes:
-    """Runs a module of the launcher in a process of its own, and returns what that answers."""
+    """Runs a module of the launcher in a process of its own, and returns its answer."""
     command = [sys.executable, "-m", f"midflight.run.launcher.{module}", *words]
     try:
         return answer_of(command, patience, given=given, environ=environ, meanwhile=meanwhile)

@@ -47,9 +47,7 @@ def doctor(
 
 
 def _show(found: Sequence[Finding]) -> None:
-    """Prints a table. The remedy is below what was found, because a terminal may have 80
-    columns.
-    """
+    """Prints a table. The remedy is below the finding, because a terminal may have 80 columns."""
     from rich import box, console, table, text
 
     drawn = table.Table(box=box.SIMPLE, show_header=False, pad_edge=False)

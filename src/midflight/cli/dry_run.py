@@ -1,4 +1,4 @@
-"""`--dry-run`: what the configuration means, before anything is started."""
+"""`--dry-run`: shows the meaning of a configuration, before anything is started."""
 
 import os
 from collections.abc import Sequence
@@ -211,8 +211,8 @@ def _placement(config: Config) -> Table:
 
 
 def _devices(config: Config, number: int | None) -> list[Table]:
-    """A table of the GPUs, host by host. None where all compute on CPUs. That this machine has too
-    few was found before.
+    """Returns a table of the GPUs, host by host, or nothing if all compute on CPUs. An earlier
+    check has found whether this machine has too few.
     """
     laid = device_map(config, number=number)
     if not laid:
@@ -235,7 +235,7 @@ def longest_prompt(sources: Sequence[SourceFindings]) -> int | None:
 
 
 def _memory(config: Config, longest: int | None) -> Table:
-    """The memory of each part, and what each kind of process takes in all."""
+    """Returns a table of the memory of each part, with the total of each kind of process."""
     items = memory_estimate(config, derived.model_sizes(config.model), longest_prompt=longest)
     table = _table("memory, estimated", "where", "what", "size", "together")
     for where, lines in groupby(items, lambda item: item.where):

@@ -55,7 +55,7 @@ class Request:
 
 def write_fitted(request: Request, say: Callable[[str], None]) -> list[str]:
     """Measures the model, writes the project, and returns the names of its files. The folder is
-    empty, or not there yet. `say` hears what was found.
+    empty, or not there yet. `say` gets the results of the measurement.
     """
     folder = model_folder(request.model)
     _check_talks(folder)
@@ -132,8 +132,8 @@ def _own_tasks() -> str:
 
 
 def _rewards(reward: str) -> Choice:
-    """The rewards of the run. `reward` can judge the answers. Where they are numbers, an answer
-    that is just a number is worth something too.
+    """Returns the rewards of the run. `reward` can judge the answers. If they are numbers, an
+    answer that is just a number gets a small reward too.
     """
     rewards: list[dict[str, Any]] = [{"entry": f"midflight.rewards:{reward}"}]
     if reward == "number_match":

@@ -1,5 +1,5 @@
 """The numbers of a run that fit a model and this machine, each with the reason. Synchronous and
-pure: what was measured comes in.
+pure: the measurements are arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MEMORY_SHARE = 0.7
 else that runs here.
 """
 STEP_SECONDS = 60.0
-"""A step that takes longer, by what was measured, gets fewer groups: a newcomer should see it
+"""A step that takes longer, by the measurements, gets fewer groups: a newcomer should see it
 learn.
 """
 GROUP_SIZE = 8
@@ -46,7 +46,7 @@ SLOTS = (64, 32, 16, 8)
 MICRO_BATCHES = (2048, 1024, 512)
 """`trainer.micro_batch_tokens`, the best number first. More tokens at once make a CPU no faster."""
 GROWS = 1.5
-"""Where four times the requests make this multiple of the tokens, still more requests would make
+"""If four times the requests make this multiple of the tokens, still more requests would make
 more.
 """
 ENOUGH = 0.9
@@ -99,7 +99,7 @@ class Fit:
     num_bytes: int
     """The dry run estimates that the run takes this much memory at most."""
     step_seconds: float
-    """The time of a step, estimated from what was measured."""
+    """The time of a step, estimated from the measurements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,9 @@ class _Sizes:
 
 
 def fit(given: Fitting) -> Fit:
-    """The first sizes whose memory fits: smaller micro-batches, then fewer slots, then adapters in
-    place of whole weights. `ConfigError` says what is missing where none does.
+    """Returns the first sizes whose memory fits. It tries smaller micro-batches, then fewer slots,
+    then adapters in place of whole weights. Raises `ConfigError` with the missing memory if none
+    fits.
     """
     shapes = [*_sizes(given)]
     for shape in shapes:
@@ -187,7 +188,7 @@ def _work(given: Fitting, shape: _Sizes) -> tuple[float, float]:
 
 
 def _threads(given: Fitting, shape: _Sizes) -> tuple[int, int]:
-    """The threads of the engine and of the trainer. They share all cores by what each has to do."""
+    """Returns the threads of the engine and of the trainer. They share all cores by their work."""
     generating, training = _work(given, shape)
     cores = given.machine.cores
     engine = min(max(1, round(cores * generating / (generating + training))), max(1, cores - 1))
@@ -208,8 +209,8 @@ def _step_seconds(given: Fitting, shape: _Sizes) -> float:
 
 
 def _answer_tokens(measured: ModelMeasurements, most: int) -> int:
-    """Tokens that are enough for nearly all answers, within what the prompt leaves of the model's
-    context.
+    """Returns a number of tokens that is enough for nearly all answers, within the room that the
+    prompt leaves in the model's context.
     """
     room = measured.answer_room
     if room is None:
@@ -220,8 +221,8 @@ def _answer_tokens(measured: ModelMeasurements, most: int) -> int:
 
 
 def _context(measured: ModelMeasurements, answer: int, most: int) -> int:
-    """Tokens of the context: twice what was seen, so that a second turn and longer prompts have
-    room.
+    """Returns the tokens of the context: twice the measured length, so that a second turn and
+    longer prompts have room.
     """
     wanted = 2 * (measured.longest_prompt + answer)
     return min(most, CONTEXT_STEP * math.ceil(wanted / CONTEXT_STEP))

@@ -1,9 +1,9 @@
-"""The checks of `midflight doctor`, which tell whether this machine can do what it is asked to, and
-what to do where it can't. They change nothing, but for the folder that a GGUF file is converted
+"""The checks of `midflight doctor`. They tell whether this machine can carry out a run, and give
+the remedy if it can't. They change nothing, except for the folder that a GGUF file is converted
 into.
 
-Every check is a function that yields findings. What the checks of a run
-(`run.launcher.preflight`) know is asked there.
+Every check is a function that yields findings. Some ask the checks of a run
+(`run.launcher.preflight`).
 """
 
 import json
@@ -50,7 +50,7 @@ SERVERS = {"vllm": "MIDFLIGHT_VLLM_PYTHON", "sglang": "MIDFLIGHT_SGLANG_PYTHON"}
 
 
 class Severity(StrEnum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     FINE = "ok"
     NOTE = "note"
@@ -105,7 +105,9 @@ def _what(asked: Path | None) -> Path | None:
 
 
 def _tried(what: str, look: Callable[[], Iterator[Finding]], remedy: str = "") -> Iterator[Finding]:
-    """What `look` finds. An error that says what to do becomes a finding for each of its lines."""
+    """Yields the findings of `look`. An error with a remedy becomes a finding for each of its
+    lines.
+    """
     try:
         yield from look()
     except MidflightError as error:
@@ -129,7 +131,7 @@ def software() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """What Midflight needs, and which of its extras are there."""
+    """Yields findings on the packages that Midflight needs, and on its extras."""
     if package_version("midflight") is None:
         # Python finds the sources by its path, and nobody wrote down what they need.
         yield Finding(
@@ -164,7 +166,7 @@ def packages() -> Iterator[Finding]:
 
 
 def _extras(missing: Mapping[str, Sequence[str]]) -> Finding:
-    """Which extras are there, by the packages that each lacks."""
+    """Returns a finding on the extras that are there, by the packages that each lacks."""
     complete: list[str] = []
     incomplete: list[str] = []
     for name, lacking in sorted(missing.items()):
@@ -260,7 +262,7 @@ def servers() -> Iterator[Finding]:
 
 
 def _server(name: str, python: str) -> str | None:
-    """The version of a server, and where it is. None where this interpreter has none."""
+    """Returns the version of a server, and where it is, or None if this interpreter has none."""
     command = [python, "-c", f"from importlib import metadata; print(metadata.version({name!r}))"]
     try:
         version = answer_of(command, TrialWait(f"looking for {name} in {python}", STALL_SECONDS))
@@ -324,7 +326,7 @@ def machine() -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """What the shell allows its processes (`ulimit`)."""
+    """Yields findings on the limits that the shell sets for its processes (`ulimit`)."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     shown = "unlimited" if files == resource.RLIM_INFINITY else f"{files:,}"
     if files != resource.RLIM_INFINITY and files < GOOD_FILES:
@@ -431,8 +433,8 @@ def _tokenizer(folder: Path) -> Iterator[Finding]:
 
 
 def run(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
-    """Looks at what a run of the configuration would meet, or at what the defaults ask of the
-    machine where there is no configuration.
+    """Checks the machine for a run of the configuration, or for the defaults if there is no
+    configuration.
     """
     name = "the defaults" if path is None else str(path)
     yield from _tried(name, lambda: _run(path, overrides))

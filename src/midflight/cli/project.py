@@ -9,11 +9,13 @@ from pathlib import Path
 NUM_PROBLEMS = 200
 SHORT = "{name} has {a} {thing} and gets {b}. How many?"
 WHOLE = "{name} has {a} {thing} and gets {b} more {thing}. How many {thing} does {name} have now?"
-"""The wording for a model that has learnt its language from people, who leave less out."""
+"""The wording for a model that has learnt its language from people, because people leave less
+out.
+"""
 
 
 def word_problems(count: int = NUM_PROBLEMS, *, wording: str = SHORT) -> list[dict[str, str | int]]:
-    """Sums in words, each once and always the same, such as `Ann has 3 nuts and gets 4. How
+    """Returns sums in words, each once and always the same, such as `Ann has 3 nuts and gets 4. How
     many?`.
     """
     every = [

@@ -10,9 +10,9 @@ from midflight.run.launcher.replaced_files import is_left
 
 
 def put_back_at(*paths: Path, resume: bool = False) -> None:
-    """Does so for every path that is the folder of a run, or is in one. A line on standard error
-    says what was put back. It also says that `resume` goes on with that, because the new run had
-    made no step to go on from.
+    """Puts back the replaced run for every path that is the folder of a run, or is in one. A line
+    on standard error names the run that was put back. It also says that `resume` goes on with that
+    one, because the new run had made no step to go on from.
     """
     folders: set[Path] = set()
     for path in paths:
