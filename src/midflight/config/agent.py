@@ -79,7 +79,7 @@ def agent_contradictions(config: Config) -> Iterator[str]:
 
 
 def _is_class(entry: str) -> bool:
-    """Whether `module:Name` names a class, by its first letter."""
+    """True if `module:Name` names a class, by its first letter."""
     name = entry.rpartition(":")[2]
     return name[:1].isupper()
 

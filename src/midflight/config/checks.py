@@ -201,7 +201,7 @@ def _distillation(config: Config) -> Iterator[str]:
 
 
 def _is_start(config: Config, folder: Path | None) -> bool:
-    """Whether the run begins with the model in this folder."""
+    """True if the run begins with the model in this folder."""
     if config.model.path is None or folder is None:
         return False
     return Path(config.model.path).resolve() == folder.resolve()
@@ -253,8 +253,8 @@ def _engine(config: Config) -> Iterator[str]:
 
 
 def _not_deterministic(engine: EngineSection) -> str:
-    """Why an engine cannot be made to compute each answer as if it were alone; empty where it
-    can.
+    """Returns the reason why an engine cannot compute each answer as if it were alone, or an empty
+    string if it can.
     """
     if engine.kind == "embedded":
         return (
@@ -339,8 +339,8 @@ def _observe(config: Config) -> Iterator[str]:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether there is such a package with a file. A folder that a tracker wrote here would be
-    found too, as a package without one.
+    """True if there is such a package with a file. A folder that a tracker wrote here would be
+    found too, but as a package without a file.
     """
     try:
         found = find_spec(package)

@@ -1,5 +1,5 @@
-"""How a configuration counts rewards: the weights of their components, and the options that need
-one advantage for a whole rollout.
+"""Reads from a configuration how rewards count: the weights of their components, and the options
+that need one advantage for a whole rollout.
 """
 
 from collections.abc import Iterator, Mapping

@@ -51,8 +51,8 @@ def buffer_groups(rollout: RolloutSection) -> int:
 
 
 def buffer_bytes(rollout: RolloutSection) -> int:
-    """Memory that finished rollouts may take: `buffer_bytes`, else a quarter of what this machine,
-    or its container, has.
+    """Returns the memory that finished rollouts may take: `buffer_bytes`, else a quarter of the
+    memory of this machine, or of its container.
     """
     return rollout.buffer_bytes or machine_bytes() // 4
 
@@ -66,8 +66,8 @@ def machine_bytes() -> int:
 
 
 def trains_truncated(config: Config, *, trainer_is_ours: bool) -> bool:
-    """Whether turns sampled with top-p, top-k or min-p are trained where engines record what was
-    kept. Beside a teacher they are not: it scores tokens over the whole vocabulary.
+    """True if turns sampled with top-p, top-k or min-p are trained when engines record the kept
+    ids. Beside a teacher they are not, because it scores tokens over the whole vocabulary.
     """
     if config.distillation.teacher is not None:
         return False
@@ -87,7 +87,7 @@ def min_group_size(rollout: RolloutSection) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """The largest age a trained token can have, in versions, and what the policy pays for the bound
+    """The largest age that a trained token can have, in versions, and the cost of the bound
     (I2).
     """
 
@@ -282,7 +282,7 @@ def model_sizes(model: ModelSection) -> ModelSizes:
 
 
 def trains_by_hand(config: Config, sizes: ModelSizes) -> bool:
-    """Whether the trainer computes the model without its modules (`trainer.model.plain`), which
+    """True if the trainer computes the model without its modules (`trainer.model.plain`), which
     keeps half as much for the backward pass.
     """
     t = config.trainer

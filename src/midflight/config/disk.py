@@ -48,8 +48,9 @@ def num_checkpoints(config: Config) -> int:
 
 
 def disk_bytes(config: Config, sizes: ModelSizes) -> int:
-    """Room that a run takes in its folder in any case: models, and checkpoints with weights and two
-    moments of what is trained, one of them while it is written. The store comes on top.
+    """Returns the room that a run takes in its folder in any case: models, and checkpoints with
+    weights and two moments of the trained parameters, one of them while it is written. The store
+    comes on top.
     """
     weights = sizes.weight_bytes(config.model.dtype)
     trained = trained_parameters(config, sizes) * element_bytes(config.model.dtype)

@@ -2,8 +2,8 @@
 the options it takes.
 
 A new objective is one function in `trainer.formulas.losses` and one row in `OBJECTIVES`. A function
-is called by the names of its parameters (`trainer.objective`), so a row need not say what it looks
-at. Nothing here imports torch.
+is called by the names of its parameters (`trainer.objective`), so a row need not list its
+arguments. Nothing here imports torch.
 """
 
 from collections.abc import Mapping
@@ -200,8 +200,8 @@ WEIGHT_OPTIONS = sorted({name for row in WEIGHTS.values() for name in row.option
 
 @dataclass(frozen=True, slots=True)
 class MaskFormula:
-    """A mask; its text says what is kept. It is in force when one of its bounds is set, and an end
-    that is left open is 0 or infinity.
+    """A mask. Its text is the condition under which it keeps a token. It is in force when one of
+    its bounds is set, and an end that is left open is 0 or infinity.
     """
 
     function: str

@@ -15,8 +15,8 @@ from midflight.types import Version
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """One of the six, with the number in force, what it bounds, and whether it is the first bound
-    the run meets.
+    """One of the six, with the number in force, the thing that it bounds, and whether it is the
+    first bound that the run meets.
     """
 
     name: str

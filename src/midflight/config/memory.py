@@ -44,7 +44,9 @@ DATASETS_BYTES = 62 * 2**20
 LOOP_WORKER_BYTES = 46 * 2**20
 """A worker of the built-in loop. The modules that rewards and tools import come on top."""
 AGENT_WORKER_BYTES = 70 * 2**20
-"""A worker with the SDK, whose client agents get. The modules that agents import come on top."""
+"""A worker with the SDK, from which agents get their client. The modules that agents import come on
+top.
+"""
 LAUNCHER_BYTES = 57 * 2**20
 TOKENIZER_BYTES = 850
 """A process that makes texts of tokens takes this for each token of the vocabulary: its text, its
@@ -85,7 +87,7 @@ class MemoryItem:
     options: tuple[str, ...] = ()
     """Options that make it larger, the one that matters most first."""
     is_certain: bool = True
-    """Whether it is taken in any case. If not, it is the worst case: every slot full, every rollout
+    """True if it is taken in any case. If not, it is the worst case: every slot full, every rollout
     as long as can be.
     """
     on_gpu: bool = False
@@ -117,7 +119,7 @@ def batch_tokens(config: Config, longest_prompt: int | None) -> int:
 
 
 def _has_one_turn(environment: EnvironmentSection) -> bool:
-    """Whether a rollout is one answer. The built-in loop ends with the first answer that calls no
+    """True if a rollout is one answer. The built-in loop ends with the first answer that calls no
     tool.
     """
     if agent_of(environment) == SINGLE_TURN:
@@ -299,8 +301,8 @@ def step_bytes(config: Config, sizes: ModelSizes) -> int:
 
 
 def _weights_memory(config: Config, sizes: ModelSizes) -> int:
-    """The weights of all engines. Differences between versions take the size of what they
-    change.
+    """Returns the bytes of the weights of all engines. Differences between versions take the size
+    of the tensors that they change.
     """
     handed = handed_bytes(config, sizes)
     if config.engine.kind == "embedded":

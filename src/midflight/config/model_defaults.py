@@ -115,8 +115,8 @@ def max_tokens(max_context: int) -> int:
 
 
 def micro_batch_tokens(config: Config, sizes: ModelSizes) -> int:
-    """As many tokens as the trainer's ranks have memory for. The memory of a GPU is not known here,
-    so the section's default holds there.
+    """Returns as many tokens as the trainer's ranks have memory for. The memory of a GPU is not
+    known here, so the section's default is used there.
     """
     most = TrainerSection().micro_batch_tokens
     if config.trainer.device != "cpu":
@@ -194,7 +194,7 @@ def shown_derived(config: Config) -> Iterator[DerivedDefault]:
 
 
 def _trains_adapters(config: Config) -> bool:
-    """Whether the run makes adapters, or the model's folder brings some."""
+    """True if the run makes adapters, or the model's folder brings some."""
     if config.lora.rank is not None:
         return True
     path = config.model.path

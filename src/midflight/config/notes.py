@@ -11,7 +11,9 @@ from midflight.types import StalePolicy
 
 
 def notes(config: Config) -> tuple[str, ...]:
-    """What is allowed but may surprise: shown by `--dry-run` and at the start of a run."""
+    """Returns remarks on options that are allowed but may surprise. They are shown by `--dry-run`
+    and at the start of a run.
+    """
     return tuple(_notes(config))
 
 

@@ -52,7 +52,9 @@ class Option:
 
     @property
     def expectation(self) -> str:
-        """What a value must be, as the end of the sentence `x must be ...`."""
+        """Returns the values that the option accepts, as the end of the sentence `x must be
+        ...`.
+        """
         what = f"{self.kind} {self.limits}".strip()
         if self.choices:
             what = f"one of {', '.join(map(repr, self.choices))}"

@@ -1,4 +1,6 @@
-"""What every section is, and the kinds of numbers its options have. Nothing here imports torch."""
+"""The base of every section, and the kinds of numbers that options have. Nothing here imports
+torch.
+"""
 
 from typing import Annotated
 

@@ -11,7 +11,9 @@ from midflight.config.derived import buffer_bytes, num_workers
 from midflight.config.sections import Config
 
 MOST_SHARDS = 11
-"""The most shards whose stores can be read as one: SQLite attaches ten databases to the first."""
+"""The largest number of shards whose stores can be read as one: SQLite attaches ten databases to
+the first.
+"""
 
 
 def shard_folder(folder: Path, shard: int) -> Path:
