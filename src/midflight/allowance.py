@@ -20,7 +20,9 @@ by this share at most.
 _ROUNDING = 1e-9
 """The share of the seconds that counts as a rounding error and not as time."""
 LOOKS: Final = 10
-"""How often `moved` is called within the seconds. So work may stall for a tenth longer."""
+"""The number of times that `moved` is called within the seconds. So work may stall for a tenth
+longer.
+"""
 
 
 class Expired(Exception):
@@ -61,7 +63,7 @@ class Allowance:
         self._counted = left
         self._moved = moved
         self.expired = False
-        """Whether the end of the seconds has ended a block. Also true if the block caught its
+        """True if the end of the seconds has ended a block. Also true if the block caught its
         cancellation and went on.
         """
         self._loop = asyncio.get_running_loop()
@@ -190,8 +192,8 @@ class Allowance:
 
     @property
     def _is_asked(self) -> bool:
-        """Whether one of the functions may say that time is left when the clock says that it is
-        up.
+        """True if one of the functions may say that time is left when the clock says that it
+        is up.
         """
         return not (self._excused is None and self._counted is None and self._moved is None)
 

@@ -13,7 +13,7 @@ from typing import ClassVar, cast
 
 
 class Cost(StrEnum):
-    """What an error costs."""
+    """The cost of an error."""
 
     REQUEST = "request"
     ROLLOUT = "rollout"
@@ -119,7 +119,7 @@ class UnknownLease(RequestRejected):
 
 
 class OutOfTurn(RequestRejected):
-    """A batch was asked for a version whose turn has passed."""
+    """A trainer's call came out of turn, such as for a batch of a version that has passed."""
 
     status = 409
     code = "out_of_turn"

@@ -2,11 +2,11 @@
 cell or classes of a script that cannot be imported.
 
 A configuration names an object as `midflight.given:NAME`. The program pickles the objects with
-cloudpickle, which sends by value what no importable module holds. Its launcher writes the bytes to
-the standard input of each of its children, before anything else, and a child unpickles them when it
-first needs one. That pipe connects two processes of one user that the same program started, so no
-other process can write into it. Pickled bytes are accepted from nowhere else: no socket and no
-file.
+cloudpickle, which sends objects by value if no importable module holds them. Its launcher writes
+the bytes to the standard input of each of its children, before anything else, and a child unpickles
+them when it first needs one. That pipe connects two processes of one user that the same program
+started, so no other process can write into it. Pickled bytes are accepted from nowhere else: no
+socket and no file.
 """
 
 import inspect

@@ -147,12 +147,16 @@ class RequestWatch(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether a request is under way, or the agent waits before another try as it was told."""
+        """True if a request is under way, or the agent waits before another try as it was told
+        to.
+        """
         ...
 
     @property
     def num_restarts(self) -> int:
-        """How often the agent has started over. Requests and seconds before that do not count."""
+        """The number of times that the agent has started over. Requests and seconds before that do
+        not count.
+        """
         ...
 
     def read(self) -> types.RequestTime: ...
