@@ -28,8 +28,8 @@ def tasks(
 ) -> list[dict[str, Json]]:
     """A task for each of `size` seeds. `options` are those of `gymnasium.make`. `show` (observation
     to text) and `read` (text to action, or None where it is no move) name functions,
-    `module:function`, in place of those made from the spaces. `ConfigError` where there is no such
-    environment, or where its spaces need one of these functions.
+    `module:function`, in place of those made from the spaces. Raises `ConfigError` if there is no
+    such environment, or if its spaces need one of these functions.
     """
     told: dict[str, Json] = {
         "env": env,
@@ -146,7 +146,7 @@ def _modes(gym: Any, name: str) -> Sequence[str]:
 
 
 def named_function(entry: str, option: str) -> Callable[..., Any] | None:
-    """The function that an option names; None where the option is empty."""
+    """The function that an option names, or None if the option is empty."""
     if not entry:
         return None
     found = load_entry(entry, option=f"options.{option}", such_as=f"my_game:{option}")

@@ -209,8 +209,8 @@ async def _scored(said: str, found: HarborTask, box: Box) -> Result:
 
 @lru_cache(maxsize=64)
 def _sandbox(options: str) -> Any:
-    """The sandbox of these options, shared by all rollouts that want the same. `ConfigError` for a
-    sandbox without boxes.
+    """The sandbox of these options, shared by all rollouts that want the same. Raises `ConfigError`
+    for a sandbox without boxes.
     """
     made = sandbox(**json.loads(options))
     if not hasattr(made, "opened"):

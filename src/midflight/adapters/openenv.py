@@ -35,7 +35,7 @@ def tasks(
     no action. `observation` is the field that is shown, or `show` names the function that makes a
     text of the whole observation. `seconds` bound one step. `connect_seconds` bound the first
     answer of the server, and the opening of each session; a busy server may take long for both.
-    `ConfigError` where no such server answers.
+    Raises `ConfigError` if no such server answers.
     """
     if bool(action) == bool(read):
         raise ConfigError(

@@ -32,8 +32,8 @@ def tasks(
 ) -> list[dict[str, Json]]:
     """A task for each of `size` seeds. With several players the policy has each seat in turn.
     `opponent` names a function, `module:function`, that takes what another player is shown and
-    returns its move. `options` are those of `textarena.make`. `ConfigError` where there is no such
-    game.
+    returns its move. `options` are those of `textarena.make`. Raises `ConfigError` if there is no
+    such game.
     """
     if players > 1 and not opponent:
         raise ConfigError(
@@ -99,7 +99,7 @@ class TextArenaGame:
         return self.begin_now()
 
     def begin_now(self) -> str:
-        """Begins the game. `ConfigError` where it refuses so many players."""
+        """Begins the game. Raises `ConfigError` if it refuses so many players."""
         with self._own_luck():
             try:
                 self._env.reset(num_players=self._players, seed=self._seed)

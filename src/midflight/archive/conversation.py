@@ -96,7 +96,7 @@ class ConversationView:
 def conversation_of(
     folder: Path, key: RolloutKey, *, with_advantages: bool = True
 ) -> ConversationView:
-    """`NoRun` where the run has no such rollout. Without advantages torch is not imported."""
+    """Raises `NoRun` if the run has no such rollout. Without advantages torch is not imported."""
     held_out = key.kind is Kind.EVALUATION
     page = page_of(folder, GroupFilter(kind=key.kind, key=key.group), number=1)
     if not page.groups:

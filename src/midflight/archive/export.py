@@ -62,8 +62,8 @@ class _ExportedRollout:
 
 
 def write_export(folder: Path, out: Path, form: ExportFormat, choice: ExportChoice) -> int:
-    """Writes the file whole or not at all, and returns how many lines it has. `ConfigError` where
-    nothing was chosen.
+    """Writes the file whole or not at all, and returns how many lines it has. Raises `ConfigError`
+    if nothing was chosen.
     """
     lines = 0
     building = out.with_name(f".{out.name}.new")

@@ -16,7 +16,9 @@ class LockHolder(msgspec.Struct, frozen=True):
 
     pid: int
     started: str
-    """When it started, as the system counts time; empty where the system does not tell."""
+    """When it started, as the system counts time, or an empty string if the system does not
+    tell.
+    """
     since: str
     command: str
 

@@ -55,7 +55,7 @@ class RunPhase:
 
     @property
     def verdict(self) -> str:
-        """The side that bounded the phase, in words; empty where nothing is judged."""
+        """The side that bounded the phase, in words, or an empty string if nothing is judged."""
         if self.bound is Bound.UNKNOWN:
             return ""
         busy = busy_words(
@@ -67,8 +67,8 @@ class RunPhase:
 
 
 def phases_of(folder: Path, *, seconds: float | None = None) -> list[RunPhase]:
-    """The phases of a run; empty where it has no timeline. `seconds` is how long the run took in
-    all, including the time before and after its rollout process.
+    """The phases of a run. It is empty if the run has no timeline. `seconds` is how long the run
+    took in all, including the time before and after its rollout process.
     """
     lines = timeline.read_timeline(folder / timeline.TIMELINE)
     room = room_of(folder)

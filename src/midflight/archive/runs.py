@@ -135,7 +135,7 @@ class ArchivedRun:
 
 
 def open_run(folder: Path) -> ArchivedRun:
-    """The run in a folder. `NoRun` where it holds none."""
+    """The run in a folder. Raises `NoRun` if it holds none."""
     return open_runs([folder])[0]
 
 
@@ -152,8 +152,8 @@ def open_runs(folders: Sequence[Path]) -> tuple[ArchivedRun, ...]:
 
 
 def runs_under(folder: Path) -> tuple[ArchivedRun, ...]:
-    """The run in the folder itself, or else the runs below it in the order of their paths. `NoRun`
-    where there is no such folder.
+    """The run in the folder itself, or else the runs below it in the order of their paths. Raises
+    `NoRun` if there is no such folder.
     """
     if not folder.is_dir():
         raise NoRun(f"{folder} is not a folder; give one that holds runs, such as runs/.")

@@ -36,7 +36,7 @@ class SampleChoice:
 
 
 def chosen(folder: Path, choice: SampleChoice) -> list[RolloutKey]:
-    """The keys of the rollouts that are shown. `NoRun` where there is none."""
+    """The keys of the rollouts that are shown. Raises `NoRun` if there is none."""
     groups = GroupFilter(kind=choice.kind, versions=choice.versions, source=choice.source)
     where, values = conditions(groups)
     by_reward = choice.best or choice.worst

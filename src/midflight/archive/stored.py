@@ -79,8 +79,8 @@ def file_of(folder: Path, kind: Kind) -> Path:
 
 @contextmanager
 def reading(folder: Path, kind: Kind = Kind.TRAINING) -> Generator[StoreReader]:
-    """Opens the store of the run in a folder, or its newest copy where only a copy is here. `NoRun`
-    where the run has none yet, `RunGone` where the folder vanished.
+    """Opens the store of the run in a folder, or its newest copy where only a copy is here. Raises
+    `NoRun` if the run has none yet, and `RunGone` if the folder vanished.
     """
     path = file_of(folder, kind)
     if not path.is_file():

@@ -125,9 +125,9 @@ class TimelinePart:
     begin: int
     end: int
     earlier: float | None
-    """The beginning of the part before it, in seconds of the run; None where there is none."""
+    """The beginning of the part before it, in seconds of the run, or None if there is none."""
     later: float | None
-    """The beginning of the part after it, in seconds of the run; None where there is none."""
+    """The beginning of the part after it, in seconds of the run, or None if there is none."""
 
     def lines(self, folder: Path) -> list[bytes]:
         with (folder / TIMELINE).open("rb") as file:
@@ -136,7 +136,7 @@ class TimelinePart:
 
 
 def part_from(folder: Path, seconds: float) -> TimelinePart | None:
-    """The part that begins with the first line written at that time or later; None where the newest
+    """The part that begins with the first line written at that time or later, or None if the newest
     part has all of it. Lines are in the order of their times, except for instants.
     """
     try:
@@ -155,7 +155,7 @@ def part_from(folder: Path, seconds: float) -> TimelinePart | None:
 
 
 def before_newest(folder: Path) -> float | None:
-    """The beginning of the part before the newest, in seconds of the run; None where the newest is
+    """The beginning of the part before the newest, in seconds of the run, or None if the newest is
     all there is.
     """
     try:
@@ -309,7 +309,7 @@ class RolloutTimeSplit:
 
 
 def split(rollouts: Sequence[RolloutTimed]) -> RolloutTimeSplit | None:
-    """The split of these rollouts; None where it is not known when answers were given."""
+    """The split of these rollouts, or None if it is not known when answers were given."""
     known = [rollout for rollout in rollouts if rollout.turns]
     if not known:
         return None

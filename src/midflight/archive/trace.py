@@ -67,7 +67,7 @@ class RunTrace(
 
 
 def trace_of(folder: Path) -> RunTrace:
-    """The trace of the run in a folder, also while it goes on. `NoRun` where there is none."""
+    """The trace of the run in a folder, also while it goes on. Raises `NoRun` if there is none."""
     run = open_run(folder)
     past = run.journal().past
     lines = timeline.read_timeline(folder / timeline.TIMELINE)
@@ -392,7 +392,7 @@ def _fates(lines: Sequence[timeline.Timed]) -> Mapping[tuple[int, ...], _GroupEn
 
 
 def write_trace(folder: Path, out: Path) -> RunTrace:
-    """Writes the trace of a run. `ConfigError` where the file cannot be written."""
+    """Writes the trace of a run. Raises `ConfigError` if the file cannot be written."""
     if out.is_dir() or not out.absolute().parent.is_dir():
         why = "it is a folder" if out.is_dir() else "its folder is not there"
         raise ConfigError(f"writing {out}: {why}; give --out a file in a folder that is.")

@@ -106,7 +106,7 @@ def engine_options(path: Path) -> dict[str, object]:
 
 
 def check_engine(config: Config) -> None:
-    """`ConfigError` unless the interpreter of a server is there."""
+    """Raises `ConfigError` unless the interpreter of a server is there."""
     if config.engine.kind != "embedded":
         from midflight.run.engine.server_process import check_interpreter
 
@@ -127,7 +127,7 @@ def check_sizes(config: Config, *, trains: bool = True) -> None:
 
 
 def check_places(config: Config) -> None:
-    """`ConfigError` unless the run's places can be had. Every machine of a cluster is asked.
+    """Raises `ConfigError` unless the run's places can be had. Every machine of a cluster is asked.
     Nothing is started, and the cluster stays connected.
     """
     if config.cluster.kind == "ray":
@@ -141,7 +141,7 @@ def check_places(config: Config) -> None:
 
 
 def check_new(folder: Path, *, making: str = "a model") -> None:
-    """`ConfigError` unless something may be made in the folder."""
+    """Raises `ConfigError` unless something may be made in the folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
             f"making {making} in {str(folder)!r}: it exists and is not empty; choose another folder"
@@ -247,8 +247,8 @@ def check_folder(
     trains: bool = True,
     gives_rows: bool = False,
 ) -> None:
-    """`ConfigError` unless the command may use the folder, see `check_run_folder`. Changes nothing, but
-    puts back a run that is aside there.
+    """Raises `ConfigError` unless the command may use the folder, see `check_run_folder`. Changes
+    nothing, but puts back a run that is aside there.
     """
     put_back_at(Path(config.run.folder), resume=resume)
     check_run_folder(

@@ -228,7 +228,7 @@ def _devices(config: Config, number: int | None) -> list[Table]:
 
 
 def longest_prompt(sources: Sequence[SourceFindings]) -> int | None:
-    """Tokens of the longest prompt that was measured; None where one source was not looked at."""
+    """Tokens of the longest prompt that was measured, or None if one source was not looked at."""
     if not sources or not all(source.lengths for source in sources):
         return None
     return max(source.lengths[-1] for source in sources)

@@ -70,7 +70,7 @@ class Finding:
 
 
 def examine(asked: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
-    """Everything that is found. `ConfigError` where there is nothing to look at in `asked`."""
+    """Everything that is found. Raises `ConfigError` if there is nothing to look at in `asked`."""
     path = _what(asked)
     yield from software()
     yield from torch_and_devices()

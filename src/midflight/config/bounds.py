@@ -25,7 +25,7 @@ MANY_TURNS = 100
 class RolloutBound:
     seconds: float
     work: MostWork | None = None
-    """The work that the bound follows from; none where the option gives the bound."""
+    """The work that the bound follows from, or none if the option gives the bound."""
 
     @property
     def words(self) -> str:

@@ -18,7 +18,7 @@ GPU_CONTEXT_SHARE = 4
 
 
 def default_context(config: Config) -> tuple[int, int] | None:
-    """`model.max_context` where it is not given, and the most that the model itself can; None where
+    """`model.max_context` where it is not given, and the most that the model itself can, or None if
     its folder does not say.
 
     The longest row must fit a part of the memory twice: as keys and values in every slot of our own

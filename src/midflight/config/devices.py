@@ -75,7 +75,7 @@ class DevicePool:
     def give_all(self, requests: Sequence[DeviceRequest]) -> Mapping[str, tuple[int, ...]]:
         """Gives devices to all requests. Named devices are given first, so that no other request
         gets them. The other requests get the lowest that are free, in order, side by side where
-        possible. `ConfigError` where two would have one, or where too few are left.
+        possible. Raises `ConfigError` if two would have the same one, or if too few are left.
         """
         given: dict[str, tuple[int, ...]] = {}
         for request in requests:

@@ -39,7 +39,7 @@ Table = dict[str, Json]
 
 
 def apply_override(table: Table, text: str) -> KeyPath:
-    """Writes one override into `table` and returns its path. `ConfigError` where it isn't
+    """Writes one override into `table` and returns its path. Raises `ConfigError` if it isn't
     `key=value`, or leads through a value.
     """
     key, equals, value = text.partition("=")

@@ -15,7 +15,7 @@ from midflight.text.tokenizer import Tokenizer
 
 
 def check_teacher(config: Config) -> None:
-    """`ConfigError` when the teacher's folder has no model, another vocabulary or another
+    """Raises `ConfigError` if the teacher's folder has no model, another vocabulary or another
     tokenizer; nothing without a teacher.
     """
     teacher = config.distillation.teacher
@@ -45,8 +45,8 @@ def check_teacher(config: Config) -> None:
 
 
 def check_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a model folder. `ConfigError` when it has more ids than the model has rows:
-    such an id would have no embedding.
+    """The tokenizer of a model folder. Raises `ConfigError` if it has more ids than the model has
+    rows: such an id would have no embedding.
     """
     tokenizer = Tokenizer.load(folder)
     rows = sizes_of(folder).vocab_size

@@ -143,7 +143,7 @@ def device_map(
     teacher. Parts that compute on CPUs, or are not there, are left out. `number` counts this
     machine's GPUs.
 
-    `ConfigError` where two would have one, or where there are too few.
+    Raises `ConfigError` if two would have the same one, or if there are too few.
     """
     requests = list(_requests(config, ranks=ranks, teacher=teacher))
     if config.cluster.kind != "local":

@@ -112,8 +112,8 @@ class Board:
         return 0.0 if waited is None else waited.seconds()
 
     def score(self, session_id: str, reward: Said) -> None:
-        """Gives the worker's reward, which ends its rollout. `SessionClosed` if the deadline has
-        ended the rollout before.
+        """Gives the worker's reward, which ends its rollout. Raises `SessionClosed` if the deadline
+        has ended the rollout before.
         """
         given = self._reward(session_id)
         if given is None:

@@ -23,8 +23,8 @@ them.
 
 
 def key_of(section: UntrackedSection) -> str:
-    """The key of the untracked server. `ConfigError` where the section names a variable that is not
-    there.
+    """The key of the untracked server. Raises `ConfigError` if the section names a variable that is
+    not there.
     """
     if not section.api_key_env:
         return "none"
@@ -45,7 +45,9 @@ class RolloutClientState:
     pool: Callable[[], Any]
     """Connections to servers outside the run."""
     public_url: str = ""
-    """The beginning of the gateway's address on other machines; empty where it is as here."""
+    """The beginning of the gateway's address on other machines, or an empty string if it is as
+    here.
+    """
     trouble: str = ""
     """The error with which the last untracked request ended; empty after an answer."""
 

@@ -237,7 +237,7 @@ class BuiltInLoop:
     async def _answer(
         self, attempt: Dialogue, session: SessionHandle, toolbox: Toolbox, *, may_end: bool
     ) -> dict[str, Json] | None:
-        """The model's next message. It is None where the conversation fills the context, which ends
+        """The model's next message. It is None if the conversation fills the context, which ends
         the conversation if it has an answer already.
         """
         body: dict[str, object] = {"model": "policy", "messages": attempt.messages}

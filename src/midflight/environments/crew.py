@@ -114,7 +114,9 @@ class Whereabouts(NamedTuple):
     """The place of a rollout that has begun."""
 
     part: str
-    """The worker that has it or for which it waits; empty where agents run in this process."""
+    """The worker that has it or for which it waits, or an empty string if agents run in this
+    process.
+    """
     waits: bool = False
     """True if it is in line for a place there."""
 

@@ -265,8 +265,8 @@ async def _closed(server: McpServer) -> None:
 
 
 async def check_servers(sections: Sequence[McpSection]) -> list[str]:
-    """The names of the servers' tools. `ConfigError` for a server that does not come up, or for a
-    name that two tools have.
+    """The names of the servers' tools. Raises `ConfigError` for a server that does not come up, or
+    for a name that two tools have.
     """
     per_rollout = [section.model_copy(update={"per": "rollout"}) for section in sections]
     names: list[str] = []

@@ -70,10 +70,10 @@ def draw_tasks(
     value of the field `content`.
 
     `Task.data` has `question` (by the format `prompt`), `answer` (text, or None if the dataset has
-    no single one), `dataset` and `metadata`. Equal arguments give equal tasks. `ConfigError` if the
-    dataset, an option or a field is unknown, or if there are fewer distinct contents than asked
-    for. `only` is a regular expression for whole contents; others are passed over. `on_entry` is
-    called for each entry that is drawn.
+    no single one), `dataset` and `metadata`. Equal arguments give equal tasks. Raises `ConfigError`
+    if the dataset, an option or a field is unknown, or if there are fewer distinct contents than
+    asked for. `only` is a regular expression for whole contents; others are passed over. `on_entry`
+    is called for each entry that is drawn.
     """
     kept = pattern_of(only)
     found, limit = _search(
@@ -145,7 +145,7 @@ def _search(
 
 
 def pattern_of(only: str) -> re.Pattern[str] | None:
-    """The compiled pattern. `ConfigError` where it is no regular expression."""
+    """The compiled pattern. Raises `ConfigError` if it is no regular expression."""
     try:
         return re.compile(only) if only else None
     except re.error as error:

@@ -45,7 +45,7 @@ def environment(target: F, /) -> F: ...
 def environment(*, name: str) -> Callable[[F], F]: ...
 def environment(target: F | None = None, /, *, name: str | None = None) -> F | Callable[[F], F]:
     """Marks a function or class as an environment, as `@environment` or `@environment(name="...")`.
-    `ConfigError` if it cannot be one.
+    Raises `ConfigError` if it cannot be one.
     """
 
     def mark(found: F) -> F:
@@ -78,7 +78,7 @@ def environment_at(found: object, entry: str) -> Environment:
 
 
 def _check_shape(found: object, where: str) -> None:
-    """`ConfigError` unless `found` can be called as an environment."""
+    """Raises `ConfigError` unless `found` can be called as an environment."""
     call = _call_of(found)
     if call is None or inspect.isasyncgenfunction(call) or inspect.isgeneratorfunction(call):
         raise ConfigError(
@@ -146,8 +146,8 @@ class AgentProgram:
         return self.environment is None or is_async(self.environment)
 
     def check_columns(self, tasks: Sequence[Task]) -> None:
-        """`ConfigError` for a reward that asks for a column that no source has. The names in an
-        environment's `fields` are known only in a rollout.
+        """Raises `ConfigError` for a reward that asks for a column that no source has. The names in
+        an environment's `fields` are known only in a rollout.
         """
         if self.is_built_in:
             self.rewards.check_columns(tasks)

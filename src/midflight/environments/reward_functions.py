@@ -236,7 +236,7 @@ def ignored(name: str, values: object) -> None:
 
 
 def _as_list(found: object) -> list[object] | None:
-    """The items of a list, an array or a tensor; None where it is none of these."""
+    """The items of a list, an array or a tensor, or None if it is none of these."""
     listed = getattr(found, "tolist", lambda: found)()
     if not isinstance(listed, list | tuple):
         return None
@@ -259,8 +259,8 @@ class Rewards:
     """All reward functions of a run."""
 
     def __init__(self, sections: Sequence[RewardSection], sandbox: SandboxSection) -> None:
-        """`ConfigError` if one cannot be imported or called, or asks for a sandbox that cannot be
-        made here.
+        """Raises `ConfigError` if one cannot be imported or called, or asks for a sandbox that
+        cannot be made here.
         """
         found = [_loaded(section) for section in sections]
         for section, function in zip(sections, found, strict=True):
@@ -282,7 +282,9 @@ class Rewards:
         self.of_group = [function for function in self.functions if function.is_of_group]
 
     def check_columns(self, tasks: Sequence[Task]) -> None:
-        """`ConfigError` for a column that none of these tasks has. Give one task of each source."""
+        """Raises `ConfigError` for a column that none of these tasks has. Give one task of each
+        source.
+        """
         known = set[str]()
         for task in tasks:
             known.update(task.data)

@@ -378,7 +378,7 @@ class SequenceRows:
 
 def rows_of_entry(entry: str, arguments: Mapping[str, Json], *, option: str) -> SourceRows:
     """The rows that the function at `module:function` returns, or the object there if it is no
-    function. `ConfigError` where these are no rows.
+    function. Raises `ConfigError` if these are no rows.
     """
     found = load_entry(entry, option=option, such_as="my_tasks:rows")
     if callable(found) and not hasattr(found, "__getitem__"):

@@ -159,7 +159,9 @@ def scored_roles(
 
 
 def unscored_role(result: Result, record: SessionRecord) -> str:
-    """A role that asked the model and has no reward, not even None; empty where there is none."""
+    """A role that asked the model and has no reward, not even None, or an empty string if there is
+    none.
+    """
     if result.reward is None or not record.roles:
         return ""
     unscored = record.roles.keys() - result.roles.keys() - {""}

@@ -185,7 +185,7 @@ def _positions(weights: Sequence[float], *, total: int) -> list[int]:
 
 
 def _check_sources(sources: Sequence[Source]) -> None:
-    """`ConfigError` for sources that give no stream. Only the ids of tasks in memory are
+    """Raises `ConfigError` for sources that give no stream. Only the ids of tasks in memory are
     checked.
     """
     if len(sources) > MAX_SOURCES:

@@ -74,7 +74,7 @@ class Episode:
         return None if found is None else str(found)
 
     async def reward(self, values: Mapping[str, object], task: Task) -> object:
-        """Waits for the object's `reward`; None where the class has none."""
+        """Waits for the object's `reward` and returns its value, or None if the class has none."""
         if not self._of.scores:
             return None
         return await call_with_named(self.instance.reward, values, task)

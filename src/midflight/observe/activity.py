@@ -42,7 +42,7 @@ class ProcessWork:
 
 
 def work_of(pid: int, *, proc: Path = PROC) -> ProcessWork | None:
-    """The work of a process and its descendants; None where there is no /proc."""
+    """The work of a process and its descendants, or None if there is no /proc."""
     if not proc.is_dir():
         return None
     cpu_seconds = 0.0
@@ -58,7 +58,7 @@ def work_of(pid: int, *, proc: Path = PROC) -> ProcessWork | None:
 
 
 def _own_work(folder: Path) -> ProcessWork | None:
-    """The work of one process and of its descendants that have ended; None when it has ended
+    """The work of one process and of its descendants that have ended, or None if it has ended
     itself.
     """
     try:

@@ -79,8 +79,8 @@ class Alarms:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`log` is where people find this process's log. `step_rollouts` counts the rollouts of one
-        step; it is None where training needs no differing rewards. `learning` is given by a run
-        that trains.
+        step; it is None if training needs no differing rewards. `learning` is given by a run that
+        trains.
         """
         self._record = record
         self._log = log

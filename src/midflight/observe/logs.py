@@ -112,8 +112,8 @@ def _log_failure_of_thread(failed: threading.ExceptHookArgs) -> None:
 
 
 def log_failure(error: BaseException) -> None:
-    """Writes the traceback of the error that ended a part, as text or as one record. `OSError`
-    where the disk is full.
+    """Writes the traceback of the error that ended a part, as text or as one record. Raises
+    `OSError` if the disk is full.
     """
     process = os.environ.get(PROCESS_VARIABLE)
     if not process:

@@ -49,7 +49,7 @@ def processors_of(folder: Path) -> int | None:
 
 
 def package_version(name: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """The version of a package, or None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -57,7 +57,7 @@ def package_version(name: str) -> str | None:
 
 
 def _line(path: Path, name: str) -> str:
-    """The value of the first `name : value` of a file; empty where there is none."""
+    """The value of the first `name : value` of a file, or an empty string if there is none."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:

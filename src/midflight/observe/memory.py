@@ -136,7 +136,9 @@ def resident(pid: int, *, proc: Path = PROC) -> dict[tuple[str, str], int]:
 
 
 def _kind(command: list[bytes]) -> str:
-    """The kind of a process by its command line; empty where it is no process of a run."""
+    """The kind of a process by its command line, or an empty string if it is no process of a
+    run.
+    """
     if b"midflight.run.launcher.child" in command[:-1]:
         return command[command.index(b"midflight.run.launcher.child") + 1].decode()
     return "trackers" if b"midflight.trackers.process" in command else ""

@@ -30,7 +30,7 @@ def draw_plot(journal: Path, picture: Path, *, title: str) -> None:
     """Writes a PNG: reward per step with its moving average and held-out marks per source, and the
     age of trained tokens below.
 
-    `ConfigError` with the remedy where matplotlib is not installed; callers show it and go on.
+    Raises `ConfigError` with the remedy if matplotlib is not installed; callers show it and go on.
     Nothing is drawn without steps.
     """
     draw_history(read_journal(journal), picture, title=title)

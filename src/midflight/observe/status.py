@@ -224,7 +224,7 @@ class Status:
     engine_busy: float | None = None
     """Share of the training phase in which some engine computed; none before it."""
     slots_used: float | None = None
-    """Mean share of the engines' slots that decoded a request; none where the number of slots is
+    """Mean share of the engines' slots that decoded a request, or none if the number of slots is
     not known.
     """
     trainer_busy: float | None = None

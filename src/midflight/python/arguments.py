@@ -129,7 +129,7 @@ class Arguments:
     config: str | Path | Tables | None
 
     def asked(self) -> CheckedRun:
-        """`ConfigError` with everything that is wrong with them."""
+        """Raises `ConfigError` with everything that is wrong with them."""
         objects = Objects()
         rows = None
         file: str | Path | None = None

@@ -203,7 +203,9 @@ def _balance(ledger: Ledger) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is none, or it is being written."""
+    """Returns the JSON object in a file. It is empty if there is none, or if the file is being
+    written.
+    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):

@@ -74,7 +74,9 @@ def control_token(given: str | None) -> ControlToken:
 
 
 def _checked(token: str) -> str:
-    """Returns the token; `ConfigError` when it could not travel in a header, or could be guessed."""
+    """Returns the token; raises `ConfigError` if it could not travel in a header, or could be
+    guessed.
+    """
     is_of_length = MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH
     fits_a_header = token.isascii() and token.isprintable() and " " not in token
     if not is_of_length or not fits_a_header:

@@ -107,7 +107,9 @@ def _become_guard(parent: int, ask: int, seconds: float, descriptors: Sequence[i
 
 
 def _descriptors(parent: int, command: int) -> tuple[int, ...]:
-    """Descriptors of both processes, for `Ends`; none where the system does not have or allow them."""
+    """Descriptors of both processes, for `Ends`, or none if the system does not have or allow
+    them.
+    """
     try:
         return os.pidfd_open(parent), os.pidfd_open(command)
     except ProcessLookupError:
@@ -192,7 +194,7 @@ def _kill_session(session: int) -> None:
 
 
 def _members(session: int) -> set[int]:
-    """The numbers of the processes in a session; none where there is no /proc."""
+    """The numbers of the processes in a session, or none if there is no /proc."""
     found: set[int] = set()
     with suppress(OSError), os.scandir("/proc") as entries:
         for entry in entries:

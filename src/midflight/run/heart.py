@@ -73,7 +73,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     counters: str = ""
     """The part's outstanding work, in a few words."""
     at: float | None = None
-    """When the beat was sent; None where its times are already of the receiver's clock."""
+    """When the beat was sent, or None if its times are already of the receiver's clock."""
     cpu_seconds: float = 0.0
     """The processor time of the part since its start."""
     num_bytes: int = 0

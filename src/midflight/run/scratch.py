@@ -75,8 +75,8 @@ def _locked_folder(place: Path, name: str) -> tuple[Path, int]:
 
 
 def _lock(folder: Path) -> int:
-    """Locks the folder until the descriptor is closed or this process ends; `BlockingIOError` if
-    another process has the lock. Children do not inherit it.
+    """Locks the folder until the descriptor is closed or this process ends; raises
+    `BlockingIOError` if another process has the lock. Children do not inherit it.
     """
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

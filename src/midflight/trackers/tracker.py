@@ -103,8 +103,8 @@ KNOWN = {
 
 
 def made(name: str) -> Tracker:
-    """The tracker of this name, or an instance of the user's class at `module:Class`. `ConfigError`
-    with the remedy where there is none.
+    """The tracker of this name, or an instance of the user's class at `module:Class`. Raises
+    `ConfigError` with the remedy if there is none.
     """
     if name in KNOWN:
         services = import_module("midflight.trackers.services")

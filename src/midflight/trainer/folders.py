@@ -93,8 +93,8 @@ def checkpoints(root: Path) -> list[Path]:
 
 def newest_whole(root: Path, say: Callable[[str], None]) -> Path | None:
     """The checkpoint to go on from, verified: the one that `latest` names, else the newest that is
-    whole, and then `say` gets a sentence. `None` before the first. `CheckpointCorrupt` when none is
-    whole.
+    whole, and then `say` gets a sentence. `None` before the first. Raises `CheckpointCorrupt` if
+    none is whole.
 
     It is the newest afterwards: see `set_newest`.
     """
@@ -191,8 +191,8 @@ def finish(
 
 
 def verified(folder: Path) -> CheckpointState:
-    """`CheckpointCorrupt` unless every file is there, as it was written, and no other;
-    `ConfigError` if it is of another format.
+    """Raises `CheckpointCorrupt` unless every file is there, as it was written, and no other;
+    raises `ConfigError` if it is of another format.
     """
     manifest = _decode(folder / "manifest.json", Manifest)
     for name, written in manifest.files.items():
@@ -296,8 +296,8 @@ class Shards:
     """The tensors in the files of a folder. Opening it reads headers only."""
 
     def __init__(self, folder: Path) -> None:
-        """`ValueError` if parts of a tensor are missing. If a file is none of safetensors, its own
-        error is raised.
+        """Raises `ValueError` if parts of a tensor are missing. If a file is none of safetensors,
+        its own error is raised.
         """
         self._reader = HuggingFaceStorageReader(str(folder))
         self._metadata = self._reader.read_metadata()

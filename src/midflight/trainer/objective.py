@@ -155,7 +155,7 @@ class Objective:
         constant_length: int = 1,
         own: Callable[..., Tensor] | None = None,
     ) -> Objective:
-        """`ConfigError` with a sentence for each contradiction. `own`: the function that
+        """Raises `ConfigError` with a sentence for each contradiction. `own`: the function that
         `objective.kind` names as `module:function`.
         """
         objective = objective or ObjectiveSection()

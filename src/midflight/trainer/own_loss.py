@@ -20,8 +20,8 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def objective_of(config: Config) -> Objective:
-    """The objective that a configuration asks for. `ConfigError` if it names a loss of the user's
-    own that cannot be trained with.
+    """The objective that a configuration asks for. Raises `ConfigError` if it names a loss of the
+    user's own that cannot be trained with.
     """
     section = config.objective
     kind = section.kind
@@ -126,8 +126,8 @@ def _made_up() -> TokenValues:
 
 
 def _try_out(kind: str, objective: Objective) -> None:
-    """`ConfigError` unless the loss gives each made-up token a finite loss of its own, with a
-    gradient.
+    """Raises `ConfigError` unless the loss gives each made-up token a finite loss of its own, with
+    a gradient.
     """
     known = _made_up()
     policy = known.now.clone().requires_grad_()

@@ -55,7 +55,7 @@ class Update:
     chosen: Index
     """Ascending."""
     proximal: Float[Tensor, " K"] | None
-    """Log-probabilities of all the step's tokens; None where the proximal policy is the one that
+    """Log-probabilities of all the step's tokens, or None if the proximal policy is the one that
     trains.
     """
     reference: Float[Tensor, " K"] | None

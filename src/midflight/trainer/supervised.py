@@ -45,7 +45,7 @@ class SupervisedTrainer:
 
     def step(self, examples: Sequence[Example]) -> float:
         """Makes one update on these examples and returns their loss in nats per answer token.
-        `StepSkipped` if it is not finite.
+        Raises `StepSkipped` if it is not finite.
         """
         predictions = answer_predictions(examples)
         num_tokens = len(predictions.targets)

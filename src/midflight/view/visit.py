@@ -17,7 +17,7 @@ class RunFolders:
     """
 
     def __init__(self, given: Sequence[Path]) -> None:
-        """`NoRun` where a folder is not there, or neither it nor a folder below it is a run."""
+        """Raises `NoRun` if a folder is not there, or neither it nor a folder below it is a run."""
         self._given = tuple(given)
         self._runs: dict[str, ArchivedRun] = {}
         for folder in given:
@@ -43,7 +43,7 @@ class RunFolders:
         return tuple(there.values())
 
     def run(self, slug: str) -> ArchivedRun:
-        """The run of that name. `NoRun` where there is none, or its folder is gone."""
+        """The run of that name. Raises `NoRun` if there is none, or its folder is gone."""
         runs = {run.slug: run for run in self.runs()}
         if slug not in runs:
             raise NoRun(

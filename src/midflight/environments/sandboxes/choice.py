@@ -20,8 +20,8 @@ def sandbox(**limits: Any) -> Sandbox:
 
 
 def sandbox_of(section: SandboxSection) -> Sandbox:
-    """The sandbox of this section. `SandboxUnavailable` where it cannot isolate as it is told to,
-    and `ConfigError` for a class that cannot be loaded.
+    """The sandbox of this section. Raises `SandboxUnavailable` if it cannot isolate as it is told
+    to, and `ConfigError` for a class that cannot be loaded.
     """
     if section.kind == "bubblewrap":
         found: Sandbox = Bubblewrap(section)

@@ -104,7 +104,9 @@ class LastingSandbox(Sandbox, Protocol):
     """A sandbox that has boxes too."""
 
     def opened(self, furnished: BoxSetup) -> AbstractAsyncContextManager[Box]:
-        """Gives a box, which is there within the context. `SandboxLost` if none can be had."""
+        """Gives a box, which is there within the context. Raises `SandboxLost` if none can be
+        had.
+        """
         ...
 
 
@@ -122,7 +124,7 @@ def packed(files: Mapping[str, str | bytes]) -> bytes:
 
 
 def checked(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
-    """The files as bytes. `ValueError` for a path that leads out of the folder."""
+    """The files as bytes. Raises `ValueError` for a path that leads out of the folder."""
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts:

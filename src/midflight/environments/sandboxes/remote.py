@@ -201,8 +201,8 @@ class RemoteBox:
             )
 
     async def _shell(self, script: str, seconds: float) -> tuple[int, str]:
-        """Runs a script as `Shell` does. `SandboxLost` where the maker gives no answer, and
-        `TimeoutError` where that takes longer than the caller waits.
+        """Runs a script as `Shell` does. Raises `SandboxLost` if the maker gives no answer, and
+        `TimeoutError` if that takes longer than the caller waits.
         """
         async with _blamed("running a program in a box", seconds):
             return await self._run(script, seconds)

@@ -229,8 +229,8 @@ hangs would hold up a step for ever.
 
 
 class AsyncGRPOConfig:
-    """Options by the names of trl 1.16. `ConfigError` for an option that has no meaning here says
-    what to use.
+    """Options by the names of trl 1.16. Raises `ConfigError` for an option that has no meaning
+    here, and names the one to use.
     """
 
     def __init__(self, output_dir: str | Path | None = None, **options: Any) -> None:

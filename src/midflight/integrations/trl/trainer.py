@@ -224,7 +224,9 @@ def _check_swapped(
 
 
 def _check_tokenizer(processing_class: Any, model: str) -> None:
-    """`ConfigError` for a tokenizer that is not the folder's own, which is the one that is used."""
+    """Raises `ConfigError` for a tokenizer that is not the folder's own, which is the one that is
+    used.
+    """
     if processing_class is None:
         return
     name = getattr(processing_class, "name_or_path", None)

@@ -74,8 +74,8 @@ class TrainerService(RolloutService, Protocol):
         ...
 
     async def take_back(self, lease: int) -> None:
-        """The step of a lease will not be made: its groups wait again. `UnknownLease` if it is not
-        open.
+        """The step of a lease will not be made: its groups wait again. Raises `UnknownLease` if it
+        is not open.
         """
         ...
 
@@ -84,8 +84,8 @@ class TrainerService(RolloutService, Protocol):
         (I8).
 
         Returns the number under which the checkpoint's weights go on: its own, or one that no other
-        weights have had, and `least` at least. `OutOfTurn` when the last step was made and this is
-        not its checkpoint.
+        weights have had, and `least` at least. Raises `OutOfTurn` if the last step was made and
+        this is not its checkpoint.
         """
         ...
 

@@ -48,8 +48,8 @@ class Teacher:
         self._heart = heart or Heartbeat()
 
     async def scored(self, batch: PackedBatch) -> PackedBatch:
-        """The batch with its scores: it is never returned without them. `EngineError` if the scores
-        of tokens to train on are not finite; for other errors see `score`.
+        """The batch with its scores: it is never returned without them. Raises `EngineError` if the
+        scores of tokens to train on are not finite; for other errors see `score`.
         """
         if len(batch.token_ids):
             scores = await self.score(batch.token_ids, batch.row_offsets)

@@ -66,8 +66,8 @@ def recorded_experts(config: Config, model: Path) -> int:
 
 
 def interpreter(engine: EngineSection) -> Path:
-    """The interpreter of the server's environment; `ConfigError` when it is not there. The path is
-    not resolved: in a virtual environment it is a link.
+    """The interpreter of the server's environment; raises `ConfigError` if it is not there. The
+    path is not resolved: in a virtual environment it is a link.
     """
     path = engine_python(engine).absolute()
     if not os.access(path, os.X_OK):
@@ -269,8 +269,8 @@ class StartedServer:
 
 
 async def answering(url: str) -> None:
-    """Waits until a GET of `url` is answered 200; the caller sets the deadline. `RunFailed` where
-    something else listens there.
+    """Waits until a GET of `url` is answered 200; the caller sets the deadline. Raises `RunFailed`
+    if something else listens there.
     """
     seconds = ANSWER_SECONDS
     async with aiohttp.ClientSession() as session:

@@ -262,7 +262,7 @@ class Engines:
 
     @asynccontextmanager
     async def _members(self) -> AsyncGenerator["MembershipClient"]:
-        """Opens the membership of the gateway. `PartLost` where it does not answer."""
+        """Opens the membership of the gateway. Raises `PartLost` if it does not answer."""
         # only here does the launcher ask anybody
         from midflight.run.api.membership_client import MembershipClient
         from midflight.wire.client import HttpClient

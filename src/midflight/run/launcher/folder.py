@@ -146,7 +146,7 @@ def _place_of_store(store: Path) -> ReplacedFiles:
 
 
 def set_aside(folder: Path, config: Config) -> None:
-    """Sets aside the run that the folder holds. `ConfigError` where that is not possible: then
+    """Sets aside the run that the folder holds. Raises `ConfigError` if that is not possible: then
     nothing has changed.
     """
     places = places_of(folder, config)

@@ -19,7 +19,7 @@ from midflight.trajectories.pairs import shard_stores
 def check_run_folder(
     config: Config, *, resume: bool, overwrite: bool, trains: bool = True, gives_rows: bool = False
 ) -> None:
-    """`ConfigError` unless a run may begin or go on in its folder.
+    """Raises `ConfigError` unless a run may begin or go on in its folder.
 
     `trains`: whether the trainer is ours, so that there is a `--resume`. `gives_rows`: whether a
     program brings the rows that the folder gets.
@@ -61,7 +61,7 @@ def _check_resumable(config: Config, folder: Path) -> None:
 
 
 def _check_apart(config: Config, folder: Path, *, gives_rows: bool) -> None:
-    """`ConfigError` where a run reads something that it removes when it begins."""
+    """Raises `ConfigError` if a run reads something that it removes when it begins."""
     removed = [(folder / name).resolve() for name in places_of(folder, config)[0].names]
     for key, path in _paths(config.model_dump()):
         if gives_rows and path == folder / ROWS:
@@ -86,8 +86,8 @@ def _paths(value: object, key: str = "") -> Iterator[tuple[str, Path]]:
 
 
 def _check_room(config: Config, folder: Path, found: str, *, trains: bool) -> None:
-    """`ConfigError` unless there is room for the old run beside the beginning of the new one. Both
-    are there until the first step.
+    """Raises `ConfigError` unless there is room for the old run beside the beginning of the new
+    one. Both are there until the first step.
     """
     needed = first_disk_bytes(config, derived.model_sizes(config.model), trains=trains)
     free = shutil.disk_usage(folder).free

@@ -29,7 +29,7 @@ that is named.
 
 
 def check_free(folder: Path) -> None:
-    """`ConfigError` when another living process holds it."""
+    """Raises `ConfigError` if another living process holds it."""
     holder = holder_of(folder)
     if holder is not None and holder.lives and holder.pid != os.getpid():
         raise _in_use(folder, str(holder))

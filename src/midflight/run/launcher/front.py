@@ -149,8 +149,8 @@ def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, byt
 
 
 def gateways_of(run: Path) -> list[str]:
-    """The addresses of a run's gateways, as the `endpoint.json` of each says. `ConfigError` where
-    the run does not go on.
+    """The addresses of a run's gateways, as the `endpoint.json` of each says. Raises `ConfigError`
+    if the run does not go on.
     """
     shards = [store.parent for store in shard_stores(run)]
     shards.sort(key=lambda folder: int(folder.name))

@@ -43,7 +43,7 @@ class GatewayPart:
     place: Place
     config: Config
     workers: tuple[str, ...] = ()
-    """Names of the processes that run its agents; none where it runs them itself, or has none."""
+    """Names of the processes that run its agents, or none if it runs them itself, or has none."""
 
     @property
     def name(self) -> str:

@@ -84,7 +84,7 @@ class Measurement:
         torch.set_num_threads(threads)
 
     def measured(self) -> ModelMeasurements:
-        """`MidflightError` where the model cannot be asked, or the tasks cannot be read."""
+        """Raises `MidflightError` if the model cannot be asked, or the tasks cannot be read."""
         tokenizer = check_tokenizer(self._folder)
         questions = self._questions(tokenizer)
         trainer_rate = self._trainer_rate()

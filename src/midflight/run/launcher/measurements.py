@@ -62,5 +62,5 @@ class ModelMeasurements(msgspec.Struct, frozen=True):
 
     @property
     def answer_room(self) -> int | None:
-        """Tokens that nearly all answers fit in; None where too many had not ended."""
+        """Tokens that nearly all answers fit in, or None if too many had not ended."""
         return max(self.ended) if len(self.ended) >= ENDED_SHARE * self.num_answers else None

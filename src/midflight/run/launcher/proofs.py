@@ -38,7 +38,8 @@ BATCH_TOKENS = 256
 
 def proofs_of(folder: Path, *, max_context: int = MAX_CONTEXT) -> list[Proof]:
     """The proofs for trainer, embedded engine and export. Reads the weights of a small model only.
-    `ModelNotFound` where it is no model, `ConfigError` where it does not even compute by itself.
+    Raises `ModelNotFound` if the folder is not a model, and `ConfigError` if the model does not
+    even compute by itself.
     """
     load.check_folder(folder)
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

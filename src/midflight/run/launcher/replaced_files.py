@@ -58,7 +58,7 @@ def is_aside(folder: Path) -> bool:
 
 
 def check_movable(folder: Path, places: Sequence[ReplacedFiles]) -> None:
-    """`ConfigError` where something could not be renamed. It only reads."""
+    """Raises `ConfigError` if something could not be renamed. It only reads."""
     for place in places:
         root = folder / place.root
         found = [root / name for name in place.names if os.path.lexists(root / name)]

@@ -39,7 +39,7 @@ class RestartBudget:
         self._spent.clear()
 
     def spend(self, now: float, *, counts: bool = True) -> float | None:
-        """Takes a restart, and says how many seconds to wait before it; None when none is left.
+        """Takes a restart, and says how many seconds to wait before it, or None if none is left.
 
         With `counts` false the death says nothing about the part, and only the wait grows. A budget
         of none has no restart for it either.

@@ -98,7 +98,9 @@ class Survey:
                 )
 
     def lengths(self, source: Source, tokenizer: Tokenizer) -> SourceFindings:
-        """Tokenises some of the prompts. `RequestRejected` where the chat template refuses one."""
+        """Tokenises some of the prompts. Raises `RequestRejected` if the chat template refuses
+        one.
+        """
         lengths = np.array([_length(tokenizer, task) for task in _some(source.training)])
         too_long = int((lengths >= self._max_context).sum())
         if too_long:

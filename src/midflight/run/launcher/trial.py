@@ -69,7 +69,7 @@ def answer_of(
     environ: Mapping[str, str] | None = None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> bytes:
-    """The answer of a trial, as JSON. `TrialFailed` where it stands still, or ends with another
+    """The answer of a trial, as JSON. Raises `TrialFailed` if it stands still, or ends with another
     status than 0.
 
     Waits for the process as long as that moves. An interrupt ends both at once. `meanwhile` is done

@@ -45,7 +45,7 @@ class Workers:
 
     async def keep(self, name: str, gateway: GatewayPart) -> None:
         """Runs one process of agents, and starts it again whenever it dies, as agents may have it.
-        `PartFailed` if it does not come up.
+        Raises `PartFailed` if it does not come up.
         """
         failed_starts = 0
         num_ended = 0

@@ -54,7 +54,7 @@ class Child(Protocol):
     def name(self) -> str: ...
     @property
     def pid(self) -> int | None:
-        """The process id on this machine; None where the process is on another."""
+        """The process id on this machine, or None if the process is on another."""
         ...
 
     @property
@@ -71,7 +71,9 @@ class Child(Protocol):
     def running(self) -> bool: ...
 
     async def start(self) -> None:
-        """Starts the process, and waits until it is there. `PartFailed` where its machine is gone."""
+        """Starts the process, and waits until it is there. Raises `PartFailed` if its machine is
+        gone.
+        """
         ...
 
     async def tell(self, spec: parts.Spec) -> None:

@@ -373,7 +373,9 @@ class Members:
         return self._serving.home(name) is self._serving.apart
 
     async def _asked(self, name: str, address: EngineAddress) -> About:
-        """The engine's answers. `EngineRefused` where the weights that it needs cannot reach it."""
+        """The engine's answers. Raises `EngineRefused` if the weights that it needs cannot reach
+        it.
+        """
         if self._is_apart(name):
             return await self._ask(address, None, True)
         current = self._handover.current

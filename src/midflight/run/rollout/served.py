@@ -73,7 +73,9 @@ class ServedWord(msgspec.Struct, frozen=True):
 
 
 Ask = Callable[[str], Awaitable[ServedWord]]
-"""Waits for the owner's word after the one of that serial; `PartLost` where it does not answer."""
+"""Waits for the owner's word after the one of that serial; raises `PartLost` if it does not
+answer.
+"""
 
 
 class ServedNews:
@@ -223,7 +225,7 @@ class Follower:
         return True
 
     async def _version_of(self, engine: Engine) -> Version | None:
-        """The version that the engine serves; None where it does not answer. Waits for the answer.
+        """The version that the engine serves, or None if it does not answer. Waits for the answer.
         The loss of the engine's connection ends the wait, or `answer_seconds`.
         """
         try:

@@ -15,7 +15,7 @@ from midflight.types.facts import Interrupted, WentBack
 
 def roll_back(folder: Path, to: Version, *, run: str, store_folder: Path | None = None) -> int:
     """Goes back to the checkpoint of a version, and returns the number of groups that wait again.
-    `ConfigError` when there is no such checkpoint, or when it is not whole.
+    Raises `ConfigError` if there is no such checkpoint, or if it is not whole.
 
     The checkpoint is named first. A crash after that does no harm: a run that goes on rolls its
     store back to where its checkpoint is.

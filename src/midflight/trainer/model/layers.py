@@ -81,8 +81,8 @@ def _unpacking(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, by the names that the architecture gives for them. `ConfigError` if
-    there are none.
+    """The repeated blocks, by the names that the architecture gives for them. Raises `ConfigError`
+    if there are none.
     """
     names = set(cast("list[str] | None", getattr(model, "_no_split_modules", None)) or ())
     found = [module for module in model.modules() if type(module).__name__ in names]

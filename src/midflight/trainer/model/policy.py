@@ -139,8 +139,8 @@ class Policy(TokenModel):
 
 
 def check_fits(batch: PackedBatch, model: PreTrainedModel) -> None:
-    """`RunFailed` if the batch holds tokens or positions that the model has not got: it was sampled
-    from another model.
+    """Raises `RunFailed` if the batch holds tokens or positions that the model has not got: it was
+    sampled from another model.
     """
     size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
     ids = batch.token_ids

@@ -51,8 +51,8 @@ def prove(model: PreTrainedModel, *, max_context: int | None = None) -> Proof:
 def proven_layout(
     model: PreTrainedModel, *, max_context: int | None = None
 ) -> tuple[Layout, Proof]:
-    """The layout to train the model with. `ConfigError` where there is none in which its numbers
-    are right.
+    """The layout to train the model with. Raises `ConfigError` if there is none in which its
+    numbers are right.
     """
     found = prove(model, max_context=max_context)
     if not found.is_right:

@@ -72,7 +72,7 @@ def join(
 
 
 def interface_of(host: str) -> str | None:
-    """Name of this machine's network interface that has the address; None where there is none, or
+    """Name of this machine's network interface that has the address, or None if there is none, or
     the system does not tell (Linux does).
     """
     family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0]

@@ -72,8 +72,8 @@ class Kept:
 
 
 def kept_of(batch: PackedBatch, places: Index) -> Kept | None:
-    """The ids that were kept for the tokens at these places in the batch; None where the batch has
-    no records. `RunFailed` where a record can't be read, or lacks its token.
+    """The ids that were kept for the tokens at these places in the batch, or None if the batch has
+    no records. Raises `RunFailed` if a record can't be read, or lacks its token.
     """
     if batch.kept is None or batch.kept_lengths is None:
         return None

@@ -109,7 +109,7 @@ async def draw(visit: PageRequest) -> None:
 
 
 def asked(visit: PageRequest) -> tuple[GroupFilter, GroupOrder, int]:
-    """The groups that the address asks for. `MidflightError` where it cannot be understood."""
+    """The groups that the address asks for. Raises `MidflightError` if it cannot be understood."""
     query = visit.query
     kind = kind_of(visit)
     step = query.get("step", "")
@@ -140,7 +140,7 @@ def asked(visit: PageRequest) -> tuple[GroupFilter, GroupOrder, int]:
 
 
 def kind_of(visit: PageRequest) -> Kind:
-    """The kind of rollouts that the address asks for. `MidflightError` where there is no such
+    """The kind of rollouts that the address asks for. Raises `MidflightError` if there is no such
     kind.
     """
     asked = visit.query.get("kind") or Kind.TRAINING.value

@@ -74,7 +74,7 @@ def draw(visit: PageRequest) -> None:
 
 def asked(visit: PageRequest) -> float | None:
     """The second from which on the address wants to see the run, by itself or as a step; None for
-    the newest part. `MidflightError` where it names neither a second nor a step.
+    the newest part. Raises `MidflightError` if it names neither a second nor a step.
     """
     step = visit.query.get("step", "")
     if step:
