@@ -122,7 +122,7 @@ class WorkerFeed(Protocol):
     """The connection from a publisher to a server's workers."""
 
     async def bring(self, manifest: types.WeightManifest, workers: ServerWorkers) -> None:
-        """Sends a version; returns when each worker holds exactly what was sent. Raises
+        """Sends a version; returns when each worker holds exactly the bytes that were sent. Raises
         `EngineUnavailable` if the publisher or the connection to it is lost.
         """
         ...

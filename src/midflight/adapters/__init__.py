@@ -1,3 +1,3 @@
-"""Environments of other people: each module has `tasks`, the function of a source, and `play`, the
-entry of an environment.
+"""Environments of other projects. Each module has `tasks`, the function of a source, and `play`,
+the entry of an environment.
 """

@@ -31,9 +31,9 @@ def tasks(
     unfinished: float | None = None,
 ) -> list[dict[str, Json]]:
     """A task for each of `size` seeds. With several players the policy has each seat in turn.
-    `opponent` names a function, `module:function`, that takes what another player is shown and
-    returns its move. `options` are those of `textarena.make`. Raises `ConfigError` if there is no
-    such game.
+    `opponent` names a function, `module:function`, that takes the text that another player is shown
+    and returns that player's move. `options` are those of `textarena.make`. Raises `ConfigError` if
+    there is no such game.
     """
     if players > 1 and not opponent:
         raise ConfigError(

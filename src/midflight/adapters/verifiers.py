@@ -113,7 +113,7 @@ _opening = Lock()
 
 def _opened(told: str, size: int) -> tuple[Any, Sequence[Any]]:
     """The environment, and `size` of its tasks, made once in a process. Agents ask for no tasks,
-    because theirs is in its row. `ConfigError` names what cannot be used.
+    because theirs is in its row. Raises `ConfigError` with the options that cannot be used.
     """
     with _opening:
         return _made(told, size)

@@ -1,5 +1,5 @@
-"""The groups of a run, a page at a time: the task, the reward of each rollout, and what became of
-it. All of this is SQL on the store.
+"""The groups of a run, a page at a time: the task, the reward of each rollout, and the fate of the
+group. All of this is SQL on the store.
 """
 
 from collections import defaultdict
@@ -108,7 +108,7 @@ class EpochScore:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """One group, and what became of it."""
+    """One group and its fate."""
 
     key: GroupKey
     task: Task

@@ -114,8 +114,8 @@ class JournalReader:
         return self._past
 
     def points(self, name: str) -> list[tuple[int, float]]:
-        """Step and value of one of the names for dashboards (docs/metrics.md), wherever it was
-        measured.
+        """Returns step and value of one of the names for dashboards (docs/metrics.md), for each
+        step that measured it.
         """
         points: list[tuple[int, float]] = []
         for line in self._measured():

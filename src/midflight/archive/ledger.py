@@ -1,5 +1,5 @@
-"""The ledger of a run: what became of every token and every group. These are sums over the store,
-and they agree with the run's own books.
+"""The ledger of a run: the fate of every token and every group. These are sums over the store, and
+they agree with the run's own books.
 """
 
 from collections import Counter, defaultdict
@@ -33,7 +33,7 @@ _KEY = "epoch, position, attempt"
 
 @dataclass(frozen=True, slots=True)
 class LedgerLine:
-    """The tokens of one source's rollouts that have ended, by what became of them."""
+    """The tokens of one source's rollouts that have ended, by their fate."""
 
     source: str
     tokens: Mapping[tuple[Fate, Reason | None], int]

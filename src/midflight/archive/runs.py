@@ -140,8 +140,8 @@ def open_run(folder: Path) -> ArchivedRun:
 
 
 def open_runs(folders: Sequence[Path]) -> tuple[ArchivedRun, ...]:
-    """The runs in these folders, in this order, without duplicates. `NoRun` names a folder that is
-    missing or holds no run, and says what to give instead.
+    """The runs in these folders, in this order, without duplicates. Raises `NoRun` with the first
+    folder that is missing or holds no run, and with the remedy.
     """
     distinct = list(dict.fromkeys(folder.resolve() for folder in folders))
     for folder in distinct:

@@ -155,8 +155,8 @@ def part_from(folder: Path, seconds: float) -> TimelinePart | None:
 
 
 def before_newest(folder: Path) -> float | None:
-    """The beginning of the part before the newest, in seconds of the run, or None if the newest is
-    all there is.
+    """The beginning of the part before the newest, in seconds of the run, or None if there is no
+    earlier part.
     """
     try:
         with (folder / TIMELINE).open("rb") as file:
@@ -245,7 +245,7 @@ def engine_spans(rollouts: Iterable[RolloutTimed], *, gap: float = 0.0) -> dict[
 @dataclass(frozen=True, slots=True)
 class BusyShares:
     """Shares of the time from the beginning of the first step to the end of the last. They are None
-    where that is no time.
+    if that time is empty.
     """
 
     engines: float | None = None

@@ -50,7 +50,7 @@ def config_of_file(path: Path | None, overrides: Sequence[str], folder: Path | N
 
 
 def config_of_folder(folder: Path) -> Config:
-    """The configuration of the run in a folder, wherever the folder has been moved to."""
+    """Returns the configuration of the run in a folder, also if the folder has been moved."""
     put_back_at(folder)
     if not (folder / CONFIG).is_file():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`midflight doctor`: what `machine_checks` finds, as a table."""
+"""`midflight doctor`: the findings of `machine_checks`, as a table."""
 
 from __future__ import annotations
 

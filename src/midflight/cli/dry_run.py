@@ -38,8 +38,8 @@ def print_report(
     *,
     proofs: Sequence[tuple[bool, str]] = (),
 ) -> None:
-    """Prints it. `proofs` are lines on what trainer, engine and export make of the model, each with
-    whether it is right.
+    """Prints the report. `proofs` are lines on the results of trainer, engine and export for the
+    model, each with whether it is right.
     """
     shown = console or Console()
     shown.print(report(config, findings, cores=os.cpu_count() or 1), highlight=False)

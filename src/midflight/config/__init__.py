@@ -1,5 +1,5 @@
-"""The configuration of a run: sections, loading, checks, and what follows from the numbers. Never
-imports torch.
+"""The configuration of a run: sections, loading, checks, and values derived from the options. It
+never imports torch.
 """
 
 from midflight.config.load import load_config

@@ -35,7 +35,7 @@ class RolloutBound:
 
 @dataclass(frozen=True, slots=True)
 class MostWork:
-    """The most that a rollout may have to do."""
+    """The most work that a rollout may have to do."""
 
     own_seconds: float
     turns: int

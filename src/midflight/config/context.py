@@ -18,8 +18,8 @@ GPU_CONTEXT_SHARE = 4
 
 
 def default_context(config: Config) -> tuple[int, int] | None:
-    """`model.max_context` where it is not given, and the most that the model itself can, or None if
-    its folder does not say.
+    """Returns the default of `model.max_context`, and the longest context of the model itself, or
+    None if the model's folder does not give that.
 
     The longest row must fit a part of the memory twice: as keys and values in every slot of our own
     engines, and as activations of the trainer. It is 256 at least: a shorter one would leave no

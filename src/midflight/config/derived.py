@@ -26,8 +26,8 @@ def batch_rollouts(rollout: RolloutSection) -> int:
 
 
 def most_in_flight(rollout: RolloutSection) -> int:
-    """Rollouts that may run at once, whatever engines hold: `max_in_flight`, else (S + 1) * B * n,
-    which is all that admission can let in.
+    """Rollouts that may run at once, without regard to the engines' slots: `max_in_flight`, else (S
+    + 1) * B * n, which is the most that admission can let in.
     """
     return rollout.max_in_flight or (rollout.max_staleness + 1) * batch_rollouts(rollout)
 

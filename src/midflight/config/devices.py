@@ -60,11 +60,11 @@ class DeviceRequest:
 
 
 class DevicePool:
-    """The GPUs of one machine. Each is given to one process, or, where they are `shared`, to as few
-    as possible.
+    """The GPUs of one machine. Each is given to one process, or, if they are `shared`, to as few as
+    possible.
 
-    `number` is how many there are, None where that is not known: then there is no bound, or, where
-    they are shared, there are as few as are named.
+    `number` is their number, or None if it is not known. Then there is no bound, or, if they are
+    shared, there are as few as are named.
     """
 
     def __init__(self, number: int | None = None, *, shared: bool = False) -> None:

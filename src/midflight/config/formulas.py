@@ -55,7 +55,7 @@ class ObjectiveFormula:
     """Options that may be left out, each with its addition to the text."""
     reduction: Reduction = "token_mean"
     clip: str | None = None
-    """The function that says where a clip takes the gradient away."""
+    """The function that finds the tokens whose gradient a clip takes away."""
     is_zero_without_advantage: bool = True
     """The gradient of a token of advantage 0 is exactly 0."""
     is_per_rollout: bool = False

@@ -267,8 +267,8 @@ def _toml_message(path: Path, message: str) -> str:
 
 
 def _unknown(node: Table, path: KeyPath, origin: _Origin) -> Iterator[str]:
-    """Problems with the keys of one table, and below. It turns "none" into None where an option may
-    be unset.
+    """Problems with the keys of one table, and below. It turns "none" into None if an option may be
+    unset.
     """
     for name, value in node.items():
         here = (*path, name)

@@ -66,8 +66,8 @@ def _ids(folder: Path | None) -> dict[str, int]:
 
 
 def check_same_model(config: Config) -> None:
-    """`ConfigError` names what differs between the configured model and the one in the run's
-    folder. Reads headers only.
+    """Raises `ConfigError` with the differences between the configured model and the one in the
+    run's folder. Reads headers only.
     """
     start = Path(config.run.folder) / "start"
     if not (start / "config.json").is_file():

@@ -218,7 +218,7 @@ class SharedClients:
         public_url: str = "",
     ) -> None:
         """`transport` takes the place of the network, for agents on the event loop of the gateway's
-        own process. `untracked` says where requests are answered that are not trained. Servers
+        own process. `untracked` names the server for requests that are not trained on. Servers
         outside the run are reached over the network, and by proxies. `public_url` is
         `gateway.public_url`.
         """

@@ -143,7 +143,7 @@ class Board:
         return None if given is None or given.cancelled() else given.result()
 
     def withdraw(self, offer: Offer) -> None:
-        """Takes back the offer of a rollout that has ended, for whatever reason."""
+        """Takes back the offer of a rollout that has ended, for any reason."""
         offer.reward.cancel()
         self._unclaimed.pop(offer.session_id, None)
         self._offered.pop(offer.session_id, None)

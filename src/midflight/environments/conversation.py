@@ -74,8 +74,8 @@ class BuiltInLoop:
     def __init__(
         self, section: EnvironmentSection, post: Post | None = None, *, stateful: type | None = None
     ) -> None:
-        """`ConfigError` names what cannot be used. `stateful` is the class that `environment.entry`
-        names, if it names one. `post` is needed to run.
+        """Raises `ConfigError` with the parts that cannot be used. `stateful` is the class that
+        `environment.entry` names, if it names one. `post` is needed to run.
         """
         self._section = section
         self._post = post

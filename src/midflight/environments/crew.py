@@ -181,8 +181,8 @@ class Crew:
         names: Sequence[str] = (),
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`names` are those of all workers that are to join. `say` is called with what people
-        should know.
+        """`names` are those of all workers that are to join. `say` is called with messages for
+        people.
         """
         self._recorder = recorder
         self._stall_seconds = stall_seconds

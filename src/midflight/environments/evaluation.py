@@ -159,7 +159,7 @@ class Evaluator:
         over: asyncio.Event,
         kept: Container[int] = (),
     ) -> list[Trajectory]:
-        """Waits for all rollouts, and is ended as `run` says."""
+        """Waits for all rollouts, and ends as `run` does."""
         started = asyncio.get_running_loop().time()
         running: list[asyncio.Task[Trajectory]] = []
         async with asyncio.TaskGroup() as group:

@@ -105,7 +105,7 @@ class GroupJudge:
             there[0].turn.set_result(there)
 
     async def _judge(self, task: Task, places: list[_WaitingAttempt]) -> None:
-        """Waits for the scores. Whatever happens, every place gets a result or an error."""
+        """Waits for the scores. In any case, every place gets a result or an error."""
         error: BaseException = EnvironmentFailed(
             "scoring the group ended with the rollout that had it done; it is tried again"
         )

@@ -114,8 +114,8 @@ class McpServer:
         self.tools: list[McpTool] = []
 
     async def open(self) -> None:
-        """Waits until the server is there and has told its tools, for `start_seconds` at most.
-        `McpServerLost` says why it is not there.
+        """Waits until the server is there and has listed its tools, for `start_seconds` at most.
+        Raises `McpServerLost` with the reason if it is not there.
         """
         async with self._opening:
             if self._connection is not None:

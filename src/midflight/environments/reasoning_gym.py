@@ -21,7 +21,9 @@ from midflight.errors import ConfigError, nearest
 from midflight.types import Json, Task
 
 HELDOUT_SHARE = 1 / 8
-"""Share of all contents on the held-out side: about what the defaults (256 beside 2000) ask for."""
+"""Share of all contents on the held-out side: about as many as the defaults (256 beside 2000) ask
+for.
+"""
 MAX_DRAWS_PER_TASK = 32
 """The most entries that are drawn for each content asked for. It bounds the search in a dataset
 that repeats itself.
@@ -297,7 +299,9 @@ def _check_enough(
 
 
 def _json(value: Any) -> Json:
-    """Metadata as plain JSON. Tuples become lists, and what JSON does not have becomes text."""
+    """Returns metadata as plain JSON. Tuples become lists, and values that JSON does not have
+    become text.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

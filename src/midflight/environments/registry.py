@@ -121,8 +121,8 @@ def _bind(found: object, call: Callable[..., object]) -> None:
 
 
 class AgentProgram:
-    """The program that `[environment]` names, imported and checked. `ConfigError` says what cannot
-    be used and how to mend it.
+    """The program that `[environment]` names, imported and checked. Raises `ConfigError` with the
+    fault and its remedy.
     """
 
     def __init__(self, section: EnvironmentSection) -> None:

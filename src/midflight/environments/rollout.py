@@ -113,12 +113,12 @@ class RolloutRunner:
         delayed_seconds: Callable[[], float] = lambda: 0.0,
         trouble: Callable[[], str] = str,
     ) -> None:
-        """`rollout_seconds` is how long an agent may take by itself, and `bound` gives the last
-        bound on a whole rollout: see `RolloutTime`. `outage_seconds` gives the seconds so far in
-        which no engine took requests, including an outage that goes on. `delayed_seconds` gives
-        those in which this process had no processor, where agents run here. `trouble` says what
-        else may be to blame for a rollout that takes too long, such as engines that take no
-        requests. It is empty if nothing is.
+        """`rollout_seconds` is the time that an agent may take by itself, and `bound` gives the
+        last bound on a whole rollout: see `RolloutTime`. `outage_seconds` gives the seconds so far
+        in which no engine took requests, including an outage that goes on. `delayed_seconds` gives
+        those in which this process had no processor, where agents run here. `trouble` gives other
+        possible causes of a rollout that takes too long, such as engines that take no requests. It
+        is empty if there are none.
 
         With `tracked=False`, which is for evaluation, `fates` is not called. With `own` the agents
         are Midflight's own and end when they are cancelled.

@@ -27,8 +27,8 @@ Ranks = NDArray[np.uint64]
 
 
 class InvalidRow(Exception):
-    """Says why no task can be made of a row. The code that knows where the row is adds its
-    place.
+    """No task can be made of a row, for the reason in the text. The code that knows the row's place
+    adds it.
     """
 
 

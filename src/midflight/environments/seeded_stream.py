@@ -116,8 +116,8 @@ class SeededStream:
         self._index = index
 
     def task_at(self, epoch: int, index: int) -> Task:
-        """The task at a position, wherever the stream is. A resumed run uses it to try an
-        unfinished task again.
+        """Returns the task at a position, which need not be that of the stream. A resumed run uses
+        it to try an unfinished task again.
         """
         return self._task(epoch, index)
 

@@ -1,5 +1,5 @@
-"""The plainest environment: one question, one reply, right or wrong. Its pieces are for others,
-too.
+"""The plainest environment: one question, one reply, right or wrong. Other environments use its
+functions, too.
 
 As `environment.entry` it runs in the rollout process, where it blocks nothing, and asks the gateway
 itself, without HTTP.

@@ -38,8 +38,9 @@ def load_sources(
     `name-2`. `on_entry` is called for each entry that is drawn from a dataset, and may raise to end
     the drawing.
 
-    No source trains on what another source holds out, whether of the same dataset or of rows:
-    `ConfigError` if a dataset is too small for that. Posted tasks are not among these sources.
+    No source trains on contents that another source holds out, whether of the same dataset or of
+    rows. Raises `ConfigError` if a dataset is too small for that. Posted tasks are not among these
+    sources.
     """
     names = source_names(sections)
     drawn: dict[int, DrawnTasks] = {}

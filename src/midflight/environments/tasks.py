@@ -40,8 +40,8 @@ def posted_tasks(
 
 
 class TaskStream:
-    """The new tasks of a run: posted tasks first, then those of the other sources. It never waits;
-    where there is no task to draw, it says so.
+    """The new tasks of a run: posted tasks first, then those of the other sources. It never waits:
+    if there is no task to draw, its answer says so.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class TaskStream:
         return self._posted.post(rows), self._posted.num_waiting
 
     def task_of(self, key: GroupKey) -> Task:
-        """The task of a key, wherever the stream is. A resumed run uses it to try an unfinished
-        task again.
+        """Returns the task of a key, at any position of the stream. A resumed run uses it to try an
+        unfinished task again.
         """
         if key.epoch == POSTED_EPOCH:
             assert self._posted is not None, "a run keeps its sources"

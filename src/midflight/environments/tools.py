@@ -43,13 +43,13 @@ class ToolMissed(Exception):
 
 
 class ToolSource(Protocol):
-    """One tool, wherever it runs."""
+    """One tool, in this process or elsewhere."""
 
     name: str
     schema: Mapping[str, Json]
 
     async def call(self, arguments: Mapping[str, Json]) -> object:
-        """Waits for the answer. `ToolMissed`, or whatever the tool raises, becomes the answer. An
+        """Waits for the answer. `ToolMissed`, or any error of the tool, becomes the answer. An
         `EnvironmentFailed` fails the rollout.
         """
         ...

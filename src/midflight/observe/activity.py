@@ -151,8 +151,8 @@ class ActivityProbe:
 
 
 class ProcessActivity:
-    """Watches whether one process moves. It is synchronous: what waits for the process calls `look`
-    about once a second.
+    """Watches whether one process moves. It is synchronous: the code that waits for the process
+    calls `look` about once a second.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ class Alarms:
         learning: LearningOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`log` is where people find this process's log. `step_rollouts` counts the rollouts of one
+        """`log` names the place of this process's log. `step_rollouts` counts the rollouts of one
         step; it is None if training needs no differing rewards. `learning` is given by a run that
         trains.
         """

@@ -283,5 +283,7 @@ def _rewrite(path: Path, history: JournalHistory) -> None:
 
 
 def _place_in_time(line: Line) -> tuple[Version, bool, bool]:
-    """The step that made a version comes before what else happened at it, and a resume last."""
+    """Returns the sort key of a line. The step that made a version comes before all other lines of
+    that version, and a resume comes last.
+    """
     return line.version, not isinstance(line, StepLine), isinstance(line, ResumeLine)

@@ -1,5 +1,5 @@
-"""Alarms about what there is to learn from: groups that are all alike, answers that are cut short,
-and first steps that go too far.
+"""Alarms about the material of training: groups whose rewards are all alike, answers that are cut
+short, and first steps that go too far.
 
 Each names the number, why it matters, and which option to change in which direction.
 """

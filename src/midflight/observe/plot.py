@@ -45,7 +45,7 @@ def draw_history(history: JournalHistory, picture: Path, *, title: str) -> None:
 
 def draw_comparison(runs: Mapping[str, JournalHistory], picture: Path, *, title: str) -> None:
     """Compares several runs, given by their labels: the reward over all sources, held-out marks of
-    each run's first source, and the mean age of trained tokens. It raises what `draw_plot` raises.
+    each run's first source, and the mean age of trained tokens. It raises the errors of `draw_plot`.
     """
     with _figure(picture, title=title) as (top, bottom):
         for color, (label, history) in zip(_cycle(len(runs)), runs.items(), strict=True):
@@ -79,7 +79,7 @@ def _of_first_source(evaluations: Sequence[EvaluationLine]) -> list[EvaluationLi
 
 def draw_work(runs: Mapping[str, JournalHistory], picture: Path, *, title: str) -> None:
     """Draws the tokens that each run generated and trained per second, and below them the length of
-    its rollouts. It raises what `draw_plot` raises.
+    its rollouts. It raises the errors of `draw_plot`.
     """
     with _figure(picture, title=title) as (top, bottom):
         for color, (label, history) in zip(_cycle(len(runs)), runs.items(), strict=True):

@@ -224,8 +224,8 @@ class Status:
     engine_busy: float | None = None
     """Share of the training phase in which some engine computed; none before it."""
     slots_used: float | None = None
-    """Mean share of the engines' slots that decoded a request, or none if the number of slots is
-    not known.
+    """The mean share of the engines' slots that decoded a request, or None if the number of slots
+    is not known.
     """
     trainer_busy: float | None = None
     overlap_share: float | None = None

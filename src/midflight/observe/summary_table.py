@@ -1,4 +1,4 @@
-"""The table at the end of `midflight train`: what `summary.json` holds, for people."""
+"""The table at the end of `midflight train`: the contents of `summary.json`, for people."""
 
 from collections import Counter
 

@@ -30,7 +30,7 @@ class RowsFile:
     """
 
     def __init__(self, rows: Iterable[object]) -> None:
-        """Reads them all. `ConfigError` names the row that cannot be written."""
+        """Reads them all. Raises `ConfigError` with the row that cannot be written."""
         self._file = tempfile.NamedTemporaryFile("wb", prefix="midflight-", suffix=".jsonl")  # noqa: SIM115 (it lives as long as this)
         self.path = Path(self._file.name)
         encode = msgspec.json.Encoder(enc_hook=_plain).encode
@@ -129,7 +129,7 @@ class Arguments:
     config: str | Path | Tables | None
 
     def asked(self) -> CheckedRun:
-        """Raises `ConfigError` with everything that is wrong with them."""
+        """Checks the arguments. Raises `ConfigError` with all their faults."""
         objects = Objects()
         rows = None
         file: str | Path | None = None

@@ -106,7 +106,7 @@ class BackgroundRun:
             atexit.unregister(self._end)
 
     def _hear(self, message: Message) -> None:
-        """Hears a message, in the launcher's thread."""
+        """Receives a message, in the launcher's thread."""
         with self._told:
             if isinstance(message, Progress):
                 self.status = message.status

@@ -70,8 +70,8 @@ class RolloutRecord:
     trained_by: Version | None
     """The version that a step on it made, once a checkpoint holds that version."""
     conversations: tuple[tuple[ConversationPassage, ...], ...]
-    """One conversation, or several where the agent's conversation branched. There is none where
-    nothing can be trained on.
+    """One conversation, or several if the agent's conversation branched. There is none if nothing
+    can be trained on.
     """
 
     @property

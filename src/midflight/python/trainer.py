@@ -63,7 +63,7 @@ class Trainer:
     rewards: functions, or pairs of one with its weight.
     tools: functions.
     environment: a function or class in place of both.
-    config: a TOML file, or a dict of its sections. What else is given here overrides it.
+    config: a TOML file, or a dict of its sections. The other arguments override it.
     progress: whether the run is shown.
     """
 
@@ -90,8 +90,8 @@ class Trainer:
         on_checkpoint: Callable[[CheckpointLine], object] | None = None,
         on_end: Callable[[Summary], object] | None = None,
     ) -> None:
-        """`ConfigError` says everything that is wrong with the arguments. Nothing is started, and
-        nothing is written but a temporary file of the rows.
+        """Raises `ConfigError` with all faults of the arguments. Nothing is started, and only a
+        temporary file of the rows is written.
         """
         source = {"prompt": prompt, "answer": answer, "system": system, "heldout": heldout}
         given = {name: value for name, value in source.items() if value is not None}
@@ -199,8 +199,8 @@ class Trainer:
         self._under_way.begin()
 
     def _follow(self) -> None:
-        """Waits for lines, and lets the callbacks hear them; ended by the run. A callback that
-        raises ends the run, and no callback hears more.
+        """Waits for lines, and passes them to the callbacks; ended by the run. A callback that
+        raises ends the run, and no callback is called after that.
         """
         under_way = self._started()
         while True:

@@ -24,7 +24,7 @@ SEATED_VARIABLE: Final = "MIDFLIGHT_SEATED"
 launcher cannot read itself.
 """
 TEACHER: Final = "teacher"
-"""The name of the engine process that scores what others generate."""
+"""The name of the engine process that scores the tokens that others generate."""
 
 
 class ProcessKind(StrEnum):

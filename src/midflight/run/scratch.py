@@ -49,8 +49,8 @@ def scratch_folder(name: str = PREFIX) -> Generator[Path]:
 
 
 def remove_left() -> None:
-    """Removes what dead processes left, whichever run they belonged to. A locked folder is in use;
-    a folder of another user stays.
+    """Removes the folders that dead processes of any run left. A locked folder is in use; a folder
+    of another user stays.
     """
     remove_stale(PREFIX)
     for place in {SHARED, Path(tempfile.gettempdir())}:

@@ -58,7 +58,7 @@ class SimulatedReport:
 
 class SimulatedTrainer:
     """Implements `run.training`'s `Steps` and `Outbox`. `on_step` sees each batch before its step
-    is made, and the step raises what `on_step` raises.
+    is made, and the step raises the errors of `on_step`.
     """
 
     def __init__(
@@ -215,8 +215,8 @@ class SmallRing:
         service: RolloutService | None = None,
         stage: Stage = lambda: lambda: None,
     ) -> None:
-        """Makes the whole run of `run.steps` steps, and waits for its end as `serve` does.
-        `service` may stand between trainer and system, to slow or to watch them.
+        """Makes the whole run of `run.steps` steps, and waits for its end, see `serve`. `service`
+        may stand between trainer and system, to slow or to watch them.
         """
         loop = TrainingLoop(
             trainer,

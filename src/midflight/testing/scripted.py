@@ -412,7 +412,7 @@ class ScriptedEngine:
             running.changed.set()
 
     async def _advance(self, running: _ScriptedRequest) -> types.Chunk:
-        """The next chunk of a request. Waits for what `generate` waits for."""
+        """Returns the next chunk of a request. Waits as `generate` does."""
         while True:
             self._interrupt(running)
             if isinstance(running.ending, EngineUnavailable):
@@ -428,8 +428,8 @@ class ScriptedEngine:
                 return chunk
 
     async def _decode(self, running: _ScriptedRequest) -> types.Chunk:
-        """Decodes tokens of one version. Whatever pokes the engine cuts them at the last token that
-        had its time.
+        """Decodes tokens of one version. An event that wakes the engine cuts them at the last token
+        whose time is over.
         """
         loop = asyncio.get_running_loop()
         version = self._served.version

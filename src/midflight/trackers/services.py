@@ -38,7 +38,7 @@ class TensorBoard(Tracker):
 
     def _begin(self, purged: int | None) -> None:
         """Begins a new file. It tells readers, which read files in the order of their names, to
-        forget what earlier files say about steps from `purged` on.
+        forget the values in earlier files for steps from `purged` on.
         """
         self._number += 1
         writer = import_module("tensorboardX").SummaryWriter
@@ -118,7 +118,7 @@ def _cell(cell: str | float | None) -> str:
 
 
 class WeightsAndBiases(Tracker):
-    """Writes online where a key is known or `WANDB_MODE` says so. Otherwise it writes offline into
+    """Writes online if a key is known or `WANDB_MODE` says so. Otherwise it writes offline into
     `wandb` of the run's folder, for `wandb sync`.
     """
 

@@ -35,8 +35,8 @@ class TrackedRun:
 
 
 class Tracker:
-    """Derive from this and override what the service can show. Methods that are not overridden do
-    nothing.
+    """Derive from this and override the methods that the service can show. Methods that are not
+    overridden do nothing.
 
     All methods are called from one thread of a process of its own, in which the tracker may wait
     and fail: neither reaches the run. `step` is the number of the optimiser step. Steps that a
@@ -44,8 +44,8 @@ class Tracker:
     """
 
     def open(self, run: TrackedRun) -> str | None:
-        """Begins a run, or goes on with it where `run.id` is given. Returns what finds the run
-        again, where that takes more than its folder.
+        """Begins a run, or goes on with it if `run.id` is given. Returns the key by which the run
+        is found again, if that takes more than its folder.
         """
 
     def scalars(self, step: int, numbers: Mapping[str, float]) -> None:

@@ -1,7 +1,7 @@
 """A trainer's state on disk.
 
 It is saved in two parts: a quick copy between two steps, and the write to the disk while training
-goes on. It is loaded whatever number of ranks wrote it.
+goes on. Any number of ranks may have written it.
 """
 
 from collections.abc import Callable, Iterator, Mapping

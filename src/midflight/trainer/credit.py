@@ -1,5 +1,5 @@
-"""The credit that each token of a batch gets: its advantage, from rewards, their components, what
-single answers earned, and a teacher.
+"""The credit that each token of a batch gets: its advantage, from rewards, their components, the
+rewards of single answers, and a teacher.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class ValuedTokens:
 
 
 class Critic:
-    """Owns the value model and its optimiser. Collective, as `Passes` is."""
+    """Owns the value model and its optimiser. It is collective, as `Passes` is."""
 
     def __init__(self, passes: Passes, valuation: Valuation, *, adam: Adam, ranks: Ranks) -> None:
         """`adam` is the policy's; the critic takes all of it but the learning rate."""

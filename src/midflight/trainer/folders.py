@@ -312,7 +312,7 @@ class Shards:
                 raise ValueError(f"parts of tensor {name!r} are missing")
 
     def named(self, prefix: str) -> Shapes:
-        """Shapes and dtypes by what follows `prefix` in the name."""
+        """Returns shapes and dtypes by the part of the name after `prefix`."""
         return {
             name[len(prefix) :]: (tuple(found.size), found.properties.dtype)
             for name, found in self.tensors.items()

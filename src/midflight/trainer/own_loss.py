@@ -1,4 +1,4 @@
-"""A loss of the user's own, named as `module:function`. It is tried on a few made-up tokens before
+"""The user's own loss, named as `module:function`. It is tried on a few made-up tokens before
 anything is started.
 """
 

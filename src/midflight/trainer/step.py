@@ -87,7 +87,7 @@ class Update:
 
 
 class Stepper:
-    """Updates a policy, and its critic if there is one. Collective, as `Passes` is."""
+    """Updates a policy, and its critic if there is one. It is collective, as `Passes` is."""
 
     def __init__(
         self,
@@ -104,8 +104,8 @@ class Stepper:
         rules: StepRules,
         ranks: Ranks,
     ) -> None:
-        """`policy`: forwards of `model`, which is what `optimizer` moves. `reference`: forwards of
-        the model that a divergence is taken from.
+        """`policy` makes forwards of `model`, whose parameters `optimizer` moves. `reference` makes
+        forwards of the model from which a divergence is taken.
         """
         self._model = model
         self._objective = objective

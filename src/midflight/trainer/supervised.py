@@ -17,7 +17,7 @@ from midflight.trainer.schedule import Schedule
 
 class SupervisedTrainer:
     """Minimises the mean negative log-probability of answer tokens. It has an optimiser of its own,
-    which ends with it. Synchronous, as `PolicyTrainer` is.
+    which ends with it. It is synchronous, as `PolicyTrainer` is.
     """
 
     def __init__(

@@ -20,8 +20,8 @@ _ASKS = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="view
 
 
 class TokenGuard:
-    """Passes on requests that bring the token as `?token=`, which a cookie then replaces, as a
-    cookie, or as a bearer. Any other request gets a form.
+    """Passes on requests that bring the token in a cookie or as a bearer token. A request with
+    `?token=` gets that cookie in its answer. Any other request gets a form.
     """
 
     def __init__(self, app: ASGIApp, *, token: str) -> None:

@@ -120,7 +120,9 @@ class Bubblewrap:
     async def ended(
         self, words: Sequence[str], stdin: str, *, passed: Sequence[BinaryIO]
     ) -> ProgramResult:
-        """Waits for the end of a process that gets these files open. It ends as `LimitedProcess` says."""
+        """Waits for the end of a process that gets these files open. It ends as `LimitedProcess`
+        does.
+        """
         process = await asyncio.create_subprocess_exec(
             *words,
             stdin=asyncio.subprocess.PIPE,

@@ -24,7 +24,7 @@ NOBODY = "65534:65534"
 
 Shell: TypeAlias = Callable[[str, float], Awaitable[tuple[int, str]]]
 """Runs a script within so many seconds, and returns its exit status and its output. Waits for its
-end, and raises what the maker's client raises.
+end, and raises the errors of the maker's client.
 """
 
 

@@ -38,7 +38,9 @@ class Sandbox(Protocol):
     """Runs programs that are not trusted. One object serves any number at once."""
 
     def check(self) -> None:
-        """Tries once whether it can isolate. `SandboxUnavailable` says why not, and what to do."""
+        """Tries once whether it can isolate. Raises `SandboxUnavailable` with the reason and the
+        remedy if not.
+        """
         ...
 
     async def run(

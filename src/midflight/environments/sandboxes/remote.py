@@ -241,8 +241,8 @@ def _signed(status: int) -> int:
 
 @asynccontextmanager
 async def _blamed(deed: str, seconds: float) -> AsyncGenerator[None]:
-    """Turns whatever a maker's client raises, which has no common class, into `SandboxLost`,
-    because it says nothing about the program.
+    """Turns every error of a maker's client into `SandboxLost`, because it says nothing about the
+    program. These errors have no common class.
     """
     deadline = asyncio.timeout(seconds)
     try:

@@ -211,7 +211,7 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "debug": ("", "use midflight train CONFIG --debug"),
     "train_sampling_strategy": ("random", "the order is seeded; midflight.Trainer has shuffle"),
 }
-"""Options without a meaning here: the value that asks for nothing, and what to use."""
+"""Options without a meaning here: the value that has no effect, and the option to use instead."""
 
 SCHEDULES = {
     "constant": "constant",

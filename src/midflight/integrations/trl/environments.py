@@ -1,4 +1,4 @@
-"""Makes of trl's `environment_factory` a class of the kind that the built-in loop takes. It has
+"""Makes a class of the kind that the built-in loop takes out of trl's `environment_factory`. It has
 `reset`, public methods as tools, and a reward of its own.
 """
 

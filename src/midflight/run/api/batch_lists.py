@@ -40,7 +40,7 @@ class RolloutRow(RowLists, frozen=True, omit_defaults=True):
     for its answers.
     """
     kept: list[list[int]] | None = None
-    """The ids that truncation left for each token, or none if nothing was cut off. Present where
+    """The ids that truncation left for each token, or none if nothing was cut off. It is present if
     `correction.sampling_masks` is on.
     """
 

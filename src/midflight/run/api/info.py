@@ -1,4 +1,4 @@
-"""`GET /midflight/v1`: what answers here, for clients of any language.
+"""`GET /midflight/v1`: the name and state of the process that answers, for clients of any language.
 
 `API_VERSION` counts up when a client of the version before would no longer work; fields may be
 added to answers without that.

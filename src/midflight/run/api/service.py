@@ -57,7 +57,7 @@ class RolloutService(Protocol):
 
 
 class CopyAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer to `store`. `error` says why there is no copy, if there is none."""
+    """The answer to `store`. If there is no copy, `error` holds the reason."""
 
     error: str = ""
 
@@ -74,14 +74,14 @@ class TrainerService(RolloutService, Protocol):
         ...
 
     async def take_back(self, lease: int) -> None:
-        """The step of a lease will not be made: its groups wait again. Raises `UnknownLease` if it
-        is not open.
+        """Reports that the step of a lease will not be made: its groups wait again. Raises
+        `UnknownLease` if it is not open.
         """
         ...
 
     async def restart(self, checkpoint: Version, *, least: Version = 0) -> Version:
-        """The trainer goes on from its checkpoint: groups of later steps wait again, exactly once
-        (I8).
+        """Reports that the trainer goes on from its checkpoint: groups of later steps wait again,
+        exactly once (I8).
 
         Returns the number under which the checkpoint's weights go on: its own, or one that no other
         weights have had, and `least` at least. Raises `OutOfTurn` if the last step was made and

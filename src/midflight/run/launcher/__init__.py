@@ -1,1 +1,3 @@
-"""The parent of a run: starts the processes, listens to them, restarts what dies, stops all."""
+"""The parent of a run: it starts the processes, listens to them, restarts those that die, and stops
+all.
+"""

@@ -61,11 +61,11 @@ SPECS = {
 def part_main(
     part: parts.ProcessKind, arguments: Sequence[str]
 ) -> Callable[[Any, parts.LauncherPipe], Awaitable[None]]:
-    """Imports a part, which for trainer and embedded engine means torch. The spec need not be
-    known for that, which takes seconds.
+    """Imports a part, which for trainer and embedded engine means torch. This takes seconds, and
+    the spec need not be known for it.
 
-    The process that runs agents also imports what `[environment]` names: an entry that cannot be
-    imported is found now, not after the warm start.
+    The process that runs agents also imports the entries that `[environment]` names, so an entry
+    that cannot be imported is found now, not after the warm start.
     """
     if part is parts.ProcessKind.ENGINE and list(arguments) == ["embedded"]:
         from midflight.run.engine.engine_process import run_engine
@@ -161,7 +161,7 @@ def stop(task: asyncio.Task[None]) -> None:
 
 
 def end_soon(status: int) -> None:
-    """The process ends after `STOP_SECONDS`, whatever hangs."""
+    """Ends the process after `STOP_SECONDS`, even if parts of it hang."""
     timer = threading.Timer(STOP_SECONDS, os._exit, args=(status,))
     timer.daemon = True
     timer.start()

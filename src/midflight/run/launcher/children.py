@@ -1,4 +1,4 @@
-"""The processes of a run, as the launcher starts them, hears them and stops them."""
+"""The processes of a run. The launcher starts them, reads their messages and stops them."""
 
 import asyncio
 import os
@@ -18,15 +18,17 @@ from midflight.run.parts import Failed, Message, ModelReady, ProcessKind, Spec, 
 from midflight.run.places.port import Child, HasDescriptor, Place, error_of, stop_all
 
 LAST_WORDS_SECONDS = 0.5
-"""To read what ended processes left in their pipes."""
+"""The time for reading the messages that ended processes left in their pipes."""
 ONE_ARENA = {"MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1")}
-"""Set for processes with tensors: glibc gives threads memory of their own, and no thread uses what
-another has freed. Versions are staged and steps are made in whichever thread is free, so that an
-engine of 135 million parameters would keep 0.4 GB for nothing."""
+"""Set for processes with tensors. Without it, glibc gives threads memory of their own, and no
+thread uses memory that another has freed. Versions are staged and steps are made in any free
+thread, so an engine of 135 million parameters would keep 0.4 GB for nothing."""
 
 
 class Children:
-    """Starts processes, gives each its spec once there is a model, and hears each until it ends."""
+    """Starts processes, gives each its spec once there is a model, and reads the messages of each
+    until it ends.
+    """
 
     def __init__(
         self,
@@ -37,9 +39,9 @@ class Children:
         objects: bytes = given.NOTHING,
         lock: HasDescriptor | None = None,
     ) -> None:
-        """`hear` gets everything that a process says but its failure, with the name of its part.
-        `objects` are a program's, packed. `lock` holds the run's folder while a part that writes
-        there lives.
+        """`hear` gets every message of a process except its failure, with the name of its part.
+        `objects` are the objects of a program, packed. `lock` holds the run's folder while a part
+        that writes there lives.
         """
         self._config = config
         self._watchdog = watchdog
@@ -140,8 +142,8 @@ class Children:
     # --- While they run ---------------------------------------------------------------------------
 
     async def brief_and_follow(self, child: Child, spec: Callable[[ModelReady], Spec]) -> None:
-        """Hears the child from its start, and tells it its spec as soon as there is a model; its
-        failure may come before.
+        """Reads the child's messages from its start, and sends it its spec as soon as there is a
+        model. The child may fail before that.
         """
 
         async def brief() -> None:
@@ -153,8 +155,8 @@ class Children:
             raise first_error(errors) from None
 
     async def follow(self, child: Child) -> None:
-        """Hears the child until it ends; its failure is ours, with its traceback (I9). Ended by the
-        child.
+        """Reads the child's messages until it ends. Raises its failure, with its traceback (I9).
+        Ended by the child.
         """
         try:
             async for message in child.messages():
@@ -185,7 +187,7 @@ class Children:
         await stop_all(children, seconds=seconds)
 
     async def last_words(self, hear: Callable[[str, Message], None]) -> None:
-        """`hear` gets what parts said while they ended. Waits for nothing but bytes that are
+        """`hear` gets the messages that parts sent while they ended. Waits only for bytes that are
         there.
         """
         with suppress(TimeoutError):

@@ -70,8 +70,8 @@ class EnginePart:
 
 
 class Engines:
-    """Keeps the engines running. `start` starts a process, and `follow` hears it until it ends.
-    `serving` are the parts that have come up.
+    """Keeps the engines running. `start` starts a process, and `follow` reads its messages until it
+    ends. `serving` are the parts that have come up.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class Gateways:
         purpose: Purpose,
         say: Callable[[Message], None],
     ) -> None:
-        """`worker_token` is what workers show to gateways."""
+        """`worker_token` is the token that workers show to gateways."""
         self._config = config
         self._parts = parts
         self._children = children

@@ -40,8 +40,8 @@ class KilledStarts:
 
 
 def is_told(num: int) -> bool:
-    """True after the second kill, the fourth, the eighth and so on, where the user is told what to
-    do. One kill says little.
+    """True after the second kill, the fourth, the eighth and so on. The user then gets a message
+    with the remedy. One kill says little.
     """
     return num > 1 and num & (num - 1) == 0
 

@@ -199,8 +199,8 @@ def serve(config: Config, *, token: str | None) -> int:
 
 
 def evaluate(config: Config, model: Path, *, program: Program | None = None) -> int:
-    """Says the held-out score of a model folder, by the same environment, seeds and engine as in
-    training. `program` hears it too.
+    """Prints the held-out score of a model folder, by the same environment, seeds and engine as in
+    training. `program` receives it too.
     """
     program = program or Program()
     with (

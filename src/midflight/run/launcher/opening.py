@@ -1,4 +1,4 @@
-"""The lines that a command says when it starts: what will happen, and where to look."""
+"""The lines that a command prints when it starts: its plan, and the places of its results."""
 
 import os
 from collections.abc import Iterator

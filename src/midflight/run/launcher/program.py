@@ -13,7 +13,7 @@ from midflight.run.parts import Message
 
 
 def ignore_message(message: Message) -> None:
-    """Hears a message for a program that does not listen."""
+    """Ignores a message, for a program that does not listen."""
     del message
 
 
@@ -29,6 +29,6 @@ class Program:
     """The console on which the run is shown. None is standard output."""
     stop: Stop = field(default_factory=Stop)
     hear: Callable[[Message], None] = ignore_message
-    """Hears everything that the parts say, in the launcher's thread. Must not raise or wait."""
+    """Receives every message of the parts, in the launcher's thread. Must not raise or wait."""
     summary: Summary | None = None
     """The run's summary, once it has ended."""

@@ -18,8 +18,8 @@ from midflight.run.parts import PartLost, ProcessKind, TrainerSpec, serve_while
 from midflight.run.places.port import PartFailed, Place, Places
 
 OWN_REASON_SECONDS = 5.0
-"""For a part that was lost to say why itself, or to be seen to end: its connections break first,
-and a busy machine takes seconds more.
+"""The time in which a lost part may report its own reason, or be seen to end. Its connections break
+first, and a busy machine takes seconds more.
 """
 
 

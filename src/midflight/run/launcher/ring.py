@@ -60,7 +60,7 @@ ended.
 
 
 class Ring:
-    """One attempt at a run. `on_message` hears everything that the parts say; it must not raise or
+    """One attempt at a run. `on_message` receives every message of the parts; it must not raise or
     wait.
     """
 

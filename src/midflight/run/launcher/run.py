@@ -196,8 +196,8 @@ class Run:
             await asyncio.sleep(MEMORY_SECONDS)
 
     def conclude(self, *, finished: bool) -> Summary:
-        """Writes summary and plot of what there is, also after an interruption or a failure: then
-        it waits less for the plot.
+        """Writes the summary and the plot of the run so far, also after an interruption or a
+        failure. In that case it waits less for the plot.
         """
         began = time.monotonic()
         primary = source_names(self._config.environment.sources)[0]

@@ -73,8 +73,8 @@ class Tracking:
             self._said.put(msgspec.json.decode(line, type=TrackerMessage))
 
     def hear(self) -> None:
-        """Passes on what trackers have said since the last look, or that their process died. None
-        of it ends the run.
+        """Passes on the trackers' messages since the last call, or the news that their process
+        died. None of this ends the run.
         """
         status = None if self._process is None else self._process.poll()
         if status and self._open:

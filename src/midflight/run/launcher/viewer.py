@@ -25,8 +25,8 @@ HOST = "127.0.0.1"
 
 
 class RunViewer:
-    """Opens the address, and starts the viewer for its first visitor. When the viewer ends, it says
-    so and does not start it again.
+    """Opens the address, and starts the viewer for its first visitor. When the viewer ends, it
+    reports that and does not start it again.
     """
 
     def __init__(self, config: Config, *, token: str, say: Callable[[str], None]) -> None:

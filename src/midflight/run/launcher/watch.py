@@ -56,8 +56,8 @@ class ProcessWatch:
             endings.create_task(self._end(hung, child, report))
 
     async def _end(self, hung: HungProcess, child: Child, report: str) -> None:
-        """Waits for the stacks of a process that can still write them. Before the end of a worker
-        that is stopped, waits for its gateway to hear that no agent is to blame.
+        """Waits for the stacks of a process that can still write them. Before it ends a stopped
+        worker, it waits until the worker's gateway knows that no agent is to blame.
         """
         if hung.stopped and child.part is ProcessKind.WORKER:
             await self._spare(hung.name)

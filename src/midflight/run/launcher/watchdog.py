@@ -1,6 +1,6 @@
-"""Finds what stands still: a process that is stopped or silent, a loop that is blocked, work that
-takes no processor time, an engine that does not come back from quarantine, and a run in which
-nothing moves. Synchronous: `ProcessWatch` looks every second, and acts.
+"""Finds processes and parts that stand still: a process that is stopped or silent, a loop that is
+blocked, work that takes no processor time, an engine that does not come back from quarantine, and a
+run in which nothing moves. Synchronous: `ProcessWatch` looks every second, and acts.
 
 | found | when |
 |---|---|
@@ -295,7 +295,9 @@ class Watchdog:
     # --- What it says -----------------------------------------------------------------------------
 
     def standstill(self) -> str:
-        """A line that says for how long nothing has moved, and who waits for whom."""
+        """Returns a line that says for how long nothing has moved, and which part waits for
+        which.
+        """
         stood = f"nothing has moved for {duration(self.stood())}"
         waits = self._waits()
         if not waits:

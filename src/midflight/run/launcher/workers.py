@@ -21,8 +21,8 @@ machine has no room for it.
 
 
 class Workers:
-    """Keeps them running, whatever agents do to them. The gateways know which worker belongs to
-    which of them.
+    """Keeps the worker processes running, even if agents break them. The gateways know which worker
+    belongs to which of them.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Workers:
         """
 
     async def keep(self, name: str, gateway: GatewayPart) -> None:
-        """Runs one process of agents, and starts it again whenever it dies, as agents may have it.
+        """Runs one process of agents, and starts it again whenever it dies, which agents may cause.
         Raises `PartFailed` if it does not come up.
         """
         failed_starts = 0

@@ -46,7 +46,7 @@ class MachineGreeting(msgspec.Struct, frozen=True):
 
 
 class ActorOpened(msgspec.Struct, frozen=True):
-    """The seat listens, or `error` says why it does not."""
+    """The seat listens, or `error` holds the reason why it does not."""
 
     host: str = ""
     port: int = 0
@@ -150,8 +150,8 @@ class ActorChild:
 
 
 class PlaceActor:
-    """The actor. Its methods are async, because others are called while some wait long. Names are
-    those of parts, such as `engine0`.
+    """The actor. Its methods are async, because some wait long and others are called meanwhile.
+    Names are those of parts, such as `engine0`.
     """
 
     def __init__(self, address: str = "") -> None:

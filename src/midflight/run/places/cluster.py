@@ -95,7 +95,7 @@ class Cluster(Protocol):
         ...
 
     def seat(self, resources: Mapping[str, float], *, machine: str = "") -> Any:
-        """A new seat, wherever there is room, or on that machine. Does not wait."""
+        """Returns a new seat, on any machine with room, or on that machine. Does not wait."""
         ...
 
     async def group(

@@ -1,4 +1,4 @@
-"""The ports of the ring: a place, and a process there, wherever that is.
+"""The ports of the ring: a place, which may be on any machine, and a process there.
 
 A place holds the things that must outlive a process: the listening socket, so that the address
 stays the same through restarts, and on a cluster the GPUs.

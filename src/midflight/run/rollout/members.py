@@ -6,8 +6,8 @@
 | `Members.run` | connections that are down | its interval | time |
 
 An engine that joins is treated as one that rejoins: it is in quarantine from its first moment, and
-`Rejoin` brings it the current version, as it does to one that was started again. Whatever could
-keep it from serving is asked before anything is changed.
+`Rejoin` brings it the current version, as it does to one that was started again. Everything that
+could keep it from serving is checked before anything is changed.
 """
 
 import asyncio
@@ -243,7 +243,9 @@ class Members:
         return self._state_of(name), known is None
 
     async def _approached(self, name: str, address: EngineAddress) -> _KnownEngine:
-        """An engine that can join, connected. Whatever ends this, nothing is left of it."""
+        """Returns an engine that can join, connected. If this ends in any other way, nothing is
+        left of it.
+        """
         about = await self._asked(name, address)
         self._check_process(name, about.process, address)
         await self._check(name, address, about)

@@ -319,8 +319,8 @@ class RolloutProcess:
         await self._http(serving, [weights.route(self._spec.control_token)])
 
     def _store(self) -> Path:
-        """The path of the store, which is ready for this run. A new run has none yet, whatever an
-        earlier run of this folder left on another disk. Blocking.
+        """Returns the path of the store, which is ready for this run. A new run has no store yet:
+        one that an earlier run of this folder left on another disk is set aside. Blocking.
         """
         section = self._config.run
         folder = Path(section.folder)

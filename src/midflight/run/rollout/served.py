@@ -51,7 +51,7 @@ class ShardRole:
     """
     again: bool = False
     """The process died, and goes on from its store; the trainer and the other shards did not stop.
-    It has yet to hear what engines serve.
+    It does not know yet which versions the engines serve.
     """
 
 
@@ -65,7 +65,9 @@ class EngineWord(msgspec.Struct, frozen=True):
 
 
 class ServedWord(msgspec.Struct, frozen=True):
-    """The owner's word on all engines at one moment; those that it has yet to hear of are left out."""
+    """The owner's message about all engines at one moment. Engines of which it knows nothing yet
+    are left out.
+    """
 
     serial: str
     """The number of the moment; another life of the owner has other numbers."""
@@ -73,8 +75,8 @@ class ServedWord(msgspec.Struct, frozen=True):
 
 
 Ask = Callable[[str], Awaitable[ServedWord]]
-"""Waits for the owner's word after the one of that serial; raises `PartLost` if it does not
-answer.
+"""Waits for the owner's message after the one of that serial. Raises `PartLost` if the owner does
+not answer.
 """
 
 
@@ -163,7 +165,7 @@ class Follower:
         """Engines that were asked for their version and have not answered."""
 
     async def run(self) -> None:
-        """Waits for the owner's next word, for ever; ended by its task group."""
+        """Waits for the owner's next message, for ever; ended by its task group."""
         serial = ""
         while True:
             try:

@@ -166,8 +166,8 @@ class Serving:
             home.attach(engine, version=version, error=error)
 
     def _share(self, stall_seconds: float) -> None:
-        """Other gateways use the same engines. The one that hands versions over tells the others
-        what engines serve.
+        """Shares the engines with other gateways. The gateway that hands versions over tells the
+        others which versions the engines serve.
         """
         if self.role.ask is None:
             self.news = ServedNews(self.fleet)
@@ -192,10 +192,10 @@ class Serving:
                 watches.create_task(self.follower.run())
 
     async def adopt(self) -> None:
-        """Learns what engines serve, where the process that handed versions over died and this one
-        is its next life. The newest version that an engine serves is the one that all serve or are
-        about to serve, and each engine verified it whole. The others get it, or the next, by a
-        handover. Waits for the engines' answers, each as long as a health check.
+        """Learns which versions the engines serve, if the process that handed versions over died
+        and this one is its next life. The newest version that an engine serves is the one that all
+        serve or are about to serve, and each engine verified it whole. The others get it, or the
+        next, by a handover. Waits for the engines' answers, each as long as a health check.
         """
         if not self.role.again or self.follower is not None:
             return

@@ -1,5 +1,5 @@
-"""The rollout side of a run, over whatever engines and trainer there are: stations 1 to 5 and the
-handover, wired together.
+"""The rollout side of a run, over any engines and any trainer: stations 1 to 5 and the handover,
+wired together.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -281,7 +281,7 @@ class RolloutSystem:
             self.queue.wake()
 
     def post(self, rows: Sequence[Columns]) -> tuple[range, int]:
-        """Posts as `TaskStream` does; waits for tasks are woken."""
+        """Posts as `TaskStream` does, and wakes those that wait for tasks."""
         taken = self._stream.post(rows)
         self.queue.wake()
         return taken

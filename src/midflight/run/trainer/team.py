@@ -219,9 +219,9 @@ async def follow(
     heart: Heartbeat,
     publisher: Callable[..., PullPublisher] = PullPublisher,
 ) -> None:
-    """Runs any rank but the first: makes its trainer, and does the deeds of the first rank until
-    the end. Any error ends it, also one of a checkpoint on its way to the disk. The first rank would
-    wait for that for ever; it learns of the error by our end.
+    """Runs any rank except the first: makes its trainer, and follows the first rank's deeds until
+    the end. Any error ends it, also one of a checkpoint on its way to the disk. The first rank
+    would wait for that for ever. It learns of the error because this process ends.
     """
     # One thread for all deeds: a thread chooses its GPU. Not waited for at the end, since nothing
     # ends its waiting but the first rank.

@@ -51,8 +51,8 @@ def shift(values: NDArray[Scalar], row_offsets: NDArray[np.integer[Any]]) -> NDA
     """Aligns a per-token array with the predictions: each row loses its first entry.
 
     [N] -> [N - R], where row r holds [row_offsets[r], row_offsets[r + 1]). Ids, mask,
-    log-probabilities, versions: whatever is said of a token goes through here, so no two of them
-    can be out of step. A row without tokens is not allowed.
+    log-probabilities, versions: every array with values of tokens goes through here, so no two of
+    them can be out of step. A row without tokens is not allowed.
     """
     assert (np.diff(row_offsets) > 0).all(), "every row has tokens"
     keep = np.ones(len(values), np.bool_)
@@ -285,8 +285,8 @@ def share_of(predictions: Predictions, chosen: Index, *, rank: int, size: int) -
     """The chosen predictions that one of `size` ranks computes: whole rows, dealt out so that ranks
     have equal work.
 
-    Rows that share a beginning stay together, unless one such family is so much of the whole that
-    its rank would have much more to do.
+    Rows that share a beginning stay together, unless one such family is so large that its rank
+    would have much more work.
     """
     if size == 1 or not len(chosen):
         return chosen

@@ -1,5 +1,5 @@
-"""Log-probabilities of tokens from the last hidden states, over the whole vocabulary or over what
-truncation left of it, in memory that does not grow with the vocabulary.
+"""Log-probabilities of tokens from the last hidden states, over the whole vocabulary or over the
+part that truncation left, in memory that does not grow with the vocabulary.
 
 Logits are made for a few predictions at a time, read, and forgotten; the backward makes them again.
 At most `CHUNK` of them exist at once, whatever the vocabulary and the number of predictions.

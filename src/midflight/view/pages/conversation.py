@@ -71,8 +71,8 @@ STYLE = """
 
 @dataclass(frozen=True, slots=True)
 class TokenColouring:
-    """A property that tokens can be coloured by. `of` gives the tint of each token, or None where
-    the property says nothing about it, and the meanings of the tints.
+    """A property that tokens can be coloured by. `of` gives the tint of each token, or None if the
+    token does not have the property, and the meanings of the tints.
     """
 
     title: str

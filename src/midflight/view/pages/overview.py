@@ -1,4 +1,4 @@
-"""The page of all runs: what became of each, with links to their pages."""
+"""The page of all runs: the outcome of each, with links to their pages."""
 
 from nicegui import ui
 
