@@ -71,7 +71,7 @@ class Dockerfile:
 
 
 def copied_by(context: Path) -> Dockerfile:
-    """The parts of the Dockerfile in that folder, or of an empty one where there is none. `FROM` is
+    """The parts of the Dockerfile in that folder, or of an empty one if there is none. `FROM` is
     passed over.
     """
     found = Dockerfile()
@@ -92,8 +92,8 @@ def copied_by(context: Path) -> Dockerfile:
 
 
 def _copied(context: Path, sources: list[str], start: str, to: str) -> Iterator[tuple[str, bytes]]:
-    """The content of a folder, or a file. A file is put into a folder where several are copied, or
-    where the name of the target says that it is one.
+    """The content of a folder, or a file. A file is put into a folder if several are copied, or if
+    the name of the target is that of a folder.
     """
     target = PurePosixPath(start, to)
     into = len(sources) > 1 or to.endswith(("/", "."))

@@ -16,7 +16,7 @@ class Move:
     """The effect of an answer in a game."""
 
     shown: str
-    """This text is the model's next message. It is not used where the game has ended."""
+    """This text is the model's next message. It is not used if the game has ended."""
     reward: float = 0.0
     ended: bool = False
     valid: bool = True

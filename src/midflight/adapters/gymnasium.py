@@ -27,7 +27,7 @@ def tasks(
     unfinished: float | None = None,
 ) -> list[dict[str, Json]]:
     """A task for each of `size` seeds. `options` are those of `gymnasium.make`. `show` (observation
-    to text) and `read` (text to action, or None where it is no move) name functions,
+    to text) and `read` (text to action, or None if it is no move) name functions,
     `module:function`, in place of those made from the spaces. Raises `ConfigError` if there is no
     such environment, or if its spaces need one of these functions.
     """

@@ -31,11 +31,11 @@ def tasks(
     unfinished: float | None = None,
 ) -> list[dict[str, Json]]:
     """A task for each of `size` seeds. `action` is the field of the environment's action that takes
-    the answer, or `read` names the function that makes an action of the answer, or None where it is
-    no action. `observation` is the field that is shown, or `show` names the function that makes a
-    text of the whole observation. `seconds` bound one step. `connect_seconds` bound the first
-    answer of the server, and the opening of each session; a busy server may take long for both.
-    Raises `ConfigError` if no such server answers.
+    the answer, or `read` names the function that makes an action of the answer, or None if it is no
+    action. `observation` is the field that is shown, or `show` names the function that makes a text
+    of the whole observation. `seconds` bound one step. `connect_seconds` bound the first answer of
+    the server, and the opening of each session; a busy server may take long for both. Raises
+    `ConfigError` if no such server answers.
     """
     if bool(action) == bool(read):
         raise ConfigError(

@@ -58,12 +58,12 @@ class BranchView:
     """`TokenUse`, or the `Reason` for which the token is not trained."""
     ages: Int32
     """Versions between the one that sampled the token and the one that begins its step, or the
-    newest one that there is. -1 where the token was read.
+    newest one that there is. It is -1 if the token was read.
     """
     advantages: Float32
-    """NaN where it is not known, or the token is not to be trained."""
+    """NaN if it is not known, or if the token is not to be trained."""
     entropies: Float32
-    """An estimate, in nats: see `ENTROPY_WINDOW`. NaN where the token was read."""
+    """An estimate, in nats: see `ENTROPY_WINDOW`. NaN if the token was read."""
     messages: tuple[RecordedMessage, ...]
     shared: int
     """Tokens at its beginning that an earlier branch has too."""
@@ -78,7 +78,7 @@ class ConversationView:
     """None while the rollout goes on."""
     key: RolloutKey
     branches: tuple[BranchView, ...]
-    """Empty where nothing of the rollout can be trained on: such tokens are not kept."""
+    """It is empty if nothing of the rollout can be trained on: such tokens are not kept."""
     fields: Mapping[str, Json]
     turn_rewards: tuple[float, ...]
     credit: str
@@ -138,7 +138,7 @@ def reader_of(folder: Path, config: Config | None = None) -> MessageReader:
 
 
 def config_of(folder: Path) -> Config:
-    """The configuration of the run; the defaults where it cannot be read."""
+    """The configuration of the run; the defaults if it cannot be read."""
     try:
         return load_config(folder / "config.toml")
     except MidflightError:
@@ -246,7 +246,7 @@ def _num_stale(rollout: RolloutBrief | None) -> int:
 
 
 def _why_masked(rollout: RolloutBrief | None) -> str:
-    """The reason for which tokens are masked, besides their age, where there is only one."""
+    """The reason for which tokens are masked, besides their age, if there is only one."""
     if rollout is None:
         return "masked"
     reasons = [

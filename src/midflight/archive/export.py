@@ -161,7 +161,7 @@ def _said(one: _ExportedRollout) -> dict[str, Json]:
 
 
 def _pair(group: Sequence[_ExportedRollout], choice: ExportChoice) -> Iterator[dict[str, Any]]:
-    """The best and the worst answer of a group, where they answer the same and one is better."""
+    """The best and the worst answer of a group, if they answer the same and one is better."""
     best = max(group, key=lambda one: one.reward)
     worst = min(group, key=lambda one: one.reward)
     margin = best.reward - worst.reward

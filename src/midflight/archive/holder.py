@@ -16,8 +16,8 @@ class LockHolder(msgspec.Struct, frozen=True):
 
     pid: int
     started: str
-    """When it started, as the system counts time, or an empty string if the system does not
-    tell.
+    """The time at which it started, as the system counts it, or an empty string if the system does
+    not tell.
     """
     since: str
     command: str
@@ -31,7 +31,7 @@ class LockHolder(msgspec.Struct, frozen=True):
 
 
 def holder_of(folder: Path) -> LockHolder | None:
-    """The process that the lock names, even where it has died without giving the folder back. None
+    """The process that the lock names, even if it has died without giving the folder back. None
     without a lock that can be read.
     """
     with suppress(OSError, msgspec.DecodeError):
@@ -40,7 +40,7 @@ def holder_of(folder: Path) -> LockHolder | None:
 
 
 def start_of(pid: int) -> str:
-    """When a process started, in ticks since the system started. It is empty where there is no such
+    """When a process started, in ticks since the system started. It is empty if there is no such
     process or no /proc.
 
     It is empty too for a process that has ended and for which its parent has not waited yet.

@@ -226,7 +226,7 @@ class MessageReader:
         return []
 
     def _around(self, *messages: Mapping[str, Json]) -> list[str]:
-        """The template's own text before, between and after the contents. It is empty where the
+        """The template's own text before, between and after the contents. It is empty if the
         template refuses the messages or adds others.
         """
         try:

@@ -124,7 +124,7 @@ def _stretches(
     began: float,
     room: RunCapacity,
 ) -> Iterator[RunPhase]:
-    """Judges the training as a whole, and its stretches where there are enough steps."""
+    """Judges the training as a whole, and its stretches if there are enough steps."""
     yield _judged("training", lines, steps, began, room)
     each = len(steps) // STRETCHES
     if each < MIN_STEPS:

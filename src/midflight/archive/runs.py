@@ -84,8 +84,8 @@ class ArchivedRun:
         return self.readings
 
     def config(self) -> Mapping[str, Any]:
-        """All options by section, as the run wrote them down at its last start. It is empty where
-        the run has not written them yet.
+        """All options by section, as the run wrote them down at its last start. It is empty if the
+        run has not written them yet.
         """
         try:
             return tomllib.loads((self.folder / CONFIG).read_text())
@@ -188,7 +188,7 @@ def _found(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _slugs(folders: Iterable[Path]) -> list[str]:
-    """The name of each folder, as a part of an address. It has a number where an earlier folder has
+    """The name of each folder, as a part of an address. It has a number if an earlier folder has
     the same name.
     """
     taken: dict[str, int] = {}
@@ -237,8 +237,8 @@ def _is_list_of_tables(value: object) -> bool:
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Json]]:
-    """The options that differ, each with its value in every configuration, or None where it is
-    unset. The folder of a run is no difference.
+    """The options that differ, each with its value in every configuration, or None if it is unset.
+    The folder of a run is no difference.
     """
     flats = [flat(config) for config in configs]
     names = dict.fromkeys(chain.from_iterable(flats))

@@ -79,7 +79,7 @@ def file_of(folder: Path, kind: Kind) -> Path:
 
 @contextmanager
 def reading(folder: Path, kind: Kind = Kind.TRAINING) -> Generator[StoreReader]:
-    """Opens the store of the run in a folder, or its newest copy where only a copy is here. Raises
+    """Opens the store of the run in a folder, or its newest copy if only a copy is here. Raises
     `NoRun` if the run has none yet, and `RunGone` if the folder vanished.
     """
     path = file_of(folder, kind)
@@ -125,7 +125,7 @@ def _join_shards(connection: sqlite3.Connection, folder: Path) -> None:
 
 
 def store_folder_of(folder: Path) -> Path | None:
-    """The folder of the store, where the run's configuration names one."""
+    """The folder of the store, if the run's configuration names one."""
     try:
         config = tomllib.loads((folder / "config.toml").read_text())
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):

@@ -117,7 +117,7 @@ def _titled(pid: int) -> Iterator[TraceEvent]:
 
 
 def _of_journal(past: JournalHistory, *, with_steps: bool) -> Iterator[TraceEvent]:
-    """Draws counters, alarms and checkpoints, and the steps where no timeline has them."""
+    """Draws counters, alarms and checkpoints, and the steps if no timeline has them."""
     for line in past.steps:
         counters = {
             "reward": line.reward,

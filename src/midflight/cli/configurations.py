@@ -43,7 +43,7 @@ def config_of_run(path: Path, overrides: Sequence[str], folder: Path | None) -> 
 
 
 def config_of_file(path: Path | None, overrides: Sequence[str], folder: Path | None) -> Config:
-    """The configuration in a file. `folder` is where the run writes, if not where the file says."""
+    """The configuration in a file. `folder` is the run's folder, if it is not that of the file."""
     if folder is not None:
         overrides = [*overrides, f"run.folder={folder}"]
     return load_config(path, overrides)
@@ -62,8 +62,8 @@ def config_of_folder(folder: Path) -> Config:
 def config_of_evaluation(
     path: Path, overrides: Sequence[str], folder: Path | None, model: Path
 ) -> Config:
-    """The configuration of an evaluation. Unless told otherwise, it writes into a folder of its own
-    in that of the run, which may be under way.
+    """The configuration of an evaluation. By default it writes into a folder of its own in that of
+    the run, which may be under way.
     """
     put_back_at(model, path)
     check_tokenizer(model)

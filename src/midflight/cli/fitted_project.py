@@ -27,11 +27,11 @@ OWN_TASKS = "tasks.jsonl"
 RUN = "run.toml"
 OWN_PROMPT = "{question} Answer with the number only."
 NUM_HELDOUT = 40
-"""So many of the project's own tasks are held out."""
+"""The number of the project's own tasks that are held out."""
 HELDOUT_SHARE = 0.1
 """This share of the rows of a user's file is held out."""
 DATASET_HELDOUT = 64
-"""So many tasks of a dataset are held out."""
+"""The number of tasks of a dataset that are held out."""
 WIDTH = 110
 """A comment's lines are at most this long."""
 SHOWN = 160

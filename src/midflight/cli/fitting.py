@@ -32,7 +32,7 @@ GROUP_SIZE = 8
 RARE = 0.1
 """Below this share of right answers a group of eight mostly has none."""
 RARE_GROUP_SIZE = 16
-"""Answers to a task where right ones are rare."""
+"""The number of answers to a task if right ones are rare."""
 GROUPS = (16, 8, 4)
 """Groups of a step, the best number first."""
 ANSWER_ROOM = 1.25
@@ -42,7 +42,7 @@ ANSWER_STEP = 8
 LEAST_ANSWER = 16
 """`environment.max_tokens` is at least this."""
 SLOTS = (64, 32, 16, 8)
-"""`engine.max_running`, where memory decides, the best number first."""
+"""`engine.max_running`, if memory decides, the best number first."""
 MICRO_BATCHES = (2048, 1024, 512)
 """`trainer.micro_batch_tokens`, the best number first. More tokens at once make a CPU no faster."""
 GROWS = 1.5
@@ -54,7 +54,7 @@ ENOUGH = 0.9
 once are answered sooner.
 """
 RANK = 16
-"""Rank of adapters, where memory asks for them."""
+"""The rank of adapters, if memory requires them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Fitting:
     tasks: tuple[Choice, ...] = ()
     """The options of sources and rewards."""
     rank: int | None = None
-    """The rank of adapters, where the user asked for them."""
+    """The rank of adapters, if the user asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def _sizes(given: Fitting) -> Iterator[_Sizes]:
 
 def _slots(measured: ModelMeasurements) -> int:
     """Requests that an engine decodes together: as few as come near the highest rate that was
-    measured, or more where it still grew.
+    measured, or more if it still grew.
     """
     rates = dict(measured.engine_rates)
     most = max(rates)

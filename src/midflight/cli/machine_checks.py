@@ -188,8 +188,8 @@ def _extras(missing: Mapping[str, Sequence[str]]) -> Finding:
 
 
 def _requirements() -> Iterator[tuple[Requirement, str]]:
-    """Each requirement with its extra, which is empty where it is always needed. Requirements of
-    other systems are left out.
+    """Each requirement with its extra, which is empty if it is always needed. Requirements of other
+    systems are left out.
     """
     extras = metadata.metadata("midflight").get_all("Provides-Extra") or []
     for text in metadata.requires("midflight") or []:
@@ -237,7 +237,9 @@ def torch_and_devices() -> Iterator[Finding]:
 
 
 def servers() -> Iterator[Finding]:
-    """vLLM and SGLang, where a variable, `make engines` or this environment has them."""
+    """Yields findings on vLLM and SGLang, if a variable, `make engines` or this environment has
+    them.
+    """
     for name, variable in SERVERS.items():
         found = None
         for python in (os.environ.get(variable), f".venv-{name}/bin/python", sys.executable):

@@ -74,9 +74,9 @@ def rollout_bound(
 
         SPARE * (rollout_seconds + turns * (tokens / rate + tool_seconds))
 
-    `turns` is `max_turns` in the built-in loop, 1 where one question is asked, and for other agents
+    `turns` is `max_turns` in the built-in loop, 1 if one question is asked, and for other agents
     MANY_TURNS or twice the most that one took. `tokens` is `max_tokens`, or as many as the longest
-    answer had. `tool_seconds` counts where there are tools. The arguments are measurements.
+    answer had. `tool_seconds` counts if there are tools. The arguments are measurements.
     """
     if environment.max_rollout_seconds is not None:
         return RolloutBound(environment.max_rollout_seconds)

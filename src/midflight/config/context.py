@@ -56,7 +56,7 @@ def _context_room(device: str) -> int:
 
 
 def context_notes(config: Config) -> Iterator[str]:
-    """A note where memory bounds the context."""
+    """A note if memory bounds the context."""
     found = default_context(config)
     if found is None:
         return

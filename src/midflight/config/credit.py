@@ -9,8 +9,8 @@ from midflight.config.sections import Config
 
 
 def component_weights(config: Config) -> Mapping[str, float] | None:
-    """The weights other than 1, by name, where components of the reward are compared by themselves,
-    or None if rewards are compared.
+    """The weights other than 1, by name, if components of the reward are compared by themselves, or
+    None if rewards are compared.
     """
     if config.objective.normalise == "reward":
         return None

@@ -245,7 +245,7 @@ def computing_threads(config: Config) -> int:
 
 
 def core_note(config: Config, cores: int) -> str | None:
-    """A warning where engines and trainer want more cores than there are."""
+    """A warning if engines and trainer want more cores than there are."""
     wanted = computing_threads(config)
     if wanted <= cores:
         return None

@@ -43,14 +43,14 @@ class ServerSection(Section):
 
     @property
     def world_size(self) -> int:
-        """Processes that compute for it, each on a GPU where there are any."""
+        """Processes that compute for it, each on a GPU if there are any."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRequest:
-    """A process's request for a number of GPUs, or for named ones. `option` is where they are
-    named.
+    """A process's request for a number of GPUs, or for named ones. `option` is the option that
+    names them.
     """
 
     who: str
@@ -74,7 +74,7 @@ class DevicePool:
 
     def give_all(self, requests: Sequence[DeviceRequest]) -> Mapping[str, tuple[int, ...]]:
         """Gives devices to all requests. Named devices are given first, so that no other request
-        gets them. The other requests get the lowest that are free, in order, side by side where
+        gets them. The other requests get the lowest that are free, in order, side by side if
         possible. Raises `ConfigError` if two would have the same one, or if too few are left.
         """
         given: dict[str, tuple[int, ...]] = {}
@@ -134,7 +134,7 @@ class DevicePool:
         return sorted(fewest_first[:number])
 
     def _unowned(self, number: int) -> list[int]:
-        """The devices without an owner, ascending; at least `number` where their count is not
+        """The devices without an owner, ascending; at least `number` if their count is not
         known.
         """
         end = max([*self._owners, -1]) + 1 + number if self._number is None else self._number
@@ -153,7 +153,7 @@ def _count(number: int) -> str:
 
 def num_present(inherited: Mapping[str, str], *, folder: Path = Path("/dev")) -> int:
     """The number of this machine's GPUs that we may use, as far as that is known without torch; 0
-    where it is not.
+    if it is not.
     """
     listed = inherited.get(VISIBLE)
     if listed is None:

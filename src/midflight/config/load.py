@@ -63,8 +63,8 @@ def _part(text: str) -> str | int:
 
 
 def _value(text: str, option: Option | None) -> Json:
-    """The text as a TOML value. It is taken as it stands where it is none, and where text is wanted
-    and TOML sees something else.
+    """The text as a TOML value. It is taken as text if it is not TOML, or if text is wanted and
+    TOML sees something else.
     """
     try:
         parsed = tomllib.loads(f"value = {text}")
@@ -150,8 +150,8 @@ def load_config(
 
     `table`: a Python program's own options by section, laid over those of the file.
 
-    Raises `ConfigError` with one line for each thing that is wrong, all of them at once where that
-    is possible.
+    Raises `ConfigError` with one line for each thing that is wrong, all of them at once if that is
+    possible.
     """
     whole: Table = {} if path is None else _read(Path(path))
     for name, section in (table or {}).items():

@@ -98,7 +98,7 @@ def total_bytes(items: Sequence[MemoryItem]) -> int:
 
 
 def longest_row(config: Config, longest_prompt: int | None) -> int:
-    """The most tokens that a rollout can have. With one turn these are prompt and answer, where
+    """The most tokens that a rollout can have. With one turn these are prompt and answer, if
     prompts were measured; else they are the whole context.
     """
     if longest_prompt is None or not _has_one_turn(config.environment):
@@ -107,8 +107,8 @@ def longest_row(config: Config, longest_prompt: int | None) -> int:
 
 
 def batch_tokens(config: Config, longest_prompt: int | None) -> int:
-    """The most tokens that a batch can have where rollouts of a group share their prompt, if they
-    have one turn.
+    """The most tokens that a batch can have if rollouts of a group share their prompt and have one
+    turn.
     """
     rollouts = batch_rollouts(config.rollout)
     row = longest_row(config, longest_prompt)
@@ -131,7 +131,7 @@ def memory_estimate(
     config: Config, sizes: ModelSizes, *, longest_prompt: int | None = None
 ) -> tuple[MemoryItem, ...]:
     """The worst case of each part. `longest_prompt` is the number of tokens of the longest prompt,
-    where prompts were looked at.
+    if prompts were looked at.
     """
     longest = longest_row(config, longest_prompt)
     tokens = min(config.trainer.micro_batch_tokens, batch_tokens(config, longest_prompt))
@@ -314,7 +314,7 @@ def _weights_memory(config: Config, sizes: ModelSizes) -> int:
 
 def _own_weights(config: Config, sizes: ModelSizes, handed: int) -> int:
     """The weights of one engine of our own: the version that it serves, the one that comes, and
-    both once more where it packs them.
+    both once more if it packs them.
     """
     dtype = served_dtype(config)
     weights = sizes.weight_bytes(dtype) + handed

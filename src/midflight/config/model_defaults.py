@@ -1,4 +1,4 @@
-"""Defaults of options that follow from the model, where it comes from a folder (`model.path`).
+"""Defaults of options that follow from the model, if it comes from a folder (`model.path`).
 
 The defaults that the sections state are for small models which are made with random weights. A
 model that was trained before gives longer answers, is spoilt by steps as large as those, and takes
@@ -107,7 +107,7 @@ def copying_rate(num_parameters: int, most: float) -> float:
 
 def max_tokens(max_context: int) -> int:
     """Tokens of an answer: a part of the context, at most MOST_ANSWER, and not less than for a made
-    model where the context has room for that.
+    model if the context has room for that.
     """
     part = max(1, min(MOST_ANSWER, max_context // ANSWER_SHARE))
     least = EnvironmentSection().max_tokens
@@ -130,7 +130,7 @@ def micro_batch_tokens(config: Config, sizes: ModelSizes) -> int:
 
 def with_derived(config: Config) -> Config:
     """Fills in the unset options that follow from the model. Nothing changes without `model.path`,
-    or where no such model is found.
+    or if no such model is found.
     """
     if config.model.path is None:
         return config
@@ -145,7 +145,7 @@ def with_derived(config: Config) -> Config:
 
 def model_derived(config: Config) -> Iterator[DerivedDefault]:
     """The values that options would have if they were unset, of those that mean something in this
-    run. The context is taken as it stands. There are none without a model.
+    run. The context is taken as it is. There are none without a model.
     """
     if config.model.path is None:
         return

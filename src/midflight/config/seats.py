@@ -18,7 +18,7 @@ _TENSOR_PARALLEL = re.compile(r"(?:--tensor-parallel-size|-tp|--tp-size|--tp)[= 
 
 def with_placement(config: Config) -> Config:
     """The configuration with the options that follow from a run's place and size: the number of a
-    cluster's engines, and the transport of weights where none is named.
+    cluster's engines, and the transport of weights if none is named.
     """
     engine = config.engine
     cluster = config.cluster
@@ -122,7 +122,7 @@ def lent_engine(engine: EngineSection) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAssignment:
-    """The place of a process that computes on GPUs. `devices` are empty where a cluster chooses
+    """The place of a process that computes on GPUs. `devices` are empty if a cluster chooses
     them.
     """
 
@@ -192,9 +192,7 @@ def _numbered(device: str) -> tuple[int, ...]:
 
 
 def server_of(config: Config, name: str) -> ServerSection | None:
-    """The section of the engine of that name, where there are such sections. Other parts have
-    none.
-    """
+    """The section of the engine of that name, if there are such sections. Other parts have none."""
     number = name.removeprefix("engine")
     if not number.isdecimal() or not config.engine.servers:
         return None

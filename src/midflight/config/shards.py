@@ -17,8 +17,8 @@ the first.
 
 
 def shard_folder(folder: Path, shard: int) -> Path:
-    """The folder of a shard's store and journal. The first shard has them where a run with one
-    process does.
+    """The folder of a shard's store and journal. Those of the first shard are in the run's folder,
+    as in a run with one process.
     """
     return folder / "shards" / str(shard) if shard else folder
 

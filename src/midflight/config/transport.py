@@ -1,4 +1,4 @@
-"""The transport of weights that a run gets where none is named."""
+"""The transport of weights that a run gets if none is named."""
 
 from typing import Literal
 
@@ -30,8 +30,8 @@ def chosen_transport(config: Config) -> tuple[Transport, str]:
 
 
 def version_bytes(config: Config) -> int:
-    """The size of one version on its way; 0 where there is no such model, which is said where the
-    model is looked for.
+    """The size of one version on its way; 0 if there is no such model, which is an error
+    elsewhere.
     """
     try:
         return handed_bytes(config, model_sizes(config.model))

@@ -241,7 +241,7 @@ class SharedClients:
         return client
 
     def plain_client_for(self, session: SessionHandle) -> PlainClient:
-        """The client for an agent in a thread of its own. It goes over the network, also where
+        """The client for an agent in a thread of its own. It goes over the network, even if
         `transport` is given.
         """
         if self._plain is None or self._plain.is_closed():

@@ -87,7 +87,7 @@ class RolloutClientMixin:
     @property
     def public_url(self) -> str:
         """The address of the same session for an agent on another machine, such as a program in a
-        box elsewhere. It begins with `gateway.public_url`, where that is set. With this address one
+        box elsewhere. It begins with `gateway.public_url`, if that is set. With this address one
         can ask the model in this session, and nothing else.
         """
         _, named, rest = self._address.partition(f"/s/{self.api_key}")
@@ -121,9 +121,7 @@ class RolloutClientMixin:
             self.beside.trouble = ""
 
     def lost(self, error: APIConnectionError | APIStatusError) -> UntrackedUnavailable | None:
-        """The error to raise in its place, where it says that an untracked server does not
-        answer.
-        """
+        """The error to raise in its place, if it says that an untracked server does not answer."""
         if not self.is_untracked:
             return None
         if isinstance(error, APIStatusError) and error.status_code in _ITS_OWN:

@@ -280,7 +280,7 @@ async def complete_result(
     rewards: Rewards, attempt: Dialogue, components: Mapping[str, float | None]
 ) -> Result | Unjudged:
     """The result, or the attempt that is still to be judged beside the others of its group. It is
-    judged here where a function asks for the environment's object.
+    judged here if a function asks for the environment's object.
     """
     checked = dict(checked_result(Result(None, components), task=attempt.task).components)
     if rewards.of_group and rewards.asks_for_episodes:

@@ -118,7 +118,7 @@ class SourcePools:
 
     def chance(self, place: int) -> float:
         """The chance that a task is taken when it comes up: 4 p (1 - p) and at least `floor`, and 1
-        where nothing is known about it.
+        if nothing is known about it.
 
         With rewards of 0 and 1, p (1 - p) is the variance of the reward, and the expected square of
         the advantage of a rollout.
@@ -129,7 +129,7 @@ class SourcePools:
         return max(self._section.floor, 4 * rate * (1 - rate))
 
     def choose(self, chance: random.Random) -> int:
-        """The place of a task that is not under way, or of any task where all are."""
+        """The place of a task that is not under way, or of any task if all are."""
         pools = self._side(chance)
         total = sum(map(len, pools))
         if not total:

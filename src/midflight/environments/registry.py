@@ -156,7 +156,7 @@ class AgentProgram:
     async def host(
         self, post: Post, clients: Callable[[], AbstractAsyncContextManager[SharedClients]]
     ) -> AsyncGenerator[AgentHost]:
-        """Agents may run within it. `post` reaches the gateway. `clients` is called where an
+        """Agents may run within it. `post` reaches the gateway. `clients` is called if an
         environment wants the SDK's clients.
         """
         if self.environment is None:

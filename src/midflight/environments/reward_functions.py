@@ -51,7 +51,7 @@ class Dialogue:
     num_prompt: int
     """The number of messages that belong to the prompt."""
     completion_ids: list[int] = field(default_factory=list[int])
-    """The token ids of all answers, where a function asks for them."""
+    """The token ids of all answers, if a function asks for them."""
     fields: Mapping[str, Json] = field(default_factory=dict[str, Json])
     environment: object = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
@@ -69,8 +69,8 @@ class Dialogue:
         return {**self.task.data, **self.fields}
 
     def said(self) -> str | list[dict[str, Json]]:
-        """The completion as TRL gives it: a text where the prompt is one, otherwise the messages
-        after the prompt.
+        """The completion as TRL gives it: a text if the prompt is one, otherwise the messages after
+        the prompt.
         """
         if isinstance(self.task.prompt, str):
             return self.completion

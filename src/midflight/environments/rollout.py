@@ -75,8 +75,8 @@ class Outcome:
     error: str | None = None
     trace: str | None = None
     unjudged: Unjudged | None = None
-    """The attempt, where it is scored together with the others of the group once they have ended.
-    Then there is no result yet.
+    """The attempt, if it is scored together with the others of the group once they have ended. Then
+    there is no result yet.
     """
 
 
@@ -116,7 +116,7 @@ class RolloutRunner:
         """`rollout_seconds` is the time that an agent may take by itself, and `bound` gives the
         last bound on a whole rollout: see `RolloutTime`. `outage_seconds` gives the seconds so far
         in which no engine took requests, including an outage that goes on. `delayed_seconds` gives
-        those in which this process had no processor, where agents run here. `trouble` gives other
+        those in which this process had no processor, if agents run here. `trouble` gives other
         possible causes of a rollout that takes too long, such as engines that take no requests. It
         is empty if there are none.
 
@@ -188,7 +188,7 @@ class RolloutRunner:
     async def _judged(
         self, key: RolloutKey, task: Task, outcome: Outcome, record: SessionRecord
     ) -> Outcome:
-        """Waits for the others of the group where they are scored together. No session is open any
+        """Waits for the others of the group if they are scored together. No session is open any
         more.
         """
         if outcome.unjudged is None:

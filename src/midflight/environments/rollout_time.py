@@ -46,8 +46,8 @@ class RolloutTime:
         delayed: Callable[[], float],
         outage: Callable[[], float],
     ) -> None:
-        """`delayed` gives the seconds so far in which this process had no processor, where the
-        agent runs here. `outage` gives those in which no engine took requests.
+        """`delayed` gives the seconds so far in which this process had no processor, if the agent
+        runs here. `outage` gives those in which no engine took requests.
         """
         self._session_id = session_id
         self._own_seconds = own_seconds

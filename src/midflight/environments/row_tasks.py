@@ -33,7 +33,7 @@ class InvalidRow(Exception):
 
 
 class TaskMaker:
-    """Makes tasks of rows. `InvalidRow` names column and option where a task cannot be made."""
+    """Makes tasks of rows. Raises `InvalidRow` with column and option if a task cannot be made."""
 
     def __init__(self, section: SourceSection, *, name: str, option: str) -> None:
         """`option` is the source's own key, such as `environment.sources.0`."""
@@ -44,7 +44,7 @@ class TaskMaker:
 
     def task(self, row: Columns, *, default_id: str) -> Task:
         """The task of a row. Its data are all columns, with `question` or `messages` as the prompt,
-        and `answer` where an option names it.
+        and `answer` if an option names it.
         """
         section = self._section
         prompt = self._prompt(row)
@@ -192,8 +192,8 @@ def _template_columns(prompt: str, option: str) -> tuple[str, ...] | None:
 
 
 class RowTasks(Sequence[Task]):
-    """The tasks of some rows, by number. No task is kept: each is made again from its row.
-    `ConfigError` names a broken row by its place.
+    """The tasks of some rows, by number. No task is kept: each is made again from its row. Raises
+    `ConfigError` with the place of a broken row.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class SplitTasks:
 
 
 class RowSource:
-    """One source over rows. The contents of all rows are looked at only where that is needed."""
+    """One source over rows. The contents of all rows are looked at only if that is needed."""
 
     def __init__(self, section: SourceSection, *, name: str, number: int, seed: int) -> None:
         """Opens the rows that the section names. `number` is its place in `environment.sources`."""

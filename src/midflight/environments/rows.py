@@ -1,6 +1,6 @@
 """Rows of a user's own. JSON lines and CSV are found by where each begins in the file, Parquet and
-saved datasets are mapped into memory, and a function gives rows itself. However many rows there
-are, a row is read when it is asked for.
+saved datasets are mapped into memory, and a function gives rows itself. A row is read only when it
+is asked for, so there may be any number of rows.
 """
 
 import csv
@@ -29,7 +29,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class SourceRows(Protocol):
-    """Rows by number, from 0. `ConfigError` names a broken one by its place."""
+    """Rows by number, from 0. Raises `ConfigError` with the place of a broken one."""
 
     def __len__(self) -> int: ...
 
@@ -192,8 +192,8 @@ class JsonLines:
 
 
 class CsvRows:
-    """A file with a header, then records. Every value is a text. A record may take several lines
-    where these are in quotation marks.
+    """A file with a header, then records. Every value is a text. A record may take several lines if
+    these are in quotation marks.
     """
 
     def __init__(self, path: Path, *, separator: str) -> None:

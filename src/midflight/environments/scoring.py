@@ -136,7 +136,7 @@ def shown_metrics(result: Result) -> Mapping[str, float]:
 def scored_roles(
     result: Result, record: SessionRecord
 ) -> tuple[Mapping[str, RoleRecord], tuple[Row, ...], tuple[Row, ...]]:
-    """The roles that are trained, where there are any besides the session's own; the rows that are
+    """The roles that are trained, if there are any besides the session's own; the rows that are
     trained, and the rows that cannot be scored.
 
     Every role of the record must have a reward in the result, which may be None.

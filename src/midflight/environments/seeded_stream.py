@@ -88,9 +88,7 @@ class SeededStream:
         return key, task
 
     def _pass_over(self) -> None:
-        """Goes to the next position of this shard, in the next epoch where this one has none
-        left.
-        """
+        """Goes to the next position of this shard, in the next epoch if this one has none left."""
         number, of = self._shard
         self._index += (number - self._epoch * self.epoch_length - self._index) % of
         if self._index >= self.epoch_length:

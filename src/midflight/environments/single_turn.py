@@ -61,7 +61,7 @@ class LocalAnswers:
         )
 
     async def run(self, task: Task, session: SessionHandle) -> float:
-        """Waits for the reply, and a little before each further try where the gateway is busy, or
+        """Waits for the reply, and a little before each further try if the gateway is busy, or
         until its caller cancels it.
         """
         messages = task.messages

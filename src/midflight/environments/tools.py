@@ -69,7 +69,7 @@ class CallableTool:
     def of(
         cls, function: Callable[..., object], *, where: str, skip_self: bool = False
     ) -> CallableTool:
-        """The tool of a function. `ConfigError` names file, line and function where types are
+        """The tool of a function. Raises `ConfigError` with file, line and function if types are
         missing. With `skip_self` the function is a method that is not bound yet.
         """
         name = getattr(function, "__name__", type(function).__name__)
@@ -369,7 +369,7 @@ class Toolbox:
 
 
 def as_text(answer: object) -> str:
-    """The answer that the model reads: a text as it is, everything else as JSON where possible."""
+    """The answer that the model reads: a text as it is, everything else as JSON if possible."""
     if isinstance(answer, str):
         return answer
     try:

@@ -78,7 +78,7 @@ def _own_work(folder: Path) -> ProcessWork | None:
 
 
 def num_bytes_of(pid: int | str, *, proc: Path = PROC) -> int:
-    """The bytes that a process has read and written; `self` is this process. 0 where the kernel
+    """The bytes that a process has read and written; `self` is this process. It is 0 if the kernel
     does not tell, for instance for a process of another user.
     """
     try:

@@ -52,14 +52,14 @@ USE_THE_CLIENT = (
     "with the base_url and api_key of that one: AsyncOpenAI(base_url=client.base_url, "
     "api_key=client.api_key)."
 )
-"""The advice where an agent asks another model than ours."""
+"""The advice if an agent asks another model than ours."""
 
 TOO_FAR = (
     "What it trains on is not what its policy would say: lower rollout.max_staleness or "
     "trainer.learning_rate, and look at mismatch/mean, which is of engine and trainer alone. "
     "trainer.on_alarm says what becomes of such a step."
 )
-"""The advice where readings of the trainer are out of their bounds."""
+"""The advice if readings of the trainer are out of their bounds."""
 
 _log = logging.getLogger(__name__)
 

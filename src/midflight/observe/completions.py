@@ -65,7 +65,7 @@ class Completions:
 
 def shown_of(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> facts.Shown:
     """The longest row of a rollout, cut where the model began to write. A row of a role is taken
-    only where the rollout's own client asked nothing.
+    only if the rollout's own client asked nothing.
     """
     row = max(trajectory.rows, key=lambda row: (not row.role, len(row.token_ids)))
     begin = int(np.argmax(row.generated))

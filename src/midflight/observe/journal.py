@@ -130,8 +130,8 @@ class Journal:
                 pass
 
     def _leased(self, fact: facts.Leased) -> None:
-        """Keeps the batch under the version that it will be trained at: where batches are
-        prefetched, it is taken before the step before it ends.
+        """Keeps the batch under the version that it will be trained at: if batches are prefetched,
+        it is taken before the step before it ends.
         """
         train_version = fact.batch.train_version
         oldest = train_version - 2

@@ -23,7 +23,7 @@ class Histogram(msgspec.Struct, frozen=True):
 
 def histogram(values: Sequence[float]) -> Histogram:
     """Counts values, of which there is at least one, in bins of equal width from the smallest to
-    the largest. There are `MAX_BINS` bins, or fewer where whole numbers do not need as many.
+    the largest. There are `MAX_BINS` bins, or fewer if whole numbers do not need as many.
 
     If all values are alike there is one bin, half to each side of them.
     """
@@ -130,8 +130,8 @@ class Learning:
 
 
 def deviation(numbers: Sequence[float]) -> float:
-    """The standard deviation, over n - 1, of at least two numbers. It is exactly 0 where they are
-    all alike.
+    """The standard deviation, over n - 1, of at least two numbers. It is exactly 0 if they are all
+    alike.
     """
     if min(numbers) == max(numbers):
         return 0.0

@@ -18,15 +18,15 @@ STEPS = 2
 MIN_GROUPS = 16
 """It looks back on at least this many groups."""
 ALIKE_SHARE = 0.75
-"""It speaks where this share of those groups are alike. A group of 8 is alike more often than that
-where the model is right less than once in 28 times.
+"""It is raised if the rewards of this share of those groups are alike. The rewards of a group of 8
+are alike more often than that if the model is right less than once in 28 times.
 """
 ROLLOUTS = 64
 """The alarm on answers cut short looks back on this many rollouts."""
 MIN_ROLLOUTS = 32
 """It says nothing before this many have ended."""
 CUT_SHARE = 0.25
-"""It speaks where this share of them were cut short."""
+"""It is raised if this share of them were cut short."""
 FIRST_VERSIONS = 10
 """The alarm on the size of steps watches this many versions. Later steps have other reasons to go
 far.
@@ -200,8 +200,8 @@ class LearningAlarms:
     # --- Steps that go too far --------------------------------------------------------------------
 
     def stepped(self, step: facts.Stepped) -> bool:
-        """Raises the alarm where one of the first steps went so far that its size is to blame.
-        Returns whether it did.
+        """Raises the alarm if one of the first steps went so far that its size is to blame. Returns
+        whether it did.
         """
         rate = self._options.learning_rate
         distance = max(abs(step.metrics.get("rho/k1", 0.0)), step.metrics.get("rho/k3", 0.0))
@@ -228,7 +228,7 @@ class LearningAlarms:
 
 
 def lower_rate(rate: float, usual: float) -> float:
-    """The usual rate, or a third of `rate` where the usual one is not lower. It has one digit."""
+    """The usual rate, or a third of `rate` if the usual one is not lower. It has one digit."""
     wanted = usual if usual < rate else rate / 3
     exponent = math.floor(math.log10(wanted))
     return float(f"{round(wanted / 10**exponent)}e{exponent}")

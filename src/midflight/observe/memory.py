@@ -90,7 +90,7 @@ def descendants(pid: int, *, proc: Path = PROC) -> list[int]:
 
 
 def process_bytes(pid: int, *, proc: Path = PROC) -> int:
-    """The PSS of one process, its RSS where the kernel doesn't give the PSS, 0 when it is gone."""
+    """The PSS of one process, its RSS if the kernel doesn't give the PSS, 0 when it is gone."""
     for name, field in (("smaps_rollup", "Pss:"), ("status", "VmRSS:")):
         try:
             lines = (proc / str(pid) / name).read_text().splitlines()
@@ -117,7 +117,7 @@ def resident(pid: int, *, proc: Path = PROC) -> dict[tuple[str, str], int]:
     pages count in each process, and the kernel walks nothing.
 
     The kind is the word after the module of a child's command line, such as `trainer`. The result
-    is empty where /proc is missing.
+    is empty if /proc is missing.
     """
     kinds: dict[str, str] = {}
     sizes: dict[str, int] = {}

@@ -347,7 +347,7 @@ class RunState:
         return min(1.0, engine / seconds), min(1.0, trainer / seconds), min(1.0, both / seconds)
 
     def _used(self, now: float) -> float | None:
-        """The mean share of the slots in use since training began, where it is known."""
+        """The mean share of the slots in use since training began, if it is known."""
         seconds = self.overlap.seconds(now)
         if not self._slots or seconds <= 0 or not self._step_ends:
             return None

@@ -495,7 +495,7 @@ class Metrics:
                 counter.inc(number)
 
     def _resumed(self, resumed: facts.Resumed) -> None:
-        """Lets the counters go on where those of the process that died ended."""
+        """Lets the counters go on from the last values of the process that died."""
         for counts, scored in ((resumed.scored, "yes"), (resumed.failed, "no")):
             for source, number in counts.items():
                 self._rollouts.labels(source, scored).inc(number)

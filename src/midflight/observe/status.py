@@ -102,7 +102,7 @@ class LearningStatus:
     generated_length: float | None = None
     """Output tokens of a rollout that got a reward."""
     trained_length: float | None = None
-    """Trainable tokens of a rollout in a batch: less where long ones are dropped or masked."""
+    """Trainable tokens of a rollout in a batch: less if long ones are dropped or masked."""
     truncated_share: float | None = None
     """Share of the rollouts in which a limit cut some turn short."""
     reward_spread: float | None = None
@@ -169,7 +169,7 @@ class MemberChanges:
     joined: tuple[str, ...] = ()
     """Engines that joined while the run went on, and have not left."""
     joining: tuple[str, ...] = ()
-    """Those of `joined` that do not have the current weights yet."""
+    """The members of `joined` that do not have the current weights yet."""
     num_left: int = 0
 
 
@@ -234,9 +234,9 @@ class Status:
     advice: str = ""
     """The option to change, in a few words."""
     unclaimed: Unclaimed | None = None
-    """The rollouts that wait for workers outside, where such workers run the agents."""
+    """The rollouts that wait for workers outside, if such workers run the agents."""
     sample: facts.Shown | None = None
-    """The last rollout that ended with tokens to train on, where rollouts are shown."""
+    """The last rollout that ended with tokens to train on, if rollouts are shown."""
 
 
 def merge_statuses(first: Status, others: Sequence[Status]) -> Status:

@@ -1,5 +1,5 @@
 """The terminal of a run: a status as a few lines, redrawn in place, or a plain line every few
-seconds where nothing can be redrawn.
+seconds if nothing can be redrawn.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def panel(status: Status) -> RenderableType:
 
 
 def plain_line(status: Status) -> str:
-    """The same in one line, where there is no terminal to redraw."""
+    """Returns the same in one line, for output that cannot be redrawn."""
     done, total, what = progress(status)
     parts = [f"{duration(status.seconds):>12}", status.phase.value]
     if total:

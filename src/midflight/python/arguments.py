@@ -169,7 +169,7 @@ class Arguments:
         return {"entry": entry, "rewards": rewards or None, "tools": tools or None}
 
     def _place(self, objects: Objects) -> tuple[dict[str, object], RowsFile | None]:
-        """Tells where the rows are: in a file or folder, with a function, or here."""
+        """Names the place of the rows: a file or folder, a function, or this process."""
         data = self.data
         if isinstance(data, str | Path):
             is_entry = isinstance(data, str) and ENTRY.fullmatch(data) is not None

@@ -16,7 +16,7 @@ from midflight.run.launcher.program import Program
 from midflight.run.parts import Message, Progress
 
 ENDING_SECONDS = 15.0
-"""So long a run may take to end in order where the program ends before it, beside
+"""The seconds that a run may take to end in order if the program ends before it, in addition to
 `run.stop_seconds`, which its parts have.
 """
 

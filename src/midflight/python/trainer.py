@@ -335,8 +335,8 @@ def _steps(lines: Sequence[Line]) -> Iterator[StepLine]:
 
 @contextmanager
 def _signals(ask: Callable[[signal.Signals], None]) -> Generator[None]:
-    """Has SIGTERM and SIGHUP end the run in order, where they reach this thread, which they do if
-    it is a script's main one. SIGINT is a `KeyboardInterrupt` anyhow.
+    """Has SIGTERM and SIGHUP end the run in order, if they reach this thread, which they do if it
+    is a script's main one. SIGINT is a `KeyboardInterrupt` anyhow.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -99,9 +99,9 @@ class _Missing:
 
 
 def write_report(folders: Sequence[Path], out: Path) -> list[Path]:
-    """Writes the page, and returns the files that were written. `ConfigError` before anything is
-    touched, where there is no run, a run without steps, another ending than .html and .md, or a
-    file that cannot be written.
+    """Writes the page, and returns the files that were written. Raises `ConfigError` before
+    anything is touched, if there is no run, a run without steps, another ending than .html and .md,
+    or a file that cannot be written.
     """
     if out.suffix not in FORMATS:
         raise ConfigError(

@@ -59,7 +59,7 @@ def remove_endpoint(folder: Path, control_token: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ControlToken:
-    """The control token. With `is_new` it was drawn here, so that the user must be told it, once."""
+    """The control token. With `is_new` it was drawn here, so the user must be shown it, once."""
 
     value: str = field(repr=False)
     is_new: bool

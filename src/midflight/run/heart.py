@@ -21,8 +21,8 @@ BEAT_SECONDS = 1.0
 anything.
 """
 START_SECONDS = 600.0
-"""The limit of imports, and of a model that is made or loaded. So long each may hold the
-interpreter, and longer while it computes or reads.
+"""The limit of imports, and of a model that is made or loaded. The seconds that each may hold the
+interpreter. It may take longer while it computes or reads.
 """
 ENDLESS = 1e9
 """The limit of a wait that has none, such as an operator's pause. JSON has no infinity."""
@@ -79,10 +79,10 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     num_bytes: int = 0
     """The bytes that the part read and wrote since its start."""
     memory_bytes: int = 0
-    """The memory of the part and of its children, where the launcher cannot look for itself."""
+    """The memory of the part and of its children, if the launcher cannot read it itself."""
 
     def shifted(self, seconds: float) -> "Beat":
-        """The same beat with its times on a clock that shows so much more."""
+        """Returns the same beat with its times on a clock that is ahead by `seconds`."""
         replaced = msgspec.structs.replace
         turned = None if self.turned is None else self.turned + seconds
         doing = tuple(replaced(one, since=one.since + seconds) for one in self.doing)

@@ -82,7 +82,7 @@ class RolloutSpec(msgspec.Struct, frozen=True, tag="rollout"):
     engines: dict[str, str]
     """The URL of each engine, by name."""
     teacher: str | None = None
-    """The URL of the engine that scores and generates nothing, where there is one."""
+    """The URL of the engine that scores and generates nothing, if there is one."""
     worker_token: str | None = None
     """The token of the processes that run agents. Without one agents run in this process."""
     workers: tuple[str, ...] = ()
@@ -122,7 +122,7 @@ class TrainerSpec(msgspec.Struct, frozen=True, tag="trainer"):
     rollout_url: str
     token: str
     segment: str
-    """Begins the names of the files of shared memory; no other run has it."""
+    """The beginning of the names of the files of shared memory; no other run has it."""
     resume: bool = False
     life: int = 0
     """The number of trainers that the rollout process and the engines have outlived. Above 0 this
@@ -132,7 +132,7 @@ class TrainerSpec(msgspec.Struct, frozen=True, tag="trainer"):
     host: str = "127.0.0.1"
     """The address of its machine, at which other parts reach it."""
     meeting: str = ""
-    """`host:port` of the first rank, where several ranks find each other."""
+    """`host:port` of the first rank, through which several ranks find each other."""
     meeting_fd: int | None = None
     """The first rank's socket at `meeting`, inherited; no other rank has it."""
     further_urls: tuple[str, ...] = ()

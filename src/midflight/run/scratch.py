@@ -18,13 +18,13 @@ from pathlib import Path
 from midflight.weights.transports.files import SHARED, remove_stale
 
 PREFIX = "midflight"
-"""Begins every name of ours in folders that we share with other programs."""
+"""The beginning of all our names in folders that we share with other programs."""
 _SUFFIX = ".scratch"
 
 
 def segment_name(folder: Path) -> str:
-    """Begins the names of a run's files and folders there. It is the same after a crash, and no
-    other run has it.
+    """The beginning of the names of a run's files and folders there. It is the same after a crash,
+    and no other run has it.
     """
     digest = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()
     return f"{PREFIX}-{digest}"

@@ -96,7 +96,7 @@ class Script:
 
 
 def likeliest(token_id: int, logprob: float, num: int) -> tuple[tuple[int, float], ...]:
-    """The `num` likeliest tokens where this one was chosen, likeliest first. They are always the
+    """The `num` likeliest tokens at the place of this one, likeliest first. They are always the
     same.
 
     They are made up: the bytes after the token have a half, a quarter, an eighth, and so on, of the
@@ -144,8 +144,8 @@ class ScriptedRun(Generic[S]):
         self.finish: Finish | None = None
 
     def peek(self, max_tokens: int, version: Version) -> list[tuple[int, float]]:
-        """Up to `max_tokens` next tokens under one version. There are fewer at the limit, or where
-        a token ends the answer.
+        """Up to `max_tokens` next tokens under one version. There are fewer at the limit, or if a
+        token ends the answer.
         """
         state = self._state
         tokens = list[tuple[int, float]]()
@@ -160,7 +160,9 @@ class ScriptedRun(Generic[S]):
         return tokens
 
     def accept(self, tokens: list[tuple[int, float]]) -> list[tuple[int, float]]:
-        """Moves on by these tokens, up to the one that ends the answer, where it sets `finish`."""
+        """Moves on by these tokens, up to the one that ends the answer, at which it sets
+        `finish`.
+        """
         for taken, (token_id, _) in enumerate(tokens, start=1):
             self._state = self._script.extend(self._state, token_id)
             self.num_output += 1

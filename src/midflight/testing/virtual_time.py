@@ -2,11 +2,11 @@
 end fails at once.
 
 Whenever no callback is ready the clock jumps to the next timer. If there is no timer either,
-nothing can ever happen again, so the run ends with `DeadlockError`, which says where each task waits. There
-is no real input or output, and `to_thread` runs inline. A thread that the code starts itself is
-heard before time passes: as long as it computes, the clock stands still. Two runs of the same code
-make the same steps. With a seed the ready callbacks of one instant run in a shuffled order, which
-is the same for the same seed.
+nothing can ever happen again, so the run ends with `DeadlockError`, which names the place at which
+each task waits. There is no real input or output, and `to_thread` runs inline. The loop waits for a
+thread that the code starts itself before time passes: as long as it computes, the clock stands
+still. Two runs of the same code make the same steps. With a seed the ready callbacks of one instant
+run in a shuffled order, which is the same for the same seed.
 """
 
 from __future__ import annotations

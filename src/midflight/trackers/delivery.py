@@ -90,8 +90,8 @@ def key_of(line: Line) -> str | None:
 
 
 def tell(tracker: Tracker, line: Line, told: DeliveryLog) -> None:
-    """Tells a line once. The line counts as told before it is: a tracker that fails on a line, or
-    is killed over it, lacks that line, and has none twice.
+    """Tells a line once. The line counts as sent before it is sent: a tracker that fails on a line,
+    or is killed over it, lacks that line, and has none twice.
     """
     key = key_of(line)
     if key is None or key in told:

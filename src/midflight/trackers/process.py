@@ -40,7 +40,7 @@ the launcher lives, it ends this process.
 
 
 class TrackerMessage(msgspec.Struct, frozen=True):
-    """A message to the launcher: a tracker has failed, or has ended where there is no `error`."""
+    """A message to the launcher: a tracker has failed, or has ended if there is no `error`."""
 
     tracker: str
     error: str | None = None

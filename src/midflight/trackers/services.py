@@ -237,7 +237,7 @@ def _key(name: str) -> str:
 
 
 class Trackio(Tracker):
-    """Writes where `TRACKIO_DIR` says, or else into `trackio` of the run's folder."""
+    """Writes into `TRACKIO_DIR`, or else into `trackio` of the run's folder."""
 
     def open(self, run: TrackedRun) -> str:
         os.environ["TRACKIO_DIR"] = os.environ.get("TRACKIO_DIR") or str(
@@ -271,8 +271,8 @@ class Trackio(Tracker):
 
 
 class OpenTelemetry(Tracker):
-    """Sends each rollout as a trace, by OTLP over HTTP, to where `OTEL_EXPORTER_OTLP_ENDPOINT`
-    says, or else to port 4318 of this machine.
+    """Sends each rollout as a trace, by OTLP over HTTP, to `OTEL_EXPORTER_OTLP_ENDPOINT`, or else
+    to port 4318 of this machine.
 
     The numbers of steps do not go there: Prometheus has them. `OTEL_TRACES_SAMPLER` may choose some
     of the rollouts.

@@ -43,8 +43,8 @@ class RolloutSpans:
     """Reads the lines of a timeline once, in their order."""
 
     def __init__(self, *, told: int = 0) -> None:
-        """`told` is how many lines at the beginning were told already. No spans are made of
-        them.
+        """`told` is the number of lines at the beginning that were sent already. No spans are made
+        of them.
         """
         self.num_read = 0
         self._told = told

@@ -87,8 +87,8 @@ class Tracker:
         """
 
     def close(self, summary: Mapping[str, float | str]) -> None:
-        """Ends the run. `summary` has the numbers and texts of `summary.json`; it is empty where
-        there is no such file.
+        """Ends the run. `summary` has the numbers and texts of `summary.json`; it is empty if there
+        is no such file.
         """
 
 

@@ -139,7 +139,7 @@ def load_checkpoint(
     """Brings a trainer to a checkpoint, bit for bit. Everything is verified before anything is
     changed. No rank waits for another.
 
-    `as_version` names the weights anew where later numbers were handed out before the crash:
+    `as_version` gives the weights a new number if later numbers were handed out before the crash:
     numbers are never used twice, and the lineage records the fork. The returned state is the
     checkpoint's own.
     """

@@ -40,9 +40,9 @@ class Scoring:
     teacher_weight: float = 0.0
     """Weight of a teacher's log-probabilities beside rewards, per token; 0 is no teacher."""
     counts_rewards: bool = True
-    """Without them the teacher is all that is learned from."""
+    """If false, only the teacher is learned from."""
     component_weights: Mapping[str, float] | None = None
-    """Each component is compared by itself, with these weights, by the name before a `/`; 1 where
+    """Each component is compared by itself, with these weights, by the name before a `/`; 1 if
     there is none. None compares rewards.
     """
     whole_rollouts: str = ""

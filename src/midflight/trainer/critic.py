@@ -181,7 +181,7 @@ def _at_the_end(tokens: LossTokens) -> Float[Tensor, " K"]:
 
 def _explained(values: Float[Tensor, " K"], returns: Float[Tensor, " K"]) -> dict[str, float]:
     """1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for one that predicts a
-    constant. Left out where all returns are equal.
+    constant. It is left out if all returns are equal.
     """
     spread = float(returns.var(correction=0))
     if not spread > 1e-12 * float(returns.square().mean()):  # less is rounding

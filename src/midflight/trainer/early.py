@@ -70,7 +70,7 @@ class EarlyPart:
 
     tokens: LossTokens
     record: StepRecord
-    """Readings, where the gradient was taken."""
+    """Readings, if the gradient was taken."""
     loss: float
     """The sum with denominators of 1."""
     proximal: Tensor | None
@@ -83,7 +83,7 @@ class EarlyWork:
     """The early work for some tokens of a batch."""
 
     parts: tuple[tuple[EarlyPart, Index, Index], ...] = ()
-    """Each part with the indices of its tokens, and where these are in the batch."""
+    """Each part with the indices of its tokens, and their places in the batch."""
     gradient: bool = False
     """True if the gradient of these tokens is in the model."""
 

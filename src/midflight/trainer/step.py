@@ -233,7 +233,7 @@ class Stepper:
         record.updated(loss, norm, held_back=held_back)
 
     def _factors(self, update: Update) -> Factors | None:
-        """The factors of all the update's tokens, where the log-probabilities are known before the
+        """The factors of all the update's tokens, if the log-probabilities are known before the
         training forward; else None.
         """
         if update.proximal is None:

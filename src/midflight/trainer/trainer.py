@@ -34,7 +34,7 @@ from midflight.types import PackedBatch, Version
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A point where a run was taken up again: the weights of `parent` go on under the number
+    """A point at which a run was taken up again: the weights of `parent` go on under the number
     `version`, so that no number is used twice.
     """
 

@@ -110,7 +110,7 @@ def build(
 
 
 def _choose_look(look: str, to: str = "/") -> Response:
-    """Remembers a look, and leads back to the page where it was chosen, on this host."""
+    """Remembers a look, and leads back to the page on which it was chosen, on this host."""
     there = RedirectResponse("/" + to.lstrip("/\\"), status_code=303)
     if look in LOOKS:
         there.set_cookie(LOOKS_COOKIE, look, samesite="lax", max_age=31_536_000)

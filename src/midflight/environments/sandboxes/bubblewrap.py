@@ -34,8 +34,8 @@ from midflight.errors import SandboxUnavailable
 WORK = "/sandbox"
 FIRST_USER = 1_000_000
 NUM_USERS = 60_000_000
-"""The users of sandboxes, where we are root. Each program has another user, because the processes
-of a user are counted together.
+"""The users of sandboxes, if we are root. Each program has another user, because the processes of a
+user are counted together.
 """
 _programs = itertools.count()
 REMEDY = (
@@ -55,7 +55,7 @@ SHOWN = (
     "/etc/localtime",
 )
 NAMES = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl")
-"""Files that a program sees where it has the machine's network."""
+"""Files that a program sees if it has the machine's network."""
 KEEPING = """
 before=$1 after=$2 folders=$3 start=$4; shift 4
 for each in $before; do tar -xf /dev/fd/$each -C / || exit 125; done

@@ -58,7 +58,7 @@ class Sandbox(Protocol):
     async def python(
         self, code: str, *, files: Mapping[str, str | bytes] = ..., stdin: str = ""
     ) -> ProgramResult:
-        """Runs a Python program in the same way, with this interpreter's packages where the sandbox
+        """Runs a Python program in the same way, with this interpreter's packages if the sandbox
         has them.
         """
         ...

@@ -221,10 +221,10 @@ SCHEDULES = {
 }
 KNOWN = {*OWN, *GENERAL, *HARMLESS, *REFUSED}
 MANY_TURNS = 1000
-"""The limit of turns where trl sets none. The context ends a conversation before."""
+"""The limit of turns if trl sets none. The context ends a conversation before."""
 ROLLOUT_SECONDS = 3600.0
-"""So long an agent and its reward functions may take by themselves. trl has no limit; here one that
-hangs would hold up a step for ever.
+"""The seconds that an agent and its reward functions may take by themselves. trl has no limit; here
+one that hangs would hold up a step for ever.
 """
 
 
@@ -452,7 +452,7 @@ class AsyncGRPOConfig:
         return dtype
 
     def _server(self) -> dict[str, Any]:
-        """Options of a server of vLLM, where one is named. trl needs one; here an engine of our own
+        """Options of a server of vLLM, if one is named. trl needs one; here an engine of our own
         takes its place.
         """
         if "vllm_server_base_url" not in self.given:

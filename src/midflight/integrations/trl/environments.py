@@ -48,8 +48,8 @@ def _making(factory: Factory) -> Callable[[Any], None]:
 
 def _resetting(*, without: str) -> Callable[..., Any]:
     def reset(self: Any, **row: Any) -> Any:
-        """Passes on those columns of the row that the environment's own `reset` names, or all where
-        it takes any keyword.
+        """Passes on those columns of the row that the environment's own `reset` names, or all if it
+        takes any keyword.
         """
         given = {name: value for name, value in row.items() if name not in ("task", without)}
         parameters = inspect.signature(self.made.reset).parameters
@@ -87,8 +87,8 @@ def _passed_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 def rows_of_environments(
     factories: Mapping[str, Factory] | Factory, *, number: int
 ) -> list[dict[str, Any]]:
-    """The rows where environments bring their own data: so many empty prompts, each with the name
-    of its environment if there are several.
+    """The rows if environments bring their own data: the given number of empty prompts, each with
+    the name of its environment if there are several.
     """
     names: list[str | None] = [None]
     if isinstance(factories, Mapping):

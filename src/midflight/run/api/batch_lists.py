@@ -33,11 +33,12 @@ class RolloutRow(RowLists, frozen=True, omit_defaults=True):
     rollout: int
     """The number of the row's rollout in the batch."""
     teacher_logprobs: list[float] | None = None
-    """Present in a run with a teacher, as long as the others; meaningful where `loss_mask` is true.
+    """It is present in a run with a teacher, and as long as the others; meaningful where
+    `loss_mask` is true.
     """
     turns: list[int] | None = None
-    """The answer that each token belongs to, counted from 0. Present where some rollout has rewards
-    for its answers.
+    """The answer that each token belongs to, counted from 0. It is present if some rollout has
+    rewards for its answers.
     """
     kept: list[list[int]] | None = None
     """The ids that truncation left for each token, or none if nothing was cut off. It is present if

@@ -1,4 +1,4 @@
-"""`GET /dashboard`: leads to the viewer beside the run, or says how to get one."""
+"""`GET /dashboard`: leads to the viewer beside the run, or explains how to get one."""
 
 from pathlib import Path
 from urllib.parse import urlencode
@@ -9,7 +9,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 VIEWER = "view.json"
-"""The file in a run's folder that says where its viewer is, while there is one."""
+"""The file in a run's folder with the address of its viewer, while there is one."""
 
 _NONE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Midflight</title>
 <style>body{font:16px sans-serif;max-width:40rem;margin:4rem auto;padding:0 1rem;color-scheme:light dark}</style>
@@ -25,8 +25,8 @@ class ViewerAddress(msgspec.Struct, frozen=True):
 
 
 def dashboard_route(folder: Path) -> BaseRoute:
-    """The redirect keeps the token of a request. The viewer checks it, and asks for it where there
-    is none.
+    """The redirect keeps the token of a request. The viewer checks it, and asks for it if there is
+    none.
     """
 
     async def dashboard(request: Request) -> Response:

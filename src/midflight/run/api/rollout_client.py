@@ -16,7 +16,7 @@ from midflight.types.facts import Stepped
 from midflight.wire.client import Answered, HttpClient
 
 AGAIN_SECONDS = 0.2
-"""The wait before a rollout process that is being started again is asked again."""
+"""The wait between two requests to a rollout process that is being started again."""
 
 
 class RolloutClient:

@@ -87,7 +87,7 @@ class TrainerRoutes:
         finished: Callable[[], None] | None = None,
         goes_on: tuple[Sequence[Batch], Version] | None = None,
     ) -> None:
-        """`finished` is called when the answer to `finish` has been sent. `goes_on` is given where
+        """`finished` is called when the answer to `finish` has been sent. `goes_on` is given if
         this process was started again and the trainer did not die: the batches that it has, and the
         version of the next.
         """
@@ -199,7 +199,7 @@ class TrainerRoutes:
 
     async def _copy(self, request: Request) -> Response:
         """Copies the store for the checkpoint of a version that was made. Groups that are trained
-        later wait again where a run goes on from the copy.
+        later wait again if a run goes on from the copy.
         """
         body = await body_of(request, VersionBody)
         self._book.check_saved(body.version)
@@ -249,7 +249,7 @@ def _given_manifest(body: WeightsBody) -> WeightManifest:
 
 
 def _life(request: Request) -> int:
-    """0 where the header is missing: such a trainer is the only one."""
+    """It is 0 if the header is missing: such a trainer is the only one."""
     said = request.headers.get(LIFE, "0")
     if not said.isdecimal():
         raise RequestRejected(f"{LIFE} is {said!r}; give a number, or leave it out.", param=LIFE)

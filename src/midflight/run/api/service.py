@@ -10,10 +10,10 @@ from midflight.types import PackedBatch, Version, WeightManifest
 from midflight.types.facts import Stepped
 
 PREFIX = "/midflight/v1"
-"""Begins the paths of the routes that a trainer, a harness or a worker calls."""
+"""The beginning of the paths of the routes that a trainer, a harness or a worker calls."""
 LIFE = "x-midflight-life"
-"""A header that says which trainer of the run sends the request, counted from 0. A trainer that was
-given up may not be dead but cut off: its requests are refused.
+"""A header with the number of the trainer of the run that sends the request, counted from 0. A
+trainer that was given up may not be dead but cut off: its requests are refused.
 """
 
 

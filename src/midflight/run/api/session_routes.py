@@ -127,8 +127,8 @@ class Claim(OpenedSession, frozen=True):
 
 
 class SessionRoutes:
-    """Holds no state. `board` is there where the environment is `claimed`; `served` gives the
-    version that engines serve.
+    """Holds no state. `board` is given if the environment is `claimed`; `served` gives the version
+    that engines serve.
     """
 
     def __init__(

@@ -210,6 +210,6 @@ class DoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skipped: bool = False
     """The step left the weights as they were: its groups are dropped and not trained."""
     alarms: Annotated[tuple[Annotated[str, Meta(max_length=1000)], ...], Meta(max_length=16)] = ()
-    """One sentence for each thing that is out of its bounds."""
+    """Returns one sentence for each value that is out of its bounds."""
     now: Seconds | None = None
     """When the report is sent."""

@@ -29,8 +29,8 @@ from midflight.wire.routes import StrictBody, body_of, json_answer, route
 
 _log = logging.getLogger(__name__)
 AGAIN_SECONDS = 0.5
-"""The wait before a lost teacher is asked again: a request may find the loss before the connection
-does.
+"""The wait between two requests to a lost teacher: a request may find the loss before the
+connection does.
 """
 
 

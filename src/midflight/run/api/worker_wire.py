@@ -135,5 +135,5 @@ decode_from_worker = msgspec.json.Decoder(Joined | LoopTurned | ToolsRun | Agent
 
 
 def _heard(said: dict[str, Any]) -> dict[str, Any]:
-    """The fields with a tuple again where JSON has a list."""
+    """Returns the fields with tuples in the place of JSON's lists."""
     return {**said, "turns": tuple(said["turns"])}

@@ -1,7 +1,7 @@
 """The process beside a server of other people: it starts or attaches the server, and speaks for it
 in our engines' wire.
 
-It is torch-free, but where adapters are merged or weights come by broadcast.
+It does not import torch, unless adapters are merged or weights come by broadcast.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ async def speak_for_server(
     staging: Path,
     say: Callable[[str], None] = _log.warning,
 ) -> None:
-    """Starts a server, or attaches to the one at `url`; then `serve` answers for it. Ended by
+    """Starts a server, or attaches to the one at `url`; then `serve` answers for it. It is ended by
     cancellation, or by the server's death.
 
     The model's files are read before anything is started. Until the server is attached, clients

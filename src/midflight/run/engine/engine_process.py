@@ -31,7 +31,7 @@ from midflight.weights.transports.select import receiver
 from midflight.wire.server import serve_app
 
 SPEAKERS = ("engine0", "teacher")
-"""Engines that warn where their model is slow. The others serve the same model as the first."""
+"""Engines that warn if their model is slow. The others serve the same model as the first."""
 
 
 def make_engine(config: Config, model: Path, *, name: str, version: int) -> EmbeddedEngine:

@@ -44,13 +44,13 @@ STOP_SECONDS = 1.5
 own end. A server keeps nothing worth a wait.
 """
 LAST_LINES = 25
-"""So many lines of the log are in an error: a server's traceback is long, and its cause is not at
-the end.
+"""The number of lines of the log that an error shows: a server's traceback is long, and its cause
+is not at the end.
 """
 
 
 def adapters_kept(config: Config, model: Path) -> int:
-    """The number of versions that a server keeps side by side, where they are adapters and are not
+    """The number of versions that a server keeps side by side, if they are adapters and are not
     merged; else 0.
     """
     if config.lora.merged or adapter_of(model) is None:
@@ -59,8 +59,8 @@ def adapters_kept(config: Config, model: Path) -> int:
 
 
 def recorded_experts(config: Config, model: Path) -> int:
-    """The number of experts in a layer of the model, where the chosen experts are to be recorded;
-    else 0.
+    """The number of experts in a layer of the model, if the chosen experts are to be recorded; else
+    0.
     """
     return num_experts_of(model) if config.correction.routing_replay else 0
 
@@ -208,7 +208,7 @@ class StartedServer:
 
     async def come_up(self, path: str, *, seconds: float) -> None:
         """Waits until it answers 200 at `path`, while it and its children move. Its death is
-        `RunFailed`, because it would die again. It is `ServerLost` where the server was killed, or
+        `RunFailed`, because it would die again. It is `ServerLost` if the server was killed, or
         does nothing for `seconds`.
         """
         try:
@@ -227,7 +227,9 @@ class StartedServer:
             raise RunFailed(f"starting {self.name}'s server: {first}") from errors
 
     async def _standing_still(self, seconds: float) -> NoReturn:
-        """Waits until it has done nothing for so long: `StandsStill`. Ended by cancellation."""
+        """Waits until it has done nothing for so long: `StandsStill`. It is ended by
+        cancellation.
+        """
         assert self._process is not None
         motion = ProcessActivity(self._process.pid)
         while (still := motion.look()) < seconds:  # noqa: ASYNC110 (nothing tells of a process that does nothing)

@@ -15,7 +15,7 @@ refused for it.
 SAY_SECONDS = 1.0
 """Processor time between two words to the user."""
 FEW = 200
-"""Tasks of a dataset that are drawn instead, where all would take longer."""
+"""The number of tasks of a dataset that are drawn instead, if all would take longer."""
 
 
 class TakesLonger(Exception):
@@ -48,7 +48,7 @@ class TaskDrawing:
         self._said = 0.0
 
     def drawn(self) -> None:
-        """One more entry is there."""
+        """Counts one more entry."""
         self._now = self._clock()
         if self._number == 0:
             self._began = self._said = self._now

@@ -21,8 +21,8 @@ thread does not wake it, and is seen at the next look.
 
 
 class Stop:
-    """Asks a command to end, from any thread. Asked once, the command ends in order; asked again,
-    it no longer waits for its parts.
+    """Asks a command to end, from any thread. After the first request, the command ends in order.
+    After the second, it no longer waits for its parts.
     """
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class Stop:
                 self._cancel()
 
     def reaches(self, cancel: Callable[[], None] | None) -> None:
-        """Sets the function that asks the command to end. If an end has been asked for already, it
-        is called at once. It is called from any thread. None means that the command has ended.
+        """Sets `cancel`, which asks the command to end. If an end has been asked for already, it is
+        called at once. It is called from any thread. None means that the command has ended.
         """
         with self._lock:
             self._cancel = cancel

@@ -1,5 +1,5 @@
-"""The engines of a ring, over all their lives. An engine that dies is started again. It moves
-where its machine is lost, and joins later where there was no room for it at first.
+"""The engines of a ring, over all their lives. An engine that dies is started again. It moves if
+its machine is lost, and joins later if there was no room for it at first.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from midflight.run.api.membership_client import MembershipClient
 
 REMINDER_SECONDS = 30.0
-"""After so long the user is told that requests wait for an engine, and again each time that this
-has doubled.
+"""The seconds after which the user is told that requests wait for an engine. The user is told again
+each time that the wait has doubled.
 """
 AGAIN_SECONDS = 2.0
 """The time between two attempts at a gateway that does not answer yet."""
@@ -62,7 +62,7 @@ class EnginePart:
     url: str | None = None
     model: str | None = None
     joins: bool = False
-    """The rollout process was not told of this address when it started."""
+    """The rollout process did not get this address when it started."""
 
     @property
     def address(self) -> str:
@@ -111,7 +111,7 @@ class Engines:
         self._spent = set[str]()
         """Engines that wait for a restart to come back."""
         self._reminders: dict[str, asyncio.TimerHandle] = {}
-        """When the user is told again that requests wait for an engine."""
+        """The time at which the user is told again that requests wait for an engine."""
 
     async def take(self, *, with_teacher: bool) -> Sequence[Coroutine[Any, Any, None]]:
         """Takes places for the engines that the run starts with. Returns the loops that keep them,

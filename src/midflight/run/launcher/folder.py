@@ -50,7 +50,7 @@ TRACKED = ("shards", "trackers", "tensorboard", "wandb", "mlruns", "trackio")
 MODELS = ("checkpoints", "first", "start", "reference", "model", "adapter", "weights")
 LOGS = "logs"
 FAILED_LOGS = "failed-logs"
-"""The logs of a run that ended before its first step, where the run before it came back."""
+"""The logs of a run that ended before its first step, if the run before it came back."""
 
 
 def kept(folder: Path) -> str | None:
@@ -124,7 +124,7 @@ def unwritable(folder: Path, error: OSError) -> ConfigError:
 
 def places_of(folder: Path, config: Config) -> list[ReplacedFiles]:
     """The places of the run that a run of this configuration would replace: the folder, and its
-    store where that is elsewhere.
+    store if that is elsewhere.
     """
     names = (*PRODUCTS, ROWS, POSTED, CONFIG, *DRAFTS, LOGS, *TRACKED, *MODELS)
     own = ReplacedFiles(".", None, names)

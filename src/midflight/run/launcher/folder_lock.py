@@ -78,8 +78,8 @@ def hold_folder(folder: Path, say: Callable[[str], None]) -> Generator[FileIO]:
 
 
 def _give_back(folder: Path, lock: FileIO) -> None:
-    """Removes the lock. It stays, without a holder's name, where a run is aside, because `restore`
-    waits by it for the last parts.
+    """Removes the lock. It stays, without a holder's name, if a run was set aside, because
+    `restore` waits by it for the last parts.
     """
     if replaced_files.is_left(folder):
         lock.truncate(0)

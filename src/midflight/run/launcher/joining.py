@@ -42,8 +42,8 @@ from midflight.wire.server import listen, serve_app
 E = TypeVar("E", bound=ServedEngine)
 
 SAY_SECONDS = 5.0
-"""The time after which the gateway is told again where the engine is. A gateway that was started
-anew knows of no engine that had joined.
+"""The time after which the engine's address is sent to the gateway again. A gateway that was
+started anew knows of no engine that had joined.
 """
 
 
@@ -152,8 +152,8 @@ class JoinedEngine:
         self._is_member = False
 
     async def run(self, address: EngineAddress, up: asyncio.Event) -> None:
-        """Waits for the engine to be `up`, then says again and again where it is. Ended by being
-        sent away, or by cancellation: then it leaves.
+        """Waits for the engine to be `up`, then sends its address again and again. It is ended by
+        being sent away, or by cancellation: then it leaves.
         """
         await up.wait()
         async with self._door.client() as http:

@@ -35,7 +35,7 @@ class KilledStarts:
             del self._nums[name]
 
     def have_ended(self, names: Iterable[str]) -> bool:
-        """True where none of them can be expected to come up."""
+        """True if none of them can be expected to come up."""
         return all(self._nums[name] >= MAX_KILLED for name in names)
 
 

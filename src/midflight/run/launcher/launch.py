@@ -43,8 +43,8 @@ def as_json(config: Config) -> bool:
 
 
 def begin(config: Config, console: Console | None = None) -> None:
-    """Says the first lines of `train` and `rollouts`, which do not repeat them. They are said while
-    the configuration is tried, which takes seconds.
+    """Says the first lines of `train` and `rollouts`, which do not repeat them. They are printed
+    while the configuration is tried, which takes seconds.
     """
     Terminal(console, as_json=as_json(config)).say(opening.beginning(config))
 

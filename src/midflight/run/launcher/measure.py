@@ -52,9 +52,9 @@ TRAINED_TOKENS = 512
 SPEED_STEPS = 8
 """The engine is measured on so many steps for each number of requests."""
 NUM_TASKS = 16
-"""The model is asked so many tasks."""
+"""The number of tasks that the model is asked."""
 NUM_LOOKED = 256
-"""The length of so many prompts is taken."""
+"""The number of prompts whose length is taken."""
 SPEED_PROMPT = 8
 """Tokens of a prompt that only measures speed."""
 SPEED_ROW = 32
@@ -300,7 +300,7 @@ def _is_right(said: str, task: Task, reward: str) -> bool:
 
 
 def _closes(tokenizer: Tokenizer) -> bool:
-    """True where the template closes an answer with a token that ends it."""
+    """True if the template closes an answer with a token that ends it."""
     whole = tokenizer.render(
         [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "two"}]
     )

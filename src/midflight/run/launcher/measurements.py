@@ -30,7 +30,7 @@ class ModelMeasurements(msgspec.Struct, frozen=True):
     num_right: int
     """Answers that were right as `reward` judges."""
     reward: str
-    """The reward that can judge the tasks: `number_match` where each answer is a number, else
+    """The reward that can judge the tasks: `number_match` if each answer is a number, else
     `exact_match`.
     """
     closes: bool
@@ -50,7 +50,7 @@ class ModelMeasurements(msgspec.Struct, frozen=True):
 
     @property
     def ends(self) -> bool:
-        """True where its answers come to an end. A large model's answers have little room here, so
+        """True if its answers come to an end. A large model's answers have little room here, so
         there only the chat template is asked.
         """
         has_ended = len(self.ended) >= self.num_answers / 2

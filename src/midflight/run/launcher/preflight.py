@@ -138,7 +138,7 @@ class Inspection:
         return program
 
     def _sources(self) -> Sequence[Source] | None:
-        """Loads all tasks of the sources, or few of those of datasets where drawing all takes too
+        """Loads all tasks of the sources, or a few of those of datasets if drawing all takes too
         long here.
         """
         from midflight.environments.sources import load_sources
@@ -196,7 +196,7 @@ class Inspection:
     def _survey(
         self, sources: Sequence[Source], tokenizer: Tokenizer, *, measured: bool
     ) -> list[SourceFindings]:
-        """Looks at every row, and at the lengths of prompts where the model takes chats."""
+        """Looks at every row, and at the lengths of prompts if the model takes chats."""
         config = self._config
         environment = config.environment
         learns_answers = config.warm_start.is_made and config.warm_start.data is None

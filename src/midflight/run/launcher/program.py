@@ -1,4 +1,4 @@
-"""The Python program that starts a run, where that is not our command line."""
+"""The Python program that starts a run, if that is not our command line."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

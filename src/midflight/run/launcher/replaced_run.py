@@ -11,7 +11,7 @@ from midflight.run.launcher.folder import JOURNAL, replaces
 
 class ReplacedRun:
     """Deletes the run that is set aside in a folder, if there is one. A thread does that, because
-    it takes long where the run is large.
+    it takes long if the run is large.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""The launcher's view of a run. Its processes are started together, heard, started again within a
+"""The launcher's view of a run. Its processes are started together, watched, started again within a
 budget, and always stopped.
 
 | loop | keeps | in |
@@ -104,7 +104,7 @@ class Ring:
     # --- Its beginning ----------------------------------------------------------------------------
 
     async def run(self, purpose: Purpose, *, resume: bool = False) -> None:
-        """Runs until the end that `purpose` says, or until a part fails. A run with our own trainer
+        """Runs until the end that `purpose` sets, or until a part fails. A run with our own trainer
         ends with its last step, evaluated and exported. With `resume`, the trainer goes on from its
         last checkpoint.
         """

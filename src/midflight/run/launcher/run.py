@@ -61,7 +61,7 @@ class Run:
         loss: Sequence[str] = (),
         program: Program | None = None,
     ) -> None:
-        """`loss`: the lines that say which loss is taken, where the trainer is ours."""
+        """`loss` are the lines that name the loss, if the trainer is ours."""
         self._program = program or Program()
         self._config = config
         self._terminal = terminal

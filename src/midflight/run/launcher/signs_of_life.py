@@ -11,7 +11,7 @@ IDLE_SHARE = 0.01
 
 
 class Work:
-    """When a process has last worked, as one source says. At first `at` is `now`."""
+    """The time at which a process has last worked, by one source. At first `at` is `now`."""
 
     def __init__(self, *, now: float) -> None:
         self.at = now
@@ -51,9 +51,9 @@ class SignsOfLife:
         not.
         """
         self._seen = Work(now=now)
-        """Its work, as the system says."""
+        """Its work, by the system's numbers."""
         self._told = Work(now=now)
-        """Its work, as its own beats say. They may count the processes below it."""
+        """Its work, by its own beats. They may count the processes below it."""
         self._clock = SenderClock()
 
     @property

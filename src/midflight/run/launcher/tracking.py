@@ -23,8 +23,8 @@ from midflight.trackers.process import LAST_SECONDS, TrackerMessage
 ENDING_SECONDS = 60.0
 """The seconds that trackers may take to send their last numbers, once a run has finished."""
 ALONE_SECONDS = LAST_SECONDS + 5.0
-"""So long the process may take to end by itself, once the launcher is gone. It notices that, and has
-a limit of its own.
+"""The seconds that the process may take to end by itself, once the launcher is gone. It notices
+that, and has a limit of its own.
 """
 
 
@@ -96,7 +96,7 @@ class Tracking:
                 )
 
     def end(self, *, seconds: float) -> None:
-        """Waits until every tracker has been told everything, for `seconds` at most. Called when
+        """Waits until every tracker has received everything, for `seconds` at most. Called when
         plot and summary are there.
         """
         process = self._process

@@ -27,9 +27,11 @@ from midflight.run.places.port import STACKS_SIGNAL
 LOOK_SECONDS = 1.0
 """Between two looks at the process."""
 WORD_SECONDS = 10.0
-"""After a wait of so long the user is told, then after twice the time, and so on."""
+"""The seconds of a wait after which the user is told, then after twice the time, and so on."""
 STACK_LOOKS = 3
-"""A process has so many looks to write its stack. One that is stopped writes none."""
+"""The number of looks within which a process must write its stack. A stopped process writes
+none.
+"""
 FRAMES = 4
 _LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
 OF_OTHERS = tuple(f'File "{place}' for place in ("<", *_LIBRARIES))
@@ -178,7 +180,7 @@ def _end(said: bytes) -> str:
 
 
 def _paragraph(head: str, lines: Sequence[str]) -> str:
-    """The lines below a head, or nothing where there are none. Begins a new line."""
+    """Returns the lines below a head, or an empty text if there are none. Begins a new line."""
     if not lines:
         return ""
     return "".join(f"\n{line}" for line in [head, *lines])

@@ -34,8 +34,8 @@ from midflight.run.places.vitals import Vitals, vitals_of
 LOOK_SECONDS = 1.0
 """The time between two looks of the launcher."""
 REST_SECONDS = 2.0
-"""So much later come the findings `idle` and `standing`: a process that computes nothing may wait
-for one that is found to be stopped in a moment.
+"""The delay of the findings `idle` and `standing`. A process that computes nothing may wait for one
+that is found to be stopped a moment later.
 """
 MEMORY = 4
 """A delay is remembered for so many times `stall_seconds`, which is longer than the beats of a slow
@@ -81,7 +81,7 @@ class Watchdog:
     # --- What it hears ----------------------------------------------------------------------------
 
     def begin(self, name: str, pid: int | None) -> None:
-        """`pid` is a number of this machine, or None where the process is on another."""
+        """`pid` is a number of this machine, or None if the process is on another."""
         self.pulses[name] = SignsOfLife(
             name, pid, now=self._clock(), memory_seconds=MEMORY * self._stall_seconds
         )

@@ -80,9 +80,9 @@ class ChildOutput(msgspec.Struct, frozen=True):
     closed: bool
     """No line comes after these."""
     status: int | None
-    """The exit status, where the child ended."""
+    """The exit status, if the child ended."""
     log: str = ""
-    """The end of the child's log, where the child ended."""
+    """The end of the child's log, if the child ended."""
     recalled: bool = False
     """The seat is about to be taken away."""
     state: str = "?"
@@ -166,9 +166,9 @@ class PlaceActor:
         self._is_recalled = False
 
     def recall(self) -> bool:
-        """Notes that this process is about to be ended, and soon; the launcher is told with the
-        next answer. Returns whether something can still leave in order: only engines can, and only
-        after the first call.
+        """Notes that this process is about to be ended soon; the next answer tells the launcher.
+        Returns whether something can still leave in order: only engines can, and only after the
+        first call.
         """
         if self._is_recalled:
             return False
@@ -195,8 +195,8 @@ class PlaceActor:
         return msgspec.json.encode(greeting)
 
     async def open(self, host: str, port: int) -> bytes:
-        """Listens at `host`; where that is empty, at the machine's own address. A second call
-        answers as the first.
+        """Listens at `host`; if that is empty, at the machine's own address. A second call answers
+        as the first.
         """
         try:
             self._listener = self._listener or listen(host or self._here(), port)

@@ -26,7 +26,9 @@ from midflight.version import __version__
 from midflight.wire.hosts import is_loopback
 
 SAY_SECONDS = 30.0
-"""A wait for machines is told to the user after so long, then at twice the time, and so on."""
+"""The seconds after which the user is told of a wait for machines, then at twice the time, and so
+on.
+"""
 ROUNDING = 1e-6
 """The tolerance in sums of resources, which Ray counts in ten-thousandths."""
 WHERE = "{where}"

@@ -40,20 +40,20 @@ AGAIN_SECONDS = 0.5
 """The time between two calls of a seat that cannot be reached, though its machine is said to live.
 """
 ALONE = 2
-"""A process outlives its launcher by so many times `lost_seconds`, where Ray does not end it:
-longer than the launcher waits in silence.
+"""The time by which a process outlives its launcher if Ray does not end it, as a multiple of
+`lost_seconds`. It is longer than the launcher waits in silence.
 """
 LOOK_SECONDS = 2.0
 """The time between two questions which machines are about to be taken away: these have half a
 minute or more.
 """
 KILL_SECONDS = 5.0
-"""The time that a seat has to say that a killed process has ended: the end of a run waits for that,
-also where the machine is gone.
+"""The time within which a seat must report that a killed process has ended. The end of a run waits
+for that, also if the machine is gone.
 """
 PATIENCE_SECONDS = 30.0
-"""A seat is not there at once. After so long the user is told that it is waited for, and again each
-time that the wait has doubled.
+"""A seat is not there at once. The seconds after which the user is told of the wait, and again each
+time that it has doubled.
 """
 OWN_RESOURCES = frozenset(("memory", "node", "object_store_memory", "accelerator_type"))
 """Resources that Ray gives each machine, in bytes or as marks; they are not shown to users."""

@@ -37,7 +37,7 @@ THREADS_PER_CORE = 32
 CERTAIN_SHARE = 2.0
 """The estimate counts pages twice that processes share, and a machine may have swap."""
 LARGEST = 3
-"""So many parts are named where memory is short."""
+"""The number of parts that are named if memory is short."""
 WORST_SHARE = 16.0
 """Rollouts are rarely all as long as the context allows at once."""
 
@@ -51,7 +51,7 @@ class Hardware:
     where: str
     cores: int
     memory_bytes: int
-    """0 where it is not known."""
+    """It is 0 if it is not known."""
     most_cores: int
 
 
@@ -68,7 +68,7 @@ def hardware_of(machines: Sequence[Machine]) -> Hardware:
 
 
 def misfits(config: Config, hardware: Hardware, *, trains: bool = True) -> Iterator[str]:
-    """A sentence for each option that is absurd here, with the remedy. `trains` says that our
+    """A sentence for each option that is absurd here, with the remedy. `trains` is true if our
     trainer is a part of the run.
     """
     said = set[str]()
@@ -113,8 +113,8 @@ def _memory(
 def memory_note(
     config: Config, hardware: Hardware, *, longest_prompt: int | None = None
 ) -> str | None:
-    """A sentence where the worst case is more than there is. None for a cluster, where no machine
-    has it all.
+    """A sentence if the worst case is more than the memory there. None for a cluster, where no
+    machine has it all.
     """
     if config.cluster.kind != "local":
         return None

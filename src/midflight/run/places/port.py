@@ -59,7 +59,7 @@ class Child(Protocol):
 
     @property
     def state(self) -> str:
-        """The letter of the state of a process elsewhere, as its machine said it last."""
+        """The letter of the state of a process elsewhere, as its machine reported it last."""
         ...
 
     @property
@@ -111,7 +111,7 @@ class Child(Protocol):
         ...
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal. It is no error where the process has ended."""
+        """Sends a signal. It is no error if the process has ended."""
         ...
 
 
@@ -180,7 +180,7 @@ class Place(Protocol):
 
 
 class Wants(NamedTuple):
-    """The wishes of a seat on a cluster, where they are not those of all seats of its kind."""
+    """The wishes of a seat on a cluster, if they are not those of all seats of its kind."""
 
     resources: Mapping[str, float]
     machine: str
@@ -198,8 +198,8 @@ class Places(AbstractAsyncContextManager["Places", None], Protocol):
         ...
 
     async def watch(self) -> None:
-        """Finds out which places are recalled, until it is cancelled. Ends at once where none can
-        be recalled.
+        """Finds out which places are recalled, until it is cancelled. Ends at once if none can be
+        recalled.
         """
         ...
 

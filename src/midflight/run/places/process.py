@@ -19,14 +19,14 @@ COMMAND = (sys.executable, "-m", "midflight.run.launcher.child")
 STACKS_SECONDS = 1.0
 """The time that a process has to write its stacks into its log, on a busy machine too."""
 MAX_STACKS = 20_000
-"""So many bytes of stacks are shown; a hundred threads make more, which are in the log."""
+"""The bytes of stacks that are shown. A hundred threads make more, which are in the log."""
 MAX_LOG_BYTES = 64 * 2**20
 KEPT_LOG_BYTES = 2**20
 """A log that grows beyond `MAX_LOG_BYTES`, by the prints of agents for instance, is cut down to its
 last `KEPT_LOG_BYTES`.
 """
 LAST_LINES = 20
-"""So many lines of the log are in an error."""
+"""The number of lines of the log that an error shows."""
 KEPT_FROM_CHILDREN = frozenset((TOKEN_VARIABLE, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
 """Variables that give access to the run, or to the cluster that it runs on. Child processes do not
 inherit them, because an agent could use them.

@@ -58,8 +58,8 @@ def ray_places(config: Config, *, say: Callable[[str], None]) -> RayPlaces:
 
 
 def connect(config: Config) -> "RayCluster":
-    """The cluster that the configuration names. Waits until it has answered. `ConfigError` says why
-    there is none.
+    """The cluster that the configuration names. Waits until it has answered. Raises `ConfigError`
+    with the reason if there is none.
     """
     address = config.cluster.address
     for name, value in SETTINGS.items():

@@ -1,4 +1,4 @@
-"""Held-out scores along a run: before it, after it, and of every so many versions between. Each is
+"""Held-out scores along a run: before it, after it, and at an interval of versions between. Each is
 of exactly one version.
 
 | loop | consumes | waits for | unblocked by |
@@ -94,7 +94,7 @@ class Evaluations:
 
     async def evaluate(self) -> None:
         """Evaluates the version that all engines serve. Waits for a handover under way, then for
-        its rollouts, each of which has a deadline. Does nothing where there is no held-out task.
+        its rollouts, each of which has a deadline. Does nothing if there is no held-out task.
         """
         if not self._tasks:
             return

@@ -110,7 +110,7 @@ class Hosting:
     board: Board | None = None
     """The board at which outsiders claim rollouts."""
     whereabouts: Callable[[str], Whereabouts] = lambda _: HERE
-    """Says of a session where its rollout is."""
+    """Returns the place of a session's rollout."""
 
 
 def frequent(state: RunState, metrics: Metrics) -> dict[type, Sequence[facts.Record]]:
@@ -150,7 +150,7 @@ class RolloutProcess:
         self._metrics.memory = partial(resident, os.getppid())
         self._heldout: HeldoutStore | None = None
         self._claims: ClaimWatch | None = None
-        """Present where workers outside run the agents."""
+        """It is present if workers outside run the agents."""
         self._last: LastRollout | None = None
         self._record = self._observers().apply
         for text in spec.alarms:

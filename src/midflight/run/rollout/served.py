@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 OWNER = "owner"
 """The name of the owner's holds."""
 AGAIN_SECONDS = 0.2
-"""The wait before an owner that is away is asked again."""
+"""The wait between two requests to an owner that is away."""
 
 
 @dataclass(frozen=True, slots=True)

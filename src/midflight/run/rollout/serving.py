@@ -97,7 +97,7 @@ class Serving:
         come_back: bool = False,
     ) -> None:
         """`without` names features of engines that are not wanted. `anonymous` serving has no
-        rollouts, and so no engines apart. `come_back` says that a launcher starts engines again
+        rollouts, and so no engines apart. `come_back` is true if a launcher starts engines again
         that die.
         """
         self._stall_seconds = config.run.stall_seconds / 4

@@ -18,11 +18,11 @@ from midflight.run.heart import ENDLESS, Absence, Doing, LoopReport
 from midflight.run.rollout.serving import Agents, Serving
 
 MAX_ROLLOUTS = 3
-"""So many of the oldest rollouts that run are shown, because a batch waits for these, and as many of
-those that wait for a worker.
+"""The number of the oldest rollouts that are shown, because a batch waits for these. As many of
+those that wait for a worker are shown.
 """
 PARTS = {"trainer": "trainer", "handover": "trainer"}
-"""The process that ends a wait, where that is another process."""
+"""The process that ends a wait, if that is another process."""
 
 
 class RunningRollout(NamedTuple):
@@ -65,8 +65,8 @@ class RolloutStanding:
         whereabouts: Callable[[str], Whereabouts] = lambda _: HERE,
         board: Board | None = None,
     ) -> None:
-        """From now on there are rollouts too. `whereabouts` says of a session where its rollout is.
-        Workers outside claim rollouts at `board`, where there is one.
+        """From now on there are rollouts too. `whereabouts` gives the place of a session's rollout.
+        Workers outside claim rollouts at `board`, if there is one.
         """
         self._agents = agents
         self._queue = queue

@@ -323,7 +323,7 @@ class RolloutSystem:
         return await self._packed(batch)
 
     async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
-        """Returns None where the trainer's cores or GPU are lent to an engine while it waits."""
+        """Returns None if the trainer's cores or GPU are lent to an engine while it waits."""
         if self._lending.is_on:
             return None
         groups = await self.queue.ahead(train_version, tokens=tokens)

@@ -18,12 +18,12 @@ from midflight.types import Json
 Learnt = tuple[tuple[int, ...], tuple[int, ...]]
 """The ids of a prompt and of the message to learn, with the token that ends it."""
 MAX_APART = 256
-"""So many conversations are held out at most."""
+"""The most conversations that are held out."""
 
 
 class Conversations:
     """The conversations of one file, by number. Each is read and rendered when it is asked for;
-    `ConfigError` names a broken one by its place.
+    Raises `ConfigError` with the place of a broken one.
     """
 
     def __init__(self, path: Path, tokenizer: Tokenizer, *, max_tokens: int) -> None:
@@ -46,7 +46,7 @@ class Conversations:
 
     def split(self, *, seed: int, every: int) -> tuple[Sequence[int], Sequence[int]]:
         """The numbers of conversations to learn from, and of those held out, one of `every` by a
-        hash of the messages. No conversation is in both, also where the file has it twice.
+        hash of the messages. No conversation is in both, even if the file has it twice.
         """
         if not every:
             return range(len(self)), ()
@@ -97,8 +97,8 @@ class Conversations:
     def _learnt(
         self, messages: Sequence[Message], place: int, tools: Sequence[Message] | None
     ) -> Learnt:
-        """The message at a place, with its prompt. Raises `ValueError` where it is too long, or
-        where the template does not write it after the prompt's own beginning of an answer.
+        """The message at a place, with its prompt. Raises `ValueError` if it is too long, or if the
+        template does not write it after the prompt's own beginning of an answer.
         """
         before = self._tokenizer.render(messages[:place], tools=tools, add_generation_prompt=True)
         whole = self._tokenizer.render(messages[: place + 1], tools=tools)
@@ -119,7 +119,7 @@ class Conversations:
         return prompt, learnt
 
     def _ended(self, answer: tuple[int, ...]) -> tuple[int, ...]:
-        """The answer up to the first token that ends a message, which is added where it lacks one."""
+        """The answer up to the first token that ends a message, which is added if it lacks one."""
         for place, token in enumerate(answer):
             if token in self._tokenizer.eos_token_ids:
                 return answer[: place + 1]

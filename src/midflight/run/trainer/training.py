@@ -22,8 +22,8 @@ REWARD_WINDOW = 20
 """Steps over which `stop_at_reward` takes its mean: long enough that luck does not end a run."""
 
 Stage = Callable[[], Callable[[], object]]
-"""Copies the trainer's state. Returns a function that puts the copy on disk, which returns False
-where it made no checkpoint. Both block; the trainer may step on before the second is called.
+"""Copies the trainer's state. Returns a function that puts the copy on disk, which returns False if
+it made no checkpoint. Both block; the trainer may step on before the second is called.
 """
 
 DISK_SECONDS = 600.0
@@ -54,7 +54,7 @@ class Steps(Protocol):
     def num_steps(self) -> int: ...
     @property
     def early_tokens(self) -> int:
-        """The number of tokens of groups that are worth `begin`; 0 where a step needs its whole
+        """The number of tokens of groups that are worth `begin`; 0 if a step needs its whole
         batch.
         """
         ...
@@ -128,7 +128,7 @@ class TrainingLoop:
         self._publish_every = publish_every
         self._rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._reports = asyncio.Lock()
-        """Steps are reported in their order, also where one report takes longer than the step after
+        """Steps are reported in their order, even if one report takes longer than the step after
         it.
         """
         self._early_seconds = 0.0

@@ -203,8 +203,8 @@ class Accuracy:
         _copy(self._copy, self._model)
 
     def measure(self, *, seed: int) -> float:
-        """The accuracy of the weights that were taken, on a part of the examples where that says
-        enough. Blocking.
+        """Returns the accuracy of the weights that were taken. It uses a part of the examples if
+        that is enough. Blocking.
         """
         exact = self._exact(0, SCREENED, seed=seed)
         if len(self._examples) <= SCREENED or sum(exact) / SCREENED < self._target - FAR:

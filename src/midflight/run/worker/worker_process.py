@@ -59,7 +59,7 @@ which agent blocks it, at once and every second.
 MAX_AGENTS = 3
 """A report names so many of the agents that run, the oldest; of the others it has the number."""
 MAX_TRACE = 20_000
-"""So many characters of a traceback are sent, from its end."""
+"""The number of characters of a traceback that are sent, from its end."""
 
 _running: ContextVar[str] = ContextVar("session_id")
 """The session of the agent that the code belongs to; tasks that an agent starts inherit it."""
@@ -102,7 +102,7 @@ async def run_worker(spec: WorkerSpec, launcher: LauncherPipe) -> None:
 
 
 class Worker:
-    """One connection, and the agents that run. `cancels` says that agents can be cancelled; agents
+    """One connection, and the agents that run. `cancels` is true if agents can be cancelled; agents
     in threads cannot, and end by themselves.
     """
 

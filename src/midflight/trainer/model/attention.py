@@ -1,10 +1,11 @@
 """Attention over rows of different lengths laid end to end, without padding and without cross-talk.
 
 Almost everything else in a decoder works token by token, so a micro-batch is one flat row of
-tokens. Attention has to know where rows begin, and so have layers with a state (`layers`). Rows of
-equal length lie together, and each such run is one call of PyTorch's kernel. Measured against rows
-padded to the longest of their micro-batch (128 rows of 15 to 25 tokens, 0.8 M parameters, one
-core): 0.19 s against 0.23 s a forward and backward, and the gap grows with the spread of lengths.
+tokens. Attention has to know the beginnings of rows, and so have layers with a state (`layers`).
+Rows of equal length lie together, and each such run is one call of PyTorch's kernel. Measured
+against rows padded to the longest of their micro-batch (128 rows of 15 to 25 tokens, 0.8 M
+parameters, one core): 0.19 s against 0.23 s a forward and backward, and the gap grows with the
+spread of lengths.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ compute.
 flash_varlen: Callable[..., Any] | None = (
     import_module("flash_attn").flash_attn_varlen_func if find_spec("flash_attn") else None
 )
-"""FlashAttention's kernel for rows of different lengths, where that package is installed. It takes
+"""FlashAttention's kernel for rows of different lengths, if that package is installed. It takes
 half precision on GPUs only.
 """
 
@@ -201,12 +202,12 @@ def _flash_takes(query: Tensor) -> bool:
 
 
 def _below(size: int | None, length: int) -> int | None:
-    """The size of a window or chunk, where a row of this length is longer; else None."""
+    """The size of a window or chunk, if a row of this length is longer; else None."""
     return size if size is not None and length > size else None
 
 
 def _chunk(module: nn.Module) -> int | None:
-    """The tokens of a chunk, where this layer attends within chunks (Llama 4)."""
+    """The tokens of a chunk, if this layer attends within chunks (Llama 4)."""
     config: Any = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     layer = getattr(module, "layer_idx", None)

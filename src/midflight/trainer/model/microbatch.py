@@ -176,7 +176,7 @@ class Predictions:
     kept: Kept | None = None
     """The ids that each token was drawn from. None: each from the whole vocabulary."""
     experts: UInt8 | None = None
-    """[N, B], the experts that the engine sent each input token to, where it recorded them"""
+    """[N, B], the experts that the engine sent each input token to, if it recorded them"""
 
     @property
     def row(self) -> Index:
@@ -198,7 +198,7 @@ class MicroBatch:
     as the model counts by itself.
     """
     attention_mask: Int[Tensor, "R L"] | None
-    """1 for tokens and 0 for padding, where there is padding."""
+    """1 for tokens and 0 for padding, if there is padding."""
     inputs: Int[Tensor, " k"]
     """The places in `input_ids`, read row by row, at which the predictions are made."""
     targets: Int[Tensor, " k"]
@@ -326,7 +326,7 @@ def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
 
 
 class _RowSpan(NamedTuple):
-    """A row as far as it is needed: where it begins in `input_ids`, its tokens, and its chosen
+    """A row as far as it is needed: its beginning in `input_ids`, its tokens, and its chosen
     predictions.
     """
 

@@ -162,7 +162,7 @@ def _unpaired(rows: Tensor, size: int) -> Tensor:
 
 
 def _scales(attention: Any, *, heads: int, kv_heads: int) -> Float[Tensor, "h D"] | None:
-    """The scale of the norm of each head of queries and keys, where there are such norms."""
+    """The scale of the norm of each head of queries and keys, if there are such norms."""
     if not hasattr(attention, "q_norm"):
         return None
     of_queries = _paired(attention.q_norm.weight, attention.head_dim).expand(heads, -1)

@@ -174,7 +174,7 @@ class _RowsTried:
 
 
 def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The gradient of each parameter by name; zeros where there is none."""
+    """The gradient of each parameter by name; zeros if there is none."""
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -46,8 +46,9 @@ def join(
     """Makes this process one of `size`, on any machines. Waits until all have come.
 
     They meet at `meeting`, which is `host:port` of the first one. The first one brings the
-    listening socket, and listens there only. `host` is where the others reach this one: gloo takes
-    that address's interface, unless `GLOO_SOCKET_IFNAME` names one. Nothing is encrypted.
+    listening socket, and listens there only. `host` is the address at which the others reach this
+    one: gloo takes that address's interface, unless `GLOO_SOCKET_IFNAME` names one. Nothing is
+    encrypted.
     """
     if torch.device(device).type == "cuda":
         # It is GPU 0 where a process sees only its own.
@@ -113,9 +114,7 @@ class Ranks:
 
     @classmethod
     def joined(cls) -> Ranks:
-        """This process's place in torch's default process group; a single rank where there is
-        none.
-        """
+        """This process's place in torch's default process group; a single rank if there is none."""
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size())
         return cls()

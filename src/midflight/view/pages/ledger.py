@@ -1,4 +1,4 @@
-"""The page of a run's ledger: where every token went, from the model to the trainer, and whether
+"""The page of a run's ledger: the fate of every token, from the model to the trainer, and whether
 the sums agree.
 """
 

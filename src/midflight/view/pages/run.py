@@ -86,7 +86,7 @@ def _alone(visit: PageRequest) -> None:
 def _live(
     refresh: Callable[[], bool], panels: Callable[[], list[Panel]], show_more: Callable[[], None]
 ) -> None:
-    """Draws charts that follow the journal. A chart is sent again only where its content has
+    """Draws charts that follow the journal. A chart is sent again only if its content has
     changed.
     """
     place = widgets.charts()
@@ -214,8 +214,8 @@ def _findings(visit: PageRequest, times: Times) -> None:
 
 
 def _failures(visit: PageRequest, times: Times, past: JournalHistory) -> None:
-    """Shows the failures by source where the timeline knows it. Each class of failure is there
-    once, with the step in which it was most frequent.
+    """Shows the failures by source if the timeline knows it. Each class of failure is there once,
+    with the step in which it was most frequent.
     """
     by_source = failures(times.rollouts)
     if not by_source:
