@@ -88,8 +88,8 @@ class PromptScorer(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """The engine process's end of a transport. It reads a manifest's bytes. Blocking; called from a
-    worker thread.
+    """The engine process's end of a transport. It reads a manifest's bytes. It blocks; called from
+    a worker thread.
     """
 
     def fetch(self, manifest: types.WeightManifest) -> Mapping[str, memoryview]:
@@ -199,7 +199,7 @@ class Chats(Protocol):
 
 
 class EngineFleet(Protocol):
-    """The engines behind the gateway, as the handover sees them. Synchronous."""
+    """The engines behind the gateway, as the handover sees them. It is synchronous."""
 
     def engines(self) -> tuple[Engine, ...]:
         """All attached engines, including those in quarantine."""

@@ -40,8 +40,8 @@ def holder_of(folder: Path) -> LockHolder | None:
 
 
 def start_of(pid: int) -> str:
-    """When a process started, in ticks since the system started. It is empty if there is no such
-    process or no /proc.
+    """Returns the time at which a process started, in ticks since the system started. It is empty
+    if there is no such process or no /proc.
 
     It is empty too for a process that has ended and for which its parent has not waited yet.
     """

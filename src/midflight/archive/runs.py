@@ -57,7 +57,7 @@ class RunDescription:
     heldout: float | None
     """Mean reward on the held-out tasks of the first source, in its last evaluation."""
     started: str
-    """When the last start was, as local time."""
+    """The local time of the last start."""
     seconds: float
     """The seconds that it had run when its last line was written, over all its starts."""
 

@@ -1,4 +1,4 @@
-"""When things happened in a run: the lines of its timeline, and the times that are computed from
+"""The times of events in a run: the lines of its timeline, and the times that are computed from
 them.
 """
 
@@ -34,7 +34,9 @@ thousand rollouts, in a tenth of a second.
 """
 
 NEAR_BYTES = 4096
-"""When a place in a timeline is known to within this many bytes, it is searched line by line."""
+"""The number of bytes to within which a place in a timeline is known before it is searched line by
+line.
+"""
 
 _decode = msgspec.json.Decoder(Timed).decode
 
@@ -200,8 +202,8 @@ def _line_at(file: BinaryIO, offset: int) -> int:
 
 
 def _seconds_at(file: BinaryIO, offset: int) -> float:
-    """When the first line from `offset` on that can be read was written; infinite behind the
-    last.
+    """Returns the time at which the first readable line from `offset` on was written. It is
+    infinite behind the last line.
     """
     file.seek(offset)
     for line in file:
@@ -212,8 +214,8 @@ def _seconds_at(file: BinaryIO, offset: int) -> float:
 
 
 def _seconds(line: bytes) -> float:
-    """When a line was written. A line that cannot be read, for instance because a crash cut it
-    short, counts as early.
+    """Returns the time at which a line was written. A line that cannot be read, for instance
+    because a crash cut it short, counts as early.
     """
     try:
         read = _decode(line)
@@ -225,8 +227,8 @@ def _seconds(line: bytes) -> float:
 
 
 def engine_spans(rollouts: Iterable[RolloutTimed], *, gap: float = 0.0) -> dict[str, Spans]:
-    """When each engine worked on some answer: from getting the request until the next engine got it
-    or the answer ended.
+    """Returns the times in which each engine worked on some answer: from getting the request until
+    the next engine got it or the answer ended.
 
     Pauses shorter than `gap` seconds are closed.
     """
@@ -299,10 +301,10 @@ class RolloutTimeSplit:
     """The mean seconds that a rollout spent on each kind of work or wait."""
 
     generating: float
-    """From the first token of each answer to its end."""
+    """The time from the first token of each answer to its end."""
     waiting: float
-    """From each request to its first token: waiting for a free engine, for an engine that had
-    stopped, or for the prompt to be read.
+    """The time from each request to its first token: waiting for a free engine, for an engine that
+    had stopped, or for the prompt to be read.
     """
     environment: float
     """The rest: the agent itself, its tools, its reward."""

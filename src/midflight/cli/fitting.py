@@ -1,5 +1,5 @@
-"""The numbers of a run that fit a model and this machine, each with the reason. Synchronous and
-pure: the measurements are arguments.
+"""The numbers of a run that fit a model and this machine, each with the reason. It is synchronous
+and pure: the measurements are arguments.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ _URL = re.compile(r"https?://[^\s/?#@]+/?")
 
 
 def contradictions(config: Config) -> tuple[str, ...]:
-    """One sentence for each pair of options that can't both hold, with the remedy. Empty for a
-    sound configuration.
+    """One sentence for each pair of options that can't both hold, with the remedy. It is empty for
+    a sound configuration.
     """
     return (
         *_rollout(config),

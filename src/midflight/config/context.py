@@ -10,11 +10,11 @@ from midflight.models.sizes import element_bytes, sizes_of
 CONTEXT_STEP = 64
 """A context that memory bounds is a multiple of this."""
 HOST_CONTEXT_SHARE = 8
-"""On CPUs the longest row may take one part in so many of the memory, in all slots of the engines
-and again in the trainer.
+"""The part of the memory that the longest row may take on CPUs, as a divisor: once in all slots of
+the engines and again in the trainer.
 """
 GPU_CONTEXT_SHARE = 4
-"""On GPUs likewise."""
+"""The same for GPUs."""
 
 
 def default_context(config: Config) -> tuple[int, int] | None:

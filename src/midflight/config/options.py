@@ -52,9 +52,7 @@ class Option:
 
     @property
     def expectation(self) -> str:
-        """Returns the values that the option accepts, as the end of the sentence `x must be
-        ...`.
-        """
+        """The values that the option accepts, as the end of the sentence `x must be ...`."""
         what = f"{self.kind} {self.limits}".strip()
         if self.choices:
             what = f"one of {', '.join(map(repr, self.choices))}"

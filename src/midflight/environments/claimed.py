@@ -58,9 +58,9 @@ class Board:
         self._unclaimed: dict[str, Stopwatch] = {}
         """The time that each offered or claimed rollout was unclaimed, by session."""
         self._claimed_at: float | None = None
-        """When a worker claimed a rollout last."""
+        """The time at which a worker last claimed a rollout."""
         self._ended_at = -math.inf
-        """When a claimed rollout ended last."""
+        """The time at which a claimed rollout last ended."""
 
     @property
     def num_offered(self) -> int:

@@ -87,7 +87,7 @@ class Assignment:
     session: SessionHandle
     began: float
     since: float
-    """When it was put in line."""
+    """The time at which it was put in line."""
     ended: asyncio.Future[object]
     alone: bool = False
     seat: Seat | None = None
@@ -249,8 +249,8 @@ class Crew:
         return cast("Sequence[Result]", await self._ended(job))
 
     def excused(self, session_id: str) -> float:
-        """See the port. This is the time in line, in a worker that another agent blocks or that has
-        no processor, and with workers that were lost.
+        """See the port `AgentHost`. This is the time in line, in a worker that another agent blocks
+        or that has no processor, and with workers that were lost.
         """
         job = self._jobs.get(session_id)
         if job is None:
@@ -276,7 +276,7 @@ class Crew:
         return Whereabouts(awaited, waits=True)
 
     def tool_seconds(self, session_id: str) -> float:
-        """See the port."""
+        """See the port `AgentHost`."""
         job = self._jobs.get(session_id)
         return 0.0 if job is None else job.tools.seconds()
 

@@ -227,7 +227,7 @@ class Curriculum:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Returns the number of tasks in each pool, over all sources."""
+        """The number of tasks in each pool, over all sources."""
         sizes = dict.fromkeys([pool.value for pool in Pool], 0)
         for source in self._pools:
             for pool, size in source.sizes.items():
@@ -236,8 +236,8 @@ class Curriculum:
 
     @property
     def pass_rate(self) -> float | None:
-        """Returns the share of passed rollouts among those that pass rates look back on, or None if
-        there are none.
+        """The share of passed rollouts among those that pass rates look back on, or None if there
+        are none.
         """
         scored = sum(source.scored for source in self._pools)
         if not scored:

@@ -174,7 +174,7 @@ class ProcessActivity:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds since it began to watch the process."""
+        """The seconds since it began to watch the process."""
         return self._clock() - self.began
 
     def look(self, said: str = "") -> float:

@@ -64,7 +64,7 @@ class JournalHistory:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds that the run had run when the last of these lines was written."""
+        """The seconds that the run had run when the last of these lines was written."""
         latest = 0.0
         for lines in (self.steps, self.evaluations, self.resumes):
             for line in lines:

@@ -274,7 +274,7 @@ class RunState:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds that the run has run, over all its starts."""
+        """The seconds that the run has run, over all its starts."""
         return self._before + self._clock() - self._began
 
     def status(self) -> Status:

@@ -37,8 +37,8 @@ rollout after the other leave moments between two claims.
 
 
 class Terminal:
-    """Shows the newest status. Synchronous: drawing takes a few milliseconds and happens only when
-    `show` is called.
+    """Shows the newest status. It is synchronous: drawing takes a few milliseconds and happens only
+    when `show` is called.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Terminal:
         )
 
     def _line_is_due(self, phase: Phase) -> bool:
-        """A line is due when a phase begins, and every `PLAIN_SECONDS` after that."""
+        """True if a line is due: when a phase begins, and every `PLAIN_SECONDS` after that."""
         now = self._clock()
         if self._last_line is not None:
             said_at, last_phase = self._last_line

@@ -1,6 +1,6 @@
 """The endpoint of a run: the address at which it is reached, and the token that opens it.
 
-`endpoint.json` in a run's folder has both, for programs of the same user. Torch-free.
+`endpoint.json` in a run's folder has both, for programs of the same user. It does not import torch.
 """
 
 import os

@@ -67,13 +67,15 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """A part lives."""
 
     turned: float | None
-    """When its event loop last turned; None before it has one."""
+    """The time at which its event loop last turned, or None before it has one."""
     doing: tuple[Doing, ...] = ()
     absences: tuple[Absence, ...] = ()
     counters: str = ""
     """The part's outstanding work, in a few words."""
     at: float | None = None
-    """When the beat was sent, or None if its times are already of the receiver's clock."""
+    """The time at which the beat was sent, or None if its times are already of the receiver's
+    clock.
+    """
     cpu_seconds: float = 0.0
     """The processor time of the part since its start."""
     num_bytes: int = 0

@@ -1,5 +1,5 @@
 """The parts of a run: the kinds of process, the spec that each gets at its start, and the messages
-that it sends to the launcher. Torch-free.
+that it sends to the launcher. It does not import torch.
 
 Specs and messages travel as JSON lines on standard input and output.
 """

@@ -69,7 +69,7 @@ class _ScriptedRequest:
         self.changed = asyncio.Event()
         self.ending: EngineUnavailable | types.FinishReason | None = None
         self.decoding: tuple[float, int] | None = None
-        """When the tokens that are being decoded were begun, and how many they are."""
+        """The time at which the present tokens began to be decoded, and their number."""
 
     def end(self, ending: EngineUnavailable | types.FinishReason) -> None:
         self.ending = ending

@@ -119,7 +119,7 @@ class Factors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLosses:
-    """Per token: the loss, and where a clip takes its gradient away."""
+    """For each token: the loss, and whether a clip takes its gradient away."""
 
     loss: Float[Tensor, " T"]
     below: Bool[Tensor, " T"]
@@ -301,7 +301,9 @@ class Objective:
 
     @torch.no_grad()
     def _clipped(self, values: Values, known: TokenValues) -> losses.Clipped:
-        """Nowhere, if the objective has no clip that takes a gradient away."""
+        """Returns the tokens whose gradient a clip takes away, below and above. There are none if
+        the objective has no such clip.
+        """
         if self.loss.formula.clip is None:
             nowhere = torch.zeros_like(known.advantage, dtype=torch.bool)
             return nowhere, nowhere

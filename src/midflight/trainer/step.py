@@ -53,7 +53,7 @@ class Update:
 
     tokens: LossTokens
     chosen: Index
-    """Ascending."""
+    """The numbers of the chosen tokens, ascending."""
     proximal: Float[Tensor, " K"] | None
     """Log-probabilities of all the step's tokens, or None if the proximal policy is the one that
     trains.

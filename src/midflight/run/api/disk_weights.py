@@ -80,7 +80,7 @@ class DiskWeights:
         return int(asked)
 
     def _manifest(self, path: Path, version: Version) -> WeightManifest:
-        """Blocking."""
+        """Returns the manifest of the weights in the folder. It blocks."""
         file = path / _FILE if path.is_dir() else path
         if not file.is_file():
             raise RequestRejected(

@@ -97,7 +97,7 @@ class EngineMembership(Protocol):
 
 
 def member_routes(run: EngineMembership, *, token: str) -> Sequence[BaseRoute]:
-    """All behind the control token."""
+    """Returns the routes of the membership. All need the control token."""
 
     async def listed(request: Request) -> Response:
         return json_answer(run.members())

@@ -9,7 +9,7 @@ from midflight.wire.client import Answered, HttpClient
 
 
 class MembershipClient:
-    """Calls the routes from outside. Open within `async with http`."""
+    """Calls the routes from outside. It is open within `async with http`."""
 
     def __init__(self, http: HttpClient) -> None:
         self._http = http

@@ -34,7 +34,7 @@ class ModelTensors:
 
     @classmethod
     def of(cls, folder: Path) -> ModelTensors:
-        """Blocking; reads headers only."""
+        """Reads the model's headers, and nothing else. It blocks."""
         config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_ModelConfig)
         shapes: dict[str, tuple[int, ...]] = {}
         for path in served_weights(folder):

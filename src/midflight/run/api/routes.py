@@ -249,7 +249,9 @@ def _given_manifest(body: WeightsBody) -> WeightManifest:
 
 
 def _life(request: Request) -> int:
-    """It is 0 if the header is missing: such a trainer is the only one."""
+    """Returns the trainer's number from the header, or 0 if the header is missing: such a trainer
+    is the only one.
+    """
     said = request.headers.get(LIFE, "0")
     if not said.isdecimal():
         raise RequestRejected(f"{LIFE} is {said!r}; give a number, or leave it out.", param=LIFE)

@@ -1,8 +1,8 @@
 """The trainer's batches, steps and published versions.
 
 `StepBook` refuses calls that come out of turn, and fills in the fields that a report leaves out. A
-version is one step: it begins at `train_version` and makes `train_version + 1`. Synchronous; it
-never waits.
+version is one step: it begins at `train_version` and makes `train_version + 1`. It is synchronous;
+it never waits.
 """
 
 from __future__ import annotations
@@ -210,6 +210,6 @@ class DoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skipped: bool = False
     """The step left the weights as they were: its groups are dropped and not trained."""
     alarms: Annotated[tuple[Annotated[str, Meta(max_length=1000)], ...], Meta(max_length=16)] = ()
-    """Returns one sentence for each value that is out of its bounds."""
+    """One sentence for each value that is out of its bounds."""
     now: Seconds | None = None
-    """When the report is sent."""
+    """The time at which the report is sent."""

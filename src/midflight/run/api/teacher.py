@@ -64,8 +64,8 @@ class Teacher:
         return made
 
     async def score(self, token_ids: Int32, row_offsets: Int32) -> Float32:
-        """Answers as the port's `Scorer`. Waits for the teacher, through restarts; `RequestTimeout`
-        names it after the deadline.
+        """Scores as the port's `Scorer` does. Waits for the teacher, through restarts. After the
+        deadline it raises `RequestTimeout`, which names the teacher.
         """
         try:
             with self._heart.doing(

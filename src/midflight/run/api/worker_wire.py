@@ -17,8 +17,8 @@ SPARED_PATH: Final = PATH + "/spared"
 
 
 class RunAgent(msgspec.Struct, tag="run", frozen=True):
-    """To a worker: run the agent of a rollout. `data` is the task's data as JSON, so that every
-    rollout has a copy of it.
+    """Tells a worker to run the agent of a rollout. `data` is the task's data as JSON, so that
+    every rollout has a copy of it.
     """
 
     session_id: str
@@ -32,7 +32,7 @@ class RunAgent(msgspec.Struct, tag="run", frozen=True):
 
 
 class CancelAgent(msgspec.Struct, tag="cancel", frozen=True):
-    """To a worker: the rollout has ended, and its agent is to end too."""
+    """Tells a worker that the rollout has ended, and that its agent is to end too."""
 
     session_id: str
 

@@ -95,8 +95,8 @@ async def run_until_asked(
     spec: parts.Spec,
     launcher: parts.LauncherPipe,
 ) -> None:
-    """Runs the part as the main task; SIGTERM and SIGINT cancel it. Ended by the part or by the
-    launcher.
+    """Runs the part as the main task; SIGTERM and SIGINT cancel it. It is ended by the part or by
+    the launcher.
 
     It reports a failure before anything waits for threads that still compute (I9).
     """

@@ -155,8 +155,8 @@ class Children:
             raise first_error(errors) from None
 
     async def follow(self, child: Child) -> None:
-        """Reads the child's messages until it ends. Raises its failure, with its traceback (I9).
-        Ended by the child.
+        """Reads the child's messages until it ends. Raises its failure, with its traceback (I9). It
+        is ended by the child.
         """
         try:
             async for message in child.messages():

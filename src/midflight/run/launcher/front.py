@@ -51,7 +51,7 @@ OPENS = f"{PREFIX}/sessions"
 
 
 class Routes:
-    """Chooses the gateway of a request. Synchronous."""
+    """Chooses the gateway of a request. It is synchronous."""
 
     def __init__(self, num_gateways: int) -> None:
         self._num_gateways = num_gateways

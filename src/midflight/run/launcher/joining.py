@@ -204,8 +204,8 @@ class JoinedEngine:
         self._tell(message)
 
     async def _leave(self, client: MembershipClient) -> None:
-        """Waits for the requests that may end here. Ended by them, by a gateway that is gone, or by
-        a second signal.
+        """Waits for the requests that may end here. It is ended by them, by a gateway that is gone,
+        or by a second signal.
         """
         self._say(f"{self.name} leaves: its requests may end")
         try:

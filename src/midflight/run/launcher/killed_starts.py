@@ -1,5 +1,5 @@
 """Counts how often engines are killed while they start, which the kernel does to processes for
-which there is no memory. Synchronous.
+which there is no memory. It is synchronous.
 
 A killed start is not the model's fault, so it spends no restart (`restarts`). But if every engine
 that could do the work was killed `MAX_KILLED` times at its start, and none of them came up in

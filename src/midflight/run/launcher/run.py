@@ -100,8 +100,8 @@ class Run:
         await serve_while(self._attempts(resume=resume), self._watch_memory(), self._viewer.run())
 
     async def roll_out(self, model: ModelReady, hear: Callable[[Message], None]) -> None:
-        """Makes rollouts for a trainer that is not ours. Ended by the trainer's `finish`, or by the
-        death of a part: the weights are the trainer's.
+        """Makes rollouts for a trainer that is not ours. It is ended by the trainer's `finish`, or
+        by the death of a part: the weights are the trainer's.
         """
         rollouts = self._ring(hear, model).run(Purpose.ROLLOUTS)
         await serve_while(rollouts, self._watch_memory(), self._viewer.run())

@@ -1,4 +1,4 @@
-"""The signs of life of one process. Synchronous."""
+"""The signs of life of one process. It is synchronous."""
 
 from midflight.lateness import Lateness
 from midflight.observe.activity import BYTES_A_SECOND
@@ -39,7 +39,7 @@ class SignsOfLife:
         self.pid = pid
         self.began = self.heard = now
         self.ready: float | None = None
-        """When it began to serve. None before that."""
+        """The time at which it began to serve. None before that."""
         self.beat = Beat(None)
         self.lateness = Lateness(BEAT_SECONDS, memory_seconds=memory_seconds)
         """The lateness of its beats. Beats before and after which it may have held the interpreter
@@ -58,7 +58,7 @@ class SignsOfLife:
 
     @property
     def computed(self) -> float:
-        """When it last took processor time, or read or wrote."""
+        """The time at which it last took processor time, or read or wrote."""
         return max(self._seen.at, self._told.at)
 
     def hear(self, beat: Beat, *, now: float) -> None:

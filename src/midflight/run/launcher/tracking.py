@@ -29,7 +29,7 @@ that, and has a limit of its own.
 
 
 class Tracking:
-    """Starts the process and ends it. Synchronous: a thread reads the process's messages, and
+    """Starts the process and ends it. It is synchronous: a thread reads the process's messages, and
     `hear` passes them on in the thread that draws the terminal.
     """
 

@@ -25,7 +25,7 @@ from midflight.run.guard import guarded
 from midflight.run.places.port import STACKS_SIGNAL
 
 LOOK_SECONDS = 1.0
-"""Between two looks at the process."""
+"""The seconds between two looks at the process."""
 WORD_SECONDS = 10.0
 """The seconds of a wait after which the user is told, then after twice the time, and so on."""
 STACK_LOOKS = 3
@@ -44,7 +44,7 @@ class TrialFailed(Exception):
 
 
 def to_terminal(text: str) -> None:
-    """On standard error, because standard output is a command's result."""
+    """Prints the text on standard error, because standard output is a command's result."""
     sys.stderr.write(f"midflight: {text}\n")
     sys.stderr.flush()
 

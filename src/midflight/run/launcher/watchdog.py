@@ -1,6 +1,6 @@
 """Finds processes and parts that stand still: a process that is stopped or silent, a loop that is
 blocked, work that takes no processor time, an engine that does not come back from quarantine, and a
-run in which nothing moves. Synchronous: `ProcessWatch` looks every second, and acts.
+run in which nothing moves. It is synchronous: `ProcessWatch` looks every second, and acts.
 
 | found | when |
 |---|---|
@@ -70,13 +70,13 @@ class Watchdog:
         self._clock = clock
         self.pulses: dict[str, SignsOfLife] = {}
         self._ended: dict[str, float] = {}
-        """When each part ended that has not begun again."""
+        """The time at which each part ended that has not begun again."""
         self._looks = Lateness(LOOK_SECONDS, memory_seconds=MEMORY * stall_seconds)
         self._counters: object = None
         self._moved = clock()
         self._report_after = stall_seconds
         self._weights: float | None = clock()
-        """When a trainer began to hand weights out. None while the trainer is away."""
+        """The time at which a trainer began to hand weights out. None while the trainer is away."""
 
     # --- What it hears ----------------------------------------------------------------------------
 
@@ -167,11 +167,11 @@ class Watchdog:
         return self._clock() - self._moved
 
     def _delay(self, now: float) -> float:
-        """Seconds by which all signs of life are late now."""
+        """Returns the seconds by which all signs of life are late now."""
         return delay_of(self._looks, (pulse.lateness for pulse in self.pulses.values()), now)
 
     def _bound(self, pulse: SignsOfLife, now: float) -> float:
-        """A process hangs after so many seconds without a sign of life."""
+        """Returns the seconds without a sign of life after which a process hangs."""
         return self._stall_seconds + max(pulse.lateness.worst(now), self._delay(now))
 
     def _allowed(self, pulse: SignsOfLife, now: float) -> float:

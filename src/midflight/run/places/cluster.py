@@ -114,7 +114,7 @@ class Cluster(Protocol):
 
 
 def is_unreached(error: BaseException) -> bool:
-    """Ray could not reach the seat, which may live all the same."""
+    """True if Ray could not reach the seat. The seat may live all the same."""
     return any(kind.__name__ == "ActorUnavailableError" for kind in type(error).__mro__)
 
 

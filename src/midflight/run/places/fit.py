@@ -207,7 +207,9 @@ def _is_of_trainer(item: MemoryItem) -> bool:
 
 
 def _batch(config: Config, hardware: Hardware) -> Iterator[Misfit]:
-    """One batch must fit beside the parts that run, or there is never a step."""
+    """Yields a misfit if one batch does not fit beside the parts that run. Without room for a batch
+    there is never a step.
+    """
     room = hardware.memory_bytes // 4
     if config.rollout.buffer_bytes is None and batch_bytes(config) > WORST_SHARE * room:
         options = ("rollout.groups_per_step", "rollout.group_size", "model.max_context")

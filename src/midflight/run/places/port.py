@@ -145,7 +145,9 @@ class Place(Protocol):
         ...
 
     async def recalled(self) -> None:
-        """Waits until it is recalled, which may never be. Ended by that, or by cancellation."""
+        """Waits until it is recalled, which may never be. It is ended by that, or by
+        cancellation.
+        """
         ...
 
     def child(

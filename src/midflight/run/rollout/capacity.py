@@ -49,7 +49,7 @@ class InFlight:
 
 class Capacity:
     """Follows the engines that take requests, the time that agents spend on requests, and the
-    length of their requests. Synchronous.
+    length of their requests. It is synchronous.
     """
 
     def __init__(self, config: Config, fleet: Fleet) -> None:
@@ -63,7 +63,7 @@ class Capacity:
         self._lengths = 0.0
         self._engines: dict[bool, list[Capabilities]] = {False: [], True: []}
         """The engines that take requests, by whether these are of evaluations. While no engine
-        does, the last that did.
+        does, they are the last that did.
         """
         self.evaluations = EvaluationSlots(self)
         self.on_changed: Callable[[], None] | None = None

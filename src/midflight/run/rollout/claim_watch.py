@@ -14,7 +14,7 @@ class ClaimWatch:
     that this time has doubled.
 
     While a claimed rollout is under way there is no alarm: its worker may be busy, and has a limit.
-    Synchronous; `look` is called about every second.
+    It is synchronous; `look` is called about every second.
     """
 
     def __init__(

@@ -21,7 +21,8 @@ where it was below a quarter more than the mean load, so that a larger share wou
 
 class Lending:
     """Lends the engine while the trainer waits and has no batch at work: the trainer may ask for
-    the next batch before its step is done. Without an engine to lend it does nothing. Synchronous.
+    the next batch before its step is done. Without an engine to lend it does nothing. It is
+    synchronous.
     """
 
     def __init__(self, fleet: Fleet, engine: str | None) -> None:

@@ -52,7 +52,7 @@ from midflight.wire.hosts import is_loopback
 LEAVING = "leaving"
 """The name of the hold of an engine that is about to go."""
 LOOK_SECONDS = 5.0
-"""Between two looks at engines that have joined."""
+"""The seconds between two looks at engines that have joined."""
 MAX_SENT_AWAY = 1000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

@@ -110,7 +110,7 @@ class Hosting:
     board: Board | None = None
     """The board at which outsiders claim rollouts."""
     whereabouts: Callable[[str], Whereabouts] = lambda _: HERE
-    """Returns the place of a session's rollout."""
+    """A function that returns the place of a session's rollout."""
 
 
 def frequent(state: RunState, metrics: Metrics) -> dict[type, Sequence[facts.Record]]:
@@ -320,7 +320,7 @@ class RolloutProcess:
 
     def _store(self) -> Path:
         """Returns the path of the store, which is ready for this run. A new run has no store yet:
-        one that an earlier run of this folder left on another disk is set aside. Blocking.
+        one that an earlier run of this folder left on another disk is set aside. It blocks.
         """
         section = self._config.run
         folder = Path(section.folder)

@@ -61,7 +61,9 @@ class TokenFates:
         self._dropped[key][reason] += sum(row.num_trainable for row in rows)
 
     def kept(self, trajectory: Trajectory) -> TrajectoryKept:
-        """The rollout is not tried again; its counts are forgotten here."""
+        """Returns the fact that the rollout is kept and not tried again. Its counts are forgotten
+        here.
+        """
         key = trajectory.key
         return TrajectoryKept(trajectory, self._masked.pop(key, {}), self._dropped.pop(key, {}))
 
@@ -267,8 +269,8 @@ class RolloutStream:
         self._budget(trajectories)
 
     def _closed(self, group: Group, reason: Reason) -> GroupClosed:
-        """A group without spread is replaced by another task, because its own was too easy or too
-        hard.
+        """Returns the fact that closes a group. A group without spread is replaced by another task,
+        because its own was too easy or too hard.
         """
         closed = self._books.closing(group.key, reason)
         reward = group.trajectories[0].reward if group.trajectories else None

@@ -176,7 +176,7 @@ class Serving:
 
     async def watch(self) -> None:
         """Reads the health of all engines. If another gateway hands versions over, follows it too.
-        Ended by its task group.
+        It is ended by its task group.
         """
         owns = self.follower is None
         async with asyncio.TaskGroup() as watches:

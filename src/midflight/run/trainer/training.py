@@ -46,7 +46,7 @@ class Report(Protocol):
 
 
 class Steps(Protocol):
-    """The trainer, as this loop sees it. Synchronous; `step` runs in a thread."""
+    """The trainer, as this loop sees it. It is synchronous; `step` runs in a thread."""
 
     @property
     def version(self) -> Version: ...
@@ -72,7 +72,7 @@ class WeightsOutlet(Protocol):
     """Takes the trainer's weights for the engines."""
 
     def publish(self, version: Version) -> WeightManifest:
-        """Copies the trainer's weights as they are now. Blocking."""
+        """Copies the trainer's weights as they are now. It blocks."""
         ...
 
     def pass_over(self, version: Version) -> None:

@@ -50,8 +50,8 @@ class WarmStartData:
 
 
 def warm_start_data(config: Config, tokenizer: Tokenizer) -> WarmStartData:
-    """Takes the conversations that the configuration names, else its tasks. Blocking; `ConfigError`
-    names their faults.
+    """Takes the conversations that the configuration names, else its tasks. It blocks. Raises
+    `ConfigError` with their faults.
     """
     section = config.warm_start
     seed = config.run.seed
@@ -204,7 +204,7 @@ class Accuracy:
 
     def measure(self, *, seed: int) -> float:
         """Returns the accuracy of the weights that were taken. It uses a part of the examples if
-        that is enough. Blocking.
+        that is enough. It blocks.
         """
         exact = self._exact(0, SCREENED, seed=seed)
         if len(self._examples) <= SCREENED or sum(exact) / SCREENED < self._target - FAR:

@@ -1,3 +1,3 @@
 """The process that runs agents: it is given rollouts, runs their agents, and reports the results.
-Torch-free.
+It does not import torch.
 """

@@ -50,7 +50,7 @@ HEARTBEAT_SECONDS = 600.0
 the launcher and the ring in any case.
 """
 AGAIN_SECONDS = 5.0
-"""After so long an agent that has swallowed its cancellation is cancelled once more."""
+"""The seconds after which an agent that has swallowed its cancellation is cancelled once more."""
 LOOK_SECONDS = 0.25
 BLOCKED_SECONDS = 1.0
 """A loop that has been in one step of an agent for so long is blocked. The rollout process is told

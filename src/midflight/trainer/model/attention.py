@@ -80,8 +80,7 @@ class Runs:
 
     @cached_property
     def under_each_other(self) -> tuple[list[Int[np.ndarray, "R L"]], Int[np.ndarray, " N"]]:
-        """Returns tables of places in the flat row, and the place of each token of the flat row in
-        them.
+        """Tables of places in the flat row, and the place of each token of the flat row in them.
 
         A row of a table is a row with its context. Rows are longest first, and filled up on the
         right with their last place. A token's place counts through all tables, read row by row, one

@@ -26,8 +26,8 @@ Forward = tuple[MicroBatch, bool, Float[Tensor, " k"], "Float[Tensor, ' k'] | No
 
 
 class Passes:
-    """Runs a reader over predictions. Collective: all ranks call with the same predictions, and
-    take as many forwards.
+    """Runs a reader over predictions. It is collective: all ranks call with the same predictions,
+    and take as many forwards.
     """
 
     def __init__(

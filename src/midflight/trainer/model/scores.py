@@ -48,7 +48,7 @@ class Kept:
     """[K + 1]"""
 
     def at(self, chosen: Index) -> Kept:
-        """Only these predictions."""
+        """Returns the ids of these predictions only."""
         counts = np.diff(self.offsets)[chosen]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         moved = np.repeat(self.offsets[chosen] - offsets[:-1], counts)
