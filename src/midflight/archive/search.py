@@ -51,7 +51,7 @@ class WordIndex:
         try:
             inode = self._store.stat().st_ino
         except FileNotFoundError:
-            with reading(folder, kind):  # says what is wrong with the folder
+            with reading(folder, kind):  # names the fault of the folder
                 raise AssertionError("a store that is not there was opened") from None
         place = f"{SHAPE}:{self._store}:{inode}".encode()
         self.path = cache_folder() / f"{hashlib.sha256(place).hexdigest()[:24]}.sqlite"
@@ -117,7 +117,7 @@ class WordIndex:
         with naming(self.path):
             index = sqlite3.connect(self.path, isolation_level=None, timeout=10.0)
             index.execute("PRAGMA journal_mode = WAL")
-            # What a power cut takes is indexed again.
+            # Entries that a power cut takes are indexed again.
             index.execute("PRAGMA synchronous = OFF")
             with _transaction(index, self.path):
                 tables = "SELECT 1 FROM sqlite_master WHERE name = 'reached'"
@@ -127,7 +127,7 @@ class WordIndex:
 
     def _create(self, index: sqlite3.Connection) -> None:
         index.execute("CREATE VIRTUAL TABLE said USING fts5(text, content = '')")
-        # A rollout that was kept anew has a new number, and is not found by what it said before.
+        # A rollout that was kept anew has a new number, and is not found by its earlier text.
         index.execute(
             "CREATE TABLE told (number INTEGER PRIMARY KEY, epoch INTEGER, position INTEGER, "
             "attempt INTEGER, sample INTEGER, UNIQUE (epoch, position, attempt, sample))"

@@ -133,7 +133,7 @@ def software() -> Iterator[Finding]:
 def packages() -> Iterator[Finding]:
     """Yields findings on the packages that Midflight needs, and on its extras."""
     if package_version("midflight") is None:
-        # Python finds the sources by its path, and nobody wrote down what they need.
+        # Python finds the sources by its path, and their requirements are not recorded.
         yield Finding(
             Severity.NOTE,
             "packages",
@@ -146,7 +146,7 @@ def packages() -> Iterator[Finding]:
     for requirement, extra in _requirements():
         there = package_version(requirement.name)
         is_met = there is not None and requirement.specifier.contains(there, prereleases=True)
-        lacking = missing[extra]  # so that an extra of which all is there has an entry too
+        lacking = missing[extra]  # an extra whose packages are all there needs an entry too
         if is_met:
             continue
         lacking.append(requirement.name)

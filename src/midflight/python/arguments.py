@@ -228,7 +228,7 @@ def _laid_over(tables: Tables, own: Tables) -> Tables:
     for section, options in own.items():
         given = {name: value for name, value in options.items() if value is not None}
         under: Any = sections.get(section, {})
-        # what is no table stays as it is, to be refused
+        # a value that is no table stays as it is, to be refused
         if given and isinstance(under, Mapping):
             sections[section] = {**under, **given}
     return sections

@@ -443,7 +443,7 @@ class ScriptedEngine:
             num_done = len(tokens)
         finally:
             num_done = num_done or self._decoded(running)
-            # Tokens of a request that nobody reads any more count too: the count never falls.
+            # Tokens of a request without a reader count too: the count never falls.
             self._num_tokens += num_done
             running.decoding = None
         kept = running.run.accept(tokens[:num_done])

@@ -160,4 +160,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # what a library left behind may refuse to end
+    os._exit(0)  # threads that a library left may refuse to end

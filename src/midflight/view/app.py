@@ -165,7 +165,7 @@ def _look(request: Request) -> str:
 
 
 async def _page(page: Page, visit: PageRequest, request: Request) -> None:
-    visit.run.journal()  # so that a run that is gone gives the same error on every page
+    visit.run.journal()  # a run that is gone then gives the same error on every page
     with _frame(visit, visit.runs, page.title, request):
         drawn = page.draw(visit)
         if inspect.isawaitable(drawn):

@@ -22,7 +22,7 @@ class RunFolders:
         self._runs: dict[str, ArchivedRun] = {}
         for folder in given:
             if not is_run(folder) and not runs_under(folder):
-                open_runs([folder])  # this says what is wrong with the folder
+                open_runs([folder])  # this names the fault of the folder
 
     def runs(self) -> tuple[ArchivedRun, ...]:
         """Returns the runs that are there now. A run that was visited before is the same object,

@@ -173,7 +173,7 @@ class LimitedProcess:
                         await self._process.wait()
                 except TimeoutError:
                     self._end("time")
-                self._kill()  # ends what it left behind
+                self._kill()  # ends the processes that it left
                 await self._process.wait()
                 for task in beside:
                     task.cancel()

@@ -132,7 +132,7 @@ class RemoteBox:
             async with asyncio.timeout(limit + self._held_seconds):
                 longest = limit + self._held_seconds + self._answer_seconds
                 status, _ = await self._shell(self._script(command, limit), longest)
-        except TimeoutError:  # nothing answers, or the program holds up what bounds it
+        except TimeoutError:  # nothing answers, or the program holds up its own bounds
             await self._shell("true", self._answer_seconds)
             status = KILLED
         took = loop.time() - began

@@ -112,7 +112,7 @@ async def run_until_asked(
         end_soon(1)
         report(error, launcher)
         raise
-    end_soon(0)  # what agents left behind may refuse to end
+    end_soon(0)  # processes that agents left may refuse to end
 
 
 def report(error: BaseException, launcher: parts.LauncherPipe) -> None:
@@ -189,12 +189,12 @@ def main() -> int:
             return 0
         spec = parts.decode_spec(line)
         assert isinstance(spec, SPECS[part])
-        # modules live as long as the process; only what a run makes is worth looking at
+        # modules live as long as the process; only the objects of a run are worth looking at
         gc.freeze()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run_until_asked(run, spec, launcher))
     except asyncio.CancelledError:
-        # not 0: an end that somebody asked for is not the end of the work
+        # not 0: an end on request is not the end of the work
         return 128 + signal.SIGTERM
     except BaseException:  # told already
         return 1

@@ -263,7 +263,7 @@ class Engines:
     @asynccontextmanager
     async def _members(self) -> AsyncGenerator["MembershipClient"]:
         """Opens the membership of the gateway. Raises `PartLost` if it does not answer."""
-        # only here does the launcher ask anybody
+        # only here does the launcher ask another process
         from midflight.run.api.membership_client import MembershipClient
         from midflight.wire.client import HttpClient
 
@@ -285,7 +285,7 @@ class Engines:
             if answer.status == 200:
                 resumed = msgspec.json.decode(answer.content)["resumed"]
                 said += f": {resumed} requests go on elsewhere"
-        except PartLost as lost:  # nobody asks anything of it then
+        except PartLost as lost:  # no request goes to it then
             said += f"; the gateway {lost}"
         raise PartFailed(said, part=part.name)
 
@@ -325,7 +325,7 @@ class Engines:
         """Tells the gateway that this engine will not come back, so that requests do not wait for
         it. Waits for the gateway's answer.
         """
-        with suppress(PartLost):  # nobody asks anything of it then
+        with suppress(PartLost):  # no request goes to it then
             async with self._members() as members:
                 await members.leave(
                     name,

@@ -105,7 +105,7 @@ def restore(folder: Path, say: Callable[[str], None]) -> bool:
             _delete_gone(folder, say)
             _unlink(folder / LOCK, lock)
     except (OSError, ConfigError) as error:
-        if replaced_files.is_left(folder):  # else somebody else was faster
+        if replaced_files.is_left(folder):  # else another process was faster
             say(
                 f"{folder} holds a run that --overwrite set aside; it is not back yet: {error} The "
                 "next start tries again."

@@ -83,7 +83,7 @@ def train(
         Terminal(program.console, as_json=as_json(config)) as terminal,
         hold_folder(folder, terminal.say) as lock,
     ):
-        # again: while it was not held, somebody else may have used it
+        # again: while it was not held, another process may have used it
         check_run_folder(
             config, resume=resume, overwrite=overwrite, gives_rows=program.rows is not None
         )
@@ -171,7 +171,7 @@ def warn(terminal: Terminal, config: Config, *, anonymous: bool) -> None:
     """Warns of everyone who can reach the gateway, if others can."""
     host = config.gateway.host
     if config.cluster.kind != "local" and is_loopback(host):
-        host = "the gateway's machine"  # its loopback would be nobody else's
+        host = "the gateway's machine"  # no other machine reaches its loopback
     warning = exposure(host, anonymous=anonymous)
     if warning is not None:
         terminal.say(warning)

@@ -138,7 +138,7 @@ def put_back(folder: Path) -> None:
         for place in reversed(_places_in(moving)):
             _move_back(folder, place)
     (moving / PLACES).unlink(missing_ok=True)
-    (moving / f".{PLACES}.new").unlink(missing_ok=True)  # what a crash left of writing it
+    (moving / f".{PLACES}.new").unlink(missing_ok=True)  # a crash left it half written
     moving.rmdir()
     _sync(folder)
 

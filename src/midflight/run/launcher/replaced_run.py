@@ -48,7 +48,7 @@ class ReplacedRun:
         try:
             replaced_files.delete_gone(self._folder)
         except OSError:
-            return  # the next start deletes what is left, or says why it can't
+            return  # the next start deletes the rest, or reports why it can't
 
     def wait(self) -> None:
         """Waits for the deletion; ended by it."""

@@ -221,7 +221,7 @@ class Ring:
         """Tells the worker's gateway that no agent is to blame for the worker's end. Waits for its
         answer, `stall_seconds` at most: a gateway that does not answer hangs itself.
         """
-        # only here and for engines does the launcher ask anybody
+        # only here and for engines does the launcher ask another process
         from midflight.run.api import worker_wire as wire
         from midflight.wire.client import HttpClient
 

@@ -78,7 +78,7 @@ def answer_of(
     first, beside it.
     """
     pipe = subprocess.PIPE
-    # not a pipe, which somebody would have to fill while the process is waited for
+    # not a pipe, which a thread would have to fill during the wait for the process
     with tempfile.TemporaryFile() as file:
         file.write(given)
         file.seek(0)
@@ -94,7 +94,7 @@ def answer_of(
                 meanwhile()
                 out, errors = _followed(process, patience)
             finally:
-                process.kill()  # what has ended by itself keeps its status
+                process.kill()  # a process that has ended by itself keeps its status
     if process.returncode != 0:
         raise TrialFailed(f"ended with status {process.returncode}.{_end(errors)}")
     return (out.splitlines() or [b""])[-1]

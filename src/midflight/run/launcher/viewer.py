@@ -44,7 +44,7 @@ class RunViewer:
         """
         try:
             await self._serve()
-        except Exception as error:  # a run goes on without its viewer, whatever broke
+        except Exception as error:  # a run goes on without its viewer, for any error
             self._say(
                 f"no viewer beside this run ({error}); the run goes on. Look at it with: midflight "
                 f"view {self._folder}"

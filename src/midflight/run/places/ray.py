@@ -250,7 +250,7 @@ class RayCluster:
             num_cpus=asked.pop("CPU", 0.0),
             num_gpus=asked.pop("GPU", 0.0),
             memory=asked.pop("memory", None),
-            resources=asked or None,  # what is left of them
+            resources=asked or None,  # their remains
             **options,
         )
         return actor.remote()

@@ -102,7 +102,7 @@ class Evaluations:
             self._phases.begin_phase(
                 Phase.EVALUATION, num_tasks=self._evaluator.num_rollouts(self._tasks)
             )
-            current = self._handover.current  # what an engine that is away comes back with
+            current = self._handover.current  # the version that an absent engine comes back with
             self._before = self._fleet.served_version() if current is None else current.version
             await self._evaluator.run(self._tasks, version=self._before)
 

@@ -155,7 +155,7 @@ async def _ready(
         launcher.tell(Alarm(text))
         keep(text)
 
-    # a loss of the user's own that cannot be trained with is told before anything is made
+    # a loss that cannot be trained with is reported before anything is made
     await asyncio.to_thread(objective_of, config)
     run = Path(config.run.folder)
     checkpoint = None
@@ -218,7 +218,7 @@ async def _first(
         model = await asyncio.to_thread(
             load_model, source, dtype=config.model.dtype, device=config.trainer.device
         )
-        # a model that cannot be trained is told before all else
+        # a model that cannot be trained is reported before all else
         layout = await asyncio.to_thread(_layout, config, model, alarm)
     adapters = _adapters(config, model)
     if config.warm_start.is_made:
