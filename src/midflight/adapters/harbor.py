@@ -108,8 +108,8 @@ def tasks(
 ) -> list[dict[str, Json]]:
     """At most `size` of the tasks in the folders of `path`. `sandbox` has the options of
     `[environment.sandbox]`. `agent` names an `async (task, client, box)` of one's own. Without it
-    the agent is a chat of `turns` answers at most, whose scripts may take `seconds` each.
-    `ConfigError` names a task that cannot be played.
+    the agent is a chat of `turns` answers at most, whose scripts may take `seconds` each. Raises
+    `ConfigError` with a task that cannot be played.
     """
     if not Path(path).is_dir():
         raise ConfigError(f"there is no folder {path!r} with tasks of Harbor; correct path.")

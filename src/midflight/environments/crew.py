@@ -50,16 +50,16 @@ BEAT_SECONDS = 1.0
 LOOK_SECONDS = 1.0
 """Seconds between two looks for workers that hang."""
 SILENT_BEATS = 3
-"""A worker that was not heard for this many heartbeats is blocked, or stopped, or has no processor.
+"""The number of missed heartbeats after which a worker is blocked, or stopped, or has no processor.
 It gets nothing new, and the time of its rollouts does not count, except for that of one that is
 known to block it.
 """
 REST_SECONDS = 2.0
-"""The crew acts this much later than the launcher, which finds a worker's process stopped or silent
-and knows why.
+"""The time by which the crew acts later than the launcher, which finds a worker's process stopped
+or silent and knows why.
 """
 MEMORY = 4
-"""A delay is remembered for this many times `stall_seconds`."""
+"""The time for which a delay is remembered, as a multiple of `stall_seconds`."""
 GRACE_SECONDS = 5.0
 """The seconds that an agent, with its `finally` blocks, may take to end after its rollout."""
 MAX_LEFT = 16
@@ -71,7 +71,7 @@ MAX_LOST = 3
 
 
 class Recorder(Protocol):
-    """The part of the gateway that agents need which begin again."""
+    """The part of the gateway that agents need when they begin again."""
 
     def reopen(self, session_id: str) -> SessionHandle: ...
     def awaits(self, session_id: str) -> bool: ...
@@ -290,7 +290,7 @@ class Crew:
         return seat
 
     def hear(self, seat: Seat) -> None:
-        """A message of the worker's loop has come, which ends a silence. The silence is excused for
+        """Notes a message of the worker's loop, which ends a silence. The silence is excused for
         every rollout except one that is known to have blocked the loop. A late message says that
         the machine or this process was busy, and that time is excused too.
         """
@@ -306,8 +306,8 @@ class Crew:
             self._assign()
 
     def blocked(self, name: str, session_id: str | None, *, where: str, seconds: float) -> None:
-        """The worker's watch, which is a thread, has seen its loop blocked, by the agent of this
-        session if that is known.
+        """Notes that the worker's watch, which is a thread, has seen its loop blocked, by the agent
+        of this session if that is known.
         """
         seat = self._seats.get(name)
         if seat is None:
@@ -321,15 +321,17 @@ class Crew:
             )
 
     def spare(self, name: str) -> None:
-        """The launcher is about to end the worker, for a reason that is no agent's fault."""
+        """Notes that the launcher is about to end the worker, for a reason that is no agent's
+        fault.
+        """
         seat = self._seats.get(name)
         if seat is not None:
             seat.condemned = True
             seat.spared = True
 
     def in_tools(self, seat: Seat, session_id: str, limit: float | None) -> None:
-        """The worker's agent has begun to run tools, for `limit` seconds at most. With None it has
-        ended them.
+        """Notes that the worker's agent has begun to run tools, for `limit` seconds at most. With
+        None it has ended them.
         """
         job = seat.jobs.get(session_id)
         if job is None:
@@ -342,8 +344,8 @@ class Crew:
     def ended(
         self, seat: Seat, session_id: str, *, result: object = None, error: Exception | None = None
     ) -> None:
-        """The worker's agent has ended with its result or an error, or it was cancelled and nothing
-        waits for it any more.
+        """Notes that the worker's agent has ended with its result or an error, or that it was
+        cancelled and nothing waits for it any more.
         """
         seat.left.pop(session_id, None)
         job = seat.jobs.pop(session_id, None)

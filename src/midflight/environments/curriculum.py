@@ -49,8 +49,8 @@ class SourcePools:
         self._sort()
 
     def _sort(self) -> None:
-        """Puts all tasks into their pools. Places rise in a pool, so that it is the same however it
-        came about.
+        """Puts all tasks into their pools. Places rise in a pool, so its order does not depend on
+        the order of events.
         """
         unseen = (place for place in range(self._size) if place not in self._ended)
         self._free = {pool: array("I") for pool in Pool}
@@ -61,7 +61,7 @@ class SourcePools:
         """The number of tasks in each pool, including those under way."""
 
     def restore(self, ended: Iterable[tuple[int, Passes]]) -> None:
-        """Learns from groups that had ended before any task was begun here."""
+        """Takes the results of groups that had ended before any task was begun here."""
         for place, passes in ended:
             self._learn(place, passes)
         self._sort()
@@ -203,7 +203,7 @@ class Curriculum:
         return TaskDrawn(key, pool.value, self.sizes, self.pass_rate)
 
     def ended(self, key: GroupKey, rewards: Sequence[float]) -> None:
-        """A group has ended, with the rewards of those of its rollouts that have one."""
+        """Notes that a group has ended, with the rewards of those of its rollouts that have one."""
         if not self._pools or key.epoch < 0:
             return
         source, place = self._place_at(key.epoch, key.index)

@@ -42,7 +42,7 @@ class SourceScore:
     error: str | None = None
     """The reason why the first of these has none. Each `RolloutEnded` holds its own."""
     at: dict[str, float] = field(default_factory=dict[str, float])
-    """For a suite: how it sampled, `pass@k` and `best@k`."""
+    """The sampling of a suite, `pass@k` and `best@k`."""
 
     @property
     def num_tasks(self) -> int:
@@ -91,8 +91,8 @@ class Evaluator:
         keep: int = 0,
         suites: Sequence[Suite] = (),
     ) -> None:
-        """`keep` is how many rollouts of each source are kept from an evaluation. They are those of
-        its first tasks, the same in each evaluation, so that they can be compared.
+        """`keep` is the number of rollouts of each source that are kept from an evaluation. They
+        are those of its first tasks, the same in each evaluation, so that they can be compared.
         """
         self._rollouts = rollouts
         self._slots = slots

@@ -57,8 +57,8 @@ class GroupJudge:
     """Numbers the groups that any runner of this process has scored."""
 
     def __init__(self, host: ScoresGroups, *, seconds: float) -> None:
-        """`seconds` is how long scoring a group may take: the functions themselves, without a wait
-        for a place to run.
+        """`seconds` is the time that scoring a group may take: the functions themselves, without a
+        wait for a place to run.
         """
         self._host = host
         self._seconds = seconds
@@ -69,7 +69,7 @@ class GroupJudge:
         self._of[key].num_running += 1
 
     def left(self, key: GroupKey) -> None:
-        """A rollout has ended, and is not to be scored beside the others."""
+        """Notes that a rollout has ended, and is not to be scored beside the others."""
         gathering = self._of[key]
         gathering.num_running -= 1
         # The look comes a little later, because a rollout that is tried again joins anew.

@@ -69,7 +69,7 @@ class _Connection:
 
     async def run(self) -> None:
         """Waits to be closed. It is ended also by a server that does not come up, which `client`
-        tells.
+        reports.
         """
         try:
             async with _client(self._section) as client:
@@ -210,7 +210,7 @@ def _how(section: McpSection) -> str:
 
 
 class McpServers:
-    """All servers of a worker. Those of the run are open within `async with`."""
+    """All servers of a worker. The servers of the run are open within `async with`."""
 
     def __init__(self, sections: Sequence[McpSection]) -> None:
         self._sections = sections

@@ -21,7 +21,7 @@ POSTED_EPOCH = -1
 """The epoch in the keys of posted tasks. Their index is their line in the file."""
 MAX_WAITING = 10_000
 """The number of posted tasks that may wait: hours of work for most runs. A client that posts more
-is told to come back.
+gets an error, and may try again later.
 """
 
 

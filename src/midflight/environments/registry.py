@@ -1,5 +1,5 @@
-"""Finds the environment that a configuration names, and runs it: as the built-in loop, or as a
-function of the user's, whose rollouts reward functions may score.
+"""Finds the environment that a configuration names, and runs it: as the built-in loop, or as the
+user's own function. Reward functions may score its rollouts.
 
 An environment is one function `(task, client) -> reward`, or a class without constructor arguments
 whose instances are called like one. An async environment gets an async client. A plain one gets a

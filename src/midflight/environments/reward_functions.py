@@ -1,5 +1,5 @@
 """Reward functions. They are found and checked before a run starts, and called with the arguments
-that the names of their parameters ask for.
+that their parameters name.
 """
 
 import asyncio
@@ -96,7 +96,7 @@ class RewardFunction:
     """The sandbox for the model's programs, for a function that asks for one."""
 
     def __init__(self, section: RewardSection, function: Callable[..., object]) -> None:
-        """`ConfigError` names file, line and function if it cannot be called."""
+        """Raises `ConfigError` with file, line and function if it cannot be called."""
         self.label = section.label
         self.weight = section.weight
         self._options = section.options
@@ -190,8 +190,8 @@ class RewardFunction:
         ]
 
     def _wanted(self, values: Mapping[str, object], attempt: Dialogue) -> dict[str, Any]:
-        """The arguments to pass. `TaskFieldMissing` names a column that the function needs and the
-        task does not have.
+        """The arguments to pass. Raises `TaskFieldMissing` with a column that the function needs
+        and the task does not have.
         """
         task = attempt.task
         for name in self.columns:

@@ -1,4 +1,4 @@
-"""Rows of a user's own. JSON lines and CSV are found by where each begins in the file, Parquet and
+"""Rows of a user's own. JSON lines and CSV rows are found by their offsets in the file, Parquet and
 saved datasets are mapped into memory, and a function gives rows itself. A row is read only when it
 is asked for, so there may be any number of rows.
 """
@@ -424,7 +424,7 @@ def _has(found: object, *names: str) -> bool:
 
 def plain(row: object, place: str) -> Columns:
     """A row as JSON has it: numbers of NumPy and torch become Python's, and dates become texts.
-    `ConfigError` names the column that has no such form.
+    Raises `ConfigError` with the column that has no such form.
     """
     if not isinstance(row, Mapping):
         raise ConfigError(

@@ -45,7 +45,7 @@ class Unjudged:
 
 async def result_of(returned: object, *, task: Task) -> Result | Unjudged:
     """The checked result. Waits for a late reward, if there is one, until the deadline of its
-    rollout. `BadReward` names the task, the value and the remedy.
+    rollout. Raises `BadReward` with the task, the value and the remedy.
     """
     if isinstance(returned, Unjudged):
         return returned
@@ -95,8 +95,8 @@ def _checked_turns(turns: object, said: str) -> Sequence[object]:
 
 
 def checked_reward(value: object, *, task: Task) -> float | None:
-    """The reward as a float; `None` stays `None` (I10). Anything but a finite number is a
-    `BadReward` that names the task.
+    """The reward as a float; `None` stays `None` (I10). Raises `BadReward`, which names the task,
+    for anything except a finite number.
     """
     if value is None:
         return None

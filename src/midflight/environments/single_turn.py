@@ -28,8 +28,8 @@ def exact_match(reply: str, answer: str) -> float:
 
 
 def text_field(task: Task, name: str) -> str:
-    """A field that must be there and hold text. `TaskFieldMissing` names the field, the task and
-    the fields that the task has.
+    """A field that must be there and hold text. Raises `TaskFieldMissing` with the field, the task
+    and the fields that the task has.
     """
     return task.text(name)
 

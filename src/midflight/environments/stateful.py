@@ -27,7 +27,7 @@ class StatefulClass:
     """One such class, with its tools."""
 
     def __init__(self, found: type, *, where: str) -> None:
-        """`ConfigError` names file, line and function if it cannot be used."""
+        """Raises `ConfigError` with file, line and function if it cannot be used."""
         self.found = found
         self.name = str(getattr(found, "environment_name", found.__name__))
         try:

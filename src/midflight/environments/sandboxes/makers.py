@@ -39,8 +39,8 @@ class Maker:
     remedy: str
 
     def client(self, extra: str) -> Any:
-        """The package of its client. `ConfigError` names the extra that brings it, and
-        `SandboxUnavailable` a key that is missing.
+        """The package of its client. Raises `ConfigError` with the extra that brings it, and
+        `SandboxUnavailable` with a key that is missing.
         """
         found = package(self.package, extra=extra)
         missing = [key for key in self.keys if not os.environ.get(key)]

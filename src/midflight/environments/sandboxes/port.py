@@ -210,7 +210,7 @@ class LimitedProcess:
             self._process.stdin.close()
 
     async def _watch(self) -> None:
-        """Looks at the memory again and again, until it is too much. Its task group ends it."""
+        """Reads the memory at an interval, until it is too much. Its task group ends it."""
         while True:
             if self._held() > self._limits.memory_mb * 2**20:
                 return self._end("memory")

@@ -1,6 +1,4 @@
-"""Programs in boxes on other machines. They are run and bounded in the same way, whichever maker
-makes the box.
-"""
+"""Programs in boxes on other machines. They are run and bounded in the same way for every maker."""
 
 import asyncio
 import base64

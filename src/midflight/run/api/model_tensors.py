@@ -24,8 +24,8 @@ class ModelTensors:
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
-        """`tied`: the output layer is the embedding, so engines have it once, and a file may have
-        it twice.
+        """With `tied`, the output layer is the embedding, so engines have it once, and a file may
+        have it twice.
         """
         self._tied = tied
         self._shapes = {
@@ -46,7 +46,7 @@ class ModelTensors:
         return self._tied and name == _TIED
 
     def fitting(self, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        """The tensors to serve. `RequestRejected` names the first that does not fit."""
+        """The tensors to serve. Raises `RequestRejected` with the first that does not fit."""
         kept = tuple(spec for spec in specs if not self._is_in_twice(spec.name))
         for spec in kept:
             self._check(spec)

@@ -27,7 +27,7 @@ class RolloutClient:
 
     def __init__(self, url: str, *, token: str, life: int = 0, patient: bool = False) -> None:
         """`life` is explained at `LIFE`. With `patient` the process is one that is started again
-        when it dies, and it is asked for as long as that takes.
+        when it dies. Then requests are repeated until it answers.
         """
         self._headers = {LIFE: str(life)}
         self._patient = patient
@@ -85,7 +85,7 @@ class RolloutClient:
         return answer.content
 
     async def _again(self, path: str, content: bytes) -> Answered:
-        """Waits for the process where it is started again; ended by its answer, or with this
+        """Waits for the process while it is started again; ended by its answer, or with this
         process.
         """
         while True:

@@ -33,8 +33,8 @@ class Take(StrictBody, frozen=True):
     train_version: Annotated[Version, Meta(ge=0, lt=2**31)]
     """Rows have 32 bits for it."""
     wait_seconds: WaitSeconds | None = None
-    """After so long without a batch the answer is 204. Without it the request waits as long as it
-    takes.
+    """The seconds without a batch after which the answer is 204. Without it the request waits as
+    long as it takes.
     """
 
 

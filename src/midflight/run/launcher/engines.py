@@ -160,8 +160,8 @@ class Engines:
         await self.keep(EnginePart(name, self._config.engine.kind, place, url=url, joins=True))
 
     async def keep(self, part: EnginePart) -> None:
-        """Runs one engine, and starts it again when it dies: it comes back with the first weights,
-        in quarantine; the teacher with its own.
+        """Runs one engine, and starts it again when it dies. It comes back with the first weights,
+        in quarantine; the teacher comes back with its own.
         """
         try:
             while True:

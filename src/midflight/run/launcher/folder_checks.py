@@ -21,8 +21,8 @@ def check_run_folder(
 ) -> None:
     """Raises `ConfigError` unless a run may begin or go on in its folder.
 
-    `trains`: whether the trainer is ours, so that there is a `--resume`. `gives_rows`: whether a
-    program brings the rows that the folder gets.
+    `trains` is true if the trainer is ours, so that there is a `--resume`. `gives_rows` is true if
+    a program brings the rows that the folder gets.
     """
     folder = Path(config.run.folder)
     check_free(folder)

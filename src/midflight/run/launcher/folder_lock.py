@@ -115,7 +115,7 @@ def restore(folder: Path, say: Callable[[str], None]) -> bool:
 
 
 def _settle(folder: Path, say: Callable[[str], None]) -> bool:
-    """Gives up a run that is aside, or puts it back. Returns whether it was put back."""
+    """Gives up a run that was set aside, or puts it back. Returns whether it was put back."""
     if not replaced_files.is_left(folder):
         return False
     if replaced_files.is_aside(folder) and replaces(folder):

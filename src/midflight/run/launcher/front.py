@@ -71,7 +71,7 @@ class Routes:
 
 class Front:
     """An ASGI application. It sees the path, head and whole body of a request, and each piece of an
-    answer as that comes.
+    answer as it arrives.
     """
 
     def __init__(self, urls: Sequence[str]) -> None:

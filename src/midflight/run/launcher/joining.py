@@ -220,7 +220,7 @@ class JoinedEngine:
             self._say(f"{self.name} has left" if answer.status < 300 else _error_in(answer)[0])
 
     def _tell(self, text: str) -> None:
-        """Says a text, but none twice in a row. Texts that differ in a version alone are the
+        """Says a text, but none twice in a row. Texts that differ only in a version count as the
         same.
         """
         key = re.sub(r"version \d+", "version", text)

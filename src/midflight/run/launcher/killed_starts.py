@@ -30,7 +30,9 @@ class KilledStarts:
         return self._nums[name]
 
     def forget(self, names: Iterable[str]) -> None:
-        """Begins anew for these: an engine that can do their work has served."""
+        """Begins the counts of these engines anew, because an engine that can do their work has
+        served.
+        """
         for name in names:
             del self._nums[name]
 

@@ -44,13 +44,13 @@ slow core. A model of 135 million parameters gets 126 steps.
 FIRST_TOKENS = 64
 """An answer may have so many tokens at first."""
 MOST_TOKENS = 512
-"""An answer gets no more tokens than these, however small the model is."""
+"""The most tokens of an answer, for a small model too."""
 LEAST_TOKENS = 32
-"""An answer may have so many tokens, however large the model is."""
+"""The tokens that an answer may always have, for a large model too."""
 TRAINED_TOKENS = 512
-"""The trainer is measured on at most so many tokens."""
+"""The most tokens on which the trainer is measured."""
 SPEED_STEPS = 8
-"""The engine is measured on so many steps for each number of requests."""
+"""The steps on which the engine is measured for each number of requests."""
 NUM_TASKS = 16
 """The number of tasks that the model is asked."""
 NUM_LOOKED = 256

@@ -9,16 +9,16 @@ ENDED_SHARE = 0.9
 few answers short.
 """
 FAIR_TOKENS = 256
-"""A model that talks should have ended an answer within so many tokens."""
+"""The tokens within which a model that talks should have ended an answer."""
 WIDTHS = (1, 8, 32)
-"""The engine is measured with so many requests at once."""
+"""The numbers of requests at once with which the engine is measured."""
 
 
 class ModelMeasurements(msgspec.Struct, frozen=True):
     """The answers of a model, and its speed on this machine."""
 
     threads: int
-    """Engine and trainer computed with so many threads, one after the other."""
+    """The threads with which engine and trainer computed, one after the other."""
     prompt_length: int
     """The median of the tasks' prompts, in tokens."""
     longest_prompt: int

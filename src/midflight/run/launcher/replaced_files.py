@@ -180,7 +180,7 @@ def _move_back(folder: Path, place: ReplacedFiles) -> None:
 
 
 def let_go(folder: Path) -> None:
-    """Gives up the run that is aside, in one rename. `delete_gone` deletes it."""
+    """Gives up the run that was set aside, in one rename. `delete_gone` deletes it."""
     (folder / ASIDE).rename(_new_gone(folder) / ASIDE)
     _sync(folder)
 

@@ -3,7 +3,7 @@ is synchronous.
 
 A part that has worked since its last start has earned its restarts back, and spent restarts come
 back with time. So a part that dies now and then goes on for ever, and one that cannot work ends the
-run. How long a restart waits follows from the deaths alone, so that a part that works for a moment
+run. The wait before a restart follows from the deaths alone. So a part that works for a moment
 between two deaths is not started again and again at once.
 """
 
@@ -12,7 +12,7 @@ from midflight.run.parts import Restarted
 from midflight.run.places.port import PartFailed
 
 REPLENISH_SECONDS = 600.0
-"""After this a restart that was spent is there again, and a death is forgotten: crashes that far
+"""The seconds after which a spent restart comes back and a death is forgotten. Crashes that far
 apart do not end a run of a week.
 """
 FIRST_WAIT = 2.0
@@ -35,14 +35,14 @@ class RestartBudget:
         return self._size - len(self._spent)
 
     def earn(self) -> None:
-        """The part has worked since it was started: all its restarts are there again."""
+        """Gives the part all its restarts back, because it has worked since it was started."""
         self._spent.clear()
 
     def spend(self, now: float, *, counts: bool = True) -> float | None:
         """Takes a restart, and says how many seconds to wait before it, or None if none is left.
 
         With `counts` false the death says nothing about the part, and only the wait grows. A budget
-        of none has no restart for it either.
+        without restarts has none for it either.
         """
         if self._size == 0 or (counts and self.left(now) <= 0):
             return None
@@ -56,8 +56,8 @@ class RestartBudget:
         return wait
 
     def seconds_to_next(self, now: float) -> float:
-        """Seconds until a restart comes back. A budget of none answers as if one had just been
-        spent.
+        """Seconds until a restart comes back. A budget without restarts answers as if one had just
+        been spent.
         """
         if not self._spent:
             return REPLENISH_SECONDS

@@ -291,7 +291,9 @@ class Ring:
         )
 
     def _earn(self) -> None:
-        """The run has made a step, so all parts have worked. Engines tell of their own work."""
+        """Notes that the run has made a step, so that all parts have worked. Engines tell of their
+        own work.
+        """
         for name in self.children.newest.keys() - self._engines.parts.keys():
             self._budgets.of(name).earn()
 

@@ -18,7 +18,7 @@ from midflight.text.tokenizer import Tokenizer
 from midflight.types import Task
 
 LOOKING_SECONDS = 20.0
-"""Processor time for which rows are looked at, all sources together. It is enough for a million
+"""The processor time for which rows are checked, all sources together. It is enough for a million
 short ones. Nothing is refused for it.
 """
 MEASURED = 1000
@@ -43,10 +43,12 @@ class SourceFindings(msgspec.Struct, frozen=True):
 
 
 class Survey:
-    """Looks at the tasks. `ConfigError` names the first row that makes none, by file and line."""
+    """Looks at the tasks. Raises `ConfigError` with file and line of the first row that makes no
+    task.
+    """
 
     def __init__(self, *, needs_answer: bool, max_context: int) -> None:
-        """`needs_answer`: every task must have a text as `answer`."""
+        """With `needs_answer`, every task must have a text as `answer`."""
         self._needs_answer = needs_answer
         self._max_context = max_context
         self._left = LOOKING_SECONDS

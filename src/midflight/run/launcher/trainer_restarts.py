@@ -41,15 +41,15 @@ class TrainerRestarts:
         self._came_up = False
 
     def came_up(self) -> None:
-        """The trainer of this life has its weights, and a place beside the others."""
+        """Notes that the trainer of this life has its weights, and a place beside the others."""
         self._came_up = True
         self._watchdog.weights_found()
 
     async def lead(
         self, live: Callable[[int], Awaitable[None]], end: Callable[[], Awaitable[None]]
     ) -> None:
-        """Waits for the last step. `live` runs the life of a number until its last step; `end`
-        leaves nothing of one that failed.
+        """Waits for the last step. `live` runs the life of a number until its last step. `end` ends
+        all processes of one that failed.
         """
         number = -1
         while True:

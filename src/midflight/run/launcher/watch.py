@@ -15,7 +15,7 @@ from midflight.run.places.port import Child
 
 
 class ProcessWatch:
-    """Looks at all processes once a second. It starts none again: the loop that keeps a process
+    """Looks at all processes once a second. It restarts no process: the loop that keeps a process
     does that.
     """
 

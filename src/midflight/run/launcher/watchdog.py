@@ -38,8 +38,8 @@ REST_SECONDS = 2.0
 that is found to be stopped a moment later.
 """
 MEMORY = 4
-"""A delay is remembered for so many times `stall_seconds`, which is longer than the beats of a slow
-process are apart.
+"""The time for which a delay is remembered, as a multiple of `stall_seconds`. It is longer than the
+beats of a slow process are apart.
 """
 
 
@@ -89,7 +89,7 @@ class Watchdog:
         self._move()
 
     def end(self, name: str) -> None:
-        """The process has ended, or is about to. From now on it is not judged."""
+        """The process has ended, or is about to. It is no longer judged."""
         if self.pulses.pop(name, None) is not None:
             self._ended[name] = self._clock()
 
@@ -107,8 +107,8 @@ class Watchdog:
             pulse.state = state
 
     def condemn(self, name: str, why: str) -> None:
-        """The rollout process asks for the end of a worker. It cannot see why a worker is silent;
-        here that is known.
+        """Takes the rollout process's request to end a worker. It cannot see why a worker is
+        silent; here that is known.
         """
         if (pulse := self.pulses.get(name)) is not None:
             pulse.condemned = why
@@ -118,7 +118,7 @@ class Watchdog:
             pulse.ready = self._clock()
 
     def weights_lost(self) -> None:
-        """The trainer has ended: no engine can be blamed for not coming back."""
+        """Notes that the trainer has ended: then no engine can be blamed for not coming back."""
         self._weights = None
 
     def weights_found(self) -> None:

@@ -39,8 +39,8 @@ class Workers:
         self._token = token
         self._say = say
         self.are_done = False
-        """Nothing is left to be rolled out: workers that end now have done so because the rollout
-        process does.
+        """Notes that no rollouts are left: workers that end now do so because the rollout process
+        does.
         """
 
     async def keep(self, name: str, gateway: GatewayPart) -> None:

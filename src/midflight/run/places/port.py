@@ -31,7 +31,7 @@ memory.
 
 
 class PartFailed(RunFailed):
-    """A process ended that should not have, and a restart may help."""
+    """A process ended unexpectedly, and a restart may help."""
 
     def __init__(self, message: str, *, part: str, was_killed: bool = False) -> None:
         """`was_killed` from outside the run says nothing about the part."""
@@ -173,7 +173,7 @@ class Place(Protocol):
         ...
 
     def refuse(self) -> None:
-        """Connections are refused from now on, once no process listens there."""
+        """Refuses connections from now on, once no process listens there."""
         ...
 
     def close(self) -> None:

@@ -32,8 +32,8 @@ memory that others use.
 WRONG_TOKEN = ("AuthenticationError", "InvalidAuthToken", "Unauthenticated")
 PRINTER = "ray._private.worker"
 STARTS = 3
-"""The number of attempts: on a busy machine Ray gives up its own daemons, which are slow to come
-up.
+"""The number of attempts. On a busy machine Ray gives up its own daemons, because they come up
+slowly.
 """
 STORE_BYTES = 80 * 2**20
 """The least size that Ray's object store can have: we keep nothing there."""

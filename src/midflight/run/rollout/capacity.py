@@ -112,7 +112,7 @@ class Capacity:
         }
 
     def ended(self, rollout: RolloutEnded) -> None:
-        """A rollout of training has ended: notes how much of its time it waited for answers, and
+        """Notes, at the end of a training rollout, how much of its time it waited for answers, and
         how many there were.
         """
         asking = sum(turn.ended - turn.began for turn in rollout.times)
@@ -131,7 +131,7 @@ class Capacity:
         self._lengths = MEMORY * self._lengths + (longest > 0)
 
     def changed(self) -> None:
-        """A rollout of an evaluation ended, or engines came or went."""
+        """Wakes the waiting line: a rollout of an evaluation ended, or engines came or went."""
         self.evaluations.follow()
         if self.on_changed is not None:
             self.on_changed()

@@ -52,13 +52,13 @@ class Lending:
             self._settle()
 
     def given(self, lease: int) -> None:
-        """The trainer has a batch, or is about to get it."""
+        """Notes that the trainer has a batch, or is about to get it."""
         self._at_work.add(lease)
         self._settle()
 
     def done(self, *leases: int) -> None:
-        """The trainer has made the steps of these batches, or given the batches back. Without a
-        lease it began anew, and has no batch.
+        """Notes that the trainer has made the steps of these batches, or given the batches back.
+        Without a lease it began anew, and has no batch.
         """
         if leases:
             self._at_work.difference_update(leases)

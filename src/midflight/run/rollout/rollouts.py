@@ -125,7 +125,7 @@ class GroupAges:
             self._ended[key] = oldest
 
     def forget(self, key: GroupKey) -> None:
-        """The group has finished: the buffer knows its age from now on."""
+        """Forgets a group that has finished: the buffer knows its age from now on."""
         self._live.pop(key, None)
         self._ended.pop(key, None)
 
@@ -202,7 +202,7 @@ class RolloutStream:
         retries: int,
         passes: float,
     ) -> None:
-        """`passes`: the reward of a rollout that has passed. `room` waits while the disk is far
+        """`passes` is the reward of a rollout that has passed. `room` waits while the disk is far
         behind; `routable` says whether any engine takes requests.
         """
         self._queue = queue

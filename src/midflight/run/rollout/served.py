@@ -56,7 +56,7 @@ class ShardRole:
 
 
 class EngineWord(msgspec.Struct, frozen=True):
-    """The owner's word on an engine that has attested a version in this life of the owner."""
+    """The owner's message about an engine that has attested a version in this life of the owner."""
 
     version: Version
     held: bool = False
@@ -81,7 +81,9 @@ not answer.
 
 
 class ServedNews:
-    """The owner's side: has a new word after each change of an engine. It waits in `after` alone."""
+    """The owner's side. It has a new message after each change of an engine. It waits in `after`
+    alone.
+    """
 
     def __init__(self, fleet: Fleet) -> None:
         self._life = secrets.token_hex(4)
@@ -98,7 +100,9 @@ class ServedNews:
         return ServedWord(f"{self._life}-{self._count}", said)
 
     async def after(self, serial: str) -> ServedWord:
-        """Waits for a word with another serial; ended by a change of any engine, or by its caller."""
+        """Waits for a message with another serial; ended by a change of any engine, or by its
+        caller.
+        """
         while True:
             word = self.now()
             if word.serial != serial:
@@ -136,7 +140,9 @@ def served_route(news: ServedNews, *, token: str) -> BaseRoute:
 
 
 class OwnerClient:
-    """Implements `Ask`. It makes a connection for each word; there are a few for each version."""
+    """Implements `Ask`. It makes a connection for each message; there are a few for each
+    version.
+    """
 
     def __init__(self, url: str, *, token: str) -> None:
         self._url = url
@@ -152,11 +158,12 @@ class OwnerClient:
 
 
 class Follower:
-    """Lets the fleet of another gateway follow the owner's words."""
+    """Lets the fleet of another gateway follow the owner's messages."""
 
     def __init__(self, fleet: Fleet, ask: Ask, *, answer_seconds: float) -> None:
         """An engine that hangs, and has not told its version within `answer_seconds`
-        (`run.stall_seconds`), is asked again. One whose process dies is asked again at once."""
+        (`run.stall_seconds`), is asked again. An engine whose process dies is asked again at once.
+        """
         self._fleet = fleet
         self._ask = ask
         self._answer_seconds = answer_seconds

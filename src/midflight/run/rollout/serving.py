@@ -39,8 +39,8 @@ from midflight.types.facts import Fact, Record, RolloutEnded
 from midflight.weights.handover import Handover
 
 HEALTH_SECONDS = 1.0
-"""The time between two readings of an engine's progress. They find stalls; a crash shows at once by
-its connection.
+"""The time between two readings of an engine's progress. The readings find stalls. A crash shows at
+once by its connection.
 """
 
 ALONE = ShardRole()
@@ -101,8 +101,8 @@ class Serving:
         that die.
         """
         self._stall_seconds = config.run.stall_seconds / 4
-        """An engine that has work and gives no token for so long loses its requests to others. The
-        launcher starts it again later, if it does not come back.
+        """The seconds after which an engine that has work and gives no token loses its requests to
+        others. The launcher starts it again later, if it does not come back.
         """
         self.role = role
         num_apart = 0 if anonymous else config.environment.untracked.engines

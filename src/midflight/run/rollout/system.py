@@ -135,8 +135,8 @@ def task_stream(
 
 
 class RolloutSystem:
-    """Implements `TrainerService`. Built complete, so that it runs alike over real engines and
-    simulated ones, real time and virtual.
+    """Implements `TrainerService`. It is complete after it is built, so it runs in the same way
+    over real and simulated engines, and in real and virtual time.
     """
 
     leased: Sequence[Batch] = ()

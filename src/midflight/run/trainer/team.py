@@ -41,7 +41,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
-    """Copy the checkpoint's shards, and write them beside the next steps."""
+    """An order to copy the checkpoint's shards, and to write them beside the next steps."""
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
@@ -49,7 +49,9 @@ class Gather(msgspec.Struct, frozen=True, tag=True):
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):
-    """Give away your part of this version, and of the released versions no longer."""
+    """An order to publish the rank's part of this version, and to stop publishing the released
+    versions.
+    """
 
     version: Version
     released: tuple[Version, ...]

@@ -93,8 +93,8 @@ class TrainingLoop:
     only every k-th version is handed over, and the last. A version's bytes stay until the next one
     is live everywhere, so that an engine which restarts can always fetch the current version.
 
-    A checkpoint holds the loop while it is copied. It is written beside the steps after it, one at
-    a time: a disk slower than the checkpoints slows the trainer before copies fill the memory.
+    The loop waits while a checkpoint is copied. It is written beside the steps after it, one at a
+    time: a disk slower than the checkpoints slows the trainer before copies fill the memory.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class TrainingLoop:
         heart: Heartbeat | None = None,
         handover_seconds: float = 0.0,
     ) -> None:
-        """`heart` is told of work and waits, and of a handover with the `handover_seconds` that it
-        may take.
+        """`heart` gets work and waits, and a handover with the `handover_seconds` that it may
+        take.
         """
         self._doing = (heart or Heartbeat()).doing
         self._handover_seconds = handover_seconds

@@ -53,11 +53,13 @@ AGAIN_SECONDS = 5.0
 """The seconds after which an agent that has swallowed its cancellation is cancelled once more."""
 LOOK_SECONDS = 0.25
 BLOCKED_SECONDS = 1.0
-"""A loop that has been in one step of an agent for so long is blocked. The rollout process is told
-which agent blocks it, at once and every second.
+"""The seconds in one step of an agent after which a loop counts as blocked. The rollout process is
+told which agent blocks it, at once and every second.
 """
 MAX_AGENTS = 3
-"""A report names so many of the agents that run, the oldest; of the others it has the number."""
+"""The number of running agents that a report names, the oldest first. Of the others it gives the
+number.
+"""
 MAX_TRACE = 20_000
 """The number of characters of a traceback that are sent, from its end."""
 
