@@ -1,4 +1,4 @@
-"""Works out again the advantages with which a step trained: the store has the rewards, and the
+"""Computes again the advantages with which a step trained: the store has the rewards, and the
 trainer's own functions compute advantages from them.
 """
 

@@ -159,7 +159,7 @@ class GroupView:
 
 @dataclass(frozen=True, slots=True)
 class GroupPage:
-    """Some of the groups that a filter lets through; `total` is how many there are."""
+    """Some of the groups that a filter lets through; `total` is the number of all of them."""
 
     groups: tuple[GroupView, ...]
     total: int

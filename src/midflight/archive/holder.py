@@ -12,7 +12,9 @@ LOCK = "lock"
 
 
 class LockHolder(msgspec.Struct, frozen=True):
-    """A process. The instant of its start tells it from a later process of the same number."""
+    """A process. The instant of its start distinguishes it from a later process with the same
+    number.
+    """
 
     pid: int
     started: str

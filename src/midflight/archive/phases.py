@@ -67,8 +67,8 @@ class RunPhase:
 
 
 def phases_of(folder: Path, *, seconds: float | None = None) -> list[RunPhase]:
-    """The phases of a run. It is empty if the run has no timeline. `seconds` is how long the run
-    took in all, including the time before and after its rollout process.
+    """The phases of a run. It is empty if the run has no timeline. `seconds` is the time of the
+    whole run, including the time before and after its rollout process.
     """
     lines = timeline.read_timeline(folder / timeline.TIMELINE)
     room = room_of(folder)

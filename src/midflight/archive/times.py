@@ -259,7 +259,7 @@ class BusyShares:
 
 
 def busy_shares(times: Times, *, slots: int | None = None) -> BusyShares:
-    """`slots` is how many requests all engines may decode together."""
+    """`slots` is the number of requests that all engines may decode together."""
     if not times.steps:
         return BusyShares()
     begin = times.steps[0].began

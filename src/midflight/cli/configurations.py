@@ -1,5 +1,5 @@
 """The configuration of a command. It is checked as far as possible before anything is started, so
-that a mistake is told at once.
+that a mistake is reported at once.
 """
 
 import json
@@ -248,7 +248,7 @@ def check_folder(
     gives_rows: bool = False,
 ) -> None:
     """Raises `ConfigError` unless the command may use the folder, see `check_run_folder`. Changes
-    nothing, but puts back a run that is aside there.
+    nothing, except that it puts back a run that was set aside there.
     """
     put_back_at(Path(config.run.folder), resume=resume)
     check_run_folder(

@@ -1,4 +1,4 @@
-"""`midflight init --model`: the project of `midflight init` for a model of the user's, with numbers
+"""`midflight init --model`: the project of `midflight init` for the user's own model, with numbers
 that fit it and this machine.
 """
 
@@ -29,7 +29,7 @@ OWN_PROMPT = "{question} Answer with the number only."
 NUM_HELDOUT = 40
 """The number of the project's own tasks that are held out."""
 HELDOUT_SHARE = 0.1
-"""This share of the rows of a user's file is held out."""
+"""The share of the rows of a user's file that is held out."""
 DATASET_HELDOUT = 64
 """The number of tasks of a dataset that are held out."""
 WIDTH = 110

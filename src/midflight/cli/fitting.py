@@ -20,8 +20,8 @@ from midflight.observe.readable import duration, percent, size
 from midflight.run.launcher.measurements import ModelMeasurements
 
 MEMORY_SHARE = 0.7
-"""The dry run's estimate may take this share of the machine's memory. The rest is for everything
-else that runs here.
+"""The share of the machine's memory that the dry run's estimate may take. The rest is for
+everything else that runs here.
 """
 STEP_SECONDS = 60.0
 """A step that takes longer, by the measurements, gets fewer groups: a newcomer should see it
@@ -50,9 +50,7 @@ GROWS = 1.5
 more.
 """
 ENOUGH = 0.9
-"""A number of requests that reaches this share of the highest rate is enough: fewer requests at
-once are answered sooner.
-"""
+"""The share of the highest rate that is enough: fewer requests at once are answered sooner."""
 RANK = 16
 """The rank of adapters, if memory requires them."""
 
@@ -97,7 +95,7 @@ class Fit:
     config: Config
     """The configuration that `choices` make."""
     num_bytes: int
-    """The dry run estimates that the run takes this much memory at most."""
+    """The most memory that the run takes, by the dry run's estimate."""
     step_seconds: float
     """The time of a step, estimated from the measurements."""
 

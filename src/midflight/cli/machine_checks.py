@@ -32,7 +32,7 @@ from midflight.run.launcher.trial import TrialFailed, TrialWait, answer_of
 from midflight.types import Json
 
 STALL_SECONDS = RunSection().stall_seconds
-"""A process that looks at a library and does nothing for so long hangs."""
+"""The seconds after which a process that loads a library and does nothing counts as hung."""
 MIN_FILES = 256
 GOOD_FILES = 4096
 """Limits of open files. A rollout holds two connections, and several hundred may run."""

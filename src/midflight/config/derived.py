@@ -44,8 +44,8 @@ def in_flight(config: Config, slots: int | None = None) -> int:
 
 
 def buffer_groups(rollout: RolloutSection) -> int:
-    """Finished groups that may wait: `buffer_groups`, else (S + 1) * B, where the buffer never is
-    the limit.
+    """Finished groups that may wait: `buffer_groups`, else (S + 1) * B, with which the buffer is
+    never the limit.
     """
     return rollout.buffer_groups or (rollout.max_staleness + 1) * rollout.groups_per_step
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 def exact_match(reply: str, answer: str) -> float:
-    """1.0 if the reply is the answer, apart from white space around either, and 0.0 otherwise."""
+    """Returns 1.0 if the reply is the answer, apart from white space around either, and 0.0
+    otherwise.
+    """
     return float(reply.strip() == answer.strip())
 
 

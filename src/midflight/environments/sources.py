@@ -1,4 +1,4 @@
-"""The sources that the tasks of a run come from: datasets, rows of a user's own, and their split
+"""The sources that the tasks of a run come from: datasets, the user's own rows, and their split
 into training and held-out tasks.
 """
 

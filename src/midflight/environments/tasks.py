@@ -72,8 +72,8 @@ class TaskStream:
         return key
 
     def post(self, rows: Sequence[Columns]) -> tuple[range, int]:
-        """Takes posted tasks, and returns their places and how many are waiting now. `NotSupported`
-        in a run that has no posted source.
+        """Takes posted tasks, and returns their places and the number of tasks that wait now.
+        Raises `NotSupported` in a run that has no posted source.
         """
         if self._posted is None:
             raise NotSupported(

@@ -3,7 +3,7 @@ slow or busy the machine is.
 
 A process moves when it or one of its descendants takes processor time, reads or writes, waits for a
 processor that others have, or says something. A process that does none of this for long hangs.
-Where there is no /proc every process counts as moving.
+Without /proc every process counts as moving.
 """
 
 import os
@@ -16,11 +16,11 @@ from pathlib import Path
 from midflight.observe.memory import PROC, descendants
 
 COMPUTES_SHARE = 0.01
-"""Share of a core. A process that uses less computes nothing: threads that only look around take
+"""The share of a core below which a process counts as idle. Threads that only look around take
 less.
 """
 BYTES_A_SECOND = 16 * 1024
-"""A process that reads and writes less than this only shows that it is there, by heartbeats for
+"""The bytes per second below which a process only shows that it is there, by heartbeats for
 instance.
 """
 BLIND_SECONDS = 5.0
@@ -111,7 +111,7 @@ class WorkBelow:
 
 
 class ActivityProbe:
-    """Says whether a process or one of its descendants has worked since the last call. It is for
+    """Tells whether a process or one of its descendants has worked since the last call. It is for
     callers that ask now and then; for others there is `ProcessActivity`.
 
     The first answer is yes, because nothing is known about the time before.

@@ -4,7 +4,7 @@ from midflight.config.cores import CoreUse
 from midflight.observe.status import Bound
 
 BALANCED = 0.1
-"""Idle shares that differ by less than this call for no change."""
+"""The difference of idle shares below which no change is advised."""
 WAITS = 0.25
 """A trainer whose idle share is this large does not bound the run."""
 FREE = 0.5

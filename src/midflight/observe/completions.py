@@ -15,7 +15,7 @@ MAX_LETTERS = 600
 
 
 class Completions:
-    """Watches batches and steps, and tells rollouts of every `every`-th step. With 0 it tells
+    """Watches batches and steps, and shows rollouts of every `every`-th step. With 0 it tells
     none.
     """
 
@@ -27,7 +27,9 @@ class Completions:
         every: int,
         number: int,
     ) -> None:
-        """`number` is how many rollouts of a step it tells. `decode` makes text of token ids."""
+        """`number` is the number of rollouts of a step that it shows. `decode` makes text of token
+        ids.
+        """
         self._tell = tell
         self._decode = decode
         self._every = every

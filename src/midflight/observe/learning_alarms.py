@@ -14,7 +14,7 @@ from midflight.observe.readable import number, percent
 from midflight.types import Group, Kind, Reason, facts
 
 STEPS = 2
-"""The alarm on groups looks back on the groups of this many steps."""
+"""The number of steps whose groups the alarm on groups looks back on."""
 MIN_GROUPS = 16
 """It looks back on at least this many groups."""
 ALIKE_SHARE = 0.75
@@ -22,14 +22,14 @@ ALIKE_SHARE = 0.75
 are alike more often than that if the model is right less than once in 28 times.
 """
 ROLLOUTS = 64
-"""The alarm on answers cut short looks back on this many rollouts."""
+"""The number of rollouts that the alarm on answers cut short looks back on."""
 MIN_ROLLOUTS = 32
 """It says nothing before this many have ended."""
 CUT_SHARE = 0.25
 """It is raised if this share of them were cut short."""
 FIRST_VERSIONS = 10
-"""The alarm on the size of steps watches this many versions. Later steps have other reasons to go
-far.
+"""The number of versions that the alarm on the size of steps watches. Later steps have other
+reasons to go far.
 """
 FAR = 0.25
 """Nats between the policy that sampled and the one that trains, within `rollout.max_staleness`
@@ -62,8 +62,8 @@ class LearningOptions:
 
 
 class LearningAlarms:
-    """Watches facts. `say` takes the name of an alarm and its text, and does not say the same again
-    for a while.
+    """Watches facts. `say` takes the name of an alarm and its text, and does not repeat the same
+    alarm for a while.
     """
 
     def __init__(self, say: Callable[[str, str], object], options: LearningOptions) -> None:

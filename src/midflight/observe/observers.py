@@ -11,8 +11,8 @@ _FAILED = "an observer (%s) failed on %s; the run goes on, later failures of it 
 
 
 class Observers:
-    """Gives every fact to each observer, in order. An observer that fails is logged once, and hurts
-    neither the run nor the others.
+    """Gives every fact to each observer, in order. An observer that fails is logged once, and
+    affects neither the run nor the others.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class RunState:
         cores: CoreUse = CoreUse(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`slots` is how many requests all engines may decode together."""
+        """`slots` is the number of requests that all engines may decode together."""
         self._began = clock()
         self._clock = clock
         self._before = 0.0
@@ -322,7 +322,7 @@ class RunState:
         )
 
     def _num_running(self, now: float) -> int:
-        """Requests that decode, by the engines that said so lately."""
+        """Requests that decode, by the latest reports of the engines."""
         return sum(running for running, at in self._running.values() if now - at < RATE_SECONDS)
 
     def _members(self) -> MemberChanges:

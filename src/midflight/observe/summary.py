@@ -1,4 +1,4 @@
-"""`summary.json`: how the run went, in the numbers by which it is judged."""
+"""`summary.json`: the result of the run, in the numbers by which it is judged."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`timeline.jsonl`: when everything in a run happened, one line for each rollout, batch, step,
+"""`timeline.jsonl`: the times of all events of a run, one line for each rollout, batch, step,
 commit and wait. `midflight trace` draws it.
 
 Times are seconds since the run began, over all its starts, as in the journal. Nothing is taken

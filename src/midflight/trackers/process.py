@@ -97,8 +97,8 @@ class TrackerThread(threading.Thread):
             self._attempt(tracker.flush, "failed")
 
     def _tell_spans(self, tracker: Tracker) -> bool:
-        """Tells the rollouts of the timeline, and returns whether there were any. The timeline only
-        grows, and each of its lines is told once, as in the journal.
+        """Sends the rollouts of the timeline, and returns whether there were any. The timeline only
+        grows, and each of its lines is sent once, as in the journal.
         """
         _, lines = self._timeline.new()
         found = list(self._rollouts.of(lines))
@@ -122,7 +122,7 @@ class TrackerThread(threading.Thread):
             self._say(error, what)
 
     def _say(self, error: BaseException, what: str) -> None:
-        """Writes an error to the log. The first error is also told to the launcher."""
+        """Writes an error to the log. The first error is also sent to the launcher."""
         log_failure(error)
         if not self._failed:
             self._failed = True

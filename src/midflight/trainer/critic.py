@@ -90,7 +90,7 @@ class Critic:
     """Owns the value model and its optimiser. It is collective, as `Passes` is."""
 
     def __init__(self, passes: Passes, valuation: Valuation, *, adam: Adam, ranks: Ranks) -> None:
-        """`adam` is the policy's; the critic takes all of it but the learning rate."""
+        """`adam` is the policy's; the critic takes all of it except the learning rate."""
         self.model = passes.reader
         self.optimizer = adamw(
             self.model,
@@ -180,8 +180,8 @@ def _at_the_end(tokens: LossTokens) -> Float[Tensor, " K"]:
 
 
 def _explained(values: Float[Tensor, " K"], returns: Float[Tensor, " K"]) -> dict[str, float]:
-    """1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for one that predicts a
-    constant. It is left out if all returns are equal.
+    """Returns 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for one that
+    predicts a constant. It is left out if all returns are equal.
     """
     spread = float(returns.var(correction=0))
     if not spread > 1e-12 * float(returns.square().mean()):  # less is rounding

@@ -54,8 +54,8 @@ of all tokens.
 """
 
 _BEYOND = frozenset({"sequence", "all_log_rho", *WHOLE})
-"""A function that takes one of these needs the log-probabilities of a whole rollout, or of the
-batch, before any token's loss is known.
+"""Values that need the log-probabilities of a whole rollout, or of the batch, before any token's
+loss is known.
 """
 
 
@@ -138,7 +138,7 @@ class Objective:
     self_normalised: bool = False
     age_decay: float = 1.0
     is_interpolated: bool = False
-    """The proximal policy lies between behaviour and policy (A-3PO)."""
+    """True if the proximal policy lies between behaviour and policy (A-3PO)."""
     kl: Divergence = "k3"
     kl_coefficient: float = 0.0
     behaviour_coefficient: float = 0.0
@@ -155,7 +155,7 @@ class Objective:
         constant_length: int = 1,
         own: Callable[..., Tensor] | None = None,
     ) -> Objective:
-        """Raises `ConfigError` with a sentence for each contradiction. `own`: the function that
+        """Raises `ConfigError` with a sentence for each contradiction. `own` is the function that
         `objective.kind` names as `module:function`.
         """
         objective = objective or ObjectiveSection()
@@ -179,8 +179,8 @@ class Objective:
 
     @property
     def looks_beyond(self) -> bool:
-        """Some part needs the log-probabilities of a whole rollout, or of the batch, before any
-        token's loss is known.
+        """True if some part needs the log-probabilities of a whole rollout, or of the batch, before
+        any token's loss is known.
         """
         if self.self_normalised:
             return True

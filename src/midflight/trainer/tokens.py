@@ -41,8 +41,8 @@ class LossTokens:
     age: Int[Tensor, " K"]
     """Version that begins the step minus version that sampled."""
     has_older_keys: Bool[Tensor, " K"]
-    """Some key that the token attended to when it was sampled was of an older version than the
-    token.
+    """True if some key that the token attended to when it was sampled was of an older version than
+    the token.
     """
     rollout: Int[Tensor, " K"]
     group: Index
@@ -143,7 +143,7 @@ def _admitted(
 
 
 def _is_logprob(values: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """True where a number can be the log-probability of a sampled token."""
+    """True at each place whose number can be the log-probability of a sampled token."""
     with np.errstate(invalid="ignore"):
         return np.isfinite(values) & (values > LEAST_LOGPROB) & (values <= _MOST_LOGPROB)
 

@@ -96,8 +96,8 @@ class PolicyTrainer:
         version: Version = 0,
         ranks: Ranks | None = None,
     ) -> None:
-        """`reference`: the model that a divergence is taken from; without one it is `model` as it
-        is now. `valuation`: how a critic values tokens, for generalised advantages.
+        """`reference` is the model that a divergence is taken from; without one it is `model` as it
+        is now. `valuation` gives the options of a critic, for generalised advantages.
         """
         assert (valuation is not None) == (scoring.advantage == "gae"), (
             "a critic is there for generalised advantages, and for nothing else"

@@ -23,7 +23,7 @@ IMAGE = "python:3.12-slim"
 NOBODY = "65534:65534"
 
 Shell: TypeAlias = Callable[[str, float], Awaitable[tuple[int, str]]]
-"""Runs a script within so many seconds, and returns its exit status and its output. Waits for its
+"""Runs a script within the given seconds, and returns its exit status and its output. Waits for its
 end, and raises the errors of the maker's client.
 """
 

@@ -42,7 +42,7 @@ WORK = 17_000_000_000
 slow core. A model of 135 million parameters gets 126 steps.
 """
 FIRST_TOKENS = 64
-"""An answer may have so many tokens at first."""
+"""The tokens that an answer may have at first."""
 MOST_TOKENS = 512
 """The most tokens of an answer, for a small model too."""
 LEAST_TOKENS = 32

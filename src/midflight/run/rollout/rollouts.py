@@ -35,8 +35,8 @@ from midflight.types import (
 from midflight.types.facts import GroupClosed, GroupFinished, Record, SlotFreed, TrajectoryKept
 
 MAX_FAILED_GROUPS = 8
-"""The run fails after so many groups in a row without a reward, or without a request to the model.
-So many in a row are no coincidence: something is broken.
+"""The number of groups in a row without a reward, or without a request to the model, after which
+the run fails. So many in a row are no coincidence: something is broken.
 """
 
 

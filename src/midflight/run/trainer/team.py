@@ -45,7 +45,7 @@ class Stage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Put the weights together on the first rank."""
+    """An order to put the weights together on the first rank."""
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):

@@ -1,10 +1,10 @@
 """Changes to the layers of a model. Layers with a state take packed micro-batches, and any layer
 can recompute its activations or be compiled.
 
-Layers that carry a state from token to token are recurrences and convolutions. Attention is told
-where rows begin; these layers are not: the paths that `transformers` takes without other people's
-kernels ignore `cu_seqlens` and `seq_idx`, and neither can say that rows share a beginning. So each
-such layer is given the rows one under the other, shared beginnings repeated, and padded on the
+Layers that carry a state from token to token are recurrences and convolutions. Attention knows the
+beginnings of rows; these layers do not. The paths that `transformers` takes without other people's
+kernels ignore `cu_seqlens` and `seq_idx`, and neither can express that rows share a beginning. So
+each such layer is given the rows one under the other, shared beginnings repeated, and padded on the
 right, which changes nothing before it. Everything between these layers stays packed.
 """
 

@@ -5,9 +5,9 @@ With modules, a third of a step's time on a CPU goes into passes over memory: no
 gates, their backwards, and new memory for each. Here a layer is two functions around its attention,
 each with its own backward:
 
-- `_Heads`: RMS norm, the product that makes queries, keys and values, norms of their heads where
+- `_Heads`: RMS norm, the product that makes queries, keys and values, norms of their heads if
   the family has them, rotation;
-- `_Feed`: what attention found added to the input, RMS norm, SwiGLU (Touvron et al. 2023, section
+- `_Feed`: the result of attention added to the input, RMS norm, SwiGLU (Touvron et al. 2023, section
   2.2).
 
 The scale of a norm is multiplied into the weights behind it, which are fewer than the numbers it
@@ -385,7 +385,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _turned(weight: Float[Tensor, "out in"], rows: int) -> Float[Tensor, "in out"]:
-    """The transposed weight. It is transposed in memory too where there are many rows: MKL's
-    product is a tenth faster then, which pays for the copy.
+    """The transposed weight. It is transposed in memory too if there are many rows: MKL's product
+    is a tenth faster then, which pays for the copy.
     """
     return weight.t() if rows < 1024 else weight.t().contiguous()

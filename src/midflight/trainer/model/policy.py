@@ -31,7 +31,7 @@ class TokenModel(nn.Module):
     def __init__(
         self, model: PreTrainedModel, layout: Layout = Layout.PACKED, *, by_hand: bool = True
     ) -> None:
-        """`by_hand`: plain families are computed without their modules."""
+        """With `by_hand`, plain families are computed without their modules."""
         super().__init__()
         self.layout = layout
         self._plain: PlainDecoder | None = None
@@ -87,7 +87,7 @@ class Policy(TokenModel):
         replays: bool = False,
         by_hand: bool = True,
     ) -> None:
-        """`replays`: tokens of a mixture go to the experts that an engine recorded."""
+        """With `replays`, tokens of a mixture go to the experts that an engine recorded."""
         routers = routers_of(model) if replays else None
         super().__init__(model, layout, by_hand=by_hand)
         self._has_plain_head = has_plain_head(model)

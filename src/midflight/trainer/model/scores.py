@@ -2,7 +2,7 @@
 part that truncation left, in memory that does not grow with the vocabulary.
 
 Logits are made for a few predictions at a time, read, and forgotten; the backward makes them again.
-At most `CHUNK` of them exist at once, whatever the vocabulary and the number of predictions.
+At most `CHUNK` of them exist at once, for any vocabulary and any number of predictions.
 
 A token that was drawn from a part S of the vocabulary is scored over that part:
 

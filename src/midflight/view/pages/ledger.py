@@ -18,7 +18,7 @@ from midflight.view.widgets import Cell, charts, facts, figure, section, table
 REFRESH_SECONDS = 5.0
 LATEST_SECONDS = 60.0
 SHARE = 0.05
-"""The share of the time that may be spent on looking again: the sums of a large run take most of a
+"""The share of the time that may be spent on refreshes: the sums of a large run take most of a
 second.
 """
 

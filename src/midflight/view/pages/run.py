@@ -23,9 +23,9 @@ from midflight.view.panels import RECENT_STEPS, Panel, bars, of_run, of_runs
 from midflight.view.visit import PageRequest
 
 REFRESH_SECONDS = 3.0
-"""The next look comes after this time at the soonest."""
+"""The least time before the next refresh."""
 LATEST_SECONDS = 15.0
-"""The next look comes after this time at the latest, however much a look costs."""
+"""The most time before the next refresh, even if a refresh costs much."""
 SHARE = 0.012
 """The share of a core that the viewer's process may take while a run's page is open. If a refresh
 costs more, the page refreshes less often.
