@@ -215,6 +215,18 @@ def test_an_engine_that_packs_its_weights_has_them_twice() -> None:
     assert TURNED_BYTES < model_sizes(load_config(None, large).model).weight_bytes("float32") < PACKED_BYTES
 
 
+def test_memory_counts_what_ranks_gather_of_each_other() -> None:
+    """Four times the table and two layers, on each of them; one rank gathers nothing."""
+
+    def gathered(ranks: int) -> list[int]:
+        config = load_config(None, [f"trainer.ranks={ranks}"])
+        return [item.num_bytes for item in memory_estimate(config, model_sizes(config.model)) if "gathers" in item.what]
+
+    sizes = model_sizes(load_config(None).model)
+    numbers = sizes.vocab_size * sizes.hidden_size + 2 * sizes.num_layer_parameters
+    assert gathered(1) == [] and gathered(2) == [2 * 4 * 4 * numbers]
+
+
 def test_memory_counts_the_reference_that_a_divergence_is_taken_from() -> None:
     assert copies_of_weights("trainer", "objective.kl_coefficient=0.1") == copies_of_weights("trainer") + 1
 

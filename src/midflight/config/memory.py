@@ -66,6 +66,8 @@ DRAWN_BYTES = 2800
 """A task of a dataset with its entry, measured on sums of five to nine terms."""
 LOGIT_COPIES = 4
 """Logits, their log-softmax and the gradients of both."""
+GATHERED_COPIES = 4
+"""Of what FSDP gathers on a rank: weights and gradients, and a buffer on the way of each."""
 LOGITS_AT_ONCE = 2**24
 """The most logits that the trainer makes at a time (`trainer.model.scores.CHUNK`)."""
 SCORED_AT_ONCE = 2**26
@@ -196,6 +198,16 @@ def _trainer_memory(config: Config, sizes: ModelSizes, *, tokens: int) -> Iterat
         is_certain=False,
         on_gpu=on_gpu,
     )
+    if ranks > 1:
+        table = sizes.vocab_size * sizes.hidden_size
+        gathered = element * (table + 2 * sizes.num_layer_parameters)
+        yield MemoryItem(
+            "trainer",
+            f"the table and two layers, which each of {ranks} ranks gathers",
+            GATHERED_COPIES * ranks * gathered,
+            (*model, "trainer.ranks"),
+            on_gpu=on_gpu,
+        )
     made_anew = config.weights.delta + (served_dtype(config) != config.model.dtype)
     if made_anew:
         yield MemoryItem(
