@@ -30,8 +30,8 @@ from midflight.environments.sources import load_sources
 from midflight.gateway.http.chats import InProcessChats
 from midflight.observe.journal import Journal
 from midflight.observe.observers import Observers
-from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
+from midflight.observe.run_state import RunState
 from midflight.run.launcher.child import GC_THRESHOLD
 from midflight.run.parts import serve_while
 from midflight.run.rollout.rollout_process import frequent

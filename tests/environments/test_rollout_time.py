@@ -10,7 +10,7 @@ import pytest
 from midflight.config.bounds import RolloutBound, rollout_bound
 from midflight.config.sections import EnvironmentSection
 from midflight.environments.claimed import Claimed
-from midflight.environments.judging import GroupJudge
+from midflight.environments.group_scoring import GroupScorer
 from midflight.environments.scoring import Unjudged
 from midflight.errors import RolloutTimeout
 from midflight.gateway.sessions.request_clock import RequestClock
@@ -279,7 +279,7 @@ class Scorers:
 
 def scored(host: Scorers) -> object:
     async def main() -> object:
-        judging = GroupJudge(host, seconds=60)  # type: ignore[arg-type]
+        judging = GroupScorer(host, seconds=60)  # type: ignore[arg-type]
         judging.joined(KEY.group)
         return await judging.settled(KEY, Task("17", "spell", {}), Unjudged([], 0, [], {}, {}, {}))
 

@@ -16,7 +16,7 @@ from midflight.observe.history import read_journal
 from midflight.observe.journal import Journal
 from midflight.observe.lines import AlarmLine, EvaluationLine, ResumeLine, StepLine
 from midflight.observe.observers import Observers
-from midflight.observe.progress import RunState
+from midflight.observe.run_state import RunState
 from midflight.types import Batch, Group, GroupKey, Kind, Reason, RolloutKey, Row, Trajectory
 from midflight.types.facts import Alarmed, Evaluated, GroupClosed, Leased, Waited
 

@@ -14,7 +14,7 @@ from midflight.errors import ConfigError
 from midflight.observe.journal import Journal
 from midflight.observe.observers import Observers
 from midflight.observe.plot import draw_in_process, draw_plot, moving_average
-from midflight.observe.progress import RunState
+from midflight.observe.run_state import RunState
 from midflight.types.facts import Evaluated
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from tests.observe.facts import Clock
 
-from midflight.observe.progress import RunState
+from midflight.observe.run_state import RunState
 from midflight.observe.status import Bound, IdleTime, LearningStatus, MemberChanges, Phase, SourceStatus, Status, Totals, WarmStartStatus
 from midflight.observe.terminal import PLAIN_SECONDS, Terminal, panel, plain_line
 from midflight.types import Unclaimed, facts

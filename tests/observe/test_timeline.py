@@ -10,7 +10,7 @@ from tests.observe.facts import KEY, batch
 
 from midflight.errors import ConfigError
 from midflight.observe.journal import Journal
-from midflight.observe.progress import RunState
+from midflight.observe.run_state import RunState
 from midflight.observe.timeline import BatchTimed, CommitTimed, RolloutTimed, RunStarted, StepTimed, WaitTimed, read_timeline
 from midflight.types import TurnTimes
 from midflight.types.facts import EngineStepped, RolloutEnded, Stepped, Waited, WeightsCommitted

@@ -31,7 +31,7 @@ from typing import Any
 
 from setproctitle import getproctitle, setproctitle
 
-from midflight.run import guard
+from midflight.run import orphan_guard
 
 PRELOADED = (
     "matplotlib.pyplot",
@@ -92,7 +92,7 @@ class ForkingPopen(subprocess.Popen[Any]):
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any, *rest: Any
     ) -> None:
         words = [str(word) for word in args] if isinstance(args, (list, tuple)) else []
-        beside, words = (words[4:7], words[7:]) if words[3:4] == [guard.__file__] else ([], words)
+        beside, words = (words[4:7], words[7:]) if words[3:4] == [orphan_guard.__file__] else ([], words)
         if not is_ours(words):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)  # type: ignore[misc]
             return
@@ -109,7 +109,7 @@ class ForkingPopen(subprocess.Popen[Any]):
                     if descriptor != -1:
                         os.dup2(descriptor, number)
                 if beside:
-                    guard.stand_beside(int(beside[0]), int(beside[1]), float(beside[2]))
+                    orphan_guard.stand_beside(int(beside[0]), int(beside[1]), float(beside[2]))
                 become(words, cwd=cwd, environ=os.environ.copy() if env is None else dict(env), kept=pass_fds)
             finally:
                 os._exit(255)

@@ -18,7 +18,7 @@ from midflight.config.devices import ServerSection
 from midflight.config.sections import EngineSection
 from midflight.engines.servers.command import HOST, READY, ServedModel, server_command
 from midflight.models.adapters import adapter_of
-from midflight.run.guard import guarded
+from midflight.run.orphan_guard import guarded
 
 Kind = Literal["vllm", "sglang"]
 MAX_RUNNING = 8

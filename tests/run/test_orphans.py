@@ -46,12 +46,12 @@ asyncio.run(main(*sys.argv[1:]))
 ALONE = """
 import asyncio, sys
 from pathlib import Path
-from midflight.run import guard
+from midflight.run import orphan_guard
 from midflight.run.parts import ProcessKind
 from midflight.run.places import process
 
 async def main(folder, part):
-    guard.GRACE_SECONDS = 0.1
+    orphan_guard.GRACE_SECONDS = 0.1
     process.COMMAND = (sys.executable, "-I", "-S", "-c", part)
     child = process.LocalChild(ProcessKind.WORKER, "worker0", log=Path(folder) / "worker0.log", environ={})
     await child.start()

@@ -14,7 +14,7 @@ from tests.models.mixtures import tiny_mixture
 from midflight.config import Config, load_config
 from midflight.models.creation import make_model
 from midflight.models.load import save_model
-from midflight.run.launcher import drawing, preflight, survey
+from midflight.run.launcher import drawing_time, preflight, survey
 from midflight.run.launcher.preflight import Findings, Inspection
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 
@@ -76,7 +76,7 @@ def test_more_held_out_tasks_than_there_are_are_refused(tmp_path: Path) -> None:
 
 
 def test_tasks_that_take_long_to_draw_are_not_refused_and_the_time_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "DRAWING_SECONDS", 0.05)
+    monkeypatch.setattr(drawing_time, "DRAWING_SECONDS", 0.05)
     endless = "environment.sources.1.options={min_terms=9, max_terms=9, min_digits=9, max_digits=9}"
     found = look(tmp_path, endless, "environment.sources.1.heldout=50000")
     assert not found.problems and found.prompt is not None

@@ -16,7 +16,7 @@ from midflight.errors import RunFailed
 from midflight.run.launcher.access import Access
 from midflight.run.launcher.engines import EnginePart, Engines
 from midflight.run.launcher.killed_starts import MAX_KILLED
-from midflight.run.launcher.restarts import RestartBudgets
+from midflight.run.launcher.restart_budgets import RestartBudgets
 from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, Notice, ProcessKind, Restarted, Spec
 from midflight.run.places.port import PartFailed, Wants
 from midflight.testing.virtual_time import run_virtual

@@ -9,7 +9,7 @@ import time
 import msgspec
 
 from midflight.run.heart import ENDLESS, Absence, Beat, Doing, Heartbeat, LoopReport
-from midflight.run.launcher.restarts import REPLENISH_SECONDS, RestartBudget, RestartBudgets
+from midflight.run.launcher.restart_budgets import REPLENISH_SECONDS, RestartBudget, RestartBudgets
 from midflight.run.launcher.watchdog import HungProcess, Vitals, Watchdog, vitals_of
 from midflight.run.parts import decode_message, encode
 

@@ -1,5 +1,5 @@
-"""Tells which process holds a run's folder, from the file `lock` that `run.launcher.folder`
-writes.
+"""Tells which process holds a run's folder, from the file `lock` that
+`run.launcher.folder_lock` writes.
 """
 
 import os

@@ -42,10 +42,12 @@ them may take as long as it likes.
 
 
 class Books:
-    """Synchronous, and equal to the books that the store would give back after a crash.
-    `GroupQueue` does the waiting.
+    """The accounts of all groups, and the decisions on them: which group may start, is overdue, or
+    goes into the next batch.
 
-    The reading methods decide: they return the facts that may be recorded next, and change nothing.
+    The methods that decide return the facts that may be recorded next, and change nothing; only
+    `apply` changes the books. They equal those that the store would give back after a crash.
+    Synchronous: `GroupQueue` does the waiting.
     """
 
     def __init__(self, limits: Limits, *, start_version: Version = 0) -> None:

@@ -1,5 +1,7 @@
-"""The proof that no token is trained older than S versions (I2), and that the trainer never waits
-for ever under `wait`.
+"""The formulas of the bound on age, which `Books` applies.
+
+The rest of this text proves two things: no token is trained older than S versions (I2), and the
+trainer never waits for ever under `wait`.
 
 Words. A step that begins at version v makes v + 1; the groups it trains on are taken once, B of
 them. v_served is the oldest version that a routable engine serves, so a token sampled now carries
@@ -80,8 +82,9 @@ from midflight.types import Group, Int32, Row, Trajectory, Version
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The places where a trainer went on from a checkpoint under a number that was not the next
-    one. Each has that number, and the distance by which all versions before it move up.
+    """Numbers versions anew, so that their difference counts steps after a trainer has gone on from
+    a checkpoint under a number that was not the next one. Each fork has that number, and the
+    distance by which all versions before it move up.
     """
 
     forks: tuple[tuple[Version, int], ...] = ()

@@ -1,7 +1,8 @@
 """Every formula of the loss as a row: the function that computes it, the text that prints it, and
 the options it takes.
 
-A new objective is one function in `trainer.formulas.losses` and one row in `OBJECTIVES`. A function
+A new objective is one function in `trainer.formulas.losses` and one row in `OBJECTIVES`; an option
+that no objective has yet is also a field of `ObjectiveSection` (`config.loss`). A function
 is called by the names of its parameters (`trainer.objective`), so a row need not list its
 arguments. Nothing here imports torch.
 """

@@ -1,5 +1,7 @@
-"""The tokens of an engine's steps, as streams of chunks for the requests of callers inside the
-process.
+"""The tokens of an engine's steps, as streams of chunks.
+
+`StepOutput` is what a step of an engine gives out, before the wire. `ChunkStreams` parts it into a
+stream for each request, in the process of the caller; behind the wire that is the gateway's.
 """
 
 from __future__ import annotations

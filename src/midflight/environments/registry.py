@@ -173,8 +173,8 @@ class AgentProgram:
 
 
 class ScoredAgents:
-    """Implements `AgentHost` around another one. Reward functions score the `fields` that the
-    environment returns.
+    """Runs agents on another `AgentHost`, then scores each result by the run's reward functions,
+    which read the `fields` that the environment returns.
     """
 
     def __init__(self, host: AgentHost, rewards: Rewards) -> None:

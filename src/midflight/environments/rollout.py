@@ -11,7 +11,7 @@ from typing import Protocol
 from midflight.allowance import Allowance, Expired
 from midflight.config.bounds import RolloutBound
 from midflight.environments.agents import AgentHost, without_secrets
-from midflight.environments.judging import GroupJudge
+from midflight.environments.group_scoring import GroupScorer
 from midflight.environments.rollout_time import RolloutTime, unbounded
 from midflight.environments.scoring import (
     UNSCORED,
@@ -135,7 +135,7 @@ class RolloutRunner:
         self._outage_seconds = outage_seconds
         self._delayed_seconds = delayed_seconds
         self._trouble = trouble
-        self._judging = GroupJudge(agents, seconds=rollout_seconds)
+        self._judging = GroupScorer(agents, seconds=rollout_seconds)
         self._abandoned = set[asyncio.Task[Outcome]]()
         self.running: dict[str, tuple[RolloutKey, float]] = {}
         """The key and the beginning, in the loop's time, of each rollout under way, by its session.

@@ -21,7 +21,7 @@ from midflight.observe.lines import (
     StepLine,
     decode_line,
 )
-from midflight.observe.progress import RunState
+from midflight.observe.run_state import RunState
 from midflight.observe.status import Totals
 from midflight.types import Version, facts
 

@@ -27,7 +27,7 @@ from midflight.observe.lines import (
     StepLine,
     encode_line,
 )
-from midflight.observe.progress import RunState
+from midflight.observe.run_state import RunState
 from midflight.observe.status import is_incomplete
 from midflight.observe.timeline import TIMED, TIMELINE, Timeline
 from midflight.types import Kind, Version, facts

@@ -13,7 +13,7 @@ import msgspec
 
 from midflight.errors import ConfigError
 from midflight.observe.failures import failure_class
-from midflight.observe.progress import RunState
+from midflight.observe.run_state import RunState
 from midflight.types import GroupKey, Kind, TurnTimes, Version, facts
 
 TIMELINE = "timeline.jsonl"

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from midflight.errors import MidflightError
-from midflight.observe.progress import Status
+from midflight.observe.run_state import Status
 from midflight.run.heart import Beat, Heartbeat
 
 T = TypeVar("T")

@@ -57,8 +57,8 @@ class SimulatedReport:
 
 
 class SimulatedTrainer:
-    """Implements `run.training`'s `Steps` and `Outbox`. `on_step` sees each batch before its step
-    is made, and the step raises the errors of `on_step`.
+    """Implements `Steps` and `WeightsOutlet` of `run.trainer.training`. `on_step` sees each batch
+    before its step is made, and the step raises the errors of `on_step`.
     """
 
     def __init__(

@@ -54,9 +54,9 @@ def swaps_between_steps(capabilities: Capabilities, mode: PauseMode) -> bool:
     return capabilities.side_by_side or mode is own_mode
 
 
-class Guard:
-    """Whatever is done to an engine is done within its time, or the engine is in quarantine (I7).
-    `errors` has the reason by the name of the engine.
+class EngineGuard:
+    """Bounds the time of each operation on an engine. An operation that fails or is late puts the
+    engine in quarantine (I7); `errors` has the reason by the name of the engine.
     """
 
     def __init__(self, fleet: EngineFleet) -> None:
@@ -122,7 +122,7 @@ class Committer:
         manifest: WeightManifest,
         *,
         stage_seconds: float,
-        guard: Guard,
+        guard: EngineGuard,
         barrier: Barrier,
     ) -> bool:
         """Makes the version live on the engine and the engine routable, or puts the engine in
@@ -222,7 +222,7 @@ class _Delivery:
         self.manifest = manifest
         self.sent = replace(manifest, receivers=receivers or None)
         """The manifest as the engines get it."""
-        self.guard = Guard(fleet)
+        self.guard = EngineGuard(fleet)
         self.stage_seconds: dict[str, float] = {}
         """The time of each engine that staged."""
         self.served: list[str] = []
@@ -407,7 +407,7 @@ class Handover:
         """Readmits an engine before anything was published. Its weights count as whole if they are
         those that the fleet started with.
         """
-        guard = Guard(self._fleet)
+        guard = EngineGuard(self._fleet)
         deed = f"readmitting engine {engine.name!r}"
         async with guard.over(engine.name, deed, seconds=self._commit_seconds):
             health = await engine.health()

@@ -32,8 +32,8 @@ the resume for longer.
 
 
 class Generator:
-    """Generates answers and finds the answers under way. Synchronous; bounded by the requests that
-    the gateway admits.
+    """Makes answers: tries engines until each answer is finished, and knows all answers under way.
+    Their number is bounded by the requests that the gateway admits.
     """
 
     def __init__(self, fleet: Fleet, *, request_seconds: float) -> None:

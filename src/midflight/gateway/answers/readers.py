@@ -41,8 +41,8 @@ count.
 
 
 class Ongoing:
-    """A call that is being answered or has been answered. It ends once, with its answers or with an
-    error.
+    """A call, from its start until its answers are complete or it has failed. `hear` wakes all its
+    readers.
 
     Without readers it goes on for `orphan_seconds`; 0 cancels it at once. A new reader keeps it
     alive again.

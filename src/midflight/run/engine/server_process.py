@@ -25,7 +25,7 @@ from midflight.errors import ConfigError, RunFailed, first_error
 from midflight.models.adapters import adapter_of
 from midflight.models.sizes import num_experts_of, reads_more_than_text, sizes_of
 from midflight.observe.activity import ActivityProbe, ProcessActivity
-from midflight.run.guard import guarded
+from midflight.run.orphan_guard import guarded
 from midflight.run.parts import ServerLost, serve_while
 from midflight.run.places.port import KILLS
 

@@ -24,7 +24,7 @@ from midflight.errors import RunFailed, first_error
 from midflight.observe.readable import duration
 from midflight.run.launcher.access import Access
 from midflight.run.launcher.killed_starts import KilledStarts, is_told, why_ended, why_killed
-from midflight.run.launcher.restarts import RestartBudgets
+from midflight.run.launcher.restart_budgets import RestartBudgets
 from midflight.run.parts import (
     TEACHER,
     EngineSpec,

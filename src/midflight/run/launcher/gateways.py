@@ -20,7 +20,7 @@ from midflight.observe.status import Status, merge_statuses
 from midflight.run.launcher.access import Access
 from midflight.run.launcher.children import Children
 from midflight.run.launcher.engines import Engines
-from midflight.run.launcher.restarts import RestartBudgets
+from midflight.run.launcher.restart_budgets import RestartBudgets
 from midflight.run.parts import (
     TEACHER,
     Message,

@@ -26,7 +26,7 @@ from midflight.errors import ConfigError, EnvironmentFailed, MidflightError
 from midflight.models.load import load_model
 from midflight.models.sizes import sizes_of
 from midflight.rewards import exact_match, number_match
-from midflight.run.launcher.drawing import with_few
+from midflight.run.launcher.drawing_time import with_few
 from midflight.run.launcher.measurements import ENDED_SHARE, WIDTHS, ModelMeasurements
 from midflight.run.launcher.trial import TrialReport, trying
 from midflight.text.tokenizer import Tokenizer

@@ -33,7 +33,7 @@ from midflight.config.sections import Config
 from midflight.config.sources import DATASET_SIZE, source_names
 from midflight.errors import ConfigError, MidflightError
 from midflight.observe.readable import duration, size
-from midflight.run.launcher.drawing import TakesLonger, TaskDrawing, with_few
+from midflight.run.launcher.drawing_time import DrawingTime, TakesLonger, with_few
 from midflight.run.launcher.folder import num_bytes_of_run
 from midflight.run.launcher.survey import LOOKING_SECONDS, SourceFindings, Survey
 from midflight.run.launcher.trial import trying
@@ -146,7 +146,7 @@ class Inspection:
         sections = self._config.environment.sources
         seed = self._config.run.seed
         self._doing("opens the sources of tasks")
-        drawing = TaskDrawing(sections, say=self._doing)
+        drawing = DrawingTime(sections, say=self._doing)
         try:
             return load_sources(sections, seed=seed, on_entry=drawing.drawn)
         except TakesLonger:

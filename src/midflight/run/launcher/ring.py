@@ -1,5 +1,5 @@
-"""The launcher's view of a run. Its processes are started together, watched, started again within a
-budget, and always stopped.
+"""All processes of one attempt at a run. They are started together, each is kept alive by its loop
+below within a budget of restarts, and they are always stopped.
 
 | loop | keeps | in |
 |---|---|---|
@@ -9,7 +9,7 @@ budget, and always stopped.
 | `Workers.keep` | a process that runs agents | `workers.py` |
 | `ProcessWatch.run` | nothing: it finds processes that hang, and ends them | `watch.py` |
 
-Torch-free: this process only watches.
+The launcher never imports torch.
 """
 
 import secrets
@@ -30,7 +30,7 @@ from midflight.run.launcher.children import Children
 from midflight.run.launcher.engines import EnginePart, Engines
 from midflight.run.launcher.gateways import GatewayPart, Gateways, Statuses, take_gateways
 from midflight.run.launcher.ranks import TrainerRanks
-from midflight.run.launcher.restarts import RestartBudgets
+from midflight.run.launcher.restart_budgets import RestartBudgets
 from midflight.run.launcher.trainer_restarts import TrainerRestarts
 from midflight.run.launcher.watch import ProcessWatch
 from midflight.run.launcher.watchdog import Watchdog

@@ -26,7 +26,7 @@ from midflight.run.launcher import opening
 from midflight.run.launcher.folder import can_go_on, clear
 from midflight.run.launcher.program import Program
 from midflight.run.launcher.replaced_run import ReplacedRun
-from midflight.run.launcher.restarts import RestartBudgets
+from midflight.run.launcher.restart_budgets import RestartBudgets
 from midflight.run.launcher.ring import WRITING_SECONDS, Ring
 from midflight.run.launcher.sentences import after, sentence, where_gateway
 from midflight.run.launcher.tracking import ENDING_SECONDS, Tracking

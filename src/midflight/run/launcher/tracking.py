@@ -16,8 +16,8 @@ import msgspec
 from midflight.config.sections import Config
 from midflight.observe.logs import PROCESS_VARIABLE
 from midflight.run.endpoint import TOKEN_VARIABLE
-from midflight.run.guard import guarded
 from midflight.run.launcher.folder import LOGS
+from midflight.run.orphan_guard import guarded
 from midflight.trackers.process import LAST_SECONDS, TrackerMessage
 
 ENDING_SECONDS = 60.0

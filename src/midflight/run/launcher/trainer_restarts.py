@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from midflight.run.launcher.folder import can_go_on
-from midflight.run.launcher.restarts import RestartBudgets
+from midflight.run.launcher.restart_budgets import RestartBudgets
 from midflight.run.launcher.watchdog import Watchdog
 from midflight.run.parts import Restarted
 

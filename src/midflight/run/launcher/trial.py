@@ -21,7 +21,7 @@ import msgspec
 
 from midflight.observe.activity import ProcessActivity
 from midflight.observe.readable import duration
-from midflight.run.guard import guarded
+from midflight.run.orphan_guard import guarded
 from midflight.run.places.port import STACKS_SIGNAL
 
 LOOK_SECONDS = 1.0

@@ -18,7 +18,7 @@ import msgspec
 from midflight.config.sections import Config
 from midflight.observe.atomic_write import write_whole
 from midflight.run.api.dashboard import VIEWER, ViewerAddress
-from midflight.run.guard import guarded
+from midflight.run.orphan_guard import guarded
 from midflight.wire.server import listen
 
 HOST = "127.0.0.1"

@@ -45,7 +45,7 @@ class Child(Protocol):
 
     It imports its modules as soon as it is started, and waits for its spec. It sends messages; its
     prints go to its log. It never outlives the launcher, and the processes of its session never
-    outlive it (`run/guard.py`).
+    outlive it (`run/orphan_guard.py`).
     """
 
     @property

@@ -11,7 +11,7 @@ from pathlib import Path
 from midflight import given
 from midflight.run import parts
 from midflight.run.endpoint import TOKEN_VARIABLE
-from midflight.run.guard import guarded
+from midflight.run.orphan_guard import guarded
 from midflight.run.places.port import KILLS, STACKS_SIGNAL, HasDescriptor, PartFailed
 
 COMMAND = (sys.executable, "-m", "midflight.run.launcher.child")

@@ -40,8 +40,8 @@ from midflight.observe.journal import Journal
 from midflight.observe.learning_alarms import LearningOptions
 from midflight.observe.memory import resident
 from midflight.observe.observers import Observers
-from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
+from midflight.observe.run_state import RunState
 from midflight.observe.status import Phase, Status
 from midflight.run.api.dashboard import dashboard_route
 from midflight.run.api.disk_weights import DiskWeights

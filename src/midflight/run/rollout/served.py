@@ -1,5 +1,5 @@
-"""The versions that engines serve. The gateway that hands versions over tells the others that share
-its engines.
+"""The versions that engines serve, as several gateways know them. The gateway that hands versions
+over tells the others (`ServedNews`), and they follow it (`Follower`).
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|

@@ -40,7 +40,10 @@ def _age(one: "RunningRollout") -> tuple[float, str]:
 
 
 class RolloutStanding:
-    """Is read on the event loop, every second. Its own times are the loop's; those of a beat are
+    """Makes this process's `LoopReport` for the launcher: what it waits for, its oldest rollouts,
+    its absent engines.
+
+    It is called on the event loop, every second. Its own times are the loop's; those of a beat are
     CLOCK_MONOTONIC.
     """
 

@@ -22,7 +22,7 @@ class TakesLonger(Exception):
     """Not all tasks were drawn."""
 
 
-class TaskDrawing:
+class DrawingTime:
     """Measures a drawing, entry by entry. It counts from the first entry on: imports and
     preparation before that take their time once, however many tasks there are.
     """

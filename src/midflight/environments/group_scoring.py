@@ -48,7 +48,7 @@ class _OpenGroup:
     waiting: list[_WaitingAttempt] = field(default_factory=list[_WaitingAttempt])
 
 
-class GroupJudge:
+class GroupScorer:
     """Gathers the attempts of the rollouts that one runner runs. A rollout that is tried again
     joins anew without a wait between, so that the others wait for it.
     """

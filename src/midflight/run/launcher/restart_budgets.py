@@ -1,5 +1,5 @@
-"""Budgets of restarts: how often a part may be started again without having worked in between. It
-is synchronous.
+"""Budgets of restarts: how often a part may be started again without having worked in between.
+They only count; `ring` names the loops that start a part again.
 
 A part that has worked since its last start has earned its restarts back, and spent restarts come
 back with time. So a part that dies now and then goes on for ever, and one that cannot work ends the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from midflight.config.sources import SourceSection
-from midflight.run.launcher.drawing import TakesLonger, TaskDrawing
+from midflight.run.launcher.drawing_time import DrawingTime, TakesLonger
 
 
 class Work:
@@ -24,7 +24,7 @@ def section(size: int) -> SourceSection:
 
 def test_what_is_imported_before_the_first_entry_is_not_counted_for_each() -> None:
     work = Work()
-    drawing = TaskDrawing([section(1000)], seconds=20, clock=work)
+    drawing = DrawingTime([section(1000)], seconds=20, clock=work)
     work.now = 2400.0  # forty minutes of imports, on a busy machine or a slow disk
     for _ in range(1000):
         drawing.drawn()
@@ -34,7 +34,7 @@ def test_what_is_imported_before_the_first_entry_is_not_counted_for_each() -> No
 
 def test_a_drawing_that_takes_longer_ends_with_an_estimate_of_the_whole() -> None:
     work = Work()
-    drawing = TaskDrawing([section(10_000), section(20_000)], seconds=20, clock=work)
+    drawing = DrawingTime([section(10_000), section(20_000)], seconds=20, clock=work)
 
     def draw() -> None:
         while True:
@@ -48,7 +48,7 @@ def test_a_drawing_that_takes_longer_ends_with_an_estimate_of_the_whole() -> Non
 
 def test_how_far_it_is_is_said_about_once_a_second() -> None:
     work, said = Work(), list[str]()
-    drawing = TaskDrawing([section(1000)], seconds=20, say=said.append, clock=work)
+    drawing = DrawingTime([section(1000)], seconds=20, say=said.append, clock=work)
     for _ in range(1000):
         drawing.drawn()
         work.now += 0.004

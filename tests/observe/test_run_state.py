@@ -12,9 +12,9 @@ from tests.observe.facts import Clock, batch, commit, decode, rollout, step
 from midflight.config import load_config
 from midflight.config.cores import CoreUse, core_use
 from midflight.observe.bottleneck import find_bottleneck
-from midflight.observe.progress import RunState
 from midflight.observe.readable import heldout
 from midflight.observe.rolling import Mean, Rate
+from midflight.observe.run_state import RunState
 from midflight.observe.status import Bound, Phase, Status, Totals, WarmStartStatus
 from midflight.types import Accounts, GroupKey, Kind, Reason, RolloutKey
 from midflight.types.facts import (
