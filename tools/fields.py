@@ -8,9 +8,9 @@ here, so none is forgotten.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -477,5 +477,13 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("page", type=Path, help="what is written, such as docs/fields.md")
+    parser.parse_args().page.write_text(page())
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(page())
+    main()

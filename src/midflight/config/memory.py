@@ -67,7 +67,7 @@ DRAWN_BYTES = 2800
 LOGIT_COPIES = 4
 """Logits, their log-softmax and the gradients of both."""
 GATHERED_COPIES = 4
-"""Of what FSDP gathers on a rank: weights and gradients, and a buffer on the way of each."""
+"""FSDP gathers weights and gradients on a rank, and needs a buffer for each of the two."""
 LOGITS_AT_ONCE = 2**24
 """The most logits that the trainer makes at a time (`trainer.model.scores.CHUNK`)."""
 SCORED_AT_ONCE = 2**26

@@ -294,8 +294,8 @@ def _in_bars(counts: Mapping[int, int], lows: range) -> list[int]:
 
 
 def idle_shares(past: JournalHistory) -> dict[str, Points]:
-    """Returns, by `who for whom`, the share of the time since the step before in which one side was
-    idle because of the other.
+    """Returns how long each side waited for another, as shares of the time between two steps. Its
+    keys are such as `trainer for generation`.
     """
     found: defaultdict[str, Points] = defaultdict(list)
     names = _keys(step.waits for step in past.steps)

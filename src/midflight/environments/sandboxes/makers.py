@@ -54,8 +54,8 @@ class Maker:
 
 @asynccontextmanager
 async def docker_box(section: SandboxSection, furnished: BoxSetup) -> AsyncGenerator[Shell]:
-    """A container. If it is furnished it runs as its image's user. Otherwise it runs as the user
-    `nobody`, who may write only to its `/tmp`.
+    """A container of docker. If `furnished` asks for folders or a build, it runs as the user that
+    its image names. Otherwise it runs as `nobody`, which may write only to `/tmp`.
     """
     docker = package("docker", extra="docker")
     name = f"midflight-{uuid4().hex}"

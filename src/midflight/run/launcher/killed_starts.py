@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 MAX_KILLED = 10
-"""Starts in a row. It leaves room for a user who ends engines by hand, and for a program that takes
-all memory for some minutes.
+"""The most starts in a row that may be killed. A user may end engines by hand, and another program
+may take all memory for some minutes.
 """
 
 

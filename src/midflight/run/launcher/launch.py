@@ -168,7 +168,7 @@ def announce(terminal: Terminal, address: str, token: ControlToken) -> None:
 
 
 def warn(terminal: Terminal, config: Config, *, anonymous: bool) -> None:
-    """Warns of everyone who can reach the gateway, if others can."""
+    """Says who can reach the gateway, if somebody besides this machine's users can."""
     host = config.gateway.host
     if config.cluster.kind != "local" and is_loopback(host):
         host = "the gateway's machine"  # no other machine reaches its loopback

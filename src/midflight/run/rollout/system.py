@@ -1,5 +1,5 @@
-"""The rollout side of a run, over any engines and any trainer: stations 1 to 5 and the handover,
-wired together.
+"""The rollout side of a run. It connects stations 1 to 5 and the handover, and works with any
+engines and any trainer.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|

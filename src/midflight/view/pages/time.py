@@ -245,7 +245,7 @@ def _waits(times: Times) -> None:
 
 
 def _steps(visit: PageRequest, times: Times) -> None:
-    """Shows the last steps as a table, for readers who do not point at the chart."""
+    """Shows the last steps as a table, which has the numbers that the chart shows on hover."""
     widgets.section("Last steps")
     steps = {line.version: line.step for line in visit.run.readings.past.steps}
     pause = {commit.version: commit for commit in times.commits}

@@ -67,8 +67,8 @@ class OutgoingVersion:
 
 
 class CollectiveService:
-    """Serves rounds, one after the other. A round gathers the receivers that want the same bytes,
-    meets them in a group, broadcasts, and hangs up.
+    """Serves one round after the other. In a round, receivers that want the same bytes form a group
+    with the publisher, which broadcasts the bytes and closes the connections.
 
     | waits for | ended by |
     |---|---|
