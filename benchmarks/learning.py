@@ -247,7 +247,6 @@ def _aged(max_staleness: int) -> tuple[str, ...]:
         "environment.entry=delayed_environment:answer",
         # it blocks nothing, and counts the rollouts of a task in its process
         "environment.workers=0",
-        "evaluation.max_in_flight=512",
     )
 
 

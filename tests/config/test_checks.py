@@ -13,10 +13,6 @@ from midflight.errors import ConfigError
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (
-            ["rollout.buffer_bytes=500000"],
-            "rollout.buffer_bytes (500000) is less than the 589824 bytes that the rollouts of one step can take",
-        ),
         (["rollout.buffer_groups=15"], "rollout.buffer_groups (15) is less than the 16 groups of one step"),
         (["rollout.max_in_flight=7"], "rollout.max_in_flight (7) is less than rollout.group_size (8)"),
         (["gateway.shards=3"], "rollout.groups_per_step (16) can't be shared out equally by gateway.shards (3)"),

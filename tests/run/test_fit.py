@@ -134,7 +134,6 @@ def test_the_dry_run_refuses_absurd_sizes_with_status_2_before_anything_is_tried
     [
         (["trainer.updates_per_step=17"], "trainer.updates_per_step (17) is more than rollout.groups_per_step (16)"),
         (["rollout.max_in_flight=10001"], "rollout.max_in_flight (10001) is more than gateway.max_sessions (10000)"),
-        (["evaluation.max_in_flight=10001"], "evaluation.max_in_flight (10001) is more than gateway.max_sessions (10000)"),
         (["engine.guesses=256"], "engine.guesses (256) must be less than model.max_context (256)"),
     ],
 )

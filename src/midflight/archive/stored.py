@@ -156,8 +156,8 @@ def _missing(folder: Path, kind: Kind) -> MidflightError:
         )
     if kind is Kind.EVALUATION:
         return NoRun(
-            f"{folder} has no conversations of evaluations: there was none yet, or evaluation.keep "
-            f"was 0 (there is no {HELDOUT})."
+            f"{folder} has no conversations of evaluations: there was none yet (there is no "
+            f"{HELDOUT})."
         )
     return NoRun(
         f"{folder} has no rollouts: there is no {STORE} in it. Give the folder of a run that has "

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from midflight.config.agent import agent_contradictions
-from midflight.config.derived import batch_bytes, served_dtype, trains_truncated
+from midflight.config.derived import served_dtype, trains_truncated
 from midflight.config.loss import CriticSection, formula_of
 from midflight.config.loss_checks import loss_contradictions
 from midflight.config.seat_checks import cluster_contradictions, server_contradictions
@@ -56,28 +56,17 @@ def _rollout(config: Config) -> Iterator[str]:
             "groups of one step, so no batch would ever be full; raise it to at least "
             "rollout.groups_per_step"
         )
-    if r.buffer_bytes is not None and r.buffer_bytes < batch_bytes(config):
-        yield (
-            f"rollout.buffer_bytes ({r.buffer_bytes}) is less than the {batch_bytes(config)} bytes "
-            "that the rollouts of one step can take (each up to model.max_context = "
-            f"{config.model.max_context} tokens); raise it, or lower model.max_context"
-        )
     if r.max_in_flight is not None and r.max_in_flight < r.group_size:
         yield (
             f"rollout.max_in_flight ({r.max_in_flight}) is less than rollout.group_size "
             f"({r.group_size}), so no group could run whole; raise max_in_flight or lower "
             "group_size"
         )
-    for option, number in (
-        ("rollout", r.max_in_flight),
-        ("evaluation", config.evaluation.max_in_flight),
-    ):
-        if number is None or number <= config.gateway.max_sessions:
-            continue
+    most = config.gateway.max_sessions
+    if r.max_in_flight is not None and r.max_in_flight > most:
         yield (
-            f"{option}.max_in_flight ({number}) is more than gateway.max_sessions "
-            f"({config.gateway.max_sessions}), beyond which rollouts are refused; lower it, or "
-            "raise gateway.max_sessions"
+            f"rollout.max_in_flight ({r.max_in_flight}) is more than gateway.max_sessions "
+            f"({most}), beyond which rollouts are refused; lower it, or raise gateway.max_sessions"
         )
     if r.min_group_size is not None and r.min_group_size > r.group_size:
         yield (

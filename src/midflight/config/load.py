@@ -26,6 +26,7 @@ from midflight.config.options import (
     options,
     tables,
 )
+from midflight.config.removed import RemovedOption, is_of_run, removed_at
 from midflight.config.seats import with_placement
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, nearest
@@ -157,7 +158,8 @@ def load_config(
     for name, section in (table or {}).items():
         _lay_over(whole, name, section)
     overridden = {apply_override(whole, text) for text in overrides}
-    origin = _Origin("" if path is None else str(path), overridden)
+    is_stored = path is not None and is_of_run(Path(path))
+    origin = _Origin("" if path is None else str(path), overridden, is_stored=is_stored)
     _refuse(list(_unknown(whole, (), origin)))
     config = _with_folders(_validate(whole, origin))
     config = with_placement(with_derived(config))
@@ -195,11 +197,14 @@ def _with_folders(config: Config) -> Config:
 
 
 class _Origin:
-    """The file and the overrides that keys came from, for the start of a message."""
+    """The file and the overrides that keys came from, for the start of a message. `is_stored`: a
+    run wrote the file.
+    """
 
-    def __init__(self, file: str, overridden: set[KeyPath]) -> None:
+    def __init__(self, file: str, overridden: set[KeyPath], *, is_stored: bool) -> None:
         self.file = file
         self._overridden = overridden
+        self._is_stored = is_stored
 
     def of(self, path: KeyPath) -> str:
         """The origin of a key."""
@@ -208,6 +213,10 @@ class _Origin:
             if path[:shared] == given[:shared]:
                 return f"--set {key_of(path)}: "
         return f"{self.file}: " if self.file else ""
+
+    def stored_default(self, path: KeyPath, value: Json, removed: RemovedOption) -> bool:
+        """True if a run wrote a removed option with its default, with which nothing changes."""
+        return self._is_stored and path not in self._overridden and value == removed.default
 
 
 def _refuse(problems: Sequence[str]) -> None:
@@ -268,13 +277,21 @@ def _toml_message(path: Path, message: str) -> str:
 
 def _unknown(node: Table, path: KeyPath, origin: _Origin) -> Iterator[str]:
     """Problems with the keys of one table, and below. It turns "none" into None if an option may be
-    unset.
+    unset, and takes out removed options that a run stored with their defaults.
     """
-    for name, value in node.items():
+    for name, value in list(node.items()):
         here = (*path, name)
         option = option_at(here)
+        removed = removed_at(here)
         if generic_key(here) in tables() and option is None:
             yield from _unknown_below(value, here, origin)
+        elif removed is not None and origin.stored_default(here, value, removed):
+            del node[name]
+        elif removed is not None:
+            yield (
+                f"{origin.of(here)}{key_of(here)} (value {value!r}) is no option any more: "
+                f"{removed.instead}; remove it"
+            )
         elif option is None:
             yield (
                 f"{origin.of(here)}unknown key {key_of(here)!r} (value "

@@ -169,10 +169,6 @@ class EngineSection(Section):
     those of the weights now served. Larger computes less after each handover, with more mismatch
     between engine and trainer, and tokens say so in their key versions.
     """
-    pause_lease_seconds: Seconds = 30.0
-    """An engine paused for longer without renewal resumes by itself, so that a dead controller
-    cannot freeze it.
-    """
 
 
 class GatewaySection(Section):
@@ -200,19 +196,14 @@ class GatewaySection(Section):
     request_seconds: Seconds = 120.0
     """How long an answer may go without one new token on an engine that serves it; pauses, and
     waits for an engine that is full or away, do not count. Larger waits longer for an answer that
-    an engine has lost.
+    an engine has lost. A session's generation survives the loss of its client for a fourth of that,
+    and so does its answer, for a retry.
     """
     max_sessions: Positive = 10_000
-    """Live sessions; further ones are answered 429."""
-    max_requests: Positive = 4096
-    """Requests under way; further ones are answered 429."""
+    """Live sessions, and requests under way; further ones are answered 429."""
     drain_seconds: NonNegative = 20.0
     """An engine that leaves the run may finish its requests for so long; the others go on on other
     engines. Larger moves fewer requests, and lets go of machines later.
-    """
-    orphan_seconds: NonNegative = 30.0
-    """A session's generation survives the loss of its client for this long, and so does its answer,
-    for a retry; larger forgives longer losses.
     """
     tool_format: Literal["auto", "none", "hermes", "llama3", "mistral", "qwen_coder"] = "auto"
     """How the model writes tool calls; `auto` finds it in the chat template or the special tokens,
@@ -352,19 +343,13 @@ class RolloutSection(Section):
     capabilities.
     """
     buffer_groups: Positive | None = None
-    """Finished groups that may wait; larger absorbs more variation. Default (S + 1) * B; less than
-    B is refused.
-    """
-    buffer_bytes: Positive | None = None
-    """Memory that finished rollouts may take before no further group is started. Default: a quarter
-    of the machine's; less than a batch of `model.max_context` is refused.
+    """Finished groups that may wait, in a quarter of the machine's memory; larger absorbs more
+    variation. Default (S + 1) * B; less than B is refused.
     """
     min_group_size: Positive | None = None
     """Fewer scored rollouts than this drop the group. Default: half of `group_size`."""
     retries: Count = 1
     """How often a rollout whose infrastructure failed is tried again."""
-    requeues: Count = 1
-    """How often a task is requeued under the `requeue` policy."""
     show_every: Count = 0
     """Steps between completions that terminal and journal show, with prompt and reward; 0 shows
     none. Larger shows fewer.
@@ -403,20 +388,12 @@ class SuiteSection(Section):
 class EvaluationSection(Section):
     eval_every: Count = 0
     """Steps between evaluations on held-out tasks; 0 evaluates before and after only."""
-    max_in_flight: Positive | None = None
-    """Evaluation rollouts at once; if there are more than engines hold, the others wait inside.
-    Default: as many as the engines hold just now.
-    """
     pin_seconds: Seconds = 60.0
     """How long a new version waits for an evaluation where no other engine could take it; larger
     loses fewer results and lets training stand longer.
     """
     suites: tuple[SuiteSection, ...] = ()
     """Further evaluations, made whenever the usual one is."""
-    keep: Count = 32
-    """Rollouts of each source whose conversations an evaluation keeps; the first evaluation and the
-    newest 19 stay. Larger lets more be read and takes more disk.
-    """
 
 
 class TrainerSection(Section):
@@ -561,12 +538,8 @@ class WeightsSection(Section):
     engines sooner, and takes more of them out of generation meanwhile.
     """
     delta: bool = False
-    """Send only the changes since the version before. These are fewer bytes where steps are small
-    and the served precision is coarse.
-    """
-    full_every: Annotated[int, Field(ge=2, le=65)] = 16
-    """Versions from one that is sent whole to the next one with `delta`; larger sends less, and
-    makes an engine that rejoins read more.
+    """Send only the changes since the version before, and every 16th version whole. These are
+    fewer bytes where steps are small and the served precision is coarse.
     """
 
 

@@ -76,7 +76,7 @@ class Teacher:
         except TimeoutError:
             raise RequestTimeout(
                 f"the teacher did not score {len(token_ids)} tokens within {self._seconds:g} s. "
-                f"See logs/{TEACHER}.log in the run's folder, or raise distillation.score_seconds."
+                f"See logs/{TEACHER}.log in the run's folder, or raise run.stall_seconds."
             ) from None
 
     async def _answered(self, token_ids: Int32, row_offsets: Int32) -> Float32:

@@ -7,7 +7,7 @@ import socket
 from functools import partial
 from pathlib import Path
 
-from midflight.config.derived import served_dtype
+from midflight.config.derived import pause_lease_seconds, served_dtype
 from midflight.config.sections import Config
 from midflight.engines.app import build_app
 from midflight.engines.embedded.engine import EmbeddedEngine
@@ -45,7 +45,7 @@ def make_engine(config: Config, model: Path, *, name: str, version: int) -> Embe
         max_running=section.max_running,
         max_batch_tokens=section.max_batch_tokens,
         max_context=config.model.max_context,
-        pause_lease_seconds=section.pause_lease_seconds,
+        pause_lease_seconds=pause_lease_seconds(config.weights),
         version=version,
         prefixes=PrefixRoom(section.prefix_mb * 2**20, section.prefix_age),
         records_experts=config.correction.routing_replay,

@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute
 from midflight.config import derived
 from midflight.config.agent import SINGLE_TURN, agent_of
 from midflight.config.cores import core_use, own_cores
-from midflight.config.derived import batch_rollouts
+from midflight.config.derived import batch_rollouts, score_seconds
 from midflight.config.model_defaults import usual_rate
 from midflight.config.sections import Config
 from midflight.engines.introduction import About, ask_about
@@ -394,7 +394,7 @@ class RolloutProcess:
         if self._teacher is None:
             return None
         temperature = self._config.environment.temperature
-        seconds = self._config.distillation.score_seconds
+        seconds = score_seconds(self._config.run)
         return Teacher(
             self._teacher, temperature=temperature, seconds=seconds, heart=self._launcher.heart
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from midflight.config.bounds import RolloutBound, rollout_bound
+from midflight.config.derived import orphan_seconds
 from midflight.config.sections import Config
 from midflight.environments.agents import AgentHost
 from midflight.environments.crew import Crew
@@ -34,6 +35,7 @@ from midflight.run.rollout.served import Follower, ServedNews, ShardRole
 from midflight.stopwatch import LoopDelay, Stopwatch
 from midflight.text.formats import MessageFormat
 from midflight.text.tokenizer import Tokenizer
+from midflight.trajectories.heldout import KEPT_ROLLOUTS
 from midflight.types import Feature, Version
 from midflight.types.facts import Fact, Record, RolloutEnded
 from midflight.weights.handover import Handover
@@ -144,8 +146,8 @@ class Serving:
             run_seed=config.run.seed,
             strict=config.gateway.strict,
             max_sessions=config.gateway.max_sessions,
-            max_requests=config.gateway.max_requests,
-            orphan_seconds=config.gateway.orphan_seconds,
+            max_requests=config.gateway.max_sessions,
+            orphan_seconds=orphan_seconds(config.gateway),
             anonymous=anonymous,
             count_all_choices=config.environment.count_all_choices,
             message_format=MessageFormat(
@@ -344,6 +346,6 @@ class Agents:
             rollouts=rollouts,
             slots=slots,
             record=self.record,
-            keep=self.config.evaluation.keep,
+            keep=KEPT_ROLLOUTS,
             suites=suites,
         )

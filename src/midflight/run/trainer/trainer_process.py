@@ -52,6 +52,11 @@ from midflight.weights.transports.shares import PullPublisher
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+FULL_EVERY = 16
+"""Versions from one that is sent whole to the next one with `weights.delta`. With more, an engine
+that rejoins reads more.
+"""
+
 
 class PublishedVersions:
     """The highest version ever made, in a file that is replaced before the version reaches any
@@ -446,7 +451,7 @@ async def _train(
                 name=spec.segment,
                 folder=Path(config.run.folder) / "weights",
                 host=sending_host(config.gateway.host, spec.host),
-                full_every=section.full_every if section.delta else 1,
+                full_every=FULL_EVERY if section.delta else 1,
                 stage_seconds=section.stage_seconds,
             )
             publisher = closing.enter_context(weights)

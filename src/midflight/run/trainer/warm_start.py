@@ -13,6 +13,7 @@ from typing import cast
 
 from transformers import PreTrainedModel
 
+from midflight.config.derived import LEAST_LEASE_SECONDS
 from midflight.config.sections import Config
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.prefixes import PrefixRoom
@@ -190,7 +191,7 @@ class Accuracy:
             max_running=max(1, len(lessons.heldout)),
             max_batch_tokens=config.engine.max_batch_tokens,
             max_context=config.model.max_context,
-            pause_lease_seconds=config.engine.pause_lease_seconds,
+            pause_lease_seconds=LEAST_LEASE_SECONDS,
             prefixes=PrefixRoom(0),  # its weights change under it
         )
 
