@@ -19,13 +19,13 @@ from torch import Tensor
 from midflight.errors import ConfigError, RequestRejected, SlotBusy, WeightsCorrupt
 from midflight.models.names import as_tensors
 from midflight.types import TensorSpec, Version, WeightManifest
-from midflight.weights.frames import BLOCK, Frames, encode
+from midflight.weights.difference_codec import BLOCK, Frames, encode
 from midflight.weights.manifest import ALIGNMENT, MAX_DELTAS, check_extents
 from midflight.weights.transports.deltas import DeltaPublisher
 from midflight.weights.transports.file_receiver import FileReceiver
 from midflight.weights.transports.files import SHARED
-from midflight.weights.transports.publish import Publisher
-from midflight.weights.transports.receive import DeltaReceiver
+from midflight.weights.transports.publisher import Publisher
+from midflight.weights.transports.delta_receiver import DeltaReceiver
 from midflight.weights.transports.select import publisher, receiver
 
 from .fleets import sent

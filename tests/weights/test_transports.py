@@ -21,7 +21,7 @@ from midflight.models.names import as_tensors
 from midflight.types import TensorSpec
 from midflight.weights.manifest import ALIGNMENT, layout, set_aside, views
 from midflight.weights.transports.files import SHARED, FilePublisher, remove_stale
-from midflight.weights.transports.publish import Publisher
+from midflight.weights.transports.publisher import Publisher
 from midflight.weights.transports.select import publisher, receiver
 from midflight.weights.transports.shared_memory import SharedMemoryPublisher
 

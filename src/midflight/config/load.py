@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -26,6 +26,7 @@ from midflight.config.options import (
     options,
     tables,
 )
+from midflight.config.replaced import REPLACED
 from midflight.config.seats import with_placement
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, nearest
@@ -144,11 +145,14 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     table: Mapping[str, Mapping[str, object]] | None = None,
+    note: Callable[[str], object] | None = None,
 ) -> Config:
     """The run described by a TOML file with `section.key=value` overrides laid over it; `None`
     starts from the defaults.
 
-    `table`: a Python program's own options by section, laid over those of the file.
+    `table`: a Python program's own options by section, laid over those of the file. `note`: given
+    if the file is the stored configuration of a run, in which values that are gone are read as
+    their replacements; it is called with a sentence about each.
 
     Raises `ConfigError` with one line for each thing that is wrong, all of them at once if that is
     possible.
@@ -159,6 +163,7 @@ def load_config(
     overridden = {apply_override(whole, text) for text in overrides}
     origin = _Origin("" if path is None else str(path), overridden)
     _refuse(list(_unknown(whole, (), origin)))
+    _refuse(list(_replaced(whole, origin, note)))
     config = _with_folders(_validate(whole, origin))
     config = with_placement(with_derived(config))
     prefix = f"{origin.file}: " if origin.file else ""
@@ -203,11 +208,17 @@ class _Origin:
 
     def of(self, path: KeyPath) -> str:
         """The origin of a key."""
+        if self.is_overridden(path):
+            return f"--set {key_of(path)}: "
+        return f"{self.file}: " if self.file else ""
+
+    def is_overridden(self, path: KeyPath) -> bool:
+        """True if an override has set the key, or a part of it."""
         for given in self._overridden:
             shared = min(len(given), len(path))
             if path[:shared] == given[:shared]:
-                return f"--set {key_of(path)}: "
-        return f"{self.file}: " if self.file else ""
+                return True
+        return False
 
 
 def _refuse(problems: Sequence[str]) -> None:
@@ -323,6 +334,26 @@ def _suggestion(path: KeyPath) -> str:
 
 
 # --- Values ---------------------------------------------------------------------------------------
+
+
+def _replaced(
+    table: Table, origin: _Origin, note: Callable[[str], object] | None
+) -> Iterator[str]:
+    """Problems with values that are gone. With `note` those of the file are replaced instead."""
+    for key, replacements in REPLACED.items():
+        section, name = key.split(".")
+        options = table.get(section)
+        if not isinstance(options, dict):
+            continue
+        value = options.get(name)
+        found = replacements.get(value) if isinstance(value, str) else None
+        if found is None:
+            continue
+        if note is None or origin.is_overridden((section, name)):
+            yield f'{origin.of((section, name))}{key} = "{value}" is gone; {found.remedy}.'
+        else:
+            options[name] = found.value
+            note(f'{key} was "{value}", which is gone; it is read as "{found.value}".')
 
 
 def _validate(table: Table, origin: _Origin) -> Config:

@@ -15,7 +15,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from midflight.weights.transports.files import SHARED, remove_stale
+from midflight.weights.transports.memory_files import SHARED, remove_stale, shared_places
 
 PREFIX = "midflight"
 """The beginning of all our names in folders that we share with other programs."""
@@ -52,8 +52,8 @@ def remove_left() -> None:
     """Removes the folders that dead processes of any run left. A locked folder is in use; a folder
     of another user stays.
     """
-    remove_stale(PREFIX)
-    for place in {SHARED, Path(tempfile.gettempdir())}:
+    remove_stale(PREFIX, shared_places())
+    for place in set(shared_places()):
         for folder in place.glob(f"{PREFIX}-*{_SUFFIX}"):
             with contextlib.suppress(OSError):
                 lock = _lock(folder)

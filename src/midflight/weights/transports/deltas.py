@@ -10,9 +10,9 @@ from torch import Tensor
 from midflight.errors import ConfigError, SlotBusy
 from midflight.models.sizes import element_bytes, fingerprint
 from midflight.types import Delta, TensorSpec, Version, WeightManifest
-from midflight.weights.frames import encode
+from midflight.weights.difference_codec import encode
 from midflight.weights.manifest import MAX_DELTAS, MAX_HELD, extent, repacked, set_aside, views
-from midflight.weights.transports.publish import Publisher, named_shapes
+from midflight.weights.transports.publisher import Publisher, named_shapes
 
 WORTH = 0.8
 """A difference that is larger than this share of the whole is not worth two more passes over the

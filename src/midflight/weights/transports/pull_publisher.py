@@ -26,7 +26,7 @@ from midflight.types import TensorSpec, Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, aligned, layout
 from midflight.weights.transports.buffers import StandingBuffers
 from midflight.weights.transports.kinds import PULL
-from midflight.weights.transports.sharing import BucketServer, SharedVersion
+from midflight.weights.transports.bucket_server import BucketServer, SharedVersion
 from midflight.weights.transports.swarm import Bucket, Leaf, Views, bucketed, cut, root
 
 
@@ -194,7 +194,7 @@ def _rows(tensor: DTensor, name: str) -> tuple[Tensor, int]:
     if not isinstance(placement, Shard) or placement.dim != 0 or tensor.device_mesh.ndim != 1:
         raise ConfigError(
             f"publishing {name!r}: ranks have it as {tensor.placements}, not by rows; set "
-            "weights.transport to collective."
+            "weights.delta to true, which puts tensors together on the first rank."
         )
     each = -(-tensor.shape[0] // tensor.device_mesh.size())
     first = min(tensor.device_mesh.get_local_rank() * each, tensor.shape[0])
