@@ -1,4 +1,4 @@
-"""The collective transport: all who want a version get it in one broadcast, and whoever dies, or stops, holds up nobody for long."""
+"""The broadcast of the direct transport: all who want a version get it in one broadcast, and whoever dies, or stops, holds up nobody for long."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from midflight.types import WeightManifest
 from midflight.weights.manifest import ALIGNMENT, extent
 from midflight.weights.transports import broadcast
 from midflight.weights.transports.broadcast import BroadcastPublisher
-from midflight.weights.transports.files import check_readable
+from midflight.weights.transports.posted_files import check_readable
 from midflight.weights.transports.process_group import BroadcastGroup, BroadcastReceiver, join_store
 from midflight.weights.transports.rendezvous import (
     MAX_WAITING,
@@ -165,7 +165,7 @@ def test_i7_a_changed_byte_is_found(sender: BroadcastPublisher):
 
 
 def test_the_publisher_is_where_the_trainers_machine_is_reached(tmp_path: Path):
-    with publisher("collective", name="x", folder=tmp_path, host="127.0.0.2") as sender:
+    with publisher("direct", name="x", folder=tmp_path, host="127.0.0.2") as sender:
         manifest = sender.publish(1, tensors(1))
         assert Address.parse(manifest.location).host == "127.0.0.2"
         assert equal(as_tensors(manifest.tensors, receiver().fetch(manifest)), tensors(1))
@@ -173,7 +173,7 @@ def test_the_publisher_is_where_the_trainers_machine_is_reached(tmp_path: Path):
 
 def test_differences_travel_as_well(tmp_path: Path):
     mine = receiver()
-    with publisher("collective", name="x", folder=tmp_path, full_every=3) as sender:
+    with publisher("direct", name="x", folder=tmp_path, full_every=3) as sender:
         weights = {"w": torch.arange(10_000)}
         for version in range(1, 6):
             weights["w"][version] += 1
@@ -279,7 +279,7 @@ def test_one_that_hangs_up_while_others_gather_is_left_out():
 
 
 def test_a_bucket_may_take_a_fourth_of_what_the_handover_gives_an_engine(tmp_path: Path):
-    with publisher("collective", name="x", folder=tmp_path, stage_seconds=400) as sender, asking(sender.publish(1, tensors(1))) as slow:
+    with publisher("direct", name="x", folder=tmp_path, stage_seconds=400) as sender, asking(sender.publish(1, tensors(1))) as slow:
         assert joined(slow).terms.deadline_seconds == 100
 
 

@@ -15,7 +15,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from midflight.weights.transports.memory_files import SHARED, remove_stale, shared_places
+from midflight.weights.transports.memory_files import remove_stale, shared_places
 
 PREFIX = "midflight"
 """The beginning of all our names in folders that we share with other programs."""
@@ -37,10 +37,11 @@ def scratch_folder(name: str = PREFIX) -> Generator[Path]:
     No other run removes it while this process lives. It is removed at the end of the block, or, if
     this process was killed, by the next run on this machine.
     """
+    in_memory, among_files = shared_places()
     try:
-        folder, lock = _locked_folder(SHARED, name)
+        folder, lock = _locked_folder(in_memory, name)
     except OSError:
-        folder, lock = _locked_folder(Path(tempfile.gettempdir()), name)
+        folder, lock = _locked_folder(among_files, name)
     try:
         yield folder
     finally:
