@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tests.trainer.fixtures import batch, exact_norm, tiny_model, trainer
-from tests.weights.test_collective import asking, joined
+from tests.weights.test_broadcast import asking, joined
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from midflight.types import Version, WeightManifest
 from midflight.weights.transports.posted_files import manifest_of
+from midflight.weights.transports.publisher import Publisher
 
 
-class PostedFiles:
-    """Implements `Publisher`."""
-
+class PostedFiles(Publisher):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(exist_ok=True)
@@ -31,9 +29,3 @@ class PostedFiles:
     def close(self) -> None:
         for path in self._folder.glob("*.safetensors"):
             path.unlink()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -438,7 +438,7 @@ def test_the_newest_version_is_gone_on_from_even_if_it_was_released(shared: Delt
 def test_a_fourth_version_waits_for_a_release(sender: Publisher):
     for version in (1, 2, 3):
         sender.publish(version, weights(version))
-    with pytest.raises(SlotBusy, match="versions 1, 2, 3 are not released"):
+    with pytest.raises(SlotBusy, match="versions 1, 2, 3 hold all slots"):
         sender.publish(4, weights(4))
     sender.release(1)
     with pytest.raises(SlotBusy, match="never reused"):

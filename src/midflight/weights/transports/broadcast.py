@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -34,7 +34,7 @@ from midflight.weights.transports.process_group import (
     listen,
     serve_store,
 )
-from midflight.weights.transports.publisher import copy_into, named_shapes
+from midflight.weights.transports.publisher import Publisher, copy_into, named_shapes
 from midflight.weights.transports.rendezvous import (
     Address,
     Again,
@@ -324,7 +324,7 @@ it, until its own deadline.
 """
 
 
-class BroadcastPublisher:
+class BroadcastPublisher(Publisher):
     """Keeps versions in buffers until receivers ask for them. `publish` never waits for a receiver.
 
     `BroadcastService` sends them in a thread of its own. A version can be fetched until its
@@ -402,12 +402,6 @@ class BroadcastPublisher:
             self._thread.join(CLOSE_SECONDS)
         self._held.clear()
         self._buffers.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _serve(self) -> None:
         try:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
 
 import msgspec
 import torch
@@ -26,6 +25,7 @@ from midflight.types import TensorSpec, Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, aligned, layout
 from midflight.weights.transports.buffers import StandingBuffers
 from midflight.weights.transports.kinds import PULL
+from midflight.weights.transports.publisher import Publisher
 from midflight.weights.transports.bucket_server import BucketServer, SharedVersion
 from midflight.weights.transports.swarm import Bucket, Leaf, Views, bucketed, cut, root
 
@@ -58,7 +58,7 @@ def alone(told: bytes) -> list[bytes]:
     return [told]
 
 
-class PullPublisher:
+class PullPublisher(Publisher):
     """Keeps versions in buffers until their release. Any receiver that knows the address in the
     manifest takes buckets of them. `publish` waits for no receiver. Beside the buffers it takes no
     memory on a CPU, and a piece (`PIECE`) if tensors come from a GPU.
@@ -140,12 +140,6 @@ class PullPublisher:
         self.server.close()
         self._fingerprints.clear()
         self._buffers.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _served(self, tensor: Tensor) -> torch.dtype:
         """The dtype in which the tensor is served."""

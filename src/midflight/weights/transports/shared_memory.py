@@ -9,20 +9,19 @@ import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
 
 from torch import Tensor
 
-from midflight.errors import ConfigError, SlotBusy
+from midflight.errors import ConfigError
 from midflight.models.sizes import fingerprint
 from midflight.types import Version, WeightManifest
-from midflight.weights.manifest import MAX_HELD, aligned, extent, layout
+from midflight.weights.manifest import MAX_DELTAS, MAX_HELD, aligned, extent, layout
 from midflight.weights.transports.kinds import SHARED_MEMORY
 from midflight.weights.transports.memory_files import reserve
-from midflight.weights.transports.publisher import copy_into, named_shapes
+from midflight.weights.transports.publisher import Publisher, check_slot, copy_into, named_shapes
 
 
-class SharedMemoryPublisher:
+class SharedMemoryPublisher(Publisher):
     """A file with a standing slot for each version that may be fetched. The live version is one of
     them, because engines that rejoin fetch it.
 
@@ -84,23 +83,9 @@ class SharedMemoryPublisher:
         self._file = None
         self._versions = [None] * len(self._versions)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def _free_slot(self, version: Version) -> int:
-        if version in self._versions:
-            raise SlotBusy(
-                f"publishing version {version}: it is published already; numbers are never reused."
-            )
-        if None not in self._versions:
-            held = ", ".join(map(str, self._versions))
-            raise SlotBusy(
-                f"publishing version {version}: versions {held} hold all slots; wait until a "
-                "handover ends and releases one."
-            )
+        held = [version for version in self._versions if version is not None]
+        check_slot(version, held, num_slots=len(self._versions))
         return self._versions.index(None)
 
     def _open(self, num_bytes: int, version: Version) -> tuple[mmap.mmap, Path]:
@@ -120,8 +105,8 @@ class SharedMemoryPublisher:
         return self._map, self._path
 
 
-class SegmentPublisher:
-    """A file for each version, which is kept until its release. The caller bounds their number.
+class SegmentPublisher(Publisher):
+    """A file for each version, which is kept until its release, for `DeltaPublisher`.
 
     Fresh memory costs a page fault for every page, so slots that are used again suit versions of
     one size better. Each file is locked while its publisher lives (see `memory_files.remove_stale`).
@@ -138,10 +123,7 @@ class SegmentPublisher:
         self._files: dict[Version, tuple[Path, int]] = {}
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
-        if version in self._files:
-            raise SlotBusy(
-                f"publishing version {version}: it is published already; numbers are never reused."
-            )
+        check_slot(version, self._files, num_slots=MAX_HELD + MAX_DELTAS)
         specs = layout(named_shapes(tensors))
         size = max(1, extent(specs))
         path, file = reserve(self._name, size, folder=self._folder, spare=self._spare)
@@ -164,9 +146,3 @@ class SegmentPublisher:
     def close(self) -> None:
         for version in tuple(self._files):
             self.release(version)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
