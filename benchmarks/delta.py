@@ -39,8 +39,8 @@ from torch import Tensor, nn
 from midflight.models.creation import make_model
 from midflight.models.names import named_tensors
 from midflight.models.sizes import element_bytes
-from midflight.weights.frames import Frames, encode
-from midflight.weights.transports.publish import named_shapes
+from midflight.weights.difference_codec import Frames, encode
+from midflight.weights.transports.publisher import named_shapes
 from midflight.weights.transports.select import publisher, receiver
 
 SOURCES = Path(__file__).parents[1] / "src"

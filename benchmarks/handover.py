@@ -45,7 +45,7 @@ from midflight.types.facts import Fact, WeightsCommitted
 from midflight.weights.handover import Handover
 
 ENGINES = ("embedded", "vllm", "sglang")
-TRANSPORTS = ("shared_memory", "file", "collective", "direct")
+TRANSPORTS = ("shared_memory", "pull", "direct")
 RELOAD = "reload"
 SETTLED = 8
 """Tokens of every stream before the weights are final, and after they are served."""

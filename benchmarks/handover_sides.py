@@ -38,7 +38,7 @@ from midflight.run.engine.server_process import started
 from midflight.text.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from midflight.types import GenerateRequest, SamplingParams, Version, WeightManifest
 from midflight.types.facts import unheard
-from midflight.weights.transports.publish import Publisher
+from midflight.weights.transports.publisher import Publisher
 from midflight.weights.transports.select import publisher
 
 PYTHONS = {

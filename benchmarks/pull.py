@@ -1,5 +1,5 @@
 """A version from the trainer to engines on several machines: the pull transport beside the
-broadcast.
+broadcast of the direct one.
 
 The trainer and every engine are processes of their own on this machine; those of one `machine`
 share a folder of memory, as they would on a real one. All begin at once, over loopback, so the
@@ -35,12 +35,12 @@ import msgspec
 from smoke import options_of
 
 from midflight.types import WeightManifest
-from midflight.weights.transports.files import SHARED
+from midflight.weights.transports.memory_files import SHARED
 from midflight.weights.transports.pull import PullReceiver
-from midflight.weights.transports.receive import DeltaReceiver
+from midflight.weights.transports.delta_receiver import DeltaReceiver
 from midflight.weights.transports.select import receiver
 
-WAYS = ("collective", "pull")
+WAYS = ("direct", "pull")
 
 
 @dataclass(frozen=True)
@@ -155,13 +155,13 @@ PUBLISHERS: dict[str, object] = {}
 def handed_over(way: str, engines: Engines, number: int, *, megabytes: int) -> Sample:
     import torch
 
-    from midflight.weights.transports.collective import CollectivePublisher
-    from midflight.weights.transports.shares import PullPublisher
+    from midflight.weights.transports.broadcast import BroadcastPublisher
+    from midflight.weights.transports.pull_publisher import PullPublisher
 
     made = PUBLISHERS.setdefault(
-        way, CollectivePublisher() if way == "collective" else PullPublisher()
+        way, BroadcastPublisher() if way == "direct" else PullPublisher()
     )
-    assert isinstance(made, CollectivePublisher | PullPublisher)
+    assert isinstance(made, BroadcastPublisher | PullPublisher)
     version = time.monotonic_ns()
     count = max(1, megabytes // 8)
     tensors = {
@@ -192,7 +192,7 @@ def handed_over(way: str, engines: Engines, number: int, *, megabytes: int) -> S
 
 
 def sent_by(publisher: object) -> int:
-    from midflight.weights.transports.shares import PullPublisher
+    from midflight.weights.transports.pull_publisher import PullPublisher
 
     return (
         publisher.server.num_bytes

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
+from midflight.cli.configurations import config_of_folder, config_of_run
 from midflight.cli.front import main
-from midflight.config import Config, load_config
+from midflight.config import load_config
 from midflight.config.options import options, tables
-from midflight.config.removed import REMOVED
+from midflight.config.replaced import REMOVED
 from midflight.errors import ConfigError
 from midflight.python.trainer import Trainer
 
@@ -61,7 +61,7 @@ def test_a_removed_option_is_refused_by_its_name_with_what_to_use_in_its_place(k
     path = tmp_path / "run.toml"
     path.write_text(f"{text}{name} = 7\n")
     for said in (refusal(path), refusal(None, f"{section}.{name}=7")):
-        assert f"{section}.{name} (value 7) is no option any more: " in said and EXPECTED[key] in said and len(said.splitlines()) == 1
+        assert f"{section}.{name} (value 7) is gone: " in said and EXPECTED[key] in said and len(said.splitlines()) == 1
     assert refusal(path).startswith(f"{path}: ")
     assert refusal(None, f"{section}.{name}=7").startswith(f"--set {section}.{name}: ")
 
@@ -75,32 +75,29 @@ def test_what_is_named_in_place_of_a_removed_option_is_an_option() -> None:
 
 
 def test_a_program_is_refused_alike(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.requeues \(value 3\) is no option any more: a task is requeued once"):
+    with pytest.raises(ConfigError, match=r"rollout\.requeues \(value 3\) is gone: a task is requeued once"):
         Trainer(folder=tmp_path, config={"rollout": {"requeues": 3}})
 
 
 def test_a_run_of_before_goes_on_from_the_configuration_in_its_folder(tmp_path: Path) -> None:
-    found = load_config(stored_in(tmp_path))
-    assert isinstance(found, Config) and found.rollout.groups_per_step == 16
-    assert load_config(Path("configs/demo.toml")) == found
+    path = stored_in(tmp_path)
+    with pytest.raises(ConfigError, match=r"rollout\.requeues \(value 1\) is gone"):
+        load_config(path)
+    config = load_config(Path("configs/demo.toml"), ["run.folder=runs/demo"])
+    for resumed in (config_of_run(path, [], None, stored=True), config_of_folder(tmp_path), Trainer(config=path).config):
+        assert resumed.model_copy(update={"run": config.run}) == config
 
 
-def test_it_is_refused_before_anything_is_touched_where_it_had_set_one_of_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_had_set_one_of_them_is_refused_before_anything_is_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = stored_in(tmp_path / "run", ("requeues = 1", "requeues = 3"), ("window = 16", "window = 8"))
     before = {found: found.read_bytes() for found in tmp_path.rglob("*") if found.is_file()}
     assert main(["train", str(path), "--resume"]) == 2
     said = capsys.readouterr().err
-    assert "rollout.requeues (value 3) is no option any more" in said and "curriculum.window (value 8) is no option any more" in said
+    assert "rollout.requeues (value 3) is gone" in said and "curriculum.window (value 8) is gone" in said
     assert "full_every" not in said, "it had its default"
     assert {found: found.read_bytes() for found in tmp_path.rglob("*") if found.is_file()} == before
 
 
-def test_the_same_file_elsewhere_and_an_override_are_refused_even_with_the_default(tmp_path: Path) -> None:
-    path = stored_in(tmp_path)
-    assert "--set rollout.requeues: rollout.requeues (value 1)" in refusal(path, "rollout.requeues=1")
-    elsewhere = tmp_path / "mine.toml"
-    shutil.copy(path, elsewhere)
-    said = refusal(elsewhere)
-    assert "rollout.requeues (value 1) is no option any more" in said
+def test_an_override_of_a_resumed_run_is_refused_even_with_the_default(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--set rollout\.requeues: rollout\.requeues \(value 1\) is gone"):
+        config_of_run(stored_in(tmp_path), ["rollout.requeues=1"], None, stored=True)

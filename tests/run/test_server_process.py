@@ -30,7 +30,7 @@ from midflight.run.parts import EngineSpec, ServerLost, Verdict
 from midflight.run.places.port import PartFailed, error_of
 from midflight.run.scratch import segment_name
 from midflight.text.byte_tokenizer import write_byte_tokenizer
-from midflight.weights.transports.files import SHARED
+from midflight.weights.transports.memory_files import SHARED
 
 pytestmark = pytest.mark.timeout(150)
 SIZES = {"vocab_size": 262, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 256}

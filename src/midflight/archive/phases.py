@@ -110,7 +110,7 @@ def room_of(folder: Path) -> RunCapacity:
     every field of the result is unknown.
     """
     try:
-        config = load_config(folder / "config.toml")
+        config = load_config(folder / "config.toml", note=lambda _: None)
     except MidflightError:
         return RunCapacity()
     cores = processors_of(folder)

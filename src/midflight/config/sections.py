@@ -514,11 +514,11 @@ class WarmStartSection(Section):
 
 
 class WeightsSection(Section):
-    transport: Literal["auto", "shared_memory", "file", "collective", "direct", "pull"] = "auto"
-    """How bytes reach the engines: shared_memory on one machine, file through a common folder,
-    collective by broadcast, direct by broadcast into the workers of vLLM and SGLang, which only
-    swap in their pause, pull from any process that has them. auto chooses by size and place, and
-    `--dry-run` says which one it takes, and why.
+    transport: Literal["auto", "shared_memory", "pull", "direct"] = "auto"
+    """How bytes reach the engines: shared_memory on one machine, pull between machines, from any
+    process that has them, direct by broadcast into the workers of vLLM and SGLang, which only swap
+    in their pause. auto chooses by size and place, and `--dry-run` says which one it takes, and
+    why.
     """
     every: Positive = 1
     """Steps from one version that is published to the next, at most `rollout.max_staleness` + 1.

@@ -98,7 +98,7 @@ class SimulatedTrainer:
     def publish(self, version: Version) -> WeightManifest:
         """The manifest of a version. Scripted engines start with the first version."""
         fingerprint = "initial" if version == self._first else f"weights-{version}"
-        return WeightManifest(version, fingerprint, "file", "nowhere", ())
+        return WeightManifest(version, fingerprint, "shared_memory", "nowhere", ())
 
     def pass_over(self, version: Version) -> None:
         self.passed_over.append(version)

@@ -20,7 +20,7 @@ from midflight.engines.introduction import about_route
 from midflight.engines.relay import relay
 from midflight.engines.servers.adapters import AdapterEngine
 from midflight.engines.servers.direct import TRANSPORT as DIRECT
-from midflight.engines.servers.direct import DirectWay
+from midflight.engines.servers.direct import DirectLoader
 from midflight.engines.servers.engine import ServerEngine
 from midflight.engines.servers.server import Server
 from midflight.engines.servers.sglang import SglangServer
@@ -123,7 +123,7 @@ async def speak_for_server(
             staging=staging,
             version=version,
             num_workers=servers[0].world_size if servers else None,
-            direct=DirectWay(config.engine.kind, DirectFeed(answer_seconds=stage_seconds)),
+            direct=DirectLoader(config.engine.kind, DirectFeed(answer_seconds=stage_seconds)),
             start_seconds=config.engine.start_seconds,
             works=running.works,
         )

@@ -274,8 +274,7 @@ def _transport(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     if config.weights.transport == "shared_memory" and len(machines) > 1:
         yield (
             'weights.transport = "shared_memory" reaches no other machine, and the cluster has '
-            f'{len(machines)}; set it to "collective" or "pull", '
-            'or to "file" where run.folder is fast.'
+            f'{len(machines)}; set it to "pull".'
         )
 
 

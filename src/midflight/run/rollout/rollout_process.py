@@ -505,7 +505,6 @@ class RolloutProcess:
             Path(self._spec.model),
             settings_of(config),
             config.weights.transport if purpose in (Purpose.TRAIN, Purpose.ROLLOUTS) else None,
-            Path(config.run.folder) / "weights",
             config.gateway.drain_seconds,
             config.run.stall_seconds,
         )

@@ -28,7 +28,7 @@ from midflight.trainer.report import StepReport
 from midflight.trainer.trainer import PolicyTrainer
 from midflight.trajectories.packing import from_bytes, to_bytes
 from midflight.types import PackedBatch, Version, WeightManifest
-from midflight.weights.transports.shares import PullPublisher
+from midflight.weights.transports.pull_publisher import PullPublisher
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):

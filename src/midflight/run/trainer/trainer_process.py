@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from midflight.allowance import LOOKS
-from midflight.config.derived import lora_alpha, num_engines, served_dtype
+from midflight.config.derived import lora_alpha, model_sizes, num_engines, served_dtype
+from midflight.config.disk import staged_bytes
 from midflight.config.sections import Config, ModelSection
 from midflight.errors import ConfigError
 from midflight.models.creation import make_model
@@ -44,10 +45,10 @@ from midflight.trainer.own_loss import objective_of
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.trajectories.pairs import copy_name, drafted
 from midflight.types import Version, WeightManifest
-from midflight.weights.transports.files import remove_stale
-from midflight.weights.transports.publish import Publisher
+from midflight.weights.transports.memory_files import SHARED, remove_stale
+from midflight.weights.transports.publisher import Publisher
 from midflight.weights.transports.select import publisher as make_publisher
-from midflight.weights.transports.shares import PullPublisher
+from midflight.weights.transports.pull_publisher import PullPublisher
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -431,9 +432,9 @@ async def _train(
     over: bool,
 ) -> None:
     section = config.weights
+    folder = Path(config.run.folder) / "weights"
     # engines that were reading the weights of a trainer before have had the time of a start
-    if spec.life:
-        remove_stale(spec.segment)
+    remove_stale(spec.segment, [SHARED, folder])
     if over:
         async with _service(spec) as service:
             await service.finish(team.version)
@@ -449,10 +450,12 @@ async def _train(
             weights = make_publisher(
                 section.transport,
                 name=spec.segment,
-                folder=Path(config.run.folder) / "weights",
+                folder=folder,
                 host=sending_host(config.gateway.host, spec.host),
                 full_every=FULL_EVERY if section.delta else 1,
                 stage_seconds=section.stage_seconds,
+                # the first of its two folders is there before a version is published
+                spare=staged_bytes(config, model_sizes(config.model)) // 2,
             )
             publisher = closing.enter_context(weights)
             publish = put_together(team.weights, publisher, dtype=served_dtype(config))

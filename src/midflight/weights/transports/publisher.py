@@ -3,19 +3,20 @@ copy tensors.
 """
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
+from midflight.errors import SlotBusy
 from midflight.models.names import dtype_name
 from midflight.types import TensorSpec, Version, WeightManifest
 
 
 class Publisher(Protocol):
     """Publishes versions for engines to fetch. It blocks and is not thread-safe: the trainer is its
-    one caller.
+    one caller. The end of a `with` block closes it.
     """
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
@@ -34,8 +35,24 @@ class Publisher(Protocol):
         """
         ...
 
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *exc: object) -> None: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def check_slot(version: Version, held: Collection[Version], *, num_slots: int) -> None:
+    """Raises `SlotBusy` if the version is held already, or as many versions as there are slots."""
+    if version in held:
+        raise SlotBusy(
+            f"publishing version {version}: it is published already; numbers are never reused."
+        )
+    if len(held) >= num_slots:
+        raise SlotBusy(
+            f"publishing version {version}: versions {', '.join(map(str, held))} hold all slots; "
+            "wait until a handover ends and releases one."
+        )
 
 
 def named_shapes(tensors: Mapping[str, Tensor]) -> list[tuple[str, str, tuple[int, ...]]]:

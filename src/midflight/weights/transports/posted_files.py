@@ -1,37 +1,27 @@
-"""Versions as files that trainer and engines both see. Each version is one safetensors file, with
-the places of its tensors and their hash.
+"""Versions that a foreign trainer has published: the safetensors file that it names, or the manifest
+that it sends. Importing this needs no torch, so that the rollout process can use it.
 
-Format: eight bytes with the header's length N (little endian), N bytes of JSON, then the data that
-its offsets count from. Importing this needs no torch, so that the launcher and the rollout process
-can use it.
+Format of the file: eight bytes with the header's length N (little endian), N bytes of JSON, then
+the data that its offsets count from.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import mmap
 import stat
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Self
+from typing import BinaryIO
 
 import msgspec
-from safetensors import SafetensorError
 
+from midflight.config.replaced import REPLACED_TRANSPORTS
 from midflight.errors import ConfigError, RequestRejected, nearest
-from midflight.models.permissions import open_to_others
 from midflight.models.sizes import fingerprint_views
 from midflight.types import TensorSpec, Version, WeightManifest
-from midflight.weights.manifest import MAX_HELD, check_extents, extent, is_sound, views
-from midflight.weights.transports.kinds import BROADCAST, PULL, TRANSPORTS
+from midflight.weights.manifest import check_extents, extent, is_sound
+from midflight.weights.transports.kinds import DIRECT, FILE, PULL, TRANSPORTS
 from midflight.weights.transports.rendezvous import Address
 from midflight.weights.transports.swarm import sources_in
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 Specs = tuple[TensorSpec, ...]
 
@@ -57,7 +47,7 @@ def manifest_of(
         specs = fitting(read_specs(path))
         with path.open("rb") as file:
             hashed = fingerprint_views(specs, _Reading(file, specs))
-        return WeightManifest(version, hashed, "file", str(path.resolve()), specs)
+        return WeightManifest(version, hashed, FILE, str(path.resolve()), specs)
     except (OSError, ValueError, ConfigError) as error:
         raise RequestRejected(
             (
@@ -73,11 +63,11 @@ def check_readable(manifest: WeightManifest) -> None:
     Engines verify the bytes themselves.
     """
     if manifest.transport not in TRANSPORTS:
+        remedy = nearest(manifest.transport, TRANSPORTS)
+        if manifest.transport in REPLACED_TRANSPORTS:
+            remedy = f" Publish by {REPLACED_TRANSPORTS[manifest.transport].value!r}."
         raise RequestRejected(
-            (
-                f"transport is {manifest.transport[:80]!r}: not one of "
-                f"them.{nearest(manifest.transport, TRANSPORTS)}"
-            ),
+            f"transport is {manifest.transport[:80]!r}: not one of them.{remedy}",
             param="transport",
         )
     check_extents(manifest)
@@ -86,7 +76,7 @@ def check_readable(manifest: WeightManifest) -> None:
         *((d.location, (d.payload,)) for d in manifest.deltas),
     ):
         try:
-            if manifest.transport in BROADCAST:
+            if manifest.transport == DIRECT:
                 Address.parse(location)
             elif manifest.transport == PULL:
                 sources_in(location)
@@ -163,94 +153,3 @@ class _Reading(Mapping[str, memoryview]):
 
     def __len__(self) -> int:
         return len(self._specs)
-
-
-def digest(path: Path, specs: Specs, *, threads: int = 1) -> str:
-    """The fingerprint of the tensors of a file that is no longer written to."""
-    with (
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-        memoryview(mapped) as whole,
-    ):
-        parts = views(specs, whole)
-        try:
-            return fingerprint_views(specs, parts, threads=threads)
-        finally:
-            for part in parts.values():
-                part.release()
-
-
-class FilePublisher:
-    """Writes `<version>.safetensors` under another name, then renames it: a reader sees a whole
-    file or none.
-
-    Nothing is synced to disk: after a power cut the trainer publishes again. Each publication
-    removes all files but the newest `keep`. An engine that has one open can read it to the end. An
-    engine that comes later gets an error and rejoins at the current version.
-    """
-
-    def __init__(self, folder: Path, *, keep: int = MAX_HELD, threads: int = 1) -> None:
-        self._folder = folder.absolute()
-        self._keep = keep
-        self._threads = threads
-
-    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
-        from safetensors.torch import save_file  # here, because only the trainer has torch
-
-        path = self._folder / f"{version:08d}.safetensors"
-        partial = self._folder / ".publishing.partial"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, partial)
-            open_to_others(partial)
-            specs = read_specs(partial)
-            hashed = digest(partial, specs, threads=self._threads)
-            partial.rename(path)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(
-                f"publishing version {version} to {str(self._folder)!r}: {error}; give a writable "
-                "folder with room."
-            ) from error
-        finally:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-        self._remove_old()
-        return WeightManifest(version, hashed, "file", str(path), specs)
-
-    def release(self, version: Version) -> None:
-        """Does nothing: files are removed by age."""
-
-    def close(self) -> None:
-        for path in self._published():
-            path.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def _published(self) -> list[Path]:
-        return sorted(p for p in self._folder.glob("*.safetensors") if p.stem.isdigit())
-
-    def _remove_old(self) -> None:
-        for path in self._published()[: -self._keep]:
-            path.unlink(missing_ok=True)
-
-
-SHARED = Path("/dev/shm")
-SUFFIX = ".weights"
-
-
-def remove_stale(name: str, *, folder: Path | None = None) -> list[Path]:
-    """Removes files that dead publishers left under this name, and returns them. Files of living
-    ones are locked and stay.
-    """
-    removed: list[Path] = []
-    for place in [folder] if folder is not None else [SHARED, Path(tempfile.gettempdir())]:
-        for path in sorted(place.glob(f"{name}-*{SUFFIX}")):
-            with contextlib.suppress(OSError), path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-                removed.append(path)
-    return removed

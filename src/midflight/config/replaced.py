@@ -1,24 +1,45 @@
-"""Options that there were once. A configuration with one of them is refused by its name, with what
-to use in its place.
-"""
+"""Options, and values of options, that are gone, and what has taken their place."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from midflight.config.options import KeyPath, generic_key
 from midflight.types import Json
 
 
 @dataclass(frozen=True, slots=True)
+class Replacement:
+    """What has taken the place of a value."""
+
+    value: str
+    """The value that the stored configuration of a run is read with."""
+    remedy: str
+    """What to write in a new configuration, as the end of a sentence."""
+
+
+REPLACED_TRANSPORTS: Mapping[str, Replacement] = {
+    "file": Replacement(
+        "auto",
+        'set it to "shared_memory", which maps a file in the run\'s folder by itself where /dev/shm '
+        'is small, or between machines to "pull" ("auto" chooses)',
+    ),
+    "collective": Replacement(
+        "pull", 'set it to "pull", by which engines on any number of machines ask for versions'
+    ),
+}
+REPLACED: Mapping[str, Mapping[str, Replacement]] = {"weights.transport": REPLACED_TRANSPORTS}
+"""The replaced values of each option, by its key."""
+
+
+@dataclass(frozen=True, slots=True)
 class RemovedOption:
-    """`default` is the value that it had unless it was set. An option whose default was to be unset
-    has None.
-    """
+    """An option that is gone."""
 
     default: Json
+    """The value that it had if it was not set; None if it was unset then. The stored configuration
+    of a run may have it with this value.
+    """
     instead: str
-    """What to use in its place, as the end of a sentence."""
+    """What to use in its place, as the middle of a sentence."""
 
 
 REMOVED: Mapping[str, RemovedOption] = {
@@ -59,16 +80,4 @@ REMOVED: Mapping[str, RemovedOption] = {
     ),
     "weights.full_every": RemovedOption(16, "every 16th version is sent whole"),
 }
-"""The options by their keys, as in `Option.key`."""
-
-
-def removed_at(path: KeyPath) -> RemovedOption | None:
-    """The option that was at a path once, if there was one."""
-    return REMOVED.get(generic_key(path))
-
-
-def is_of_run(path: Path) -> bool:
-    """True if a run wrote this file into its folder. Such a file has every option that there was
-    then, most of them with their defaults.
-    """
-    return path.name == "config.toml" and (path.parent / "metrics.jsonl").is_file()
+"""The options that are gone by their keys, as in `Option.key`."""

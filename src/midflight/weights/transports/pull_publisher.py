@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
 
 import msgspec
 import torch
@@ -26,7 +25,8 @@ from midflight.types import TensorSpec, Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, aligned, layout
 from midflight.weights.transports.buffers import StandingBuffers
 from midflight.weights.transports.kinds import PULL
-from midflight.weights.transports.sharing import BucketServer, SharedVersion
+from midflight.weights.transports.publisher import Publisher
+from midflight.weights.transports.bucket_server import BucketServer, SharedVersion
 from midflight.weights.transports.swarm import Bucket, Leaf, Views, bucketed, cut, root
 
 
@@ -58,7 +58,7 @@ def alone(told: bytes) -> list[bytes]:
     return [told]
 
 
-class PullPublisher:
+class PullPublisher(Publisher):
     """Keeps versions in buffers until their release. Any receiver that knows the address in the
     manifest takes buckets of them. `publish` waits for no receiver. Beside the buffers it takes no
     memory on a CPU, and a piece (`PIECE`) if tensors come from a GPU.
@@ -141,12 +141,6 @@ class PullPublisher:
         self._fingerprints.clear()
         self._buffers.clear()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def _served(self, tensor: Tensor) -> torch.dtype:
         """The dtype in which the tensor is served."""
         if self._dtype is not None and tensor.is_floating_point():
@@ -194,7 +188,7 @@ def _rows(tensor: DTensor, name: str) -> tuple[Tensor, int]:
     if not isinstance(placement, Shard) or placement.dim != 0 or tensor.device_mesh.ndim != 1:
         raise ConfigError(
             f"publishing {name!r}: ranks have it as {tensor.placements}, not by rows; set "
-            "weights.transport to collective."
+            "weights.delta to true, which puts tensors together on the first rank."
         )
     each = -(-tensor.shape[0] // tensor.device_mesh.size())
     first = min(tensor.device_mesh.get_local_rank() * each, tensor.shape[0])

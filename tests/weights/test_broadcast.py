@@ -1,4 +1,4 @@
-"""The collective transport: all who want a version get it in one broadcast, and whoever dies, or stops, holds up nobody for long."""
+"""The broadcast of the direct transport: all who want a version get it in one broadcast, and whoever dies, or stops, holds up nobody for long."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from midflight.errors import ConfigError, EngineUnavailable, RequestRejected, Ru
 from midflight.models.names import as_tensors
 from midflight.types import WeightManifest
 from midflight.weights.manifest import ALIGNMENT, extent
-from midflight.weights.transports import collective
-from midflight.weights.transports.collective import CollectivePublisher
-from midflight.weights.transports.files import check_readable
-from midflight.weights.transports.process_group import BroadcastGroup, CollectiveReceiver, join_store
+from midflight.weights.transports import broadcast
+from midflight.weights.transports.broadcast import BroadcastPublisher
+from midflight.weights.transports.posted_files import check_readable
+from midflight.weights.transports.process_group import BroadcastGroup, BroadcastReceiver, join_store
 from midflight.weights.transports.rendezvous import (
     MAX_WAITING,
     Address,
@@ -50,12 +50,12 @@ DEADLINE = 0.6
 
 
 @pytest.fixture
-def sender() -> Iterator[CollectivePublisher]:
-    with CollectivePublisher(bucket_bytes=1000, deadline_seconds=DEADLINE) as made:
+def sender() -> Iterator[BroadcastPublisher]:
+    with BroadcastPublisher(bucket_bytes=1000, deadline_seconds=DEADLINE) as made:
         yield made
 
 
-def all_fetch(receivers: list[CollectiveReceiver], manifest: WeightManifest) -> bool:
+def all_fetch(receivers: list[BroadcastReceiver], manifest: WeightManifest) -> bool:
     """At the same time; whether each got what version's number makes."""
     with ThreadPoolExecutor(len(receivers)) as pool:
         got = list(pool.map(lambda r: r.fetch(manifest), receivers))
@@ -64,7 +64,7 @@ def all_fetch(receivers: list[CollectiveReceiver], manifest: WeightManifest) -> 
 
 def publish_and(parent: Connection) -> None:
     """In another process: sends a version to whoever asks, and does to itself at the third bucket what it is told."""
-    sender, given = CollectivePublisher(bucket_bytes=64, deadline_seconds=DEADLINE), BroadcastGroup.broadcast
+    sender, given = BroadcastPublisher(bucket_bytes=64, deadline_seconds=DEADLINE), BroadcastGroup.broadcast
     parent.send(sender.publish(1, {"w": torch.arange(100)}))
 
     def broadcast(group: BroadcastGroup, part: torch.Tensor) -> None:
@@ -134,7 +134,7 @@ def within(seconds: float, done: Callable[[], bool]) -> bool:
 
 @pytest.mark.parametrize("bucket_bytes", [7, 64, 10**6])
 def test_what_is_published_is_fetched_byte_for_byte_whatever_the_bucket(bucket_bytes: int):
-    with CollectivePublisher(bucket_bytes=bucket_bytes) as sender:
+    with BroadcastPublisher(bucket_bytes=bucket_bytes) as sender:
         manifest = sent(sender.publish(1, tensors(1)))
         got = receiver().fetch(manifest)
     assert equal(as_tensors(manifest.tensors, got), tensors(1))
@@ -143,11 +143,11 @@ def test_what_is_published_is_fetched_byte_for_byte_whatever_the_bucket(bucket_b
     assert all(a % ALIGNMENT == 0 for a in addresses)
 
 
-def test_a_version_without_any_bytes_arrives_too(sender: CollectivePublisher):
+def test_a_version_without_any_bytes_arrives_too(sender: BroadcastPublisher):
     assert bytes(receiver().fetch(sender.publish(1, {"empty": torch.empty(0, 3)}))["empty"]) == b""
 
 
-def test_the_tensors_may_change_and_the_version_be_replaced_once_it_is_fetched(sender: CollectivePublisher):
+def test_the_tensors_may_change_and_the_version_be_replaced_once_it_is_fetched(sender: BroadcastPublisher):
     weights = tensors(1)
     manifest = sender.publish(1, weights)
     weights["z.weight"].zero_()
@@ -157,15 +157,15 @@ def test_the_tensors_may_change_and_the_version_be_replaced_once_it_is_fetched(s
     assert equal(as_tensors(manifest.tensors, got), tensors(1))
 
 
-def test_i7_a_changed_byte_is_found(sender: CollectivePublisher):
+def test_i7_a_changed_byte_is_found(sender: BroadcastPublisher):
     manifest = sender.publish(1, tensors(1))
     sender._held[1].data[70] ^= 1
     with pytest.raises(WeightsCorrupt, match="version 1"):
-        CollectiveReceiver().fetch(manifest)
+        BroadcastReceiver().fetch(manifest)
 
 
 def test_the_publisher_is_where_the_trainers_machine_is_reached(tmp_path: Path):
-    with publisher("collective", name="x", folder=tmp_path, host="127.0.0.2") as sender:
+    with publisher("direct", name="x", folder=tmp_path, host="127.0.0.2") as sender:
         manifest = sender.publish(1, tensors(1))
         assert Address.parse(manifest.location).host == "127.0.0.2"
         assert equal(as_tensors(manifest.tensors, receiver().fetch(manifest)), tensors(1))
@@ -173,7 +173,7 @@ def test_the_publisher_is_where_the_trainers_machine_is_reached(tmp_path: Path):
 
 def test_differences_travel_as_well(tmp_path: Path):
     mine = receiver()
-    with publisher("collective", name="x", folder=tmp_path, full_every=3) as sender:
+    with publisher("direct", name="x", folder=tmp_path, full_every=3) as sender:
         weights = {"w": torch.arange(10_000)}
         for version in range(1, 6):
             weights["w"][version] += 1
@@ -187,8 +187,8 @@ def test_differences_travel_as_well(tmp_path: Path):
 # --- Groups ----------------------------------------------------------------------------------------------------------
 
 
-def test_receivers_meet_in_one_broadcast_and_their_group_is_used_again(sender: CollectivePublisher):
-    receivers = [CollectiveReceiver() for _ in range(3)]
+def test_receivers_meet_in_one_broadcast_and_their_group_is_used_again(sender: BroadcastPublisher):
+    receivers = [BroadcastReceiver() for _ in range(3)]
     for version in (1, 2, 3):
         manifest = replace(sender.publish(version, tensors(version)), receivers=3)
         assert all_fetch(receivers, manifest)
@@ -196,8 +196,8 @@ def test_receivers_meet_in_one_broadcast_and_their_group_is_used_again(sender: C
         assert sender.service.num_bytes_broadcast == version * extent(manifest.tensors), "once, whoever listens"
 
 
-def test_one_that_comes_late_gets_the_same_version_and_the_next_one_with_the_others(sender: CollectivePublisher):
-    first, late = CollectiveReceiver(), CollectiveReceiver()
+def test_one_that_comes_late_gets_the_same_version_and_the_next_one_with_the_others(sender: BroadcastPublisher):
+    first, late = BroadcastReceiver(), BroadcastReceiver()
     one = sender.publish(1, tensors(1))
     assert all_fetch([first], one)
     assert all_fetch([late], one)
@@ -209,59 +209,59 @@ def test_one_that_comes_late_gets_the_same_version_and_the_next_one_with_the_oth
 
 def test_expected_receivers_begin_at_once():
     """As many as were told to come, which each publication may say anew: engines come and go."""
-    receivers = [CollectiveReceiver() for _ in range(3)]
-    with CollectivePublisher(quiet_seconds=60) as sender:
+    receivers = [BroadcastReceiver() for _ in range(3)]
+    with BroadcastPublisher(quiet_seconds=60) as sender:
         for version, number in enumerate([2, 3, 1, 2], start=1):
             manifest = replace(sender.publish(version, tensors(version)), receivers=number)
             assert all_fetch(receivers[:number], sent(manifest))
             sender.release(version)
 
 
-def test_receivers_of_different_versions_are_served_one_after_the_other(sender: CollectivePublisher):
+def test_receivers_of_different_versions_are_served_one_after_the_other(sender: BroadcastPublisher):
     one, two = sender.publish(1, tensors(1)), sender.publish(2, tensors(2))
     with ThreadPoolExecutor(2) as pool:
-        assert all(pool.map(lambda m: all_fetch([CollectiveReceiver()], m), [one, two]))
+        assert all(pool.map(lambda m: all_fetch([BroadcastReceiver()], m), [one, two]))
 
 
 # --- Who may not ask -------------------------------------------------------------------------------------------------
 
 
-def test_without_the_secret_nothing_is_sent(sender: CollectivePublisher):
+def test_without_the_secret_nothing_is_sent(sender: BroadcastPublisher):
     manifest = sender.publish(1, tensors(1))
     address = Address.parse(manifest.location)
     forged = replace(manifest, location=str(replace(address, token="guess")))
     with pytest.raises(WeightsCorrupt, match="another publisher's") as caught:
-        CollectiveReceiver().fetch(forged)
+        BroadcastReceiver().fetch(forged)
     assert address.token not in str(caught.value)
     assert sender.service.num_groups == 0
 
 
-def test_a_version_that_was_released_or_never_published_is_refused_by_name(sender: CollectivePublisher):
+def test_a_version_that_was_released_or_never_published_is_refused_by_name(sender: BroadcastPublisher):
     one, _ = sender.publish(1, tensors(1)), sender.publish(2, tensors(2))
     sender.release(1)
     with pytest.raises(WeightsCorrupt, match=r"released; there are versions: 2"):
-        CollectiveReceiver().fetch(one)
+        BroadcastReceiver().fetch(one)
     with pytest.raises(WeightsCorrupt, match="not published"):
-        CollectiveReceiver().fetch(replace(one, version=2, fingerprint="0" * 64))
+        BroadcastReceiver().fetch(replace(one, version=2, fingerprint="0" * 64))
 
 
-def test_a_location_that_names_no_publisher_is_refused(sender: CollectivePublisher):
+def test_a_location_that_names_no_publisher_is_refused(sender: BroadcastPublisher):
     manifest = sender.publish(1, tensors(1))
     check_readable(manifest)
     for location in ("/dev/shm/x", "tcp://127.0.0.1/t", "tcp://127.0.0.1:1/", "tcp://127.0.0.1:x/t"):
         with pytest.raises(RequestRejected):
             check_readable(replace(manifest, location=location))
         with pytest.raises(EngineUnavailable, match="version 1"):
-            CollectiveReceiver().fetch(replace(manifest, location=location))
+            BroadcastReceiver().fetch(replace(manifest, location=location))
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n", b"\xff\n", b"{}\n", b"x" * 10_000])
-def test_connections_that_ask_nothing_sensible_end_and_cost_the_others_nothing(sender: CollectivePublisher, said: bytes):
+def test_connections_that_ask_nothing_sensible_end_and_cost_the_others_nothing(sender: BroadcastPublisher, said: bytes):
     manifest = sender.publish(1, tensors(1))
     address = Address.parse(manifest.location)
     with socket.create_connection((address.host, address.port), timeout=5 * DEADLINE) as connection:
         connection.sendall(said)
-        assert all_fetch([CollectiveReceiver()], manifest)
+        assert all_fetch([BroadcastReceiver()], manifest)
         with suppress(ConnectionResetError):
             assert connection.recv(1) == b"", "silence ends at the deadline"
 
@@ -270,36 +270,36 @@ def test_connections_that_ask_nothing_sensible_end_and_cost_the_others_nothing(s
 
 
 def test_one_that_hangs_up_while_others_gather_is_left_out():
-    with CollectivePublisher(bucket_bytes=1000, quiet_seconds=0.3, deadline_seconds=30) as sender:
+    with BroadcastPublisher(bucket_bytes=1000, quiet_seconds=0.3, deadline_seconds=30) as sender:
         manifest = sender.publish(1, tensors(1))
         with asking(manifest):
             pass
-        assert all_fetch([CollectiveReceiver()], manifest)
+        assert all_fetch([BroadcastReceiver()], manifest)
         assert sender.service.num_groups == 1
 
 
 def test_a_bucket_may_take_a_fourth_of_what_the_handover_gives_an_engine(tmp_path: Path):
-    with publisher("collective", name="x", folder=tmp_path, stage_seconds=400) as sender, asking(sender.publish(1, tensors(1))) as slow:
+    with publisher("direct", name="x", folder=tmp_path, stage_seconds=400) as sender, asking(sender.publish(1, tensors(1))) as slow:
         assert joined(slow).terms.deadline_seconds == 100
 
 
-def test_one_that_never_comes_to_the_group_costs_the_others_a_deadline(sender: CollectivePublisher):
+def test_one_that_never_comes_to_the_group_costs_the_others_a_deadline(sender: BroadcastPublisher):
     manifest = sender.publish(1, tensors(1))
     started = time.monotonic()
     with asking(manifest):
-        assert all_fetch([CollectiveReceiver()], manifest), "at its second attempt"
+        assert all_fetch([BroadcastReceiver()], manifest), "at its second attempt"
         assert sender.service.num_groups == 2
         assert time.monotonic() - started < 10 * DEADLINE
-        assert all_fetch([CollectiveReceiver()], sender.publish(2, tensors(2)))
+        assert all_fetch([BroadcastReceiver()], sender.publish(2, tensors(2)))
 
 
 @pytest.mark.parametrize("num_received", [0, 1])
 def test_one_that_stops_in_mid_transfer_costs_the_others_a_deadline(num_received: int):
     weights = {"w": torch.zeros(30_000_000, dtype=torch.uint8)}  # more than sockets hold
-    with CollectivePublisher(bucket_bytes=15_000_000, deadline_seconds=DEADLINE) as sender:
+    with BroadcastPublisher(bucket_bytes=15_000_000, deadline_seconds=DEADLINE) as sender:
         manifest = sender.publish(1, weights)
         with ThreadPoolExecutor(1) as pool, asking(manifest) as stopped:
-            other = pool.submit(CollectiveReceiver().fetch, manifest)
+            other = pool.submit(BroadcastReceiver().fetch, manifest)
             group = joined(stopped)
             for part in list(buckets(30_000_000, group.terms.bucket_bytes))[:num_received]:
                 group.broadcast(torch.empty(part.stop - part.start, dtype=torch.uint8))
@@ -312,8 +312,8 @@ def test_one_that_stops_in_mid_transfer_costs_the_others_a_deadline(num_received
 
 
 def test_a_group_that_breaks_again_is_an_error_that_says_so():
-    mine, other = CollectiveReceiver(), CollectiveReceiver()
-    with CollectivePublisher(quiet_seconds=60, deadline_seconds=DEADLINE) as sender:
+    mine, other = BroadcastReceiver(), BroadcastReceiver()
+    with BroadcastPublisher(quiet_seconds=60, deadline_seconds=DEADLINE) as sender:
         manifest = replace(sender.publish(1, tensors(1)), receivers=2)
         with asking(manifest, member="x") as absent, ThreadPoolExecutor(1) as pool:
             fetching = pool.submit(mine.fetch, manifest)
@@ -325,10 +325,10 @@ def test_a_group_that_breaks_again_is_an_error_that_says_so():
 
 
 def test_one_that_dies_in_mid_transfer_is_seen_at_once_and_does_not_take_the_others_along():
-    with CollectivePublisher(bucket_bytes=100, quiet_seconds=1, deadline_seconds=20) as sender:
+    with BroadcastPublisher(bucket_bytes=100, quiet_seconds=1, deadline_seconds=20) as sender:
         manifest = replace(sender.publish(1, tensors(1)), receivers=2)
         with ThreadPoolExecutor(1) as pool, asking(manifest) as dying:
-            other = pool.submit(all_fetch, [CollectiveReceiver()], manifest)
+            other = pool.submit(all_fetch, [BroadcastReceiver()], manifest)
             group = joined(dying)
             for part in list(buckets(extent(manifest.tensors), 100))[:2]:
                 group.broadcast(torch.empty(part.stop - part.start, dtype=torch.uint8))
@@ -344,13 +344,13 @@ def test_another_process_sends_a_version_and_one_that_stops_or_is_killed_in_mid_
     with another_process() as (process, its):
         manifest = heard(its)
         assert isinstance(manifest, WeightManifest)
-        assert bytes(CollectiveReceiver().fetch(manifest)["w"]) == torch.arange(100).numpy().tobytes()
+        assert bytes(BroadcastReceiver().fetch(manifest)["w"]) == torch.arange(100).numpy().tobytes()
         for deed, seconds in ((signal.SIGSTOP, DEADLINE), (signal.SIGKILL, 20)):  # it may be busy with its round from before
             its.send(deed)
             assert heard(its) == "ready"
             started = time.monotonic()
             with pytest.raises(EngineUnavailable, match="fetching version 1"):
-                CollectiveReceiver(answer_seconds=seconds).fetch(manifest)
+                BroadcastReceiver(answer_seconds=seconds).fetch(manifest)
             assert time.monotonic() - started < 10 * DEADLINE + seconds
             assert process.pid is not None
             os.kill(process.pid, signal.SIGCONT)
@@ -362,7 +362,7 @@ def test_another_process_sends_a_version_and_one_that_stops_or_is_killed_in_mid_
 
 
 def test_versions_hold_their_buffers_until_released_and_the_buffers_stand():
-    with CollectivePublisher(num_slots=2) as sender:
+    with BroadcastPublisher(num_slots=2) as sender:
         sender.publish(1, tensors(1))
         place = sender._held[1].data.data_ptr()
         second = sender.publish(2, tensors(2))
@@ -374,15 +374,15 @@ def test_versions_hold_their_buffers_until_released_and_the_buffers_stand():
         sender.release(77)
         sender.publish(3, tensors(3))
         assert sender._held[3].data.data_ptr() == place
-        assert all_fetch([CollectiveReceiver()], second)
+        assert all_fetch([BroadcastReceiver()], second)
 
 
 def test_closing_ends_those_who_wait_and_leaves_no_thread():
     before = set(threading.enumerate())
-    sender = CollectivePublisher(quiet_seconds=60)
+    sender = BroadcastPublisher(quiet_seconds=60)
     manifest = sender.publish(1, tensors(1))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(CollectiveReceiver().fetch, manifest)
+        waiting = pool.submit(BroadcastReceiver().fetch, manifest)
         assert within(5, lambda: len(sender.service._gathering._waiting) == 1)
         started = time.monotonic()
         sender.close()
@@ -396,8 +396,8 @@ def test_closing_ends_those_who_wait_and_leaves_no_thread():
 
 
 def test_closing_waits_for_a_receiver_that_stopped_no_longer_than_it_says(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(collective, "CLOSE_SECONDS", 0.1)
-    sender = CollectivePublisher(deadline_seconds=30)
+    monkeypatch.setattr(broadcast, "CLOSE_SECONDS", 0.1)
+    sender = BroadcastPublisher(deadline_seconds=30)
     with asking(sender.publish(1, {"w": torch.zeros(30_000_000, dtype=torch.uint8)})) as stopped:
         group = joined(stopped)
         assert within(5, lambda: sender.service.num_bytes_broadcast > 0)
@@ -412,7 +412,7 @@ def test_closing_waits_for_a_receiver_that_stopped_no_longer_than_it_says(monkey
 
 def test_an_address_that_is_not_this_machines_is_named():
     with pytest.raises(ConfigError, match=r"cannot listen on '192\.0\.2\.1'"):
-        CollectivePublisher("192.0.2.1")
+        BroadcastPublisher("192.0.2.1")
 
 
 # --- Gathering -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -27,14 +27,14 @@ from midflight.types import Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, extent, layout
 from midflight.weights.transports import rendezvous
 from midflight.weights.transports.buffers import StandingBuffers
-from midflight.weights.transports.kinds import COLLECTIVE
+from midflight.weights.transports.kinds import DIRECT
 from midflight.weights.transports.process_group import (
     BroadcastGroup,
     GroupBroken,
     listen,
     serve_store,
 )
-from midflight.weights.transports.publish import copy_into, named_shapes
+from midflight.weights.transports.publisher import Publisher, copy_into, named_shapes
 from midflight.weights.transports.rendezvous import (
     Address,
     Again,
@@ -66,7 +66,7 @@ class OutgoingVersion:
     fingerprint: str
 
 
-class CollectiveService:
+class BroadcastService:
     """Serves one round after the other. In a round, receivers that want the same bytes form a group
     with the publisher, which broadcasts the bytes and closes the connections.
 
@@ -149,7 +149,7 @@ class CollectiveService:
         except (TimeoutError, OSError, ValueError, msgspec.MsgspecError) as error:
             _log.info(
                 (
-                    "collective transport: a connection ended without a question that could be "
+                    "direct transport: a connection ended without a question that could be "
                     "answered: %s"
                 ),
                 error,
@@ -324,10 +324,10 @@ it, until its own deadline.
 """
 
 
-class CollectivePublisher:
+class BroadcastPublisher(Publisher):
     """Keeps versions in buffers until receivers ask for them. `publish` never waits for a receiver.
 
-    `CollectiveService` sends them in a thread of its own. A version can be fetched until its
+    `BroadcastService` sends them in a thread of its own. A version can be fetched until its
     `release`, also by engines that rejoin. If bytes are released while they are read, the reader
     gets `WeightsCorrupt`, as with the other transports.
     """
@@ -342,10 +342,8 @@ class CollectivePublisher:
         quiet_seconds: float = 0.05,
         deadline_seconds: float = 10.0,
         threads: int = 1,
-        transport: str = COLLECTIVE,
     ) -> None:
-        """`transport` is the word in its manifests: `direct` if a server's own workers receive.
-        `host` is the address of this machine that engines reach it by; it listens there only. The
+        """`host` is the address of this machine that engines reach it by; it listens there only. The
         bytes are not encrypted.
 
         Receivers begin at once when the expected number has come. Otherwise those that came begin
@@ -354,12 +352,11 @@ class CollectivePublisher:
         must be different ones.
         """
         self._threads = threads
-        self._transport = transport
         self._held: dict[Version, OutgoingVersion] = {}
         self._buffers = StandingBuffers(num_slots)
         self._listener = _listener(host)
         self._address = Address(host, self._listener.getsockname()[1], secrets.token_hex(16))
-        self.service = CollectiveService(
+        self.service = BroadcastService(
             self._held,
             Gathering(quiet_seconds=quiet_seconds),
             host=host,
@@ -370,7 +367,7 @@ class CollectivePublisher:
         )
         self._loop = asyncio.new_event_loop()
         self._serving = self._loop.create_task(self.service.run(self._listener))
-        self._thread = threading.Thread(target=self._serve, name="weights-collective", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="weights-broadcast", daemon=True)
         self._thread.start()
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
@@ -389,7 +386,7 @@ class CollectivePublisher:
         self._held[version] = OutgoingVersion(
             torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)], digest
         )
-        return WeightManifest(version, digest, self._transport, str(self._address), specs)
+        return WeightManifest(version, digest, DIRECT, str(self._address), specs)
 
     def release(self, version: Version) -> None:
         self._held.pop(version, None)
@@ -405,12 +402,6 @@ class CollectivePublisher:
             self._thread.join(CLOSE_SECONDS)
         self._held.clear()
         self._buffers.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _serve(self) -> None:
         try:

@@ -12,7 +12,7 @@ from midflight.errors import WeightsCorrupt
 from midflight.models.sizes import element_bytes, fingerprint_views
 from midflight.ports import WeightReceiver
 from midflight.types import Delta, TensorSpec, Version, WeightManifest
-from midflight.weights.frames import Frames
+from midflight.weights.difference_codec import Frames
 from midflight.weights.manifest import check_extents, repacked, set_aside, views
 
 Bytes = Mapping[str, memoryview]
