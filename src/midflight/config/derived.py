@@ -172,7 +172,7 @@ def engine_slots(config: Config) -> int:
 
 def served_dtype(config: Config) -> str:
     """Precision of the weights in engines, and on their way there."""
-    return config.model.dtype if config.engine.dtype == "auto" else config.engine.dtype
+    return config.engine.served_dtype(config.model.dtype)
 
 
 def lora_alpha(lora: LoraSection) -> float:
