@@ -195,7 +195,7 @@ def test_leaves_that_are_not_every_byte_once_are_refused(tree: tuple[tuple[Leaf,
 
 
 def test_pieces_end_where_whole_tensors_are_cut_and_neighbours_fill_a_bucket():
-    assert list(cut(3, 40, 140)) == [(3, 40, 64), (3, 64, 128), (3, 128, 140)]
+    assert list(cut(40, 140)) == [(40, 64), (64, 128), (128, 140)]
     assert [[leaf.stop for leaf in bucket] for bucket in bucketed(leaves(30, 60, 124, 130))] == [[30, 60], [124], [130]]
 
 

@@ -449,8 +449,8 @@ async def _train(
                 host=sending_host(config.gateway.host, spec.host),
                 full_every=section.full_every if section.delta else 1,
                 stage_seconds=section.stage_seconds,
-                # the first of its two folders is there before a version is published
-                spare=staged_bytes(config, model_sizes(config.model)) // 2,
+                # after a restart the folders of servers are there already
+                spare=0 if spec.life else staged_bytes(config, model_sizes(config.model)),
             )
             publisher = closing.enter_context(weights)
             publish = put_together(team.weights, publisher, dtype=served_dtype(config))

@@ -108,7 +108,7 @@ class PullPublisher(Publisher):
         buffer = self._buffers.take(version, num_bytes)
         pieces: list[tuple[_OwnPart, int, int]] = []
         for stretch in stretches:
-            for _, start, stop in cut(stretch.tensor, stretch.start, stretch.stop):
+            for start, stop in cut(stretch.start, stretch.stop):
                 pieces.append((stretch, start, stop))
         with ThreadPoolExecutor(self._threads, "weights-copy") as pool:
             leaves = list(pool.map(partial(_copied, buffer), pieces))
