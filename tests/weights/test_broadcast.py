@@ -256,7 +256,7 @@ def test_a_location_that_names_no_publisher_is_refused(sender: BroadcastPublishe
 
 
 def test_a_manifest_of_a_transport_that_is_gone_is_refused_with_its_replacement(sender: BroadcastPublisher):
-    with pytest.raises(RequestRejected, match="'collective': not one of them. Publish by 'pull'"):
+    with pytest.raises(RequestRejected, match=r"'collective': not one of them\. Publish by 'pull'"):
         check_readable(replace(sender.publish(1, tensors(1)), transport="collective"))
 
 

@@ -24,12 +24,12 @@ from midflight.models.names import as_tensors
 from midflight.models.sizes import fingerprint_views
 from midflight.types import TensorSpec, WeightManifest
 from midflight.weights.transports import pull_publisher, swarm
+from midflight.weights.transports.bucket_server import SharedVersion
+from midflight.weights.transports.delta_receiver import DeltaReceiver
 from midflight.weights.transports.posted_files import check_readable
 from midflight.weights.transports.pull import PullReceiver
-from midflight.weights.transports.delta_receiver import DeltaReceiver
-from midflight.weights.transports.select import publisher, receiver
 from midflight.weights.transports.pull_publisher import PullPublisher
-from midflight.weights.transports.bucket_server import SharedVersion
+from midflight.weights.transports.select import publisher, receiver
 from midflight.weights.transports.swarm import AT_ONCE, MAX_KNOWN, STRIKES, Leaf, Transfer, bucketed, cut, place, root, sources_in
 
 from .fleets import sent

@@ -70,9 +70,7 @@ def disk_bytes(config: Config, sizes: ModelSizes) -> int:
     return models * weights + num_checkpoints(config) * (3 * trained + critic)
 
 
-def first_disk_bytes(
-    config: Config, sizes: ModelSizes, *, trains: bool, shared_free: int
-) -> int:
+def first_disk_bytes(config: Config, sizes: ModelSizes, *, trains: bool, shared_free: int) -> int:
     """Room that a run takes in its folder before its first step: the models that it begins with, a
     checkpoint, and versions for which shared memory has no room. `trains`: whether our trainer
     makes the steps.

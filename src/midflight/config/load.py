@@ -336,9 +336,7 @@ def _suggestion(path: KeyPath) -> str:
 # --- Values ---------------------------------------------------------------------------------------
 
 
-def _replaced(
-    table: Table, origin: _Origin, note: Callable[[str], object] | None
-) -> Iterator[str]:
+def _replaced(table: Table, origin: _Origin, note: Callable[[str], object] | None) -> Iterator[str]:
     """Problems with values that are gone. With `note` those of the file are replaced instead."""
     for key, replacements in REPLACED.items():
         section, name = key.split(".")

@@ -47,8 +47,8 @@ from midflight.trajectories.pairs import copy_name, drafted
 from midflight.types import Version, WeightManifest
 from midflight.weights.transports.memory_files import SHARED, remove_stale
 from midflight.weights.transports.publisher import Publisher
-from midflight.weights.transports.select import publisher as make_publisher
 from midflight.weights.transports.pull_publisher import PullPublisher
+from midflight.weights.transports.select import publisher as make_publisher
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -23,10 +23,10 @@ from midflight.models.names import dtype_name
 from midflight.models.sizes import piece_digest
 from midflight.types import TensorSpec, Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, aligned, layout
+from midflight.weights.transports.bucket_server import BucketServer, SharedVersion
 from midflight.weights.transports.buffers import StandingBuffers
 from midflight.weights.transports.kinds import PULL
 from midflight.weights.transports.publisher import Publisher
-from midflight.weights.transports.bucket_server import BucketServer, SharedVersion
 from midflight.weights.transports.swarm import Bucket, Leaf, Views, bucketed, cut, root
 
 
