@@ -35,9 +35,9 @@ import msgspec
 from smoke import options_of
 
 from midflight.types import WeightManifest
+from midflight.weights.transports.delta_receiver import DeltaReceiver
 from midflight.weights.transports.memory_files import SHARED
 from midflight.weights.transports.pull import PullReceiver
-from midflight.weights.transports.delta_receiver import DeltaReceiver
 from midflight.weights.transports.select import receiver
 
 WAYS = ("direct", "pull")
@@ -158,9 +158,7 @@ def handed_over(way: str, engines: Engines, number: int, *, megabytes: int) -> S
     from midflight.weights.transports.broadcast import BroadcastPublisher
     from midflight.weights.transports.pull_publisher import PullPublisher
 
-    made = PUBLISHERS.setdefault(
-        way, BroadcastPublisher() if way == "direct" else PullPublisher()
-    )
+    made = PUBLISHERS.setdefault(way, BroadcastPublisher() if way == "direct" else PullPublisher())
     assert isinstance(made, BroadcastPublisher | PullPublisher)
     version = time.monotonic_ns()
     count = max(1, megabytes // 8)

@@ -44,7 +44,9 @@ def test_a_benchmark_runs_in_its_smoke_form(script: Path, tmp_path: Path) -> Non
     assert done.stdout.strip(), "it found nothing to say"
 
 
-@pytest.mark.parametrize("words", [("shards.py", "--seconds", "1"), ("handover.py", "--engines", "embedded", "--transports", "shared_memory")])
+@pytest.mark.parametrize(
+    "words", [("shards.py", "--seconds", "1"), ("handover.py", "--engines", "embedded", "--transports", "shared_memory")]
+)
 def test_a_benchmark_that_is_told_to_end_leaves_no_process(words: tuple[str, ...], tmp_path: Path) -> None:
     started = subprocess.Popen(
         [sys.executable, BENCHMARKS / words[0], *words[1:], "--rounds", "1000"], cwd=tmp_path, stderr=subprocess.PIPE

@@ -64,7 +64,7 @@ def test_a_run_over_machines_that_shared_a_folder_goes_on_by_pull(tmp_path: Path
 def test_what_is_said_for_a_resumed_run_is_new(tmp_path: Path) -> None:
     path = stored(tmp_path, "file")
     assert config_of_run(path, ["weights.transport=pull"], None, stored=True).weights.transport == "pull"
-    with pytest.raises(ConfigError, match='--set weights.transport: weights.transport = "collective" is gone'):
+    with pytest.raises(ConfigError, match=r'--set weights\.transport: .* = "collective" is gone'):
         config_of_run(path, ["weights.transport=collective"], None, stored=True)
 
 

@@ -255,6 +255,11 @@ def test_a_location_that_names_no_publisher_is_refused(sender: BroadcastPublishe
             BroadcastReceiver().fetch(replace(manifest, location=location))
 
 
+def test_a_manifest_of_a_transport_that_is_gone_is_refused_with_its_replacement(sender: BroadcastPublisher):
+    with pytest.raises(RequestRejected, match=r"'collective': not one of them\. Publish by 'pull'"):
+        check_readable(replace(sender.publish(1, tensors(1)), transport="collective"))
+
+
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n", b"\xff\n", b"{}\n", b"x" * 10_000])
 def test_connections_that_ask_nothing_sensible_end_and_cost_the_others_nothing(sender: BroadcastPublisher, said: bytes):
     manifest = sender.publish(1, tensors(1))

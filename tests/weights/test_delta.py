@@ -22,11 +22,11 @@ from midflight.types import TensorSpec, Version, WeightManifest
 from midflight.weights.difference_codec import BLOCK, Frames, encode
 from midflight.weights.manifest import ALIGNMENT, MAX_DELTAS, check_extents
 from midflight.weights.transports import memory_files
+from midflight.weights.transports.delta_receiver import DeltaReceiver
 from midflight.weights.transports.deltas import DeltaPublisher
 from midflight.weights.transports.file_receiver import FileReceiver
 from midflight.weights.transports.memory_files import SHARED
 from midflight.weights.transports.publisher import Publisher
-from midflight.weights.transports.delta_receiver import DeltaReceiver
 from midflight.weights.transports.select import publisher, receiver
 
 from .fleets import sent

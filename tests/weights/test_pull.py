@@ -24,12 +24,12 @@ from midflight.models.names import as_tensors
 from midflight.models.sizes import fingerprint_views
 from midflight.types import TensorSpec, WeightManifest
 from midflight.weights.transports import pull_publisher, swarm
+from midflight.weights.transports.bucket_server import SharedVersion
+from midflight.weights.transports.delta_receiver import DeltaReceiver
 from midflight.weights.transports.posted_files import check_readable
 from midflight.weights.transports.pull import PullReceiver
-from midflight.weights.transports.delta_receiver import DeltaReceiver
-from midflight.weights.transports.select import publisher, receiver
 from midflight.weights.transports.pull_publisher import PullPublisher
-from midflight.weights.transports.bucket_server import SharedVersion
+from midflight.weights.transports.select import publisher, receiver
 from midflight.weights.transports.swarm import AT_ONCE, MAX_KNOWN, STRIKES, Leaf, Transfer, bucketed, cut, place, root, sources_in
 
 from .fleets import sent
@@ -195,7 +195,7 @@ def test_leaves_that_are_not_every_byte_once_are_refused(tree: tuple[tuple[Leaf,
 
 
 def test_pieces_end_where_whole_tensors_are_cut_and_neighbours_fill_a_bucket():
-    assert list(cut(3, 40, 140)) == [(3, 40, 64), (3, 64, 128), (3, 128, 140)]
+    assert list(cut(40, 140)) == [(40, 64), (64, 128), (128, 140)]
     assert [[leaf.stop for leaf in bucket] for bucket in bucketed(leaves(30, 60, 124, 130))] == [[30, 60], [124], [130]]
 
 

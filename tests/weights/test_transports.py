@@ -231,7 +231,7 @@ def small_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return 100_000 - sum(path.stat().st_size for path in shared.iterdir())
 
     def reserve(file: int, offset: int, length: int) -> None:
-        if Path(os.readlink(f"/proc/self/fd/{file}")).parent == shared and length > free():
+        if Path(f"/proc/self/fd/{file}").readlink().parent == shared and length > free():
             raise OSError(errno.ENOSPC, "No space left on device")
         reserved(file, offset, length)
 
@@ -273,9 +273,9 @@ def test_room_for_what_servers_load_is_left_under_dev_shm(small_shared: Path, tm
 def test_without_room_anywhere_the_remedies_are_named(small_shared: Path, tmp_path: Path):
     (tmp_path / "weights").write_text("in the way")
     weights = {"w": torch.zeros(30_000)}
-    with publisher("shared_memory", name=NAME, folder=tmp_path / "weights") as sender:
-        with pytest.raises(ConfigError, match=r"No space left on device.*--shm-size\), or make room in .*weights"):
-            sender.publish(1, weights)
+    remedies = r"No space left on device.*--shm-size\), or make room in .*weights"
+    with publisher("shared_memory", name=NAME, folder=tmp_path / "weights") as sender, pytest.raises(ConfigError, match=remedies):
+        sender.publish(1, weights)
     assert list(small_shared.iterdir()) == []
 
 

@@ -19,8 +19,8 @@ class Replacement:
 REPLACED_TRANSPORTS: Mapping[str, Replacement] = {
     "file": Replacement(
         "auto",
-        'set it to "shared_memory", which maps a file in the run\'s folder by itself where /dev/shm '
-        'is small, or between machines to "pull" ("auto" chooses)',
+        'set it to "shared_memory", which maps a file in the run\'s folder by itself where '
+        '/dev/shm is small, or between machines to "pull" ("auto" chooses)',
     ),
     "collective": Replacement(
         "pull", 'set it to "pull", by which engines on any number of machines ask for versions'

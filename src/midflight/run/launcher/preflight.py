@@ -300,8 +300,8 @@ class Inspection:
             spilled = ""
             if versions:
                 spilled = (
-                    f", {size(versions)} of it for versions on their way, for which {SHARED} has no "
-                    "room (in containers --shm-size)"
+                    f", {size(versions)} of it for versions on their way, for which {SHARED} has "
+                    "no room (in containers --shm-size)"
                 )
             raise ConfigError(
                 f"run.folder is {folder}, where {size(free)} are free, and checkpoints and models "

@@ -45,8 +45,8 @@ from midflight.run.parts import TEACHER
 from midflight.run.rollout.serving import Serving
 from midflight.types.facts import EngineJoined, EngineLeft, Record
 from midflight.version import __version__
-from midflight.weights.transports.memory_files import SHARED
 from midflight.weights.transports.kinds import FILES, SENT
+from midflight.weights.transports.memory_files import SHARED
 from midflight.wire.hosts import is_loopback
 
 LEAVING = "leaving"

@@ -47,8 +47,8 @@ from midflight.trajectories.pairs import copy_name, drafted
 from midflight.types import Version, WeightManifest
 from midflight.weights.transports.memory_files import SHARED, remove_stale
 from midflight.weights.transports.publisher import Publisher
-from midflight.weights.transports.select import publisher as make_publisher
 from midflight.weights.transports.pull_publisher import PullPublisher
+from midflight.weights.transports.select import publisher as make_publisher
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -454,8 +454,8 @@ async def _train(
                 host=sending_host(config.gateway.host, spec.host),
                 full_every=FULL_EVERY if section.delta else 1,
                 stage_seconds=section.stage_seconds,
-                # the first of its two folders is there before a version is published
-                spare=staged_bytes(config, model_sizes(config.model)) // 2,
+                # after a restart the folders of servers are there already
+                spare=0 if spec.life else staged_bytes(config, model_sizes(config.model)),
             )
             publisher = closing.enter_context(weights)
             publish = put_together(team.weights, publisher, dtype=served_dtype(config))

@@ -343,8 +343,8 @@ class BroadcastPublisher(Publisher):
         deadline_seconds: float = 10.0,
         threads: int = 1,
     ) -> None:
-        """`host` is the address of this machine that engines reach it by; it listens there only. The
-        bytes are not encrypted.
+        """`host` is the address of this machine that engines reach it by; it listens there only.
+        The bytes are not encrypted.
 
         Receivers begin at once when the expected number has come. Otherwise those that came begin
         after `quiet_seconds` without another. `deadline_seconds` bounds the making of a group and

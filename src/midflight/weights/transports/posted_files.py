@@ -1,4 +1,4 @@
-"""Versions that a foreign trainer has published: the safetensors file that it names, or the manifest
+"""Versions that a foreign trainer publishes: the safetensors file that it names, or the manifest
 that it sends. Importing this needs no torch, so that the rollout process can use it.
 
 Format of the file: eight bytes with the header's length N (little endian), N bytes of JSON, then

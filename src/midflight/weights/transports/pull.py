@@ -31,9 +31,14 @@ import msgspec
 from midflight.errors import EngineUnavailable, WeightsCorrupt
 from midflight.types import WeightManifest
 from midflight.weights.manifest import extent, repacked, views
+from midflight.weights.transports.bucket_server import (
+    FROM,
+    BucketInventory,
+    BucketServer,
+    SharedVersion,
+)
 from midflight.weights.transports.machine_copy import PREFIX, MachineCopy
 from midflight.weights.transports.memory_files import remove_stale, shared_places
-from midflight.weights.transports.bucket_server import FROM, BucketInventory, BucketServer, SharedVersion
 from midflight.weights.transports.swarm import (
     Transfer,
     Tree,

@@ -23,10 +23,10 @@ from midflight.models.names import dtype_name
 from midflight.models.sizes import piece_digest
 from midflight.types import TensorSpec, Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, aligned, layout
+from midflight.weights.transports.bucket_server import BucketServer, SharedVersion
 from midflight.weights.transports.buffers import StandingBuffers
 from midflight.weights.transports.kinds import PULL
 from midflight.weights.transports.publisher import Publisher
-from midflight.weights.transports.bucket_server import BucketServer, SharedVersion
 from midflight.weights.transports.swarm import Bucket, Leaf, Views, bucketed, cut, root
 
 
@@ -108,7 +108,7 @@ class PullPublisher(Publisher):
         buffer = self._buffers.take(version, num_bytes)
         pieces: list[tuple[_OwnPart, int, int]] = []
         for stretch in stretches:
-            for _, start, stop in cut(stretch.tensor, stretch.start, stretch.stop):
+            for start, stop in cut(stretch.start, stretch.stop):
                 pieces.append((stretch, start, stop))
         with ThreadPoolExecutor(self._threads, "weights-copy") as pool:
             leaves = list(pool.map(partial(_copied, buffer), pieces))

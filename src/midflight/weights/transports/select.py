@@ -102,7 +102,8 @@ def publisher(
     elif kind == PULL:
         made = PullPublisher(host, num_slots=kept, threads=threads)
     else:
-        raise ConfigError(f"weights.transport {kind!r} is unknown.{nearest(kind, {SHARED_MEMORY, *SENT})}")
+        hint = nearest(kind, {SHARED_MEMORY, *SENT})
+        raise ConfigError(f"weights.transport {kind!r} is unknown.{hint}")
     if not differences:
         return made
     return DeltaPublisher(made, full_every=full_every, threads=threads)

@@ -84,7 +84,7 @@ class SharedMemoryPublisher(Publisher):
         self._versions = [None] * len(self._versions)
 
     def _free_slot(self, version: Version) -> int:
-        held = [version for version in self._versions if version is not None]
+        held = [one for one in self._versions if one is not None]
         check_slot(version, held, num_slots=len(self._versions))
         return self._versions.index(None)
 
@@ -109,7 +109,8 @@ class SegmentPublisher(Publisher):
     """A file for each version, which is kept until its release, for `DeltaPublisher`.
 
     Fresh memory costs a page fault for every page, so slots that are used again suit versions of
-    one size better. Each file is locked while its publisher lives (see `memory_files.remove_stale`).
+    one size better. Each file is locked while its publisher lives (see
+    `memory_files.remove_stale`).
     """
 
     def __init__(

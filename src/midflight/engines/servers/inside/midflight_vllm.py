@@ -131,7 +131,9 @@ class DirectTransfer(WeightTransferEngine):
     def init_transfer_engine(self, init_info: OrderBody) -> None:
         parallel = self.parallel_config
         index = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self.double_buffer.begin(init_info.order, index=index, workers=parallel.world_size_across_dp)
+        self.double_buffer.begin(
+            init_info.order, index=index, workers=parallel.world_size_across_dp
+        )
 
     def start_weight_update(self) -> None:
         pass
