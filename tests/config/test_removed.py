@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from midflight.cli import main
 from midflight.cli.configurations import config_of_folder, config_of_run
-from midflight.cli.front import main
 from midflight.config import load_config
 from midflight.config.options import options, tables
 from midflight.config.replaced import REMOVED
