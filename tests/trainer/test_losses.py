@@ -175,7 +175,7 @@ POINT = {
 
 WITH_GRADIENT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     # As a surrogate M R A, whose gradient these have in value (`sg` holds R at the point where it is looked at).
-    "dppo_tv": lambda p, at: losses.dppo_tv(p, POINT["behaviour"], advantage=POINT["advantage"], delta=0.2, cap=20.0),
+    "dppo_tv": lambda p, at: losses.dppo_tv(p, POINT["behaviour"], advantage=POINT["advantage"], delta=0.06, cap=20.0),
     "ipo": lambda p, at: losses.ipo(p, POINT["behaviour"], advantage=POINT["advantage"], delta=0.05, cap=20.0),
     "decoupled_cispo": lambda p, at: losses.cispo(
         p, log_ratio(p, POINT["behaviour"]).exp(), advantage=POINT["advantage"], clip_low=0.2, clip_high=0.02
@@ -193,7 +193,7 @@ WITH_GRADIENT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     # p - mu: .0577, -.0863, .0387, -.0117 by the probabilities of POINT; the second falls and A < 0 pushes it on.
-    "dppo_tv": lambda p: -of(1, 0, 1, 0) * (p - POINT["behaviour"]).exp() * POINT["advantage"],
+    "dppo_tv": lambda p: -of(1, 0, 1, 1) * (p - POINT["behaviour"]).exp() * POINT["advantage"],
     "ipo": lambda p: -of(0, 0, 1, 1) * (p - POINT["behaviour"]).exp() * POINT["advantage"],
     # R: 1.105, .741, 1.105, .905, clipped to [.8, 1.02] as a weight.
     "decoupled_cispo": lambda p: -of(1.02, 0.8, 1.02, math.exp(-0.1)) * POINT["advantage"] * p,
