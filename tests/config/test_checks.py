@@ -105,7 +105,7 @@ from midflight.errors import ConfigError
         (["engine.kind=vllm", 'engine.urls=["http://a:1/v1"]'], "got 'http://a:1/v1'"),
         (["engine.kind=vllm", 'engine.urls=["http://a:1", "http://a:1"]'], "engine.urls names a server twice"),
         (["engine.kind=vllm", 'engine.urls=["http://a:1"]', "engine.count=2"], "engine.count (2) is not the number of engine.urls (1)"),
-        (["gateway.port=70000"], "gateway.port must be <= 65535, got 70000"),
+        (["gateway.port=70000"], "gateway.port must be >= 0 and <= 65535, got 70000"),
     ],
 )
 def test_a_contradiction_is_refused_with_both_values(overrides: list[str], expected: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.facts import Facts
 
 from midflight.config import load_config
-from midflight.config.sections import SuiteSection
+from midflight.config.evaluation import SuiteSection
 from midflight.environments.evaluation import Evaluator, Suite, best_at, evaluation_key, pass_at
 from midflight.errors import ConfigError
 from midflight.observe.lines import EvaluationLine

@@ -474,12 +474,6 @@ def test_at_worst_memory_is_four_times_the_weights():
     assert most <= 4 * 80_000 + 1000
 
 
-@pytest.mark.parametrize("full_every", [0, -1, MAX_DELTAS + 2])
-def test_a_period_without_sense_is_refused(full_every: int):
-    with pytest.raises(ConfigError, match=f"full_every is {full_every}"):
-        publisher("shared_memory", name=NAME, folder=Path(), full_every=full_every)
-
-
 # --- Manifests from outside ------------------------------------------------------------------------------------------
 
 

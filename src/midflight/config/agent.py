@@ -1,11 +1,9 @@
 """The agent that runs the rollouts of `[environment]`."""
 
-from midflight.config.environment import CLAIMED, EnvironmentSection
-
-__all__ = ["BUILT_IN", "CLAIMED", "SINGLE_TURN", "agent_of", "entries_of", "is_built_in"]
+from midflight.config.environment import EnvironmentSection
 
 SINGLE_TURN = "midflight.environments.single_turn:answer"
-"""It and `CLAIMED` run in the rollout process, because they block nothing."""
+"""This entry of ours, and `CLAIMED`, run in the rollout process, because they block nothing."""
 BUILT_IN = "built-in loop"
 """It stands in the place of an entry."""
 

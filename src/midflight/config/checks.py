@@ -7,7 +7,6 @@ from midflight.config.derived import trains_truncated
 from midflight.config.engine import engine_contradictions
 from midflight.config.environment import environment_contradictions
 from midflight.config.evaluation import suite_contradictions
-from midflight.config.gateway import gateway_contradictions
 from midflight.config.loss_checks import (
     critic_contradictions,
     distillation_contradictions,
@@ -58,7 +57,6 @@ def contradictions(config: Config) -> tuple[str, ...]:
             config.curriculum,
             learns_to_accuracy=warm.target_accuracy is not None and warm.data is None,
         ),
-        *gateway_contradictions(config.gateway),
         *observe_contradictions(config.observe),
         *cluster_contradictions(config),
         *server_contradictions(config),

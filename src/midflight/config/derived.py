@@ -7,17 +7,15 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from midflight.config.agent import CLAIMED, SINGLE_TURN, agent_of
+from midflight.config.agent import SINGLE_TURN, agent_of
+from midflight.config.environment import CLAIMED
 from midflight.config.sections import (
     Config,
     EngineSection,
     EnvironmentSection,
-    GatewaySection,
     LoraSection,
     ModelSection,
     RolloutSection,
-    RunSection,
-    WeightsSection,
 )
 from midflight.models.sizes import ModelSizes, element_bytes, sizes_of
 from midflight.types import StalePolicy
@@ -58,28 +56,6 @@ def buffer_bytes(shards: int) -> int:
     quarter of the memory of this machine, or of its container.
     """
     return machine_bytes() // 4 // shards
-
-
-def orphan_seconds(gateway: GatewaySection) -> float:
-    """Returns how long a generation, and its answer, survive the loss of their client."""
-    return gateway.request_seconds / 4
-
-
-def score_seconds(run: RunSection) -> float:
-    """Returns the deadline of a teacher's scores of one batch, a restart of it included."""
-    return 5 * run.stall_seconds
-
-
-LEAST_LEASE_SECONDS = 30.0
-
-
-def pause_lease_seconds(weights: WeightsSection) -> float:
-    """Returns the time after which an engine that is paused without renewal resumes by itself, so
-    that a dead controller cannot freeze it. A commit has ended by then. In a barrier an engine may
-    wait for another in each of three phases.
-    """
-    phases = 4 if weights.commit == "barrier" else 1
-    return max(LEAST_LEASE_SECONDS, phases * weights.commit_seconds)
 
 
 def machine_bytes() -> int:

@@ -1,16 +1,15 @@
 """The options of the gateway."""
 
-from collections.abc import Iterator
 from typing import Literal
 from urllib.parse import urlsplit
 
-from midflight.config.section import Count, NonNegative, Positive, Seconds, Section
+from midflight.config.section import NonNegative, Port, Positive, Seconds, Section
 
 
 class GatewaySection(Section):
     host: str = "127.0.0.1"
     """Address to listen on; anything but loopback exposes the endpoint."""
-    port: Count = 0
+    port: Port = 0
     """0 takes a free port."""
     hosts: tuple[str, ...] = ()
     """Names by which clients may ask an endpoint on loopback, beside loopback's own, such as that
@@ -65,8 +64,3 @@ class GatewaySection(Section):
         """
         public = urlsplit(self.public_url).hostname
         return (*self.hosts, public) if public else self.hosts
-
-
-def gateway_contradictions(gateway: GatewaySection) -> Iterator[str]:
-    if gateway.port > 65535:
-        yield f"gateway.port must be <= 65535, got {gateway.port}; 0 takes a free port"

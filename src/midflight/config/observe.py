@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Literal
 
-from pydantic import Field
-
-from midflight.config.section import Section
+from midflight.config.section import Port, Section
 from midflight.entries import ENTRY
 from midflight.errors import nearest
 
@@ -26,7 +24,7 @@ class ObserveSection(Section):
     `/dashboard` of its gateway leads there; the viewer is a process of its own, started for its
     first visitor.
     """
-    view_port: int = Field(default=0, ge=0, le=65535)
+    view_port: Port = 0
     """The port on loopback that the viewer of a run listens on; 0 takes a free one."""
     log_format: Literal["plain", "json"] = "plain"
     """How logs and a terminal that cannot be redrawn are written: as text, or as one JSON object a

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from midflight.config.agents import McpSection, RewardSection
 from midflight.config.devices import ServerSection
+from midflight.config.evaluation import SuiteSection
 from midflight.config.options import Option, options, tables
 from midflight.config.section import Section
-from midflight.config.sections import Config, SourceSection, SuiteSection
+from midflight.config.sections import Config
+from midflight.config.sources import SourceSection
 
 INTRODUCTION = """# Configuration
 

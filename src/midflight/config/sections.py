@@ -7,7 +7,7 @@ Nothing here imports torch. Code receives the numbers that it needs, not these o
 from midflight.config.cluster import ClusterSection
 from midflight.config.engine import EngineSection
 from midflight.config.environment import EnvironmentSection
-from midflight.config.evaluation import EvaluationSection, SuiteSection
+from midflight.config.evaluation import EvaluationSection
 from midflight.config.gateway import GatewaySection
 from midflight.config.loss import (
     CorrectionSection,
@@ -20,33 +20,9 @@ from midflight.config.observe import ObserveSection
 from midflight.config.rollout import RolloutSection
 from midflight.config.run import RunSection
 from midflight.config.section import Section
-from midflight.config.sources import CurriculumSection, SourceSection
+from midflight.config.sources import CurriculumSection
 from midflight.config.trainer import TrainerSection, WarmStartSection
 from midflight.config.weights import WeightsSection
-
-__all__ = [
-    "ClusterSection",
-    "Config",
-    "CorrectionSection",
-    "CriticSection",
-    "CurriculumSection",
-    "DistillationSection",
-    "EngineSection",
-    "EnvironmentSection",
-    "EvaluationSection",
-    "GatewaySection",
-    "LoraSection",
-    "ModelSection",
-    "ObjectiveSection",
-    "ObserveSection",
-    "RolloutSection",
-    "RunSection",
-    "SourceSection",
-    "SuiteSection",
-    "TrainerSection",
-    "WarmStartSection",
-    "WeightsSection",
-]
 
 
 class Config(Section):

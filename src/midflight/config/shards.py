@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from midflight.config.agent import CLAIMED, agent_of
+from midflight.config.agent import agent_of
 from midflight.config.derived import num_workers
+from midflight.config.environment import CLAIMED
 from midflight.config.sections import Config
 
 MOST_SHARDS = 11

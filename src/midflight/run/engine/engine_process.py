@@ -7,10 +7,10 @@ import socket
 from functools import partial
 from pathlib import Path
 
-from midflight.config.derived import pause_lease_seconds, served_dtype
-from midflight.config.sections import Config
+from midflight.config.derived import served_dtype
+from midflight.config.sections import Config, WeightsSection
 from midflight.engines.app import build_app
-from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.engines.embedded.engine import PAUSE_LEASE_SECONDS, EmbeddedEngine
 from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.engines.introduction import about_route
 from midflight.engines.relay import relay_steps
@@ -34,6 +34,14 @@ SPEAKERS = ("engine0", "teacher")
 """Engines that warn if their model is slow. The others serve the same model as the first."""
 
 
+def lease_seconds(weights: WeightsSection) -> float:
+    """Returns the time after which a paused engine resumes by itself. A commit has ended by then.
+    In a barrier an engine may wait for another in each of three phases.
+    """
+    phases = 4 if weights.commit == "barrier" else 1
+    return max(PAUSE_LEASE_SECONDS, phases * weights.commit_seconds)
+
+
 def make_engine(config: Config, model: Path, *, name: str, version: int) -> EmbeddedEngine:
     section = config.engine
     return EmbeddedEngine(
@@ -45,7 +53,7 @@ def make_engine(config: Config, model: Path, *, name: str, version: int) -> Embe
         max_running=section.max_running,
         max_batch_tokens=section.max_batch_tokens,
         max_context=config.model.max_context,
-        pause_lease_seconds=pause_lease_seconds(config.weights),
+        pause_lease_seconds=lease_seconds(config.weights),
         version=version,
         prefixes=PrefixRoom(section.prefix_mb * 2**20, section.prefix_age),
         records_experts=config.correction.routing_replay,

@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 import torch
 
-from midflight.config.derived import LEAST_LEASE_SECONDS
 from midflight.config.model_checks import check_tokenizer
 from midflight.config.sections import Config
 from midflight.engines.embedded.engine import EmbeddedEngine, Generated
@@ -190,7 +189,6 @@ class Measurement:
             max_running=max(WIDTHS),
             max_batch_tokens=self._config.engine.max_batch_tokens,
             max_context=min(self._config.model.max_context, longest + MOST_TOKENS),
-            pause_lease_seconds=LEAST_LEASE_SECONDS,
         )
 
     def _engine_rate(self, engine: EmbeddedEngine, width: int) -> float:

@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute
 from midflight.config import derived
 from midflight.config.agent import SINGLE_TURN, agent_of
 from midflight.config.cores import core_use, own_cores
-from midflight.config.derived import batch_rollouts, score_seconds
+from midflight.config.derived import batch_rollouts
 from midflight.config.model_defaults import usual_rate
 from midflight.config.sections import Config
 from midflight.engines.introduction import About, ask_about
@@ -82,6 +82,10 @@ from midflight.wire.server import serve_app
 
 REPORT_SECONDS = 0.5
 """The time between two reports to the launcher."""
+TEACHER_STALLS = 5
+"""A teacher has this many times `run.stall_seconds` for the scores of a batch, a restart of it
+included.
+"""
 
 
 async def run_rollout(spec: RolloutSpec, launcher: LauncherPipe) -> None:
@@ -394,7 +398,7 @@ class RolloutProcess:
         if self._teacher is None:
             return None
         temperature = self._config.environment.temperature
-        seconds = score_seconds(self._config.run)
+        seconds = TEACHER_STALLS * self._config.run.stall_seconds
         return Teacher(
             self._teacher, temperature=temperature, seconds=seconds, heart=self._launcher.heart
         )

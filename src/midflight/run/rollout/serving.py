@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from midflight.config.bounds import RolloutBound, rollout_bound
-from midflight.config.derived import orphan_seconds
 from midflight.config.sections import Config
 from midflight.environments.agents import AgentHost
 from midflight.environments.crew import Crew
@@ -147,7 +146,7 @@ class Serving:
             strict=config.gateway.strict,
             max_sessions=config.gateway.max_sessions,
             max_requests=config.gateway.max_sessions,
-            orphan_seconds=orphan_seconds(config.gateway),
+            orphan_seconds=seconds / 4,
             anonymous=anonymous,
             count_all_choices=config.environment.count_all_choices,
             message_format=MessageFormat(

@@ -171,7 +171,9 @@ class RolloutSystem:
         self._gateway.on_turn = self.record
         self._ages = GroupAges(serving.gateway)
         self._lending = Lending(serving.fleet, lent_engine(config.engine))
-        self.books = Books(buffer_limits(config.rollout, shards=config.gateway.shards), start_version=version)
+        self.books = Books(
+            buffer_limits(config.rollout, shards=config.gateway.shards), start_version=version
+        )
         self.queue = GroupQueue(
             self.books,
             record=self.record,

@@ -13,7 +13,6 @@ from typing import cast
 
 from transformers import PreTrainedModel
 
-from midflight.config.derived import LEAST_LEASE_SECONDS
 from midflight.config.sections import Config
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.prefixes import PrefixRoom
@@ -191,7 +190,6 @@ class Accuracy:
             max_running=max(1, len(lessons.heldout)),
             max_batch_tokens=config.engine.max_batch_tokens,
             max_context=config.model.max_context,
-            pause_lease_seconds=LEAST_LEASE_SECONDS,
             prefixes=PrefixRoom(0),  # its weights change under it
         )
 

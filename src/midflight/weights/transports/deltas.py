@@ -6,11 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from midflight.errors import ConfigError
 from midflight.models.sizes import element_bytes, fingerprint
 from midflight.types import Delta, TensorSpec, Version, WeightManifest
 from midflight.weights.difference_codec import encode
-from midflight.weights.manifest import MAX_DELTAS, MAX_HELD, extent, repacked, set_aside, views
+from midflight.weights.manifest import MAX_HELD, extent, repacked, set_aside, views
 from midflight.weights.transports.publisher import Publisher, check_slot, named_shapes
 
 WORTH = 0.8
@@ -38,12 +37,7 @@ class DeltaPublisher(Publisher):
     """
 
     def __init__(self, inner: Publisher, *, full_every: int, threads: int = 1) -> None:
-        """`full_every` counts versions."""
-        if not 2 <= full_every <= MAX_DELTAS + 1:
-            raise ConfigError(
-                f"publishing differences: full_every is {full_every}; it must be from 2 to "
-                f"{MAX_DELTAS + 1}."
-            )
+        """`full_every` counts versions: from 2 to `MAX_DELTAS` + 1."""
         self._inner = inner
         self._full_every = full_every
         self._threads = threads
