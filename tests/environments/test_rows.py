@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +12,15 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from midflight.environments.rows import SourceRows, open_rows, plain, rows_of_entry
 from midflight.errors import ConfigError
 
 SUMS = [{"question": f"{i} + {i} =", "answer": 2 * i} for i in range(5)]
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=6) | st.text('a,"\n\r\ufeff ', max_size=6)
 
 
 def rows_of(path: Path) -> SourceRows:
@@ -92,6 +98,7 @@ def test_csv_has_a_header_and_texts_and_records_over_several_lines(tmp_path: Pat
         ("a,b\n1,2\n3\n", "t.csv:3: the record has 1 fields and the header 2 (a, b)"),
         ("a,a\n1,2\n", "t.csv:1: the header names 'a' twice"),
         ('a,b\n1,2\n"3,4\n', "t.csv:3: not valid CSV"),
+        ("a,b\n1,2\r3,4\n", "t.csv:2: not valid CSV"),
         (b"a,b\n1,\xff\n", "t.csv:2: not UTF-8 text"),
     ],
 )
@@ -99,6 +106,20 @@ def test_a_broken_record_is_named_by_file_and_line(tmp_path: Path, text: str | b
     with pytest.raises(ConfigError) as caught:
         list(rows_of(written(tmp_path / "t.csv", text)))
     assert message in str(caught.value)
+
+
+@given(st.lists(st.tuples(TEXT, TEXT), max_size=6), st.sampled_from(["\n", "\r\n"]), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_what_is_written_as_csv_is_read_back(tmp_path_factory: pytest.TempPathFactory, records: list[tuple[str, str]], end: str, marked: bool) -> None:
+    text = io.StringIO()
+    csv.writer(text, lineterminator=end, quoting=csv.QUOTE_ALL).writerows([("a", "b"), *records])
+    path = tmp_path_factory.mktemp("csv") / "t.csv"
+    rows = rows_of(written(path, "\ufeff" * marked + text.getvalue()))
+    assert same(rows) == [{"a": a, "b": b} for a, b in records]
+    before = 1
+    for number, record in enumerate(records):
+        assert rows.place(number) == f"{path}:{before + 1}"
+        before += 1 + sum(field.count("\n") for field in record)
 
 
 def test_parquet_and_saved_datasets_are_read_with_the_same_rows(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import random
 
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from midflight.text import IncrementalDetokenizer, Tokenizer
 
@@ -50,3 +52,23 @@ def test_vocabularies_with_byte_fallback_join_to_the_decoded_whole(fallback_toke
     for _ in range(200):
         ids = [rng.choice([fox, the, *japanese, 1 + 0xFF, 260, 263]) for _ in range(12)]
         assert "".join(pieces(fallback_tokenizer, ids)) == fallback_tokenizer.decode(ids)
+
+
+def test_a_run_of_bytes_is_shown_when_it_has_ended(fallback_tokenizer: Tokenizer) -> None:
+    """It is decoded as one: a bracket before half a character is none."""
+    bracket, half, fox = 1 + ord("("), 1 + 0xA2, fallback_tokenizer.backend.token_to_id("▁fox")
+    assert fallback_tokenizer.decode([bracket, half]) == "\ufffd\ufffd"
+    assert pieces(fallback_tokenizer, [bracket, half, fox]) == ["", "", "\ufffd\ufffd fox", ""]
+    assert pieces(fallback_tokenizer, [bracket, half]) == ["", "", "\ufffd\ufffd"]
+
+
+WORDS = ["[UNK]", "the", "fox", "##es", ".", "?", "'", "n't", "'m", "do", "not", "\ufffd", "é"]
+
+
+@given(st.lists(st.integers(0, len(WORDS) - 1), max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_words_with_their_blanks_cleaned_up_join_to_the_decoded_whole(ids: list[int]) -> None:
+    backend = tokenizers.Tokenizer(models.WordPiece(vocab={word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece(prefix="##", cleanup=True)
+    tokenizer = Tokenizer(backend, template=None, eos_token_ids=frozenset())
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)

@@ -3,6 +3,7 @@ saved datasets are mapped into memory, and a function gives rows itself. A row i
 is asked for, so there may be any number of rows.
 """
 
+import codecs
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -11,7 +12,6 @@ from typing import Any, BinaryIO, Protocol, cast
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from midflight.entries import load_entry
 from midflight.errors import ConfigError
@@ -20,12 +20,11 @@ from midflight.types import Json
 Columns = dict[str, Json]
 
 CHUNK = 16 * 2**20
-"""Bytes looked through at a time for the ends of lines."""
+"""Bytes that are read at a time to count lines."""
 SHOWN = 80
 """The number of letters of a broken row that are shown."""
 MAX_ITERATED = 1_000_000
 """The number of rows that an iterable may have, which is kept in memory as a whole."""
-_BOM = b"\xef\xbb\xbf"
 
 
 class SourceRows(Protocol):
@@ -81,114 +80,87 @@ def _known(path: Path) -> bool:
 # --- Lines of a file ------------------------------------------------------------------------------
 
 
-class _FileLines:
-    """The lines of a file by number, with `skip_empty` without the empty ones. Two numbers for each
-    line are in memory.
-    """
+class _RowPlaces:
+    """The places of rows in a file. Two numbers for each row are in memory."""
 
-    def __init__(self, path: Path, *, skip_empty: bool) -> None:
+    def __init__(self, path: Path, spans: Iterable[tuple[int, int]]) -> None:
+        """`spans` are the first byte of each row, and the one after its last."""
         self.path = path
-        self._skip_empty = skip_empty
+        self._spans = np.fromiter(spans, np.dtype((np.int64, 2)))
         self._file = path.open("rb")
-        ends, self.has_quotes = _line_ends(self._file)
-        self._begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
-        self._ends = ends
-        lengths = self._ends - self._begins
-        empty = [i for i in np.flatnonzero(lengths <= 2).tolist() if not self.raw(i).strip()]
-        self.has_empty = bool(empty) and not skip_empty
-        if empty and skip_empty:
-            self._begins = np.delete(self._begins, empty)
-            self._ends = np.delete(self._ends, empty)
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._spans)
 
-    def raw(self, number: int, last: int | None = None) -> bytes:
-        """The bytes of one line, or of the lines from it to the line `last`."""
-        begin = int(self._begins[number])
-        end = int(self._ends[number if last is None else last])
+    def raw(self, number: int) -> bytes:
+        begin, end = self._spans[number].tolist()
         self._file.seek(begin)
         read = self._file.read(end - begin)
-        return read.removeprefix(_BOM) if begin == 0 else read
-
-    def all(self) -> Iterator[bytes]:
-        with self.path.open("rb") as file:
-            for line in _without_mark(file):
-                if not self._skip_empty or len(line) > 2 or line.strip():
-                    yield line
+        return read.removeprefix(codecs.BOM_UTF8) if begin == 0 else read
 
     def place(self, number: int) -> str:
-        """The place of a line in the file, where empty lines count too."""
-        left = int(self._begins[number])
+        """The line of the file at which a row begins. Empty lines count too."""
+        left = int(self._spans[number, 0])
         before = 0
         with self.path.open("rb") as file:
-            while left > 0:
-                chunk = file.read(min(left, CHUNK))
-                if not chunk:
-                    break
+            while chunk := file.read(min(left, CHUNK)):
                 before += chunk.count(b"\n")
                 left -= len(chunk)
         return f"{self.path}:{before + 1}"
 
 
-def _without_mark(file: BinaryIO) -> Iterator[bytes]:
-    for first in islice(file, 1):
-        yield first.removeprefix(_BOM)
-    yield from file
-
-
-def _line_ends(file: BinaryIO) -> tuple[NDArray[np.int64], bool]:
-    """The end of each line, including its newline, and whether any line holds a quotation mark."""
-    found: list[NDArray[np.int64]] = []
-    at = 0
-    quoted = False
-    last = b"\n"
-    while chunk := file.read(CHUNK):
-        found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + (at + 1))
-        quoted = quoted or b'"' in chunk
-        at += len(chunk)
-        last = chunk[-1:]
-    if last != b"\n":
-        found.append(np.array([at], np.int64))
-    ends = np.concatenate(found) if found else np.zeros(0, np.int64)
-    return ends, quoted
-
-
 class JsonLines:
-    """A file with a JSON object on each line."""
+    """A file with a JSON object on each line. Empty lines are passed over."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = _FileLines(path, skip_empty=True)
+        self._places = _RowPlaces(path, _line_spans(path))
         self._decode = msgspec.json.Decoder(dict[str, Any]).decode
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._places)
 
     def __getitem__(self, number: int) -> Columns:
-        return self._row(self._lines.raw(number), number)
-
-    def __iter__(self) -> Iterator[Columns]:
-        decode = self._decode
-        number = 0
-        for number, line in enumerate(self._lines.all()):
-            try:
-                yield decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                yield self._row(line, number)
-
-    def place(self, number: int) -> str:
-        return self._lines.place(number)
-
-    def _row(self, line: bytes, number: int) -> Columns:
+        line = self._places.raw(number)
         try:
             return self._decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except _UNREADABLE as error:
             shown = line.decode(errors="replace").strip()
             shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]} ..."
             raise ConfigError(
                 f"{self.place(number)}: expected a JSON object, got {shown!r} ({error}); correct "
                 "the line, or remove it."
             ) from error
+
+    def __iter__(self) -> Iterator[Columns]:
+        decode = self._decode
+        with self._places.path.open("rb") as file:
+            lines = (line for line in file if not _is_empty(line))
+            for number, line in enumerate(lines):
+                try:
+                    yield decode(line)
+                except _UNREADABLE:
+                    yield self[number]  # without a byte order mark, or with the fault
+
+    def place(self, number: int) -> str:
+        return self._places.place(number)
+
+
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def _is_empty(line: bytes) -> bool:
+    return len(line) <= 2 and not line.strip()
+
+
+def _line_spans(path: Path) -> Iterator[tuple[int, int]]:
+    """The bytes of each line that is not empty."""
+    begin = 0
+    with path.open("rb") as file:
+        for line in file:
+            end = begin + len(line)
+            if not _is_empty(line):
+                yield begin, end
+            begin = end
 
 
 class CsvRows:
@@ -198,11 +170,11 @@ class CsvRows:
 
     def __init__(self, path: Path, *, separator: str) -> None:
         csv.field_size_limit(2**31 - 1)
+        self._path = path
         self._separator = separator
-        self._lines = _FileLines(path, skip_empty=False)
-        self._spans = self._records() if self._lines.has_quotes or self._lines.has_empty else None
-        self._num_records = len(self._lines) if self._spans is None else len(self._spans)
-        if not self._num_records:
+        self._places = _RowPlaces(path, self._spans())
+        """The header is the first."""
+        if not len(self._places):
             raise ConfigError(
                 f"{path} is empty; expected a header with the names of the columns, then a record "
                 "a line."
@@ -215,58 +187,53 @@ class CsvRows:
                 "each column a name of its own."
             )
 
-    def _records(self) -> NDArray[np.int64]:
-        """First and last line of each record, including the header. Shape [records, 2]."""
-        reader = self._reader(self._lines.all())
-        spans: list[tuple[int, int]] = []
-        before = 0
-        try:
-            for record in reader:
-                if record:
-                    spans.append((before, reader.line_num - 1))
-                before = reader.line_num
-        except csv.Error as error:
-            place = self._lines.place(min(before, len(self._lines) - 1))
-            raise ConfigError(
-                f"{place}: not valid CSV ({error}); correct the record that begins there."
-            ) from error
-        return np.array(spans, np.int64).reshape(-1, 2)
-
-    def _reader(self, lines: Iterable[bytes]) -> Any:
-        return csv.reader(self._texts(lines), delimiter=self._separator, strict=True)
-
-    def _texts(self, lines: Iterable[bytes]) -> Iterator[str]:
-        for number, line in enumerate(lines):
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        """The bytes of the header and of each record."""
+        with self._path.open("rb") as file:
+            reader = self._reader(self._texts(file))
+            begin = 0
+            first_line = 1
             try:
-                yield line.decode()
+                for record in reader:
+                    end = file.tell()
+                    if record:
+                        yield begin, end
+                    begin = end
+                    first_line = reader.line_num + 1
+            except csv.Error as error:
+                raise ConfigError(
+                    f"{self._path}:{first_line}: not valid CSV ({error}); correct the record that "
+                    "begins there."
+                ) from error
+
+    def _reader(self, texts: Iterable[str]) -> Any:
+        return csv.reader(texts, delimiter=self._separator, strict=True)
+
+    def _texts(self, file: BinaryIO) -> Iterator[str]:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise ConfigError(
-                    f"{self._lines.place(number)}: not UTF-8 text ({error}); save the file as "
-                    "UTF-8."
+                    f"{self._path}:{number}: not UTF-8 text ({error}); save the file as UTF-8."
                 ) from error
 
     def __len__(self) -> int:
-        return self._num_records - 1
+        return len(self._places) - 1
 
     def __getitem__(self, number: int) -> Columns:
         return self._row(self._fields(number), number)
 
     def __iter__(self) -> Iterator[Columns]:
-        records = (record for record in self._reader(self._lines.all()) if record)
-        next(records, None)  # the header
-        for number, fields in enumerate(records):
-            yield self._row(fields, number)
+        with self._path.open("rb") as file:
+            records = (record for record in self._reader(self._texts(file)) if record)
+            next(records, None)  # the header
+            for number, fields in enumerate(records):
+                yield self._row(fields, number)
 
     def _fields(self, number: int) -> list[str]:
-        first, last = self._span(number)
-        lines = self._lines.raw(first, last).splitlines(keepends=True)
-        return next(self._reader(lines))
-
-    def _span(self, number: int) -> tuple[int, int]:
-        """First and last line of a record; -1 is the header."""
-        if self._spans is None:
-            return number + 1, number + 1
-        return int(self._spans[number + 1, 0]), int(self._spans[number + 1, 1])
+        """The fields of a record; -1 is the header."""
+        return next(self._reader([self._places.raw(number + 1).decode()]))
 
     def _row(self, fields: list[str], number: int) -> Columns:
         if len(fields) != len(self._header):
@@ -278,7 +245,7 @@ class CsvRows:
         return dict(zip(self._header, fields, strict=True))
 
     def place(self, number: int) -> str:
-        return self._lines.place(self._span(number)[0])
+        return self._places.place(number + 1)
 
 
 # --- What libraries hold --------------------------------------------------------------------------

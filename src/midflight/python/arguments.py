@@ -16,6 +16,7 @@ from midflight.config import Config, load_config
 from midflight.config.derived import model_sizes
 from midflight.config.model_checks import check_teacher
 from midflight.entries import ENTRY
+from midflight.environments.rows import plain
 from midflight.errors import ConfigError
 from midflight.run.launcher.folder import ROWS, is_stored
 from midflight.run.launcher.trial import to_terminal
@@ -34,20 +35,15 @@ class RowsFile:
         """Reads them all. Raises `ConfigError` with the row that cannot be written."""
         self._file = tempfile.NamedTemporaryFile("wb", prefix="midflight-", suffix=".jsonl")  # noqa: SIM115 (it lives as long as this)
         self.path = Path(self._file.name)
-        encode = msgspec.json.Encoder(enc_hook=_plain).encode
         number = -1
         for number, row in enumerate(rows):
-            if not isinstance(row, Mapping):
-                raise ConfigError(
-                    f"data: row {number} is {type(row).__name__} {row!r:.80}, expected a dict from "
-                    "columns to values."
-                )
+            place = f"data, row {number}"
+            columns = plain(row, place)
             try:
-                self._file.write(encode(dict(cast("Mapping[str, object]", row))) + b"\n")
-            except (TypeError, ValueError, NotImplementedError) as error:
+                self._file.write(msgspec.json.encode(columns) + b"\n")
+            except UnicodeEncodeError as error:
                 raise ConfigError(
-                    f"data: row {number} cannot be written as JSON: {error}; give texts, numbers, "
-                    "lists and dicts."
+                    f"{place} has a text that UTF-8 cannot write ({error}); correct it."
                 ) from error
         if number < 0:
             raise ConfigError(
@@ -55,14 +51,6 @@ class RowsFile:
                 "once."
             )
         self._file.flush()
-
-
-def _plain(value: object) -> object:
-    """Turns scalars and arrays of numpy and torch into Python's numbers and lists."""
-    convert = getattr(value, "tolist", None)
-    if callable(convert):
-        return convert()
-    raise NotImplementedError(f"it holds a {type(value).__name__}")
 
 
 class Objects:

@@ -84,17 +84,6 @@ def _byte_letters() -> list[str]:
     letters are written as they are. The other bytes are written as the letters from U+0100 on, in
     order.
     """
-    printable = {
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    }
-    letters: list[str] = []
-    shifted = 0
-    for byte in range(256):
-        if byte in printable:
-            letters.append(chr(byte))
-        else:
-            letters.append(chr(256 + shifted))
-            shifted += 1
-    return letters
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    shifted = iter(sorted(letter for letter in alphabet if ord(letter) > 255))
+    return [chr(byte) if chr(byte) in alphabet else next(shifted) for byte in range(256)]

@@ -5,16 +5,10 @@ token borders.
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from midflight.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-
-
-class _Pieces(Protocol):
-    def push(self, token_id: int) -> str: ...
-    def flush(self) -> str: ...
 
 
 class IncrementalDetokenizer:
@@ -27,7 +21,7 @@ class IncrementalDetokenizer:
         """Special tokens in `keep` are written as text. The others are left out."""
         self._skip = tokenizer.special_token_ids - keep
         table = tokenizer.token_bytes
-        self._pieces: _Pieces = _GeneralPieces(tokenizer) if table is None else _BytePieces(table)
+        self._pieces = _GeneralPieces(tokenizer) if table is None else _BytePieces(table)
 
     def push(self, token_id: int) -> str:
         """The text that becomes certain with this token. Empty while a character is incomplete."""
