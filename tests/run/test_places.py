@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -210,13 +209,11 @@ def test_no_child_inherits_what_opens_the_run_or_the_cluster(
     run(main)
 
 
-def test_ports_are_free_and_a_place_where_somebody_listens_is_refused_by_name(kind: Callable[[], Places]) -> None:
+def test_ports_differ_and_a_place_where_somebody_listens_is_refused_by_name(kind: Callable[[], Places]) -> None:
     async def main() -> None:
         async with kind() as places:
             first, second = await places.take_all(ProcessKind.TRAINER, 2)
             assert (first.host, second.host) == ("127.0.0.1", "127.0.0.1") and first.port != second.port
-            with socket.create_server((first.host, await first.free_port())):
-                pass
             with pytest.raises(ConfigError, match=str(first.port)):
                 await places.take(ProcessKind.ROLLOUT, host="127.0.0.1", port=first.port)
 
@@ -321,7 +318,7 @@ def test_a_seat_that_is_silent_is_lost_after_the_seconds_that_were_allowed(tmp_p
     cluster = FakeCluster()
 
     async def silence(method: str) -> None:
-        if method == "free_port":
+        if method == "open":
             await asyncio.Event().wait()
 
     async def main() -> None:
@@ -329,7 +326,7 @@ def test_a_seat_that_is_silent_is_lost_after_the_seconds_that_were_allowed(tmp_p
             place = await places.take(ProcessKind.ENGINE)
             monkeypatch.setattr(cluster, "fail", silence)
             with pytest.raises(PartFailed, match=r"nothing was heard of it for 0.1 s"):
-                await place.free_port()
+                await place.ask("open", "", 0, of="a place")
             assert place.lost
 
     run(main)
@@ -347,7 +344,7 @@ def test_a_seat_is_not_asked_again_when_its_machine_is_no_longer_listed(monkeypa
             place = await places.take(ProcessKind.ENGINE)
             monkeypatch.setattr(cluster, "fail", fail)
             with pytest.raises(PartFailed, match="no route to host"):
-                await place.free_port()
+                await place.ask("open", "", 0, of="a place")
 
     run(main)
 
@@ -520,4 +517,4 @@ def test_a_run_on_this_machine_imports_nothing_of_a_cluster() -> None:
     code = "import sys, midflight.run.launcher.launch; print(*(n for n in sys.modules if n.split('.')[0] == 'ray' or 'places' in n))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     ours = "midflight.run.places"
-    assert set(done.stdout.split()) == {ours, f"{ours}.port", f"{ours}.process", f"{ours}.local", f"{ours}.vitals"}
+    assert set(done.stdout.split()) == {ours, f"{ours}.port", f"{ours}.process", f"{ours}.local"}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 
 import msgspec
 
+from midflight.observe.activity import ProcessWork
 from midflight.run.heart import ENDLESS, Absence, Beat, Doing, Heartbeat, LoopReport
 from midflight.run.launcher.restart_budgets import REPLENISH_SECONDS, RestartBudget, RestartBudgets
-from midflight.run.launcher.watchdog import HungProcess, Vitals, Watchdog, vitals_of
+from midflight.run.launcher.watchdog import HungProcess, Watchdog
 from midflight.run.parts import decode_message, encode
 
 STALL = 10.0
@@ -30,7 +30,7 @@ class Ring:
         names = list(parts)
         self.dog = Watchdog(
             stall_seconds=STALL,
-            vitals=lambda pid: Vitals(self.states[names[pid]], self.cpu[names[pid]], self.num_bytes[names[pid]]),
+            work=lambda pid: ProcessWork(self.cpu[names[pid]], self.num_bytes[names[pid]], self.states[names[pid]]),
             clock=lambda: self.now,
         )
         for pid, name in enumerate(names):
@@ -397,8 +397,3 @@ def test_a_heart_says_what_is_done_and_when_the_loop_last_turned() -> None:
     beat = asyncio.run(main())
     assert beat.turned is not None and beat.doing == (doing("runs rollout 0.1"),) and beat.counters == "1 rollout runs"
     assert decode_message(encode(beat)) == beat
-
-
-def test_vitals_are_those_of_the_process() -> None:
-    vitals = vitals_of(os.getpid())
-    assert vitals.state in "RSD" and vitals.cpu_seconds > 0

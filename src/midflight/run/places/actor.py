@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 
 from midflight.errors import MidflightError
+from midflight.observe.activity import own_work
 from midflight.run.parts import SEATED_VARIABLE, ProcessKind
 from midflight.run.places.process import LocalChild, last_lines
-from midflight.run.places.vitals import vitals_of
 from midflight.version import __version__
 from midflight.wire.server import listen
 
@@ -144,7 +144,9 @@ class ActorChild:
         self.child.cut_log()
         lines = list(self.lines)
         if not self.closed:
-            return ChildOutput(lines, False, None, state=vitals_of(self.child.pid).state)
+            work = own_work(self.child.pid)
+            state = "?" if work is None else work.state
+            return ChildOutput(lines, False, None, state=state)
         status = await self.child.ended()
         return ChildOutput(lines, True, status, last_lines(self.child.log))
 
@@ -244,10 +246,6 @@ class PlaceActor:
 
     async def signal(self, name: str, number: int) -> None:
         self._told[name].child.signal(signal.Signals(number))
-
-    async def free_port(self) -> int:
-        with socket.create_server((self._here(), 0)) as found:
-            return found.getsockname()[1]
 
     async def refuse(self) -> None:
         if self._listener is not None:

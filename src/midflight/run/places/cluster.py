@@ -196,9 +196,6 @@ class ClusterPlace:
         )
         return ClusterChild(self, part, name, order)
 
-    async def free_port(self) -> int:
-        return await self.ask("free_port", of="a place")
-
     def refuse(self) -> None:
         if not self.lost:
             self.order("refuse")
@@ -374,7 +371,6 @@ class RayPlaces:
         self._environ = environ
         self._say = say
         self._wait_seconds = wait_seconds
-        self.spread = True
         self._taken: list[ClusterPlace] = []
 
     async def __aenter__(self) -> "RayPlaces":

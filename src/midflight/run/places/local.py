@@ -50,10 +50,6 @@ class LocalPlace:
     async def recalled(self) -> None:
         await asyncio.Event().wait()
 
-    async def free_port(self) -> int:
-        with socket.create_server((self.host, 0)) as found:
-            return found.getsockname()[1]
-
     def refuse(self) -> None:
         self._listener.close()
 
@@ -63,8 +59,6 @@ class LocalPlace:
 
 
 class LocalPlaces:
-    spread = False
-
     def __init__(self) -> None:
         self._taken: list[LocalPlace] = []
 

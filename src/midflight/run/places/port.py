@@ -168,10 +168,6 @@ class Place(Protocol):
         """
         ...
 
-    async def free_port(self) -> int:
-        """A port at `host` on which nothing listens now."""
-        ...
-
     def refuse(self) -> None:
         """Refuses connections from now on, once no process listens there."""
         ...
@@ -193,11 +189,6 @@ class Places(AbstractAsyncContextManager["Places", None], Protocol):
     """Gives places to the parts of one attempt at a run. At its end all are closed, and nothing is
     left of them.
     """
-
-    @property
-    def spread(self) -> bool:
-        """True if places may be on different machines."""
-        ...
 
     async def watch(self) -> None:
         """Finds out which places are recalled, until it is cancelled. Ends at once if none can be
